@@ -1,0 +1,138 @@
+"""Loss curves of one or several runs as a picture."""
+
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megatron_lowbit.errors import UserError
+
+# The smoothing window is this share of the logged iterations.
+_WINDOW_SHARE = 1 / 50
+
+
+class LossCurve(NamedTuple):
+    """Training and validation losses (float64, NaN where the run had none) by iteration."""
+
+    iterations: np.ndarray
+    losses: np.ndarray
+    validation_iterations: np.ndarray
+    validation_losses: np.ndarray
+
+
+def read_losses(path: Path) -> LossCurve:
+    """Read a metrics.jsonl. Raises UserError for a missing, malformed or lossless file."""
+    series: dict[str, tuple[list[int], list[float]]] = {
+        "lm_loss": ([], []),
+        "validation_loss": ([], []),
+    }
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{path}: cannot be read as a metrics.jsonl file") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            for name, (iterations, losses) in series.items():
+                if name in record:
+                    losses.append(np.nan if record[name] is None else float(record[name]))
+                    iterations.append(int(record["iteration"]))
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{path}:{number}: a JSON object with iteration and lm_loss is expected"
+            ) from None
+    if not series["lm_loss"][0]:
+        raise UserError(f"{path}: holds no lm_loss")
+    arrays = [np.array(values) for pair in series.values() for values in pair]
+    return LossCurve(*arrays)
+
+
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
+    """Centred moving average of ``window`` values, fewer at the ends; NaN values are left out."""
+    valid = np.isfinite(values)
+    kernel = np.ones(min(window, len(values)))
+    total = np.convolve(np.where(valid, values, 0.0), kernel, mode="same")
+    count = np.convolve(valid.astype(float), kernel, mode="same")
+    # A convolution leaves rounding dust in the counts, so compare with one half, not with zero.
+    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0.5)
+
+
+def relative_gap(run: LossCurve, reference: LossCurve) -> tuple[np.ndarray, np.ndarray]:
+    """Iterations that both runs logged, and there ``run``'s loss over ``reference``'s - 1."""
+    common, ours, theirs = np.intersect1d(run.iterations, reference.iterations, return_indices=True)
+    return common, run.losses[ours] / reference.losses[theirs] - 1
+
+
+def plot_loss(runs: dict[str, Path], output: Path) -> None:
+    """Draw the losses of ``runs`` (name to metrics.jsonl) into the PNG file ``output``.
+
+    Each run has a thin line (as logged), a thick one (smoothed) and validation points; with
+    several runs a lower panel has their smoothed relative gap to the first. Raises UserError for
+    an unreadable run or an output that is not named .png.
+    """
+    if output.suffix != ".png":
+        raise UserError(f"--output {output}: the name must end in .png")
+    curves = {name: read_losses(Path(path)) for name, path in runs.items()}
+    if not curves:
+        raise UserError("give at least one metrics.jsonl")
+    figure = Figure(figsize=(9, 6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = 2 if len(curves) > 1 else 1
+    axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=[3, 1][:panels])[
+        :, 0
+    ]
+    for (name, curve), color in zip(curves.items(), _colors(len(curves)), strict=True):
+        _draw_losses(axes[0], name, curve, color)
+        if panels == 2:
+            iterations, gap = relative_gap(curve, next(iter(curves.values())))
+            axes[1].plot(iterations, 100 * smooth(gap, _window(gap)), color=color)
+    axes[0].set_ylabel("loss (nats per token)")
+    axes[0].legend()
+    if panels == 2:
+        axes[1].set_ylabel(f"gap to {next(iter(curves))} (%)")
+    for panel in axes:
+        panel.grid(alpha=0.3)
+    axes[-1].set_xlabel("training step (iteration)")
+    _save(figure, output)
+
+
+def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: object) -> None:
+    panel.plot(curve.iterations, curve.losses, color=color, linewidth=0.6, alpha=0.4)
+    smoothed = smooth(curve.losses, _window(curve.losses))
+    panel.plot(curve.iterations, smoothed, color=color, linewidth=2, label=name)
+    if len(curve.validation_iterations):
+        panel.plot(
+            curve.validation_iterations,
+            curve.validation_losses,
+            "o",
+            color=color,
+            markeredgecolor="black",
+            label=f"{name}, validation",
+        )
+
+
+def _window(values: np.ndarray) -> int:
+    # Odd, so that the average is centred.
+    return 2 * int(len(values) * _WINDOW_SHARE / 2) + 1
+
+
+def _colors(number: int) -> list[object]:
+    if number <= 10:
+        return list(matplotlib.colormaps["tab10"].colors[:number])
+    return list(matplotlib.colormaps["turbo"](np.linspace(0, 1, number)))
+
+
+def _save(figure: Figure, output: Path) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.tmp")
+    try:
+        figure.savefig(temporary, format="png")
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,1 @@
+"""The rooms that know another framework: Megatron Core, Transformer Engine."""

@@ -1,0 +1,93 @@
+"""Block random Hadamard transform.
+
+Source: "Pretraining Large Language Models with NVFP4", appendix C; "Training LLMs with MXFP4"
+(arXiv 2502.20586), algorithm 2. Blocks of ``size`` elements along the last axis become
+``y = x * diag(s) * H / sqrt(size)`` with Sylvester's H (entries +-1) and signs s. The transform is
+orthonormal, so applied with the same signs to both operands along a GEMM's contraction axis it
+leaves the exact product unchanged.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lowbit.numerics.philox import uniform
+
+FIXED_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""The sign vector that Transformer Engine fixes for its 16-point transform."""
+
+MAX_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Hadamard:
+    """One transform for both operands of a GEMM.
+
+    Args:
+        size: points of the transform, a power of two from 2 to 256.
+        signs: ``fixed`` (one vector for all transforms of a training) or ``none``.
+        output: dtype that the transformed values are rounded to before quantization: ``bf16`` as
+            in NVFP4 training, ``fp32`` as in MXFP4 training.
+    """
+
+    size: int = 16
+    signs: Literal["fixed", "none"] = "fixed"
+    output: Literal["bf16", "fp32"] = "bf16"
+
+    def __post_init__(self) -> None:
+        if not (2 <= self.size <= MAX_SIZE and self.size & (self.size - 1) == 0):
+            raise ValueError(f"hadamard size {self.size} is not a power of two from 2 to 256")
+        if self.signs not in ("fixed", "none"):
+            raise ValueError(f"hadamard signs {self.signs!r} is not one of fixed, none")
+        if self.output not in ("bf16", "fp32"):
+            raise ValueError(f"hadamard output {self.output!r} is not one of bf16, fp32")
+
+    def sign_vector(self) -> tuple[int, ...]:
+        """The signs, one per point."""
+        if self.signs == "none":
+            return (1,) * self.size
+        return FIXED_SIGNS_16 if self.size == 16 else _philox_signs(self.size)
+
+
+def _philox_signs(size: int) -> tuple[int, ...]:
+    """Pinned signs of the sizes that Transformer Engine has none for: Philox, key 0, row = size."""
+    draws = uniform(
+        torch.zeros(2, dtype=torch.int64), torch.tensor([size]), torch.arange(-(-size // 4))
+    )
+    return tuple(1 if u < 0.5 else -1 for u in draws[0, :size].tolist())
+
+
+def hadamard_transform(x: Tensor, hadamard: Hadamard) -> Tensor:
+    """Transform blocks along the last axis.
+
+    The sum of a block runs in FP32 as a butterfly over distances 1, 2, 4, ... of the points: the
+    order is part of the definition, so that engines agree bit for bit.
+
+    Args:
+        x: (..., K), FP32 or BF16; a ragged last block is padded with zeros.
+        hadamard: the transform.
+
+    Returns:
+        FP32, (..., K rounded up to a whole block), values rounded to ``hadamard.output``.
+    """
+    size = hadamard.size
+    x = F.pad(x.to(torch.float32), (0, -x.shape[-1] % size))
+    points = [
+        point if sign > 0 else -point
+        for point, sign in zip(
+            x.unflatten(-1, (-1, size)).unbind(-1), hadamard.sign_vector(), strict=True
+        )
+    ]
+    distance = 1
+    while distance < size:
+        for i in range(size):
+            if not i & distance:
+                low, high = points[i], points[i + distance]
+                points[i], points[i + distance] = low + high, low - high
+        distance *= 2
+    y = torch.stack(points, dim=-1).flatten(-2) * (1.0 / math.sqrt(size))
+    return y.to(torch.bfloat16).to(torch.float32) if hadamard.output == "bf16" else y

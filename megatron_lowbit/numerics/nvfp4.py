@@ -1,0 +1,90 @@
+"""NVFP4: E2M1 elements, one E4M3 scale a block of 16, one FP32 scale a tensor.
+
+Source: "Pretraining Large Language Models with NVFP4", appendix B, in the operation order of
+Transformer Engine's kernels. All scale arithmetic is FP32:
+
+    S_enc = min(448 * 6 / amax_tensor, FLT_MAX);  1 where amax_tensor or S_enc is 0
+    s_b   = e4m3(min(amax_block * (S_enc * fp32(1/6)), 448))
+    enc_b = min(1 / (fp32(s_b) * (1 / S_enc)), FLT_MAX)
+    code  = e2m1(clamp(x * enc_b, -6, 6))
+    x_hat = fp32(code) * fp32(s_b) * (1 / S_enc)
+
+``S_enc * fp32(1/6)`` comes first: dividing the amax by 6 instead rounds twice and lands on another
+E4M3 scale for some amax pairs. s_b has no lower clamp: an underflowed block stores scale 0, and its
+elements keep the sign and code of x * FLT_MAX, decoded as zero. A NaN anywhere makes the tensor
+amax, all scales and all decoded values NaN; an infinity makes S_enc 1.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics.formats import (
+    E2M1,
+    E4M3,
+    Rounding,
+    cast_e4m3,
+    decode_e2m1,
+    encode_e2m1,
+    pack_nibbles,
+    round_to_grid,
+    unpack_nibbles,
+)
+
+BLOCK = 16
+_FLT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True)
+class NVFP4:
+    """The block format, with blocks of 1x16 or 16x16 elements.
+
+    ``codes`` are uint8 (R, K/2), two a byte; ``scales`` float8_e4m3fn (R, K/16), those of 16x16
+    blocks repeated for each of the 16 rows, as tensor cores read them; ``tensor_scale`` an FP32
+    scalar, the decode scale 1 / S_enc.
+    """
+
+    name: str
+    block_rows: int
+
+    element = E2M1
+    block = BLOCK
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits an element, scales included (the tensor scale aside)."""
+        return E2M1.bits + 8 / BLOCK
+
+    def amax(self, x: Tensor) -> Tensor:
+        """The FP32 scalar that the tensor scale needs; 0 for an empty tensor."""
+        if x.numel() == 0:
+            return x.new_zeros((), dtype=torch.float32)
+        return x.abs().amax().to(torch.float32)
+
+    def quantize(
+        self, x: Tensor, rounding: Rounding, amax: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """FP32 (R, K), both padded to whole blocks, to (codes, scales, tensor_scale)."""
+        # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
+        s_enc = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
+        s_enc = torch.where((amax == 0) | (s_enc == 0), torch.ones_like(s_enc), s_enc)
+        s_dec = 1.0 / s_enc
+        rows, columns = x.shape
+        tiles = x.view(rows // self.block_rows, self.block_rows, columns // BLOCK, BLOCK)
+        block_amax = tiles.abs().amax(dim=-1, keepdim=True).amax(dim=1, keepdim=True)
+        sixth = torch.full((), 1.0 / 6.0, dtype=torch.float32, device=x.device)
+        scales = cast_e4m3((block_amax * (s_enc * sixth)).clamp(max=E4M3.max))
+        encode = (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
+        scaled = (tiles * encode).clamp(-E2M1.max, E2M1.max).view(rows, columns)
+        codes = pack_nibbles(encode_e2m1(round_to_grid(scaled, E2M1, rounding, uniform)))
+        scales = scales.squeeze(-1).expand(-1, self.block_rows, -1)
+        return codes, scales.reshape(rows, columns // BLOCK), s_dec
+
+    def dequantize(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """Arrays of :meth:`quantize` to FP32 (R, K): code * scale is exact, then one rounding."""
+        values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (-1, BLOCK))
+        return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2) * tensor_scale
+
+
+FORMATS = {format.name: format for format in (NVFP4("nvfp4", 1), NVFP4("nvfp4-2d", BLOCK))}

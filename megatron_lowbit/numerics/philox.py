@@ -1,0 +1,93 @@
+"""The random bits of stochastic rounding: Philox4x32-10, a pure function of key and position.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+
+The key names the rounding (seed, iteration, microbatch, rank, layer, GEMM, role). The counter is
+an element's place in the whole, unsharded operand, block axis last: element ``(row, col)`` uses
+word ``col % 4`` of the Philox block at counter ``(col // 4, row, 0, 0)``. A tensor-parallel shard
+therefore draws the bits that the same elements draw on one device.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORDS = 4
+"""Random words of one Philox block: four consecutive elements along the block axis."""
+
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK = 0xFFFFFFFF
+_ROUNDS = 10
+
+
+def derive_key(*parts: int) -> int:
+    """One 64-bit key from integers (BLAKE2b of their little-endian int64): order matters."""
+    packed = struct.pack(f"<{len(parts)}q", *parts)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Which random bits an operand of R rows and K columns (block axis) gets.
+
+    ``key`` is a 64-bit integer. ``rows`` (int64, R) and ``quads`` (int64, ceil(K/4)) are the
+    global row numbers and the global column numbers divided by four; None counts from zero, for an
+    operand that is not sharded.
+    """
+
+    key: int
+    rows: Tensor | None = None
+    quads: Tensor | None = None
+
+    def key_words(self, device: torch.device) -> Tensor:
+        """The key as int64 tensor (low word, high word): a tensor, so engines need not recompile."""
+        return torch.tensor([self.key & _MASK, self.key >> 32], device=device)
+
+    def counters(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and quad numbers of an operand of the given size, as int64 tensors.
+
+        Raises:
+            ValueError: the global numbers given are not as many as the operand has.
+        """
+        numbers = (
+            torch.arange(rows, device=device) if self.rows is None else self.rows,
+            torch.arange(-(-columns // WORDS), device=device) if self.quads is None else self.quads,
+        )
+        if numbers[0].numel() != rows or numbers[1].numel() != -(-columns // WORDS):
+            raise ValueError(
+                f"Draw names {numbers[0].numel()} rows and {numbers[1].numel()} quads for an "
+                f"operand of {rows} x {columns}"
+            )
+        return numbers
+
+
+def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words, broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The product wraps as int64; its 64 bits are those of the unsigned product all the same.
+        left, right = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((right >> 32) & _MASK) ^ c1 ^ k0,
+            right & _MASK,
+            ((left >> 32) & _MASK) ^ c3 ^ k1,
+            left & _MASK,
+        )
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return c0, c1, c2, c3
+
+
+def uniform(key_words: Tensor, rows: Tensor, quads: Tensor) -> Tensor:
+    """Uniform FP32 numbers ``(word >> 8) * 2**-24`` in [0, 1), shape (R, 4 * len(quads))."""
+    zero = torch.zeros_like(quads[None, :] + rows[:, None])
+    words = philox4x32(
+        (zero + quads[None, :], zero + rows[:, None], zero, zero), (key_words[0], key_words[1])
+    )
+    return torch.stack([(word >> 8).to(torch.float32) for word in words], dim=-1).flatten(
+        -2
+    ) * 2.0**-24

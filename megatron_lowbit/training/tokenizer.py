@@ -1,0 +1,174 @@
+"""Tokenizers: train one, load one. Only the ``tokenizers`` library is needed, not transformers."""
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from megatron_lowbit.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+TOKENIZER_TYPES = ("HuggingFaceTokenizer", "NullTokenizer")
+
+# megatron-core zeroes the loss where the label equals the pad id. Documents are packed without
+# padding and eod must be learned, so pad is an id that no document can hold.
+_NO_PAD = -1
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """What the data pipeline and megatron-core's GPTDataset read of a tokenizer.
+
+    ``vocab_size`` counts ids (largest id + 1), ``eod`` ends each document, ``sha256`` is that of
+    tokenizer.json (None if there is no file). ``unique_identifiers`` enters the name of
+    megatron-core's index cache; it holds no path, so a moved folder still finds its cache.
+    """
+
+    kind: str
+    vocab_size: int
+    eod: int
+    tokenize: Callable[[str], list[int]]
+    detokenize: Callable[[list[int]], str]
+    sha256: str | None = None
+    pad: int = _NO_PAD
+
+    @property
+    def unique_identifiers(self) -> dict[str, object]:
+        return {"class": self.kind, "vocab_size": self.vocab_size, "sha256": self.sha256}
+
+
+def load_tokenizer(
+    tokenizer_type: str, tokenizer_model: str | None, vocab_size: int | None
+) -> Tokenizer:
+    """Load a tokenizer by Megatron-LM's type name.
+
+    ``HuggingFaceTokenizer``: ``tokenizer_model`` is a folder with tokenizer.json; no special
+    tokens are added to the text. ``NullTokenizer``: the text is ids separated by spaces, below
+    ``vocab_size``; eod is the id ``vocab_size``, so the vocabulary has one id more.
+    Raises UserError if the arguments or the folder's files do not fit.
+    """
+    if tokenizer_type == "NullTokenizer":
+        return _null_tokenizer(vocab_size)
+    if tokenizer_type != "HuggingFaceTokenizer":
+        raise UserError(
+            f"--tokenizer-type {tokenizer_type}: choose one of {', '.join(TOKENIZER_TYPES)}"
+        )
+    if tokenizer_model is None:
+        raise UserError("--tokenizer-model: give the folder that holds tokenizer.json")
+    tokenizer = _hugging_face_tokenizer(Path(tokenizer_model))
+    if vocab_size not in (None, tokenizer.vocab_size):
+        raise UserError(
+            f"--vocab-size {vocab_size}: the tokenizer in {tokenizer_model} has "
+            f"{tokenizer.vocab_size}; leave the option out"
+        )
+    return tokenizer
+
+
+def _null_tokenizer(vocab_size: int | None) -> Tokenizer:
+    if vocab_size is None or vocab_size < 1:
+        raise UserError("--vocab-size: NullTokenizer needs a positive vocabulary size")
+    return Tokenizer(
+        kind="NullTokenizer",
+        vocab_size=vocab_size + 1,
+        eod=vocab_size,
+        tokenize=lambda text: [int(word) for word in text.split()],
+        detokenize=lambda ids: " ".join(map(str, ids)),
+    )
+
+
+def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise UserError(f"--tokenizer-model {folder}: there is no tokenizer.json in this folder")
+    content = path.read_bytes()
+    try:
+        model = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises plain Exception and ValueError alike
+        raise UserError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
+    # A saved tokenizer may carry the truncation and padding of its last use.
+    model.no_truncation()
+    model.no_padding()
+    eod_token = _eod_token(folder)
+    eod = model.token_to_id(eod_token)
+    if eod is None:
+        raise UserError(
+            f"{path}: the end-of-document token {eod_token!r} is not in the vocabulary; "
+            f"name one that is as eos_token in {folder / 'tokenizer_config.json'}"
+        )
+    return Tokenizer(
+        kind="HuggingFaceTokenizer",
+        # Ids may have holes, so count up to the largest.
+        vocab_size=max(model.get_vocab(with_added_tokens=True).values()) + 1,
+        eod=eod,
+        tokenize=lambda text: model.encode(text, add_special_tokens=False).ids,
+        detokenize=lambda ids: model.decode(ids, skip_special_tokens=False),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def _eod_token(folder: Path) -> str:
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return END_OF_TEXT
+    try:
+        token = json.loads(path.read_bytes()).get("eos_token") or END_OF_TEXT
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{path}: not a JSON object ({error})") from None
+    return token["content"] if isinstance(token, dict) else token
+
+
+def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
+    """The smallest multiple of ``divisible_by * tp_size`` that holds ``vocab_size`` ids."""
+    multiple = divisible_by * tp_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> int:
+    """Train a byte-level BPE on ``documents`` and write it to the folder ``output``.
+
+    The alphabet is all 256 bytes, so every text can be encoded; the same documents in the same
+    order give the same tokenizer. Returns the size reached, which is below ``vocab_size`` where
+    the documents hold too few different pairs. Raises UserError for a size below 257.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    smallest = len(alphabet) + 1
+    if vocab_size < smallest:
+        raise UserError(f"--vocab-size {vocab_size}: at least {smallest} (256 bytes, 1 special)")
+    model = tokenizers.Tokenizer(models.BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=sys.stderr.isatty(),
+    )
+    model.train_from_iterator(documents, trainer=trainer)
+    _save_tokenizer(model, output)
+    return model.get_vocab_size()
+
+
+def _save_tokenizer(model: tokenizers.Tokenizer, output: Path) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
+        # Otherwise decoding drops spaces before punctuation.
+        "clean_up_tokenization_spaces": False,
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+        files = {
+            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
+            "tokenizer.json": model.to_str(pretty=True) + "\n",
+        }
+        for name, text in files.items():
+            Path(temporary, name).write_text(text, encoding="utf-8")
+        for name in files:
+            os.replace(Path(temporary, name), output / name)

@@ -1,0 +1,91 @@
+"""Loss curves: the numbers drawn, and the command that draws them."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lowbit.analysis.loss_curve import plot_loss, read_losses, relative_gap, smooth
+from megatron_lowbit.errors import UserError
+
+TOOL = Path(__file__).parents[2] / "tools" / "plot_loss.py"
+main = runpy.run_path(str(TOOL))["main"]
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    def write(name, scale=1.0, iterations=range(1, 101)):
+        path = tmp_path / name / "metrics.jsonl"
+        path.parent.mkdir()
+        records = [{"iteration": i, "lm_loss": scale * (2 + 1 / i)} for i in iterations]
+        records[3]["lm_loss"] = None
+        records.insert(50, {"iteration": 50, "validation_loss": scale * 2.1})
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+        return path
+
+    return write
+
+
+def test_losses_are_read(write_run):
+    curve = read_losses(write_run("a"))
+    assert curve.iterations.tolist() == list(range(1, 101))
+    assert curve.losses[0] == 3.0 and np.isnan(curve.losses[3])
+    assert curve.validation_iterations.tolist() == [50]
+    assert curve.validation_losses.tolist() == [2.1]
+
+
+def test_smoothing_is_centred_and_leaves_out_nan():
+    values = np.array([1.0, 2.0, np.nan, 4.0, 5.0])
+    assert smooth(values, 3).tolist() == [1.5, 1.5, 3.0, 4.5, 4.5]
+    assert np.isnan(smooth(np.full(3, np.nan), 3)).all()
+    assert smooth(values, 1)[[0, 4]].tolist() == [1.0, 5.0]
+
+
+def test_the_gap_is_relative_at_common_iterations(write_run):
+    reference = read_losses(write_run("a"))
+    run = read_losses(write_run("b", scale=1.02, iterations=range(10, 131, 5)))
+    iterations, gap = relative_gap(run, reference)
+    assert iterations.tolist() == list(range(10, 101, 5))
+    np.testing.assert_allclose(gap[np.isfinite(gap)], 0.02, rtol=1e-9)
+
+
+@pytest.mark.parametrize("number", [1, 2, 12])
+def test_a_picture_is_written(write_run, tmp_path, number):
+    runs = {f"run {i}": write_run(f"run{i}", scale=1 + i / 100) for i in range(number)}
+    plot_loss(runs, tmp_path / "plots" / "loss.png")
+    assert (tmp_path / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["loss.png"]
+
+
+def test_bad_files(write_run, tmp_path):
+    good = write_run("a")
+    with pytest.raises(UserError, match=r"loss.svg: the name must end in .png"):
+        plot_loss({"a": good}, tmp_path / "loss.svg")
+    with pytest.raises(UserError, match=r"none.jsonl: cannot be read"):
+        plot_loss({"a": tmp_path / "none.jsonl"}, tmp_path / "loss.png")
+    for content, message in (
+        ("", "holds no lm_loss"),
+        ('{"iteration": 1, "lm_loss": 2.0}\n{"lm_loss": 2.0}\n', ":2: a JSON object with"),
+        ("[]\n3\n", ":2: a JSON object with"),
+    ):
+        bad = tmp_path / "bad.jsonl"
+        bad.write_text(content)
+        with pytest.raises(UserError, match=message):
+            plot_loss({"a": bad}, tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_the_command(write_run, tmp_path):
+    first, second = write_run("a"), write_run("b")
+    main([f"BF16={first}", str(second), "--output", str(tmp_path / "loss.png")])
+    assert (tmp_path / "loss.png").is_file()
+    with pytest.raises(UserError, match="two runs are named 'a'"):
+        main([str(first), f"a={second}", "--output", str(tmp_path / "loss.png")])
+    command = [sys.executable, TOOL, "x=missing.jsonl", "--output", tmp_path / "x.png"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "error: missing.jsonl: cannot be read as a metrics.jsonl file\n"

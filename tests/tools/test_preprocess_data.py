@@ -1,0 +1,197 @@
+"""tools/preprocess_data.py: the dataset holds the tokens, or nothing is left."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import megatron_lowbit.integrations.megatron_core  # noqa: F401  must come before megatron.core
+
+# isort: split
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.training import corpus as corpus_module
+from megatron_lowbit.training.tokenizer import load_tokenizer, train_tokenizer
+
+TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
+main = runpy.run_path(str(TOOL))["main"]
+TEXTS = [f"document {number}: " + "naïve words, again. " * (number % 7) for number in range(150)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(iter(TEXTS), 300, folder)
+    return folder
+
+
+@pytest.fixture
+def tokenizer(tokenizer_folder):
+    return load_tokenizer("HuggingFaceTokenizer", str(tokenizer_folder), None)
+
+
+@pytest.fixture
+def json_lines(tmp_path):
+    path = tmp_path / "in.jsonl"
+    records = [{"text": text, "title": f"title {i}"} for i, text in enumerate(TEXTS)]
+    path.write_text("\n".join(map(json.dumps, records)) + "\n\n")
+    return path
+
+
+@pytest.fixture
+def preprocess(tokenizer_folder, tmp_path):
+    def run(*inputs, options=(), prefix="out/data"):
+        output = tmp_path / prefix
+        model = ["--tokenizer-model", str(tokenizer_folder), "--output-prefix", str(output)]
+        main(["--input", *map(str, inputs), *model, *options])
+        return str(output)
+
+    return run
+
+
+def documents(prefix):
+    dataset = IndexedDataset(prefix)
+    assert dataset.document_indices.tolist() == list(range(len(dataset) + 1))
+    return [dataset[i].tolist() for i in range(len(dataset))]
+
+
+def test_each_line_is_a_document(preprocess, json_lines, tokenizer, capsys):
+    prefix = preprocess(json_lines)
+    expected = [[*tokenizer.tokenize(text), tokenizer.eod] for text in TEXTS]
+    assert documents(prefix) == expected
+    assert IndexedDataset(prefix).index.dtype == np.uint16
+    tokens = sum(map(len, expected))
+    assert json.loads(Path(prefix + ".json").read_text()) == {
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": 300,
+        "documents": len(TEXTS),
+        "tokens": tokens,
+    }
+    ratio = sum(len(text.encode()) for text in TEXTS) / tokens
+    line = f"{prefix}: 150 documents, {tokens:,} tokens, {ratio:.2f} bytes per token\n"
+    assert capsys.readouterr().out == line
+    assert sorted(os.listdir(Path(prefix).parent)) == ["data.bin", "data.idx", "data.json"]
+
+
+def test_json_lines_in_a_folder_are_documents(preprocess, json_lines, tokenizer):
+    (json_lines.parent / "last.txt").write_text("last")
+    prefix = preprocess(json_lines.parent)
+    texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(prefix)]
+    assert texts == [*TEXTS, "last"]
+
+
+def test_without_eod(preprocess, json_lines, tokenizer):
+    prefix = preprocess(json_lines, options=["--no-append-eod"])
+    assert documents(prefix) == [tokenizer.tokenize(text) for text in TEXTS]
+
+
+def test_several_keys_give_a_dataset_each(preprocess, json_lines, tokenizer):
+    prefix = preprocess(json_lines, options=["--json-keys", "title", "text"])
+    assert tokenizer.detokenize(documents(prefix + "_title")[3][:-1]) == "title 3"
+    assert tokenizer.detokenize(documents(prefix + "_text")[3][:-1]) == TEXTS[3]
+    assert not Path(prefix + ".idx").exists()
+
+
+def test_a_folder_is_read_in_order_without_the_undecodable(preprocess, tmp_path, tokenizer, capsys):
+    folder = tmp_path / "folder"
+    (folder / "site-packages").mkdir(parents=True)
+    (folder / "b.py").write_bytes(b"second\r\n")
+    (folder / "a.py").write_text("first")
+    (folder / "c.txt").write_text("not python")
+    (folder / "d.py").write_bytes(b"\xff\xff")
+    (folder / "e.py").write_text("")
+    (folder / "site-packages" / "f.py").write_text("excluded")
+    options = ["--pattern", "*.py", "--exclude", "site-packages"]
+    prefix = preprocess(folder, options=options)
+    texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(prefix)]
+    assert texts == ["first", "second\r\n"]
+    assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("batch", [64, 7])
+def test_workers_do_not_change_the_files(preprocess, json_lines, batch, monkeypatch):
+    monkeypatch.setattr(corpus_module, "_BATCH_DOCUMENTS", batch)
+    one = preprocess(json_lines, prefix="one/data")
+    two = preprocess(json_lines, prefix="two/data", options=["--workers", "2"])
+    for suffix in (".bin", ".idx", ".json"):
+        assert Path(one + suffix).read_bytes() == Path(two + suffix).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ('{"text": "a"}\n{"text": }\n', [], r"in.jsonl:2: not valid JSON"),
+        ('{"text": "a"}\n\n[1]\n', [], r"in.jsonl:3: a JSON object is expected, not list"),
+        ('{"body": "a", "id": 1}\n', [], r"in.jsonl:1: key 'text' is missing; there are body, id"),
+        ('{"text": 3}\n', [], r"in.jsonl:1: key 'text' must hold a string, not int"),
+        ('{"text": "\\ud800"}\n', [], r"in.jsonl:1: key 'text' holds a lone surrogate"),
+        ('{"text": ""}\n', [], r"--input holds no document with text"),
+        ('{"text": "a"}\n', ["--workers", "0"], r"--workers 0: at least 1"),
+        ('{"text": "a"}\n', ["--json-keys", "text", "text"], r"each key once"),
+    ],
+)
+def test_bad_lines_leave_no_dataset(preprocess, tmp_path, content, options, message):
+    path = tmp_path / "in.jsonl"
+    path.write_text(content)
+    with pytest.raises(UserError, match=message):
+        preprocess(path, options=options)
+    assert not (tmp_path / "out").exists() or not os.listdir(tmp_path / "out")
+
+
+def test_bad_arguments(preprocess, tmp_path, json_lines):
+    with pytest.raises(UserError, match=r"--input .*/missing: no such file or folder"):
+        preprocess(tmp_path / "missing")
+    with pytest.raises(UserError, match=r"no file matches --pattern '\*.rs'"):
+        preprocess(tmp_path, options=["--pattern", "*.rs"])
+    binary = tmp_path / "b.txt"
+    binary.write_bytes(b"\xff\xff")
+    with pytest.raises(UserError, match=r"--input .*b.txt: not UTF-8 text"):
+        preprocess(binary)
+    binary.write_text("text")
+    with pytest.raises(UserError, match=r"b.txt: several --json-keys need .jsonl files"):
+        preprocess(binary, options=["--json-keys", "text", "title"])
+    with pytest.raises(UserError, match=r"there is no tokenizer.json in this folder"):
+        preprocess(json_lines, options=["--tokenizer-model", str(tmp_path)])
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_failure_leaves_the_former_dataset(preprocess, json_lines, workers, monkeypatch):
+    prefix = preprocess(json_lines)
+    before = {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()}
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(corpus_module, "_write_sidecar", fail)
+    with pytest.raises(KeyboardInterrupt):
+        preprocess(json_lines, options=["--no-append-eod", "--workers", workers])
+    assert {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()} == before
+
+
+def test_ctrl_c_leaves_nothing(tmp_path, tokenizer_folder):
+    source = tmp_path / "pipe.jsonl"
+    source.write_text(json.dumps({"text": "many words " * 50}) + "\n")
+    source.write_text(source.read_text() * 100_000)
+    output = tmp_path / "out"
+    command = [sys.executable, TOOL, "--input", source, "--tokenizer-model", tokenizer_folder]
+    command += ["--output-prefix", output / "data", "--workers", "2"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    deadline = time.monotonic() + 40
+    while not list(output.glob(".preprocess.*/*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode != 0
+    assert errors.count(b"Traceback") <= 1
+    assert os.listdir(output) == []

@@ -1,0 +1,107 @@
+"""tools/train_tokenizer.py: what it writes, and how it refuses."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.training.tokenizer import load_tokenizer
+
+TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
+main = runpy.run_path(str(TOOL))["main"]
+
+# Every byte that UTF-8 can hold, spaces at the ends, line endings, joined emoji, the special token.
+TEXTS = (
+    "",
+    "def f(x):\n    return x + 1\n",
+    "  two  spaces , a comma ! \r\n\ttab \x00 \x7f",
+    "naïve Ångström 你好 👩‍👩‍👧 e\u0301 \ufeff \uffff \U0010ffff",
+    "".join(map(chr, range(0x800))),
+    "before<|endoftext|>after",
+)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "tests").mkdir(parents=True)
+    for number in range(8):
+        (folder / f"m{number}.py").write_text(
+            f"def function_{number}(value, other):\n    return value + other  # sum\n"
+        )
+    (folder / "notes.txt").write_text("zzzzqqqq " * 200)
+    (folder / "tests" / "t.py").write_text("zzzzqqqq " * 200)
+    (folder / "binary.py").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+def train(corpus, output, *options):
+    main(["--input", str(corpus), "--vocab-size", "290", "--output", str(output), *options])
+
+
+def test_auto_tokenizer_gives_the_same_ids_and_round_trips(corpus, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    train(corpus, tmp_path / "tok")
+    ours = load_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tok"), None)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tok")
+    assert len(theirs) == ours.vocab_size == 290
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.eod
+    for text in TEXTS:
+        ids = ours.tokenize(text)
+        assert theirs(text).input_ids == ids
+        assert ours.detokenize(ids) == text
+        assert theirs.decode(ids) == text
+
+
+def test_pattern_and_exclude_choose_the_files(corpus, tmp_path, capsys):
+    train(corpus, tmp_path / "all")
+    assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
+    train(corpus, tmp_path / "python", "--pattern", "*.py", "--exclude", "tests")
+    python, everything = (
+        load_tokenizer("HuggingFaceTokenizer", str(tmp_path / name), None)
+        for name in ("python", "all")
+    )
+    assert len(everything.tokenize("zzzzqqqq")) < len(python.tokenize("zzzzqqqq")) == 8
+
+
+def test_the_same_files_give_the_same_tokenizer(corpus, tmp_path):
+    train(corpus, tmp_path / "a")
+    train(corpus, tmp_path / "b")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_json_lines_are_read_by_key(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"body": "hello hello hello"}) + "\n")
+    train(path, tmp_path / "tok", "--json-keys", "body")
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", str(tmp_path / "tok"), None)
+    assert len(tokenizer.tokenize("hello")) == 1
+
+
+def test_a_small_corpus_is_reported(corpus, tmp_path, capsys):
+    main(
+        ["--input", str(corpus / "m0.py"), "--vocab-size", "5000", "--output", str(tmp_path / "t")]
+    )
+    assert "too few different pairs for --vocab-size 5,000" in capsys.readouterr().out
+
+
+def test_bad_input_is_refused_and_leaves_nothing(corpus, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"broken.jsonl:2: not valid JSON"):
+        train(broken, tmp_path / "tok")
+    with pytest.raises(UserError, match="--vocab-size 256: at least 257"):
+        main(["--input", str(corpus), "--vocab-size", "256", "--output", str(tmp_path / "tok")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "corpus"]
+
+
+def test_the_command_exits_with_2(tmp_path):
+    command = [sys.executable, TOOL, "--input", tmp_path / "no", "--vocab-size", "300"]
+    done = subprocess.run([*command, "--output", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: --input {tmp_path / 'no'}: no such file or folder\n"

@@ -1,0 +1,79 @@
+"""Train a byte-level BPE tokenizer that Hugging Face's AutoTokenizer and Megatron can load.
+
+Example: python tools/train_tokenizer.py --input corpus/ --pattern '*.txt' \
+             --vocab-size 32000 --output tokenizer/
+"""
+
+import argparse
+from pathlib import Path
+
+from megatron_lowbit.errors import exit_on_user_error
+from megatron_lowbit.training.corpus import collect_files, read_documents, report_skipped
+from megatron_lowbit.training.tokenizer import train_tokenizer
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files, .jsonl files (a document a line), or folders of them",
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of tokens, the 256 bytes and the special token included",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for tokenizer.json and tokenizer_config.json",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of a .jsonl record that hold text (default: text)",
+    )
+    parser.add_argument(
+        "--pattern",
+        default="*",
+        metavar="GLOB",
+        help="file names to take from folders (default: all)",
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="file and folder names to leave out, e.g. tests site-packages",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    files = collect_files(args.input, args.pattern, args.exclude)
+    skipped: list[Path] = []
+    documents = read_documents(
+        files, args.json_keys, required=[Path(p) for p in args.input], skipped=skipped
+    )
+    texts = (text for document in documents for text in document.texts)
+    size = train_tokenizer(texts, args.vocab_size, args.output)
+    print(f"{args.output}: {size:,} tokens from {len(files) - len(skipped):,} files")
+    if size < args.vocab_size:
+        print(f"the input has too few different pairs for --vocab-size {args.vocab_size:,}")
+    report_skipped(skipped)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(main)
