@@ -42,14 +42,20 @@ class ElementFormat:
         """Width of one element in bits."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
+    @property
+    def binade_edges(self) -> tuple[float, ...]:
+        """The powers of two from which on the grid step is twice as wide."""
+        edges = [self.min_normal * 2.0]
+        while edges[-1] * 2.0 <= self.max:
+            edges.append(edges[-1] * 2.0)
+        return tuple(edges)
+
 
 E2M1 = ElementFormat("e2m1", 2, 1, 6.0, 1.0)
 E2M3 = ElementFormat("e2m3", 2, 3, 7.5, 1.0)
 E3M2 = ElementFormat("e3m2", 3, 2, 28.0, 2.0**-2)
 E4M3 = ElementFormat("e4m3", 4, 3, 448.0, 2.0**-6)
 E5M2 = ElementFormat("e5m2", 5, 2, 57344.0, 2.0**-14)
-
-_EXPONENT_FIELD = 0x7F800000
 
 
 def round_to_grid(
@@ -68,10 +74,14 @@ def round_to_grid(
         FP32 grid values with the sign of ``x`` (a negative value that rounds to zero gives -0).
     """
     magnitude = x.abs().clamp(max=format.max)
-    # Clearing the mantissa leaves 2**floor(log2 |x|) without ever rounding a logarithm.
-    binade = (magnitude.view(torch.int32) & _EXPONENT_FIELD).view(torch.float32)
-    step = binade.clamp(min=format.min_normal) * 2.0**-format.mantissa_bits
-    multiple = magnitude / step  # exact: step is a power of two
+    # Comparisons instead of a logarithm (which rounds) or a bit cast (which CPUs do not vectorize).
+    ulp = 2.0**-format.mantissa_bits
+    step = torch.full_like(magnitude, format.min_normal * ulp)
+    inverse = torch.full_like(magnitude, 1.0 / (format.min_normal * ulp))
+    for edge in format.binade_edges:
+        step = torch.where(magnitude >= edge, edge * ulp, step)
+        inverse = torch.where(magnitude >= edge, 1.0 / (edge * ulp), inverse)
+    multiple = magnitude * inverse  # exact: both are powers of two
     if rounding is Rounding.STOCHASTIC:
         if uniform is None:
             raise ValueError("stochastic rounding needs uniform random numbers")
@@ -90,27 +100,31 @@ def encode_e2m1(grid_values: Tensor) -> Tensor:
         magnitude * 2.0,
         torch.where(magnitude < 4.0, magnitude + 2.0, magnitude * 0.5 + 4.0),
     )
-    sign = (grid_values.view(torch.int32) >> 28) & 8
-    return (code.to(torch.int32) | sign).to(torch.uint8)
+    # 1 / -0 is -inf: the sign of a zero counts, and a comparison is cheaper than a sign bit.
+    return torch.where(1.0 / grid_values < 0.0, code + 8.0, code).to(torch.uint8)
 
 
 def decode_e2m1(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 to FP32 values."""
-    code = (codes & 7).to(torch.float32)
+    code = codes.to(torch.float32)
+    negative = code >= 8.0
+    code = torch.where(negative, code - 8.0, code)
     magnitude = torch.where(
         code < 4.0, code * 0.5, torch.where(code < 6.0, code - 2.0, code * 2.0 - 8.0)
     )
-    return torch.where(codes >= 8, -magnitude, magnitude)
+    return torch.where(negative, -magnitude, magnitude)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 of shape (..., K), K even, to (..., K/2): even element in the low nibble."""
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+    pairs = codes.contiguous().view(torch.int16)  # even code in the low byte, odd in the high one
+    return (pairs | (pairs >> 4)).to(torch.uint8)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse of :func:`pack_nibbles`: (..., K/2) bytes to (..., K) codes 0..15."""
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+    pairs = packed.to(torch.int16)
+    return ((pairs & 0x0F) | ((pairs & 0xF0) << 4)).view(torch.uint8)
 
 
 def cast_e4m3(x: Tensor) -> Tensor:

@@ -27,9 +27,7 @@ from megatron_lowbit.numerics.formats import (
     cast_e4m3,
     decode_e2m1,
     encode_e2m1,
-    pack_nibbles,
     round_to_grid,
-    unpack_nibbles,
 )
 
 BLOCK = 16
@@ -40,9 +38,8 @@ _FLT_MAX = torch.finfo(torch.float32).max
 class NVFP4:
     """The block format, with blocks of 1x16 or 16x16 elements.
 
-    ``codes`` are uint8 (R, K/2), two a byte; ``scales`` float8_e4m3fn (R, K/16), those of 16x16
-    blocks repeated for each of the 16 rows, as tensor cores read them; ``tensor_scale`` an FP32
-    scalar, the decode scale 1 / S_enc.
+    ``scales`` are float8_e4m3fn (R, K/16), those of 16x16 blocks repeated for each of the 16 rows,
+    as tensor cores read them; ``tensor_scale`` is an FP32 scalar, the decode scale 1 / S_enc.
     """
 
     name: str
@@ -62,10 +59,20 @@ class NVFP4:
             return x.new_zeros((), dtype=torch.float32)
         return x.abs().amax().to(torch.float32)
 
-    def quantize(
+    def encode(
         self, x: Tensor, rounding: Rounding, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """FP32 (R, K), both padded to whole blocks, to (codes, scales, tensor_scale)."""
+        """Quantize whole blocks.
+
+        Args:
+            x: FP32 (R, K), contiguous, R a multiple of ``block_rows`` and K of 16.
+            rounding: of the elements.
+            amax: FP32 scalar for the tensor scale.
+            uniform: FP32 (R, K) for stochastic rounding.
+
+        Returns:
+            codes uint8 (R, K), one a byte; scales (R, K/16); tensor_scale.
+        """
         # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
         s_enc = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
         s_enc = torch.where((amax == 0) | (s_enc == 0), torch.ones_like(s_enc), s_enc)
@@ -77,14 +84,14 @@ class NVFP4:
         scales = cast_e4m3((block_amax * (s_enc * sixth)).clamp(max=E4M3.max))
         encode = (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
         scaled = (tiles * encode).clamp(-E2M1.max, E2M1.max).view(rows, columns)
-        codes = pack_nibbles(encode_e2m1(round_to_grid(scaled, E2M1, rounding, uniform)))
+        codes = encode_e2m1(round_to_grid(scaled, E2M1, rounding, uniform))
         scales = scales.squeeze(-1).expand(-1, self.block_rows, -1)
         return codes, scales.reshape(rows, columns // BLOCK), s_dec
 
-    def dequantize(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Arrays of :meth:`quantize` to FP32 (R, K): code * scale is exact, then one rounding."""
-        values = decode_e2m1(unpack_nibbles(codes)).unflatten(-1, (-1, BLOCK))
-        return (values * scales.to(torch.float32).unsqueeze(-1)).flatten(-2) * tensor_scale
+    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """Arrays of :meth:`encode` to FP32 (R, K/16, 16): code * scale is exact, then one rounding."""
+        values = decode_e2m1(codes.unflatten(-1, (-1, BLOCK)))
+        return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
 
 
 FORMATS = {format.name: format for format in (NVFP4("nvfp4", 1), NVFP4("nvfp4-2d", BLOCK))}

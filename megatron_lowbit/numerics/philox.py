@@ -88,6 +88,7 @@ def uniform(key_words: Tensor, rows: Tensor, quads: Tensor) -> Tensor:
     words = philox4x32(
         (zero + quads[None, :], zero + rows[:, None], zero, zero), (key_words[0], key_words[1])
     )
-    return torch.stack([(word >> 8).to(torch.float32) for word in words], dim=-1).flatten(
-        -2
-    ) * 2.0**-24
+    return (
+        torch.stack([(word >> 8).to(torch.float32) for word in words], dim=-1).flatten(-2)
+        * 2.0**-24
+    )

@@ -1,14 +1,16 @@
 """Quantizers and quantized tensors: the types that every layer above speaks in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.numerics import nvfp4
-from megatron_lowbit.numerics.formats import Rounding
+from megatron_lowbit.numerics.formats import Rounding, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.nvfp4 import NVFP4
 from megatron_lowbit.numerics.philox import Draw, uniform
@@ -31,12 +33,31 @@ def format_by_name(name: str) -> Format:
     return FORMATS[name]
 
 
+class Arithmetic(NamedTuple):
+    """The elementwise work of quantization, for an engine to replace by fused equals.
+
+    ``encode`` and ``decode`` take a format and then the arguments of its methods of that name;
+    ``uniform`` is :func:`megatron_lowbit.numerics.philox.uniform`.
+    """
+
+    encode: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    decode: Callable[..., Tensor]
+    uniform: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+REFERENCE = Arithmetic(
+    encode=lambda format, *arguments: format.encode(*arguments),
+    decode=lambda format, *arguments: format.decode(*arguments),
+    uniform=uniform,
+)
+
+
 @dataclass(frozen=True)
 class QuantizedTensor:
     """A tensor in a block-scaled format, block axis last.
 
-    ``codes``, ``scales`` and ``tensor_scale`` are as the format defines them, for the rows of
-    ``shape`` flattened to two dimensions and its last axis padded to whole blocks; ``shape`` is
+    ``codes`` (4-bit ones two a byte), ``scales`` and ``tensor_scale`` are as the format defines
+    them, for ``shape`` flattened to two axes and its last one padded to whole blocks; ``shape`` is
     the logical shape.
     """
 
@@ -46,10 +67,24 @@ class QuantizedTensor:
     format: Format
     shape: tuple[int, ...]
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
         """The FP32 values, of ``shape``."""
-        values = self.format.dequantize(self.codes, self.scales, self.tensor_scale)
+        codes = unpack_nibbles(self.codes) if self.format.element.bits == 4 else self.codes
+        values = arithmetic.decode(self.format, codes, self.scales, self.tensor_scale).flatten(1)
         return values[:, : self.shape[-1]].reshape(self.shape)
+
+    def transpose(self) -> "QuantizedTensor":
+        """The transpose (K, R) of a matrix (R, K) in square blocks: the same values, same bits."""
+        block = self.format.block
+        if self.format.block_rows != block:
+            raise ValueError(f"{self.format.name} has no square blocks: quantize the transpose")
+        four_bits = self.format.element.bits == 4
+        codes = unpack_nibbles(self.codes) if four_bits else self.codes
+        codes = _pad(codes[:, : self.shape[1]].t(), self.shape[1], block).contiguous()
+        scales = self.scales[::block].t().repeat_interleave(block, dim=0)[: self.shape[1]]
+        codes = pack_nibbles(codes) if four_bits else codes
+        shape = (self.shape[1], self.shape[0])
+        return QuantizedTensor(codes, scales, self.tensor_scale, self.format, shape)
 
     @property
     def nbytes(self) -> int:
@@ -78,73 +113,50 @@ class Quantizer:
     format: Format
     rounding: Rounding = Rounding.NEAREST_EVEN
 
-    def amax(self, x: Tensor, hadamard: Hadamard | None = None) -> Tensor:
-        """The tensor amax (FP32 scalar) of x (R, K) as quantized: after the transform, if any."""
-        return self.format.amax(x if hadamard is None else hadamard_transform(x, hadamard))
-
     def __call__(
         self,
         x: Tensor,
         *,
         hadamard: Hadamard | None = None,
-        amax: Tensor | None = None,
+        reduce_amax: Callable[[Tensor], Tensor] | None = None,
         draw: Draw | None = None,
+        arithmetic: Arithmetic = REFERENCE,
     ) -> QuantizedTensor:
-        """Quantize x (..., K) with blocks along its last axis, by the reference arithmetic.
+        """Quantize x (..., K) with blocks along its last axis.
 
         Args:
-            x: FP32 or BF16. Ragged sizes are padded with zeros inside.
+            x: FP32 or BF16, any strides. Ragged sizes are padded with zeros inside.
             hadamard: transform applied along the last axis first.
-            amax: FP32 scalar to take the tensor scale from instead of x's own, for a scale that
-                is shared by the shards of one tensor.
+            reduce_amax: maps x's own tensor amax (FP32 scalar, after the transform) to the one
+                that the tensor scale is made from: a max-reduction over the shards of a tensor.
             draw: the random bits; needed by stochastic rounding.
+            arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
         """
         x2d = x.reshape(-1, x.shape[-1])
-        if amax is None:
-            amax = self.amax(x2d, hadamard)
-        key, rows, quads = self.random_inputs(x2d, draw)
-        arrays = quantize_arrays(x2d, self, hadamard, amax, key, rows, quads)
-        return QuantizedTensor(*arrays, self.format, tuple(x.shape))
+        count, columns = x2d.shape
+        y = x2d.float() if hadamard is None else hadamard_transform(x2d, hadamard)
+        amax = self.format.amax(y)
+        if reduce_amax is not None:
+            amax = reduce_amax(amax)
+        y = _pad(y, -(-count // self.format.block_rows) * self.format.block_rows, self.format.block)
+        random = None
+        if self.rounding is Rounding.STOCHASTIC:
+            if draw is None:
+                raise ValueError("stochastic rounding needs a Draw: which random bits to use")
+            key, rows, quads = draw.key_words(x.device), *draw.counters(count, columns, x.device)
+            random = _pad(arithmetic.uniform(key, rows, quads), *y.shape)
+        arguments = (y.contiguous(), self.rounding, amax, random)
+        codes, scales, tensor_scale = arithmetic.encode(self.format, *arguments)
+        codes = pack_nibbles(codes) if self.format.element.bits == 4 else codes
+        return QuantizedTensor(
+            codes[:count], scales[:count], tensor_scale, self.format, tuple(x.shape)
+        )
 
-    def random_inputs(
-        self, x: Tensor, draw: Draw | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Key words, row and quad numbers of x (R, K) as tensors; all None for nearest rounding."""
-        if self.rounding is not Rounding.STOCHASTIC:
-            return None, None, None
-        if draw is None:
-            raise ValueError("stochastic rounding needs a Draw: which random bits to use")
-        return draw.key_words(x.device), *draw.counters(*x.shape, x.device)
 
-
-def quantize_arrays(
-    x: Tensor,
-    quantizer: Quantizer,
-    hadamard: Hadamard | None,
-    amax: Tensor,
-    key: Tensor | None,
-    rows: Tensor | None,
-    quads: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The whole of quantization as one function of tensors: what an engine fuses.
-
-    Args:
-        x: (R, K), FP32 or BF16, any strides.
-        amax: FP32 scalar.
-        key, rows, quads: as :meth:`Quantizer.random_inputs` gives them.
-
-    Returns:
-        (codes, scales, tensor_scale) of R rows, the last axis padded to whole blocks.
-    """
-    format, count = quantizer.format, x.shape[0]
-    y = x.to(torch.float32) if hadamard is None else hadamard_transform(x, hadamard)
-    y = F.pad(y, (0, -y.shape[1] % format.block, 0, -count % format.block_rows))
-    random = None
-    if key is not None:
-        random = uniform(key, rows, quads)
-        random = F.pad(random, (0, y.shape[1] - random.shape[1], 0, y.shape[0] - count))
-    codes, scales, tensor_scale = format.quantize(y, quantizer.rounding, amax, random)
-    return codes[:count], scales[:count], tensor_scale
+def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
+    """x (R, C) with zeros to ``rows`` rows and C rounded up to a multiple of ``columns``."""
+    bottom, right = rows - x.shape[0], -x.shape[1] % columns
+    return F.pad(x, (0, right, 0, bottom)) if bottom or right else x
 
 
 def quantize(

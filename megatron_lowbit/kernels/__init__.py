@@ -1,0 +1,1 @@
+"""The functions of ``numerics``, fused, and the table that chooses among them."""

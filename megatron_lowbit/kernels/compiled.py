@@ -1,0 +1,56 @@
+"""CPU engine: the reference arithmetic itself, fused by torch.compile into vectorized C++.
+
+Same operations in the same order, so the same bits: torch.compile contracts no multiply-add and
+reorders no sum unless asked to. The Hadamard butterfly, packing and the GEMM stay eager, where they
+are fast already.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch._inductor import cpp_builder, exc
+
+from megatron_lowbit.numerics.gemm import gemm as reference_gemm
+from megatron_lowbit.numerics.philox import uniform
+from megatron_lowbit.numerics.quantizer import Arithmetic, QuantizedTensor, Quantizer
+
+
+def missing_compiler() -> str | None:
+    """Why torch.compile cannot build C++ here, in words; None where it can."""
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return "no C++ compiler found (install g++ for quantization fused by torch.compile)"
+    return None
+
+
+@cache
+def arithmetic(format_type: type) -> Arithmetic:
+    """The fused functions of one format class; compiled at their first call, for any sizes."""
+    return Arithmetic(
+        encode=torch.compile(format_type.encode, dynamic=True),
+        decode=torch.compile(format_type.decode, dynamic=True),
+        uniform=_uniform(),
+    )
+
+
+@cache
+def _uniform():
+    return torch.compile(uniform, dynamic=True)
+
+
+def quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:
+    """``quantizer(x, **options)`` by the fused functions."""
+    return quantizer(x, **options, arithmetic=arithmetic(type(quantizer.format)))
+
+
+def gemm(lhs: Tensor | QuantizedTensor, rhs: Tensor | QuantizedTensor) -> Tensor:
+    """The reference GEMM on operands that the fused functions dequantize."""
+    return reference_gemm(*(_dense(operand) for operand in (lhs, rhs)))
+
+
+def _dense(operand: Tensor | QuantizedTensor) -> Tensor:
+    if isinstance(operand, QuantizedTensor):
+        return operand.dequantize(arithmetic(type(operand.format)))
+    return operand

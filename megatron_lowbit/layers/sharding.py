@@ -1,0 +1,90 @@
+"""What tensor parallelism means for one linear layer's operands: shards, numbers, collectives."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lowbit.numerics import Draw, QuantizedTensor, derive_key
+from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.recipes.precision import GEMM_ROLES
+
+_ROLES = ("input", "weight", "grad")
+
+
+@dataclass(frozen=True)
+class Shards:
+    """How a linear layer is split over a tensor-parallel group.
+
+    Args:
+        group: the group; None for a layer that is not split.
+        roles: the roles whose tensors are shards of a larger one.
+        in_features, out_features: global numbers (int64) of the local features; None counts from
+            zero. Their multiples of four start at multiples of four.
+        sequence_parallel: the input holds this rank's tokens only; fprop gathers it and dgrad is
+            reduce-scattered.
+        allreduce_dgrad: dgrad is summed over the group.
+    """
+
+    group: dist.ProcessGroup | None = None
+    roles: frozenset[str] = frozenset()
+    in_features: Tensor | None = None
+    out_features: Tensor | None = None
+    sequence_parallel: bool = False
+    allreduce_dgrad: bool = False
+
+    def max_over_group(self, amax: Tensor) -> Tensor:
+        """The group's tensor amax."""
+        amax = amax.clone()
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
+        return amax
+
+    def draw(self, key: int, gemm: str, role: str, tokens: int) -> Draw:
+        """The random bits of one operand of one GEMM: its own key, and its global numbers."""
+        first = 0
+        if self.sequence_parallel and role == "input":
+            first = dist.get_rank(self.group) * tokens
+        token_numbers = torch.arange(first, first + tokens) if first else None
+        features = {"input": self.in_features, "grad": self.out_features}.get(role)
+        axes = {
+            ("fprop", "input"): (token_numbers, features),
+            ("fprop", "weight"): (self.out_features, self.in_features),
+            ("dgrad", "grad"): (token_numbers, features),
+            ("dgrad", "weight"): (self.in_features, self.out_features),
+            ("wgrad", "grad"): (features, token_numbers),
+            ("wgrad", "input"): (features, token_numbers),
+        }
+        rows, columns = axes[gemm, role]
+        quads = None if columns is None else columns[::WORDS] // WORDS
+        return Draw(derive_key(key, list(GEMM_ROLES).index(gemm), _ROLES.index(role)), rows, quads)
+
+
+UNSHARDED = Shards()
+
+
+def gather_rows(x: Tensor | QuantizedTensor, group: dist.ProcessGroup) -> Tensor | QuantizedTensor:
+    """Concatenate the ranks' rows: (R, K) to (ranks * R, K). Codes travel as codes."""
+    if isinstance(x, QuantizedTensor):
+        shape = (x.shape[0] * dist.get_world_size(group), x.shape[1])
+        codes, scales = (_all_gather(t, group).flatten(0, 1) for t in (x.codes, x.scales))
+        return QuantizedTensor(codes, scales, x.tensor_scale, x.format, shape)
+    return _all_gather(x, group).flatten(0, 1)
+
+
+def gather_columns(x: QuantizedTensor, group: dist.ProcessGroup) -> QuantizedTensor:
+    """Concatenate the ranks' columns, whole blocks each: (R, K) to (R, ranks * K)."""
+    shape = (x.shape[0], x.shape[1] * dist.get_world_size(group))
+    codes, scales = (_all_gather(t, group).transpose(0, 1).flatten(1) for t in (x.codes, x.scales))
+    return QuantizedTensor(codes, scales, x.tensor_scale, x.format, shape)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
+    sent = x.contiguous()
+    if x.element_size() == 1:
+        sent = sent.view(torch.uint8)
+    ranks = dist.get_world_size(group)
+    received = sent.new_empty((ranks * sent.shape[0], *sent.shape[1:]))
+    dist.all_gather_into_tensor(received, sent, group=group)
+    return received.view(x.dtype).unflatten(0, (ranks, -1))

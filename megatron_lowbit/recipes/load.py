@@ -1,0 +1,107 @@
+"""Recipes by name or file, and single fields of them set from the command line."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.recipe import Recipe
+from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, parse_recipe
+
+
+def shipped_recipes() -> dict[str, Any]:
+    """Name to YAML file of every recipe that comes with the package."""
+    folder = files("megatron_lowbit.recipes") / "shipped"
+    found = (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    return {entry.name.removesuffix(".yaml"): entry for entry in sorted(found, key=str)}
+
+
+def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Load a shipped recipe by name, or any recipe from a YAML file.
+
+    Args:
+        name_or_path: a shipped name, or a path that ends in .yaml or .yml.
+        overrides: ``FIELD=VALUE`` each, VALUE in YAML; see :func:`apply_override`.
+
+    Raises:
+        UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
+    """
+    raw, source = _read(name_or_path)
+    if overrides and not (
+        isinstance(raw, dict)
+        and all(isinstance(raw.get(key), dict) for key in ("configs", "matchers"))
+    ):
+        parse_recipe(raw, source)
+    for override in overrides:
+        apply_override(raw, override)
+    return parse_recipe(raw, source)
+
+
+def _read(name_or_path: str) -> tuple[Any, str]:
+    if name_or_path.endswith((".yaml", ".yml")):
+        entry = Path(name_or_path)
+        if not entry.is_file():
+            raise UserError(f"recipe file {name_or_path} does not exist")
+    else:
+        shipped = shipped_recipes()
+        if name_or_path not in shipped:
+            near = get_close_matches(name_or_path, shipped) or list(shipped)
+            raise UserError(
+                f"unknown recipe {name_or_path!r}; did you mean {', '.join(near)}? "
+                "A recipe file's name ends in .yaml"
+            )
+        entry = shipped[name_or_path]
+    try:
+        return yaml.safe_load(entry.read_text(encoding="utf-8")), entry.name
+    except yaml.YAMLError as error:
+        raise UserError(f"{entry.name}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def apply_override(raw: dict[str, Any], override: str) -> None:
+    """Set one field of a recipe's raw YAML data in place.
+
+    ``grad.rounding=nearest`` (a role or a GEMM) sets the field in every config that quantizes;
+    ``bf16_blocks.last=4`` a matcher's field; ``bf16_blocks=none`` removes the matcher; a path that
+    starts with ``configs.`` or ``matchers.`` names exactly one field. ``none`` and ``null`` are the
+    same. Whether the field and value are right is checked when the recipe is parsed.
+    """
+    field, separator, text = override.partition("=")
+    if not separator or not field:
+        raise UserError(
+            f"--recipe-set {override}: write FIELD=VALUE, such as grad.rounding=nearest"
+        )
+    try:
+        value = None if text == "none" else yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"--recipe-set {override}: {text!r} is not a YAML value") from None
+    head, *rest = field.split(".")
+    if head in RecipeSpec.model_fields:
+        _set(raw, [head, *rest], value, override)
+    elif head in raw["matchers"] and not rest and value is None:
+        del raw["matchers"][head]
+    elif head in raw["matchers"]:
+        _set(raw["matchers"], [head, *rest], value, override)
+    elif head in PrecisionSpec.model_fields:
+        for config in raw["configs"].values():
+            if config:
+                _set(config, [head, *rest], value, override)
+    else:
+        good = [*PrecisionSpec.model_fields, *raw["matchers"], *RecipeSpec.model_fields]
+        near = get_close_matches(head, good)
+        raise UserError(
+            f"--recipe-set {override}: no field {head!r}; use {', '.join(near or good)}"
+        )
+
+
+def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+    for key in path[:-1]:
+        if data.get(key) is None:
+            data[key] = {}
+        data = data[key]
+        if not isinstance(data, dict):
+            raise UserError(f"--recipe-set {override}: {key} has no fields below it")
+    data[path[-1]] = value

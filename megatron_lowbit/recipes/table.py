@@ -1,0 +1,48 @@
+"""The table printed at start: which linear layers run in which precision."""
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from megatron_lowbit.recipes.recipe import Recipe
+from megatron_lowbit.recipes.rules import Layer
+
+
+def precision_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
+    """One row for each run of blocks whose linears get the same precision from the same rule."""
+    table = Table(title=f"recipe {recipe.name}: {_summary(recipe, layers)}", title_justify="left")
+    for column in ("blocks", "linear layers", "matcher", "fprop", "dgrad", "wgrad"):
+        table.add_column(column)
+    for blocks, names, rule, precision in _rows(recipe, layers):
+        gemms = (str(precision.fprop), str(precision.dgrad), str(precision.wgrad))
+        table.add_row(blocks, names, rule, *gemms)
+    return table
+
+
+def _summary(recipe: Recipe, layers: Sequence[Layer]) -> str:
+    count = sum(recipe.precision_for(layer).quantized for layer in layers)
+    return f"{count} of {len(layers)} linear layers quantized"
+
+
+def _rows(recipe: Recipe, layers: Sequence[Layer]):
+    groups: list[list] = []
+    for block in sorted({layer.block for layer in layers}):
+        for key, names in _by_rule(recipe, [x for x in layers if x.block == block]).items():
+            last = next((g for g in groups if g[1] == (key, names) and g[0][-1] == block - 1), None)
+            if last:
+                last[0].append(block)
+            else:
+                groups.append([[block], (key, names)])
+    for blocks, ((rule, precision), names) in groups:
+        span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
+        yield span, ", ".join(names), rule, precision
+
+
+def _by_rule(recipe: Recipe, layers: Sequence[Layer]) -> dict:
+    """(rule name, precision) to the short names of one block's layers."""
+    grouped: dict = {}
+    for layer in layers:
+        rule = recipe.rule_for(layer)
+        key = ("-" if rule is None else rule.name, recipe.precision_for(layer))
+        grouped.setdefault(key, []).append(layer.path.rsplit(".", 1)[-1])
+    return grouped

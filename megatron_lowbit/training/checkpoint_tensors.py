@@ -1,0 +1,190 @@
+"""The tensors of a checkpoint: model and optimizer to and from megatron's torch_dist format.
+
+Saving is done in this process: no writer process is started that would import ``__main__`` anew.
+One file a rank; a parameter's replicas are written once.
+
+With torch's Adam (no Transformer Engine, no Apex) megatron.core 0.16.1 needs help in three places,
+all here: a fresh optimizer has no state to describe, the distributed optimizer expects a ``step``
+among the loaded tensors, and afterwards all parameters would share one ``step`` tensor.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
+
+# What megatron calls content metadata: moments have their parameter's shape, whatever the layout.
+_CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+# Megatron-LM's number for its layout of common.pt.
+_CHECKPOINT_VERSION = 3.0
+
+
+def kind(optimizer: Any) -> str | None:
+    """ "distributed", "plain" or None: their checkpoints do not load into each other."""
+    if optimizer is None:
+        return None
+    distributed = isinstance(_parts(optimizer)[0], DistributedOptimizer)
+    return "distributed" if distributed else "plain"
+
+
+def prepare(
+    iteration: int, model: Sequence[torch.nn.Module], optimizer: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What :func:`write` takes: this rank's sharded tensors, and what all ranks have in common.
+
+    Collective, but an exception may leave it on one rank alone (after its last collective).
+    """
+    for chunk in model:
+        if getattr(chunk, "ddp_config", None) and chunk.ddp_config.overlap_param_gather:
+            # Until the next forward a rank has but its own share of the updated parameters.
+            chunk.start_param_sync(force_sync=True)
+    content = _sharded(model, optimizer, is_loading=False)
+    content |= {"iteration": iteration, "checkpoint_version": _CHECKPOINT_VERSION}
+    content["content_metadata"] = dict(_CONTENT)
+    return save_preprocess(content)
+
+
+def write(directory: Path, sharded: dict[str, Any], common: dict[str, Any]) -> None:
+    """Write what :func:`prepare` gave into an empty directory. Collective.
+
+    A failure to write tensors raises on all ranks, one to write the rest on rank 0 alone, after the
+    last collective.
+    """
+    tensors, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    torch_checkpoint.save(
+        torch_dist.mcore_to_pyt_state_dict(tensors, False),
+        storage_writer=_Writer(directory, thread_count=1),
+        planner=torch_dist.MCoreSavePlanner(
+            dedup_replicated_tensors=False, flatten_state_dict=False
+        ),
+    )
+    if dist.get_rank() == 0:
+        with open(directory / "common.pt", "wb") as file:
+            torch.save(common, file)
+            file.flush()
+            os.fsync(file.fileno())
+        save_config(CheckpointingConfig("torch_dist"), str(directory))
+
+
+def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    """Load model and optimizer (or None) in place. Collective."""
+    content = _sharded(model, optimizer, is_loading=True)
+    # megatron would validate the layout on rank 0 alone, and leave the others waiting for it.
+    loaded = dist_checkpointing.load(content, str(directory), validate_access_integrity=False)
+    for key, chunk in _chunks(model):
+        chunk.load_state_dict(loaded[key])
+    if optimizer is None:
+        return
+    with ExitStack() as stack:
+        for part in filter(_is_torch_adam, _parts(optimizer)):
+            stack.enter_context(_own_steps(part))
+        optimizer.load_state_dict(loaded["optimizer"])
+
+
+def os_error_behind(error: BaseException) -> OSError | None:
+    """The OSError that caused an exception, also by way of torch's; None where there is none."""
+    if isinstance(error, OSError):
+        return error
+    below = [error.__cause__, error.__context__]
+    if isinstance(error, CheckpointException):
+        below += [failure for failure, _ in error.failures.values()]
+    return next(filter(None, (os_error_behind(cause) for cause in below if cause)), None)
+
+
+class _Writer(torch_checkpoint.FileSystemWriter):
+    """torch's writer; what a full disk raises survives its way to the other ranks."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            # torch.save turns it into a RuntimeError, and pickling that loses the chain to it.
+            raise os_error_behind(error) or error from None
+
+
+def _chunks(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:
+    """(key, bare model) of each chunk, under Megatron-LM's keys."""
+    bare = unwrap_model(list(model))
+    if len(bare) == 1:
+        return [("model", bare[0])]
+    return [(f"model{number}", chunk) for number, chunk in enumerate(bare)]
+
+
+def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool) -> dict[str, Any]:
+    # megatron adds a process group to the metadata it is given: never share this dict.
+    metadata: dict[str, Any] = dict(_CONTENT)
+    content = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model)}
+    if optimizer is not None:
+        for part in filter(_is_torch_adam, _parts(optimizer)):
+            _fill_state(part)
+        content["optimizer"] = optimizer.sharded_state_dict(
+            dict(content), is_loading=is_loading, metadata=metadata
+        )
+    return content
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def _is_torch_adam(part: Any) -> bool:
+    return isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+
+def _fill_state(part: Any) -> None:
+    """Zero moments and step zero for parameters that no step has touched yet."""
+    part.init_state_fn(part.optimizer, part.config)
+    for state in part.optimizer.state.values():
+        state.setdefault("step", torch.zeros(()))
+
+
+@contextmanager
+def _own_steps(part: Any) -> Iterator[None]:
+    """While ``part`` is loaded, see that every parameter gets a ``step`` tensor of its own."""
+
+    def give_steps(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        # megatron hands one tensor to all, and none where the checkpoint precedes the first step.
+        for state in state_dict["state"].values():
+            state["step"] = state.get("step", torch.zeros(())).clone()
+
+    hook = part.optimizer.register_load_state_dict_pre_hook(give_steps)
+    if isinstance(part, DistributedOptimizer):
+        part._set_main_param_and_optimizer_states = _keeping_step(part)
+    try:
+        yield
+    finally:
+        hook.remove()
+        # Where it was replaced above, the class's method shows again.
+        vars(part).pop("_set_main_param_and_optimizer_states", None)
+
+
+def _keeping_step(part: DistributedOptimizer) -> Callable[..., None]:
+    """megatron's method; among the loaded tensors it now finds ``step``, as it is in the state."""
+    original = part._set_main_param_and_optimizer_states
+
+    def set_states(model_param: torch.nn.Parameter, tensors: dict[str, torch.Tensor]) -> None:
+        group, order = part.model_param_group_index_map[model_param]
+        main = part.optimizer.param_groups[group]["params"][order]
+        original(model_param, {"step": part.optimizer.state[main]["step"], **tensors})
+
+    return set_states
