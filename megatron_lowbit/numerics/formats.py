@@ -116,7 +116,7 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes 0..15 of shape (..., K), K even, to (..., K/2): even element in the low nibble."""
+    """uint8 codes 0..15 (..., K), K even, to bytes (..., K/2): even element in the low nibble."""
     pairs = codes.contiguous().view(torch.int16)  # even code in the low byte, odd in the high one
     return (pairs | (pairs >> 4)).to(torch.uint8)
 

@@ -24,10 +24,16 @@ _MASK = 0xFFFFFFFF
 _ROUNDS = 10
 
 
-def derive_key(*parts: int) -> int:
-    """One 64-bit key from integers (BLAKE2b of their little-endian int64): order matters."""
-    packed = struct.pack(f"<{len(parts)}q", *parts)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little")
+def derive_key(*parts: int | str) -> int:
+    """One 64-bit key from integers and names: BLAKE2b of their int64 or length-prefixed UTF-8."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if isinstance(part, str):
+            text = part.encode()
+            digest.update(struct.pack("<q", len(text)) + text)
+        else:
+            digest.update(struct.pack("<q", part))
+    return int.from_bytes(digest.digest(), "little")
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Draw:
     quads: Tensor | None = None
 
     def key_words(self, device: torch.device) -> Tensor:
-        """The key as int64 tensor (low word, high word): a tensor, so engines need not recompile."""
+        """The key as an int64 tensor (low word, high word): as data, engines need not recompile."""
         return torch.tensor([self.key & _MASK, self.key >> 32], device=device)
 
     def counters(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,8 @@ def saved(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
     """Layout -> directory that two processes of ``tiny_gpt`` left behind."""
+    if torch.cuda.device_count() == 1:
+        pytest.skip("two processes need two GPUs, or none")
     directories = {}
     for name, arguments in LAYOUTS.items():
         directories[name] = tmp_path_factory.mktemp(name)
@@ -167,34 +169,39 @@ def test_tensor_parallel_checkpoint_loads_in_one_process(runs, layout):
     assert split > 4
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["with optimizer", "model alone"])
 @pytest.mark.parametrize("layout", ["pp2-plain", "dp2-overlap"])
-def test_other_layouts_load_in_one_process(runs, layout):
-    """Rank 0's share of the model, at least, is what it was."""
+def test_other_layouts_load_in_one_process(runs, layout, alone):
+    """Without the gather that saving forces, overlap would leave old parameters in the file."""
     training = Training(distributed_optimizer="plain" not in layout, seed=8)
-    training.load(runs[layout])
+    if alone:
+        load_checkpoint(runs[layout], training.model, None, None, SHAPE)
+    else:
+        training.load(runs[layout])
     whole = training.tensors()
-    for name, tensors in torch.load(runs[layout] / "0.pt").items():
-        assert torch.equal(whole[name]["param"], tensors["param"]), name
-    if layout == "dp2-overlap":
-        # Without the gather that saving forces, rank 0 would still hold old values of rank 1's.
-        for name, tensors in torch.load(runs[layout] / "1.pt").items():
+    for rank in range(2):
+        for name, tensors in torch.load(runs[layout] / f"{rank}.pt").items():
+            if layout == "pp2-plain" and rank == 1:
+                # The second stage numbers its one layer from zero.
+                name = name.replace("layers.0", "layers.1")
             assert torch.equal(whole[name]["param"], tensors["param"]), name
 
 
-@pytest.mark.parametrize("size", [0, 2_000, 20_000], ids=["nothing fits", "little", "some"])
-def test_full_disk_leaves_the_previous_checkpoint(tmp_path, size):
-    """In a process of its own: the limit cannot be lifted again where one is not root."""
+def test_full_disk_leaves_the_previous_checkpoint(tmp_path):
+    """Wherever in the file it happens: torch reports it as one of several exceptions."""
     code = (
         "import sys; from pathlib import Path; from tiny_gpt import *\n"
         "initialize_distributed(parallel_args()); training = Training(True)\n"
         "training.train(1, 1); directory = Path(sys.argv[1]); training.save(directory, 1)\n"
-        "training.train(2, 2); limit_file_size(int(sys.argv[2]))\n"
-        "try: training.save(directory, 2)\n"
-        "except UserError as error: print(error); sys.exit(7)\n"
+        "training.train(2, 2)\n"
+        "for size in (0, 20_000, 150_000, 270_000, 390_000, 435_000):\n"
+        "    limit_file_size(size)\n"
+        "    try: training.save(directory, 2)\n"
+        "    except UserError as error: print(error)\n"
     )
-    done = run([sys.executable, "-c", code, str(tmp_path), str(size)])
-    assert done.returncode == 7, done.stderr[-2000:]
-    assert done.stdout == f"cannot write the checkpoint to {tmp_path}: File too large\n"
+    done = run([sys.executable, "-c", code, str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == f"cannot write the checkpoint to {tmp_path}: File too large\n" * 6
     assert names(tmp_path) == {"iter_0000001", TRACKER}
     assert Training(True, seed=8).load(tmp_path)["iteration"] == 1
 
@@ -232,7 +239,7 @@ def test_another_optimizer_kind_is_refused(saved):
 def test_another_schedule_is_refused(saved):
     training = Training(distributed_optimizer=False)
     training.scheduler.lr_decay_steps = 99
-    with pytest.raises(UserError, match="another schedule: lr_decay_steps was 20, now 99$"):
+    with pytest.raises(UserError, match=r"another schedule: lr_decay_steps was 20, now 99$"):
         training.load(saved)
     training.scheduler.override_opt_param_scheduler = True
     assert training.load(saved)["iteration"] == 2

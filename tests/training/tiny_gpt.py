@@ -88,6 +88,7 @@ class Training:
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap and distributed_optimizer,
         )
+        model.cuda()  # nothing, on a CPU
         bare = Float16Module(self.config, model) if bf16 else model
         self.model = [DistributedDataParallel(self.config, ddp, bare)]
         adam = OptimizerConfig(
@@ -122,10 +123,11 @@ class Training:
         batches = []
         generator = torch.Generator().manual_seed(iteration)
         for _ in range(MICROBATCHES):
-            batches.append(torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator))
+            tokens = torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+            batches.append(tokens.cuda())
         numbered = iter(enumerate(batches))
-        position = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
-        mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE), 1).bool()[None, None]
+        position = torch.arange(SEQUENCE)[None].expand(BATCH, -1).cuda()
+        mask = torch.triu(torch.ones(SEQUENCE, SEQUENCE), 1).bool()[None, None].cuda()
 
         def forward(data, model):
             microbatch, tokens = next(data)
@@ -153,9 +155,10 @@ class Training:
         return [self.step(iteration) for iteration in range(first, last + 1)]
 
     def tensors(self) -> dict[str, dict]:
-        """name -> {"param", "exp_avg", "exp_avg_sq", "partition_dim"}, flat moments where sharded.
+        """name -> {"param", "main", "exp_avg", "exp_avg_sq", "step", "partition_dim"}, on the CPU.
 
-        "param" is the model's; "main" the optimizer's own copy or view.
+        "param" is the model's; "main" the optimizer's own copy or view, flat where distributed, as
+        the moments are. Only parameters of which this rank's optimizer has a part.
         """
         (part,) = self.optimizer.chained_optimizers
         (model,) = unwrap_model(self.model)
@@ -169,9 +172,9 @@ class Training:
             else:
                 main = getattr(param, "main_param", param)
             found[name] = {
-                "param": param.detach().clone(),
-                "main": main.detach().clone(),
-                **{key: value.clone() for key, value in part.optimizer.state[main].items()},
+                "param": param.detach().clone().cpu(),
+                "main": main.detach().clone().cpu(),
+                **{key: value.clone().cpu() for key, value in part.optimizer.state[main].items()},
                 "partition_dim": getattr(param, "partition_dim", -1),
             }
         return found

@@ -1,0 +1,124 @@
+"""Builds a GPTModel from parsed arguments, its linears under a recipe."""
+
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_lowbit.integrations.megatron_core.linear import (
+    LowbitColumnParallelLinear,
+    LowbitRowParallelLinear,
+)
+from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
+from megatron_lowbit.integrations.megatron_core.specs import gpt_block_spec
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.recipes import Layer, Recipe
+
+
+def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig:
+    """megatron-core's configuration of the model that the arguments describe."""
+    cuda = torch.cuda.is_available()
+    activation = F.silu if args.swiglu else squared_relu if args.squared_relu else F.gelu
+    return TransformerConfig(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        ffn_hidden_size=args.ffn_hidden_size,
+        num_attention_heads=args.num_attention_heads,
+        num_query_groups=args.num_query_groups,
+        kv_channels=args.kv_channels,
+        hidden_dropout=args.hidden_dropout,
+        attention_dropout=args.attention_dropout,
+        normalization=args.normalization,
+        layernorm_epsilon=args.norm_epsilon,
+        add_bias_linear=not args.disable_bias_linear,
+        gated_linear_unit=args.swiglu,
+        activation_func=activation,
+        init_method_std=args.init_method_std,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        # Batched p2p with interleaved stages gives wrong gradients without an error.
+        batch_p2p_comm=args.virtual_pipeline_model_parallel_size is None,
+        overlap_p2p_comm=args.virtual_pipeline_model_parallel_size is not None,
+        recompute_granularity=args.recompute_granularity,
+        recompute_method=args.recompute_method,
+        recompute_num_layers=args.recompute_num_layers,
+        # Accumulation into main_grad is this project's own for quantized layers: megatron-core's
+        # flag needs Apex.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=cuda and activation is not squared_relu,
+        bias_dropout_fusion=cuda,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_gpt(
+    args: Namespace,
+    config: TransformerConfig,
+    recipe: Recipe,
+    engine: Engine,
+    padded_vocab_size: int,
+) -> list[torch.nn.Module]:
+    """This rank's model chunks: one, or one for each virtual pipeline stage."""
+    stages = config.virtual_pipeline_model_parallel_size
+    chunks = []
+    for vp_stage in range(stages or 1):
+        stage = vp_stage if stages else None
+        config.quant_recipe = QuantRecipe(
+            recipe,
+            config.num_layers,
+            get_transformer_layer_offset(config, vp_stage=stage),
+            engine,
+            accumulate_main_grad=args.gradient_accumulation_fusion,
+        )
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=gpt_block_spec(config, stage),
+            vocab_size=padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=stage
+            ),
+            post_process=parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=stage
+            ),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent,
+            rotary_base=args.rotary_base,
+            vp_stage=stage,
+        )
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        chunk = chunk.to(device)
+        chunks.append(Float16Module(config, chunk) if config.bf16 else chunk)
+    return chunks
+
+
+def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
+    """Every linear layer of the whole model that a recipe can reach, in order of its path."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    kinds = (LowbitColumnParallelLinear, LowbitRowParallelLinear)
+    mine = [m.plan.layer for m in modules if isinstance(m, kinds) and m.plan is not None]
+    gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    unique = {layer.path: layer for layers in gathered for layer in layers}
+    return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))

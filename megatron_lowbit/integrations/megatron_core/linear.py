@@ -1,0 +1,111 @@
+"""Megatron's column- and row-parallel linears, computing as their recipe says.
+
+Only the product changes: Megatron's own classes keep the parameters, their sharding in checkpoints,
+the communication around the layer, and ``forward``. Their hook ``_forward_impl`` becomes
+:func:`megatron_lowbit.layers.lowbit_linear` where the recipe quantizes the layer.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.quantization.quant_config import QuantizationConfig
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan
+from megatron_lowbit.layers import Shards, lowbit_linear
+from megatron_lowbit.numerics.philox import WORDS, derive_key
+
+_SEED_MASK = 2**63 - 1
+
+
+class _LowbitParallelLinear:
+    """What both classes share; ``plan`` is None outside the model's blocks."""
+
+    plan: LayerPlan | None = None
+
+    def finish_init(self, quantization_config: QuantizationConfig | None) -> None:
+        """Take the layer's precision; the model calls this on every submodule that has it."""
+        if quantization_config is None:
+            return
+        self.plan = quantization_config.config["plan"]
+        self.key = derive_key(self.plan.layer.path)
+        self.feature_numbers = self._feature_numbers()
+
+    def _feature_numbers(self) -> torch.Tensor | None:
+        """Global numbers (int64) of the features that tensor parallelism splits; None unsplit."""
+        ranks = self.tp_group.size()
+        if ranks == 1:
+            return None
+        split, parts = self._split_features()
+        part = split // parts
+        if part % WORDS:
+            raise UserError(
+                f"--tensor-model-parallel-size {ranks} gives {self.plan.layer.path} parts of "
+                f"{part} features, no multiple of {WORDS}: choose a smaller one"
+            )
+        # A gated fc1 holds its share of the gate, then its share of the up projection.
+        starts = (torch.arange(parts) * ranks + self.tp_group.rank()) * part
+        numbers = (starts[:, None] + torch.arange(part)).flatten()
+        return numbers.to(self.weight.device)
+
+    def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
+        raise NotImplementedError
+
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any):
+        """Megatron's hook around the product: the only thing that the recipe changes."""
+        if self.plan is None or not self.plan.precision.quantized:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        return lowbit_linear(
+            input,
+            weight,
+            self.plan.precision,
+            bias=kwargs["bias"],
+            key=derive_key(torch.initial_seed() & _SEED_MASK, self.key & _SEED_MASK),
+            shards=self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]),
+            engine=self.plan.engine,
+            accumulate_main_grad=self.plan.accumulate_main_grad,
+        )
+
+
+class LowbitColumnParallelLinear(_LowbitParallelLinear, ColumnParallelLinear):
+    """Y = X W^T with W's rows, and so Y's features, split over the tensor-parallel group."""
+
+    def __init__(self, *args: Any, stride: int = 1, **kwargs: Any) -> None:
+        super().__init__(*args, stride=stride, **kwargs)
+        self.stride = stride
+
+    def _split_features(self) -> tuple[int, int]:
+        return self.output_size_per_partition, self.stride
+
+    def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
+        if self.tp_group.size() == 1:
+            return Shards()
+        roles = {"weight", "grad"} | ({"input"} if sequence_parallel else set())
+        return Shards(
+            group=self.tp_group,
+            roles=frozenset(roles),
+            out_features=self.feature_numbers,
+            sequence_parallel=sequence_parallel,
+            allreduce_dgrad=allreduce_dgrad,
+        )
+
+
+class LowbitRowParallelLinear(_LowbitParallelLinear, RowParallelLinear):
+    """Y = X W^T with W's columns, and so X's features, split over the tensor-parallel group."""
+
+    def _split_features(self) -> tuple[int, int]:
+        return self.input_size_per_partition, 1
+
+    def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
+        if self.tp_group.size() == 1:
+            return Shards()
+        return Shards(
+            group=self.tp_group,
+            roles=frozenset({"weight", "input"}),
+            in_features=self.feature_numbers,
+        )

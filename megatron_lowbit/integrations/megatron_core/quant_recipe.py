@@ -1,0 +1,65 @@
+"""A recipe as megatron-core's ``config.quant_recipe``, with block numbers that are global."""
+
+import re
+from dataclasses import dataclass
+
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.quantization.quant_config import (
+    MatchContext,
+    QuantizationConfig,
+    RecipeConfig,
+)
+
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
+
+_LAYER = re.compile(r"layers\.(\d+)")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one linear module needs to know: who it is, its precision, where it computes."""
+
+    layer: Layer
+    precision: LinearPrecision
+    engine: Engine
+    accumulate_main_grad: bool
+
+
+class QuantRecipe(RecipeConfig):
+    """The recipe for one pipeline stage (and virtual stage) of a model.
+
+    megatron-core names modules by the stage's own layer numbers. ``layer_offset`` is the number of
+    blocks before the stage, so that rules see global ones.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        num_blocks: int,
+        layer_offset: int,
+        engine: Engine,
+        accumulate_main_grad: bool,
+    ) -> None:
+        super().__init__(matchers=[], config_dict={})
+        self.recipe = recipe
+        self.num_blocks = num_blocks
+        self.layer_offset = layer_offset
+        self.engine = engine
+        self.accumulate_main_grad = accumulate_main_grad
+
+    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
+        """The plan of the module at a path; None for a module outside the blocks."""
+        if operator_context.layer_number is None:
+            return None
+        block = operator_context.layer_number + self.layer_offset
+        path = _LAYER.sub(f"layers.{block}", operator_context.module_path, count=1)
+        layer = Layer(path, block, self.num_blocks)
+        rule = self.recipe.rule_for(layer)
+        plan = LayerPlan(
+            layer, self.recipe.precision_for(layer), self.engine, self.accumulate_main_grad
+        )
+        key = "high precision" if rule is None else rule.config
+        return QuantizationConfig({"plan": plan}, MatchContext(path, block), key)

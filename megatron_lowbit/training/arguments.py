@@ -1,0 +1,295 @@
+"""Command-line arguments: Megatron-LM's names and meanings, and the recipe's own."""
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import NoReturn
+
+from megatron_lowbit.errors import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
+    """Parse and check the arguments of a pretraining run.
+
+    Raises:
+        UserError: an unknown or missing argument, a bad value, or values that do not fit together.
+    """
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        options = [option for action in parser._actions for option in action.option_strings]
+        near = get_close_matches(unknown[0], options)
+        hint = f"; did you mean {', '.join(near)}?" if near else "; --help lists all"
+        raise UserError(f"unknown argument {unknown[0]}{hint}")
+    _fill_defaults(args)
+    _check_model(args)
+    _check_batches(args)
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser, its arguments in the groups that ``--help`` shows."""
+    parser = _Parser(description="Pretrain a GPT in low precision.", allow_abbrev=False)
+    for add_group in (
+        _add_precision,
+        _add_model,
+        _add_data,
+        _add_training,
+        _add_learning_rate,
+        _add_checkpointing,
+        _add_logging,
+        _add_parallelism,
+    ):
+        add_group(parser)
+    return parser
+
+
+def _add_precision(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("precision")
+    recipe = group.add_mutually_exclusive_group()
+    recipe.add_argument("--fp4-recipe", metavar="NAME", help="FP4 recipe, such as nvfp4")
+    recipe.add_argument("--fp8-recipe", metavar="NAME", help="FP8 recipe")
+    recipe.add_argument(
+        "--precision-recipe", metavar="NAME_OR_FILE", help="any recipe (default: bf16)"
+    )
+    group.add_argument(
+        "--recipe-set",
+        metavar="FIELD=VALUE",
+        action="append",
+        default=[],
+        help="set one field of the recipe, such as grad.rounding=nearest (repeatable)",
+    )
+    group.add_argument(
+        "--quantization-engine",
+        choices=("auto", "reference"),
+        default="auto",
+        help="where quantization runs: the fastest there is, or plain torch",
+    )
+    compute = group.add_mutually_exclusive_group()
+    compute.add_argument("--bf16", action="store_true", help="BF16 compute (FP32 on a CPU)")
+    compute.add_argument("--fp32", action="store_true", help="FP32 compute (default)")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--num-layers", type=int, required=True)
+    group.add_argument("--hidden-size", type=int, required=True)
+    group.add_argument("--ffn-hidden-size", type=int, help="default: 4 x hidden, 8/3 if gated")
+    group.add_argument("--num-attention-heads", type=int, required=True)
+    group.add_argument("--kv-channels", type=int, help="head dimension; default: hidden / heads")
+    group.add_argument("--group-query-attention", action="store_true")
+    group.add_argument("--num-query-groups", type=int, default=1)
+    group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
+    group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
+    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    group.add_argument("--norm-epsilon", type=float, default=1e-5)
+    group.add_argument("--disable-bias-linear", action="store_true")
+    group.add_argument(
+        "--position-embedding-type", choices=("learned_absolute", "rope", "none"),
+        default="learned_absolute",
+    )  # fmt: skip
+    group.add_argument("--rotary-base", type=int, default=10000)
+    group.add_argument("--rotary-percent", type=float, default=1.0)
+    group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
+    group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
+    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    group.add_argument("--init-method-std", type=float, default=0.02)
+    group.add_argument("--hidden-dropout", type=float, default=0.0)
+    group.add_argument("--attention-dropout", type=float, default=0.0)
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("data")
+    group.add_argument(
+        "--data-path", nargs="+", required=True, metavar="PREFIX",
+        help="a dataset's prefix, or weights and prefixes: 0.3 A 0.7 B",
+    )  # fmt: skip
+    group.add_argument("--split", default="969, 30, 1", help="train, validation, test shares")
+    group.add_argument("--data-cache-path", help="default: a folder beside the dataset")
+    group.add_argument("--num-workers", type=int, default=0, help="data loading processes")
+    group.add_argument(
+        "--tokenizer-type", choices=("HuggingFaceTokenizer", "NullTokenizer"),
+        default="HuggingFaceTokenizer",
+    )  # fmt: skip
+    group.add_argument("--tokenizer-model", metavar="DIR", help="a Hugging Face tokenizer folder")
+    group.add_argument("--vocab-size", type=int, help="with NullTokenizer")
+    group.add_argument("--seq-length", type=int, required=True)
+
+
+def _add_training(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("training")
+    group.add_argument("--micro-batch-size", type=int, required=True)
+    group.add_argument("--global-batch-size", type=int, help="default: micro x data parallel")
+    group.add_argument("--train-iters", type=int, required=True)
+    group.add_argument("--weight-decay", type=float, default=0.01)
+    group.add_argument("--adam-beta1", type=float, default=0.9)
+    group.add_argument("--adam-beta2", type=float, default=0.999)
+    group.add_argument("--adam-eps", type=float, default=1e-8)
+    group.add_argument("--clip-grad", type=float, default=1.0)
+    group.add_argument("--seed", type=int, default=1234)
+    group.add_argument("--eval-interval", type=int, default=1000)
+    group.add_argument("--eval-iters", type=int, default=100)
+    group.add_argument("--recompute-granularity", choices=("full", "selective"))
+    group.add_argument("--recompute-method", choices=("uniform", "block"))
+    group.add_argument("--recompute-num-layers", type=int)
+    group.add_argument(
+        "--no-gradient-accumulation-fusion", dest="gradient_accumulation_fusion",
+        action="store_false", help="let autograd add weight gradients to the main gradients",
+    )  # fmt: skip
+
+
+def _add_learning_rate(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("learning rate")
+    group.add_argument("--lr", type=float, required=True)
+    group.add_argument("--min-lr", type=float, default=0.0)
+    group.add_argument(
+        "--lr-decay-style", choices=("constant", "linear", "cosine", "WSD"), default="linear"
+    )
+    group.add_argument("--lr-decay-iters", type=int, help="default: --train-iters")
+    group.add_argument("--lr-warmup-iters", type=int, default=0)
+    group.add_argument("--lr-wsd-decay-iters", type=int, help="length of WSD's final decay")
+    group.add_argument(
+        "--lr-wsd-decay-style", choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        default="exponential",
+    )  # fmt: skip
+
+
+def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("checkpoints")
+    group.add_argument("--save", metavar="DIR", help="checkpoints, metrics and the loss curve")
+    group.add_argument("--load", metavar="DIR", help="go on from DIR's newest checkpoint")
+    group.add_argument(
+        "--exit-on-missing-checkpoint", action="store_true",
+        help="an error, not a fresh start, where --load has no checkpoint",
+    )  # fmt: skip
+    group.add_argument("--save-interval", type=int, help="default: at the end only")
+
+
+def _add_logging(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("logging")
+    group.add_argument("--log-interval", type=int, default=10)
+    group.add_argument("--tensorboard-dir", metavar="DIR")
+
+
+def _add_parallelism(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("parallelism")
+    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    group.add_argument("--sequence-parallel", action="store_true")
+    group.add_argument("--use-distributed-optimizer", action="store_true")
+    group.add_argument("--overlap-grad-reduce", action="store_true")
+    group.add_argument("--overlap-param-gather", action="store_true")
+    group.add_argument("--distributed-timeout-minutes", type=int, default=10)
+
+
+def _fill_defaults(args: Namespace) -> None:
+    """Values that follow from others, and fixed ones that other modules read."""
+    if args.ffn_hidden_size is None:
+        wide = 4 * args.hidden_size
+        # Gated layers have three matrices: two thirds of the width keep the parameter count.
+        args.ffn_hidden_size = int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide
+    if not args.group_query_attention:
+        args.num_query_groups = args.num_attention_heads
+    args.max_position_embeddings = args.max_position_embeddings or args.seq_length
+    args.lr_decay_iters = args.lr_decay_iters or args.train_iters
+    args.recipe = args.fp4_recipe or args.fp8_recipe or args.precision_recipe or "bf16"
+    args.context_parallel_size = 1
+    args.expert_model_parallel_size = 1
+    args.virtual_pipeline_model_parallel_size = None
+    if args.num_layers_per_virtual_pipeline_stage:
+        per_stage = args.num_layers // args.pipeline_model_parallel_size
+        stages = per_stage // args.num_layers_per_virtual_pipeline_stage
+        args.virtual_pipeline_model_parallel_size = stages
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise UserError(message)
+
+
+def _require_divisible(args: Namespace, dividend: str, divisor: str) -> None:
+    left, right = getattr(args, dividend), getattr(args, divisor)
+    names = [f"--{name.replace('_', '-')}" for name in (dividend, divisor)]
+    _require(left % right == 0, f"{names[0]} {left} is not divisible by {names[1]} {right}")
+
+
+_POSITIVE = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+    "seq_length", "micro_batch_size", "train_iters", "log_interval", "eval_interval",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by",
+)  # fmt: skip
+
+
+def _check_model(args: Namespace) -> None:
+    for name in _POSITIVE:
+        value = getattr(args, name)
+        _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
+    if args.kv_channels is None:
+        _require_divisible(args, "hidden_size", "num_attention_heads")
+        args.kv_channels = args.hidden_size // args.num_attention_heads
+    _require_divisible(args, "num_attention_heads", "num_query_groups")
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        _require_divisible(args, name, "tensor_model_parallel_size")
+    _require_divisible(args, "num_layers", "pipeline_model_parallel_size")
+    _require(not (args.swiglu and args.squared_relu), "--swiglu and --squared-relu exclude another")
+    _require(
+        args.seq_length <= args.max_position_embeddings,
+        f"--seq-length {args.seq_length} exceeds --max-position-embeddings "
+        f"{args.max_position_embeddings}",
+    )
+    if args.sequence_parallel:
+        _require(
+            args.tensor_model_parallel_size > 1,
+            "--sequence-parallel needs --tensor-model-parallel-size above 1",
+        )
+        _require_divisible(args, "seq_length", "tensor_model_parallel_size")
+    if args.num_layers_per_virtual_pipeline_stage:
+        _require(
+            args.virtual_pipeline_model_parallel_size >= 2
+            and args.pipeline_model_parallel_size >= 2,
+            "--num-layers-per-virtual-pipeline-stage needs at least 2 pipeline stages with 2 "
+            "virtual stages each",
+        )
+
+
+def _check_batches(args: Namespace) -> None:
+    _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} exceeds --lr {args.lr}")
+    _require(
+        0 <= args.lr_warmup_iters < args.lr_decay_iters,
+        f"--lr-warmup-iters {args.lr_warmup_iters} must be below --lr-decay-iters "
+        f"{args.lr_decay_iters}",
+    )
+    if args.lr_decay_style == "WSD":
+        _require(
+            args.lr_wsd_decay_iters is not None,
+            "--lr-decay-style WSD needs --lr-wsd-decay-iters",
+        )
+    _require(
+        not args.overlap_param_gather
+        or (args.overlap_grad_reduce and args.use_distributed_optimizer),
+        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
+    )
+    if args.recompute_granularity == "full":
+        _require(
+            args.recompute_method is not None and args.recompute_num_layers is not None,
+            "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
+        )
+
+
+def resolve_batch_size(args: Namespace, data_parallel_size: int) -> None:
+    """Fill and check ``global_batch_size`` once the number of data-parallel ranks is known."""
+    step = args.micro_batch_size * data_parallel_size
+    if args.global_batch_size is None:
+        args.global_batch_size = step
+    _require(
+        args.global_batch_size > 0 and args.global_batch_size % step == 0,
+        f"--global-batch-size {args.global_batch_size} is not divisible by --micro-batch-size "
+        f"{args.micro_batch_size} x {data_parallel_size} data-parallel ranks",
+    )

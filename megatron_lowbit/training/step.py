@@ -1,0 +1,105 @@
+"""One training iteration and one evaluation, by megatron-core's pipeline schedules."""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from megatron_lowbit.training.distributed import set_iteration_seed, set_step
+
+Batches = Iterator[dict[str, Tensor]]
+
+
+def train_step(
+    args: Namespace, iteration: int, batches: Batches | list[Batches], model, optimizer, scheduler
+) -> tuple[float, float]:
+    """Forward, backward and update; returns (mean loss of the global batch, gradient norm)."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    optimizer.zero_grad()
+    set_iteration_seed(args.seed, iteration)
+    losses = _run_schedule(args, iteration, batches, model, forward_only=False)
+    _, grad_norm, _ = optimizer.step()
+    scheduler.step(increment=args.global_batch_size)
+    return _mean_loss(losses), float(grad_norm or 0.0)
+
+
+@torch.no_grad()
+def evaluate(
+    args: Namespace, iteration: int, make_batches: Callable[[], Batches | list[Batches]], model
+) -> float:
+    """Mean loss of the same ``eval_iters`` global batches at every call."""
+    for chunk in model:
+        chunk.eval()
+    batches = make_batches()
+    losses = []
+    for _ in range(args.eval_iters):
+        losses += _run_schedule(args, iteration, batches, model, forward_only=True)
+    for chunk in model:
+        chunk.train()
+    return _mean_loss(losses)
+
+
+def _run_schedule(
+    args: Namespace, iteration: int, batches: Batches | list[Batches], model, forward_only: bool
+) -> list[dict[str, Tensor]]:
+    """All microbatches of one global batch; each one's loss on the last pipeline stage."""
+    seen: Counter[int] = Counter()
+
+    def forward_step(data: Batches, chunk):
+        # Interleaved stages run a microbatch once on each chunk: every chunk counts its own.
+        set_step(args.seed, iteration, seen[id(chunk)])
+        seen[id(chunk)] += 1
+        batch = {key: value.to(_device(), non_blocking=True) for key, value in next(data).items()}
+        token_losses = chunk(
+            batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"]
+        )
+        return token_losses, partial(_masked_mean, batch["loss_mask"])
+
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=batches,
+        model=model,
+        num_microbatches=get_num_microbatches(),
+        seq_length=args.seq_length,
+        micro_batch_size=args.micro_batch_size,
+        forward_only=forward_only,
+    )
+
+
+def _masked_mean(loss_mask: Tensor, token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean loss of a microbatch's tokens, and a copy to report: the schedule divides in place."""
+    mask = loss_mask.flatten().float()
+    loss = torch.sum(token_losses.flatten().float() * mask) / mask.sum()
+    return loss, {"lm_loss": loss.detach().clone()}
+
+
+def _mean_loss(losses: list[dict[str, Tensor]]) -> float:
+    """Mean over microbatches and data-parallel ranks, known to every rank of the world."""
+    total = torch.zeros(2, dtype=torch.float64, device=_device())
+    if losses:
+        total[0] = torch.stack([loss["lm_loss"].double() for loss in losses]).sum()
+        total[1] = len(losses)
+    # Tensor-parallel ranks hold the same losses and weigh the same.
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def _device() -> torch.device | int:
+    return torch.cuda.current_device() if torch.cuda.is_available() else torch.device("cpu")
+
+
+def data_parallel_size() -> int:
+    """Ranks that see different data."""
+    return parallel_state.get_data_parallel_world_size()

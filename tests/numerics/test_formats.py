@@ -1,0 +1,209 @@
+"""Grids, rounding, codes and packing, against values built from the bit layouts."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from megatron_lowbit.numerics import formats
+from megatron_lowbit.numerics.formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    Rounding,
+    cast_e4m3,
+    decode_e2m1,
+    decode_e8m0,
+    encode_e2m1,
+    encode_e8m0,
+    pack_nibbles,
+    round_to_grid,
+    unpack_nibbles,
+)
+
+ALL = (E2M1, E2M3, E3M2, E4M3, E5M2)
+BIAS = {"e2m1": 1, "e2m3": 1, "e3m2": 3, "e4m3": 7, "e5m2": 15}
+# Codes of finite values: E4M3 gives up its last one to NaN, E5M2 its last exponent to Inf and NaN.
+FINITE = {"e2m1": 8, "e2m3": 32, "e3m2": 32, "e4m3": 127, "e5m2": 124}
+
+
+def grid_of(format) -> list[Fraction]:
+    """Every finite magnitude, in code order, from sign-exponent-mantissa fields."""
+    values = []
+    for code in range(FINITE[format.name]):
+        exponent, mantissa = divmod(code, 2**format.mantissa_bits)
+        fraction = Fraction(mantissa, 2**format.mantissa_bits)
+        bias = BIAS[format.name]
+        if exponent == 0:
+            values.append(fraction * Fraction(2) ** (1 - bias))
+        else:
+            values.append((1 + fraction) * Fraction(2) ** (exponent - bias))
+    return values
+
+
+def fp32(values) -> torch.Tensor:
+    """Exact values as FP32; fails where FP32 cannot hold one."""
+    tensor = torch.tensor([float(v) for v in values], dtype=torch.float64)
+    assert torch.equal(tensor.float().double(), tensor)
+    return tensor.float()
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def nearest(x: torch.Tensor, format) -> torch.Tensor:
+    return round_to_grid(x, format, Rounding.NEAREST_EVEN)
+
+
+def test_grid_of_is_the_standards():
+    """The test's own enumeration against the numbers the OCP documents print."""
+    assert [float(v) for v in grid_of(E2M1)] == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    largest = {"e2m1": 6, "e2m3": 7.5, "e3m2": 28, "e4m3": 448, "e5m2": 57344}
+    smallest = {"e2m1": 0.5, "e2m3": 2**-3, "e3m2": 2**-4, "e4m3": 2**-9, "e5m2": 2**-16}
+    for format in ALL:
+        grid = grid_of(format)
+        assert (grid[-1], grid[1]) == (largest[format.name], smallest[format.name])
+
+
+@pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
+def test_fields_of_the_format(format):
+    grid = grid_of(format)
+    assert format.max == grid[-1]
+    assert format.min_normal == grid[2**format.mantissa_bits]
+    assert format.bits == 1 + format.exponent_bits + format.mantissa_bits
+    steps = [high - low for low, high in zip(grid, grid[1:], strict=False)]
+    widens = [
+        grid[i + 1] for i in range(len(steps) - 1) if steps[i + 1] == 2 * steps[i]
+    ]  # the grid values from which on the step doubles
+    assert [Fraction(edge) for edge in format.binade_edges if edge < format.max] == widens
+
+
+@pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
+def test_grid_values_do_not_move(format):
+    grid = fp32(grid_of(format))
+    for x in (grid, -grid):
+        assert same_bits(nearest(x, format), x)
+        for u in (0.0, 1 - 2**-24):
+            uniform = torch.full_like(x, u)
+            assert same_bits(round_to_grid(x, format, Rounding.STOCHASTIC, uniform), x)
+
+
+@pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
+def test_nearest_at_and_beside_every_midpoint(format):
+    grid = grid_of(format)
+    pairs = list(zip(grid, grid[1:], strict=False))
+    middle = fp32([(low + high) / 2 for low, high in pairs])
+    low, high = fp32(grid[:-1]), fp32(grid[1:])
+    even = torch.where(torch.arange(len(pairs)) % 2 == 0, low, high)  # the even code
+    below = torch.nextafter(middle, low)
+    above = torch.nextafter(middle, high)
+    for sign in (1.0, -1.0):
+        for x, expected in ((middle, even), (below, low), (above, high)):
+            assert same_bits(nearest(sign * x, format), sign * expected)
+
+
+@pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
+def test_saturation_zero_and_nan(format):
+    big = torch.tensor([format.max * 1.01, 1e38, torch.inf])
+    for rounding in Rounding:
+        uniform = torch.zeros_like(big)
+        for sign in (1.0, -1.0):
+            rounded = round_to_grid(sign * big, format, rounding, uniform)
+            assert torch.equal(rounded, torch.full_like(big, sign * format.max))
+        zero = torch.tensor([0.0, -0.0, torch.nan])
+        rounded = round_to_grid(zero, format, rounding, torch.zeros_like(zero))
+        assert same_bits(rounded[:2], zero[:2])
+        assert rounded[2].isnan()
+    tiny = torch.tensor([-1e-45, 1e-45])
+    assert same_bits(nearest(tiny, format), torch.tensor([-0.0, 0.0]))
+
+
+@pytest.mark.parametrize("format, dtype", [(E4M3, torch.float8_e4m3fn), (E5M2, torch.float8_e5m2)])
+def test_fp8_grids_agree_with_torchs_cast(format, dtype):
+    """Every bf16 value in range: torch's float8 casts are an independent implementation."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.bfloat16).float()
+    x = x[x.abs() <= format.max]
+    assert len(x) > 30000
+    assert same_bits(nearest(x, format), x.to(dtype).float())
+
+
+def test_cast_e4m3_enumerates_and_saturates():
+    grid = fp32(grid_of(E4M3))
+    assert cast_e4m3(grid).view(torch.uint8).tolist() == list(range(127))
+    assert cast_e4m3(-grid).view(torch.uint8).tolist() == [128 + code for code in range(127)]
+    beyond = torch.tensor([449.0, 464.0, 465.0, 1e30, torch.inf])
+    assert cast_e4m3(beyond).view(torch.uint8).tolist() == [0x7E] * 5
+    assert cast_e4m3(-beyond).view(torch.uint8).tolist() == [0xFE] * 5
+    assert cast_e4m3(torch.tensor([torch.nan])).float().isnan().all()
+
+
+def test_stochastic_goes_up_iff_uniform_is_below_the_fraction():
+    """Exact at the border: u one step of 2**-24 below the fraction goes up, u at it goes down."""
+    grid = grid_of(E2M1)
+    generator = torch.Generator().manual_seed(1)
+    for low, high in zip(grid, grid[1:], strict=False):
+        # Fractions k / 2**20: x is then exact in FP32 in each of these intervals.
+        numerator = torch.randint(1, 2**20, (2000,), generator=generator)
+        x = fp32([low + (high - low) * Fraction(int(k), 2**20) for k in numerator])
+        fraction = numerator.double() / 2**20
+        for sign in (1.0, -1.0):
+            for u, expected in ((fraction, low), (fraction - 2**-24, high), (0 * fraction, high)):
+                rounded = round_to_grid(sign * x, E2M1, Rounding.STOCHASTIC, u.float())
+                assert torch.equal(rounded, torch.full_like(x, sign * float(expected)))
+
+
+def test_stochastic_is_unbiased_on_every_interval():
+    """Mean of the error within 4 standard errors, with bits from torch's own generator."""
+    draws = 40000
+    generator = torch.Generator().manual_seed(2)
+    grid = grid_of(E2M1)
+    for low, high in zip(grid, grid[1:], strict=False):
+        for part in (Fraction(1, 16), Fraction(1, 4), Fraction(1, 2), Fraction(7, 8)):
+            x = float(low + (high - low) * part)
+            uniform = torch.rand(draws, generator=generator)
+            rounded = round_to_grid(torch.full((draws,), x), E2M1, Rounding.STOCHASTIC, uniform)
+            assert set(rounded.tolist()) == {float(low), float(high)}
+            deviation = float(high - low) * (float(part) * (1 - float(part))) ** 0.5
+            error = rounded.double().mean().item() - x
+            assert abs(error) < 4 * deviation / draws**0.5
+
+
+def test_stochastic_needs_its_numbers():
+    with pytest.raises(ValueError, match="uniform"):
+        round_to_grid(torch.ones(2), E2M1, Rounding.STOCHASTIC)
+
+
+def test_e2m1_codes():
+    values = [float(v) for v in grid_of(E2M1)]
+    values += [-v for v in values]  # -0.0 has code 8
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(encode_e2m1(torch.tensor(values)), codes)
+    assert same_bits(decode_e2m1(codes), torch.tensor(values))
+
+
+def test_nibbles_even_element_low():
+    codes = torch.tensor([[0x1, 0xF, 0x8, 0x0], [0xA, 0x5, 0x0, 0xF]], dtype=torch.uint8)
+    packed = torch.tensor([[0xF1, 0x08], [0x5A, 0xF0]], dtype=torch.uint8)
+    assert torch.equal(pack_nibbles(codes), packed)
+    assert torch.equal(unpack_nibbles(packed), codes)
+    every = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)
+    expected = (every[:, 0] + 16 * every[:, 1]).unsqueeze(1)
+    assert torch.equal(pack_nibbles(every), expected)
+    assert torch.equal(unpack_nibbles(expected), every)
+    strided = every.t().contiguous().t()
+    assert torch.equal(pack_nibbles(strided), expected)
+
+
+def test_e8m0():
+    exponents = torch.tensor([-200, -128, -127, -126, -1, 0, 1, 126, 127, 128, 200])
+    expected = [0, 0, 0, 1, 126, 127, 128, 253, 254, 254, 254]
+    assert encode_e8m0(exponents).tolist() == expected
+    codes = torch.arange(256, dtype=torch.uint8)
+    values = decode_e8m0(codes)
+    assert values[:255].double().tolist() == [2.0 ** (code - 127) for code in range(255)]
+    assert values[255].isnan() and values[:255].isfinite().all()
+    assert torch.equal(encode_e8m0(torch.arange(255) - formats.E8M0_BIAS), codes[:255])

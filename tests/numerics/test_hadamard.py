@@ -1,0 +1,151 @@
+"""The block Hadamard transform, against a float64 matrix product."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_lowbit.numerics.hadamard import (
+    FIXED_SIGNS_16,
+    Hadamard,
+    hadamard_transform,
+)
+from megatron_lowbit.numerics.philox import philox4x32
+
+SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def matrix(hadamard: Hadamard) -> torch.Tensor:
+    """diag(s) @ H / sqrt(n) in float64, H by Sylvester's rule: (-1)**popcount(i & j)."""
+    n = hadamard.size
+    h = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)])
+    signs = torch.tensor(hadamard.sign_vector(), dtype=torch.float64)
+    return signs[:, None] * h.double() / math.sqrt(n)
+
+
+def exact_product(x: torch.Tensor, hadamard: Hadamard) -> torch.Tensor:
+    x = x.double()
+    x = torch.nn.functional.pad(x, (0, -x.shape[-1] % hadamard.size))
+    return (x.unflatten(-1, (-1, hadamard.size)) @ matrix(hadamard)).flatten(-2)
+
+
+def test_signs_of_16_points():
+    assert FIXED_SIGNS_16 == (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+    assert Hadamard().sign_vector() == FIXED_SIGNS_16
+    assert Hadamard(signs="none").sign_vector() == (1,) * 16
+
+
+@pytest.mark.parametrize("size", [s for s in SIZES if s != 16])
+def test_signs_of_other_sizes_are_philox_bits(size):
+    """Sign i is word i % 4 of the block at counter (i // 4, size, 0, 0), key 0: + below 2**31."""
+    signs = []
+    for i in range(size):
+        counter = tuple(torch.tensor(c) for c in (i // 4, size, 0, 0))
+        word = philox4x32(counter, (torch.tensor(0), torch.tensor(0)))[i % 4]
+        signs.append(1 if int(word) < 2**31 else -1)
+    assert Hadamard(size).sign_vector() == tuple(signs)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("signs", ["fixed", "none"])
+def test_exact_where_fp32_is(size, signs):
+    """Small integers: every partial sum is exact, so only the last product rounds, to FP32.
+
+    The factor is FP32's 1 / sqrt(n); for even powers of two it is a power of two, and the BF16
+    output then is the float64 product rounded once.
+    """
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randint(-127, 128, (5, 3 * size), generator=generator).float()
+    hadamard = Hadamard(size, signs=signs, output="fp32")
+    factor = torch.tensor(1 / math.sqrt(size), dtype=torch.float32)
+    sums = (exact_product(x, hadamard) * math.sqrt(size)).round()
+    expected = sums.float() * factor
+    assert torch.equal(hadamard_transform(x, hadamard), expected)
+    bf16 = hadamard_transform(x, Hadamard(size, signs=signs))
+    assert torch.equal(bf16, expected.bfloat16().float())
+    assert torch.equal(hadamard_transform(x.bfloat16(), hadamard), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_close_to_float64_on_random_data(size):
+    """log2(n) roundings of partial sums and two of the factor, each 2**-24 of sum|x| / sqrt(n)."""
+    x = torch.randn(7, 4 * size, generator=torch.Generator().manual_seed(size))
+    hadamard = Hadamard(size, output="fp32")
+    y = hadamard_transform(x, hadamard).double()
+    blocks = x.double().unflatten(-1, (-1, size)).abs().sum(-1, keepdim=True) / math.sqrt(size)
+    bound = (math.log2(size) + 2) * 2**-24 * blocks.expand(-1, -1, size).flatten(-2)
+    error = (y - exact_product(x, hadamard)).abs()
+    assert (error <= bound).all()
+    assert error.max() > 0  # FP32, not float64
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_butterfly_order(size):
+    """Distances 1, 2, 4, ...: the order is part of the definition, so FP32 bits are."""
+    x = (
+        torch.randn(3, size, generator=torch.Generator().manual_seed(3))
+        * 10.0 ** torch.arange(-3, 3).repeat(size)[:size]
+    )
+    hadamard = Hadamard(size, output="fp32")
+    points = x.numpy() * torch.tensor(hadamard.sign_vector(), dtype=torch.float32).numpy()
+    for level in range(int(math.log2(size))):
+        pairs = points.reshape(3, -1, 2, 2**level)
+        low, high = pairs[:, :, 0].copy(), pairs[:, :, 1].copy()
+        points = torch.stack(
+            [torch.from_numpy(low + high), torch.from_numpy(low - high)], dim=2
+        ).numpy()
+    expected = torch.from_numpy(points.reshape(3, size)) * torch.tensor(1 / math.sqrt(size))
+    assert torch.equal(hadamard_transform(x, hadamard), expected)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_orthonormal(size):
+    """The rows of the transformed identity; 1 / sqrt(n) in FP32 errs by 2**-24 relative."""
+    y = hadamard_transform(torch.eye(size), Hadamard(size, output="fp32")).double()
+    error = y @ y.t() - torch.eye(size, dtype=torch.float64)
+    assert error.abs().max() < 4 * 2**-24
+    assert torch.equal(y.sign(), matrix(Hadamard(size)).sign())
+
+
+@pytest.mark.parametrize("size", [16, 32, 256])
+@pytest.mark.parametrize("columns", [256, 250, 17])
+def test_product_of_both_transformed_is_unchanged(size, columns):
+    """Ragged columns included: the padded block's whole width is kept."""
+    generator = torch.Generator().manual_seed(columns)
+    a = torch.randn(6, columns, generator=generator)
+    b = torch.randn(5, columns, generator=generator)
+    hadamard = Hadamard(size, output="fp32")
+    left, right = (hadamard_transform(t, hadamard).double() for t in (a, b))
+    assert left.shape[-1] == -(-columns // size) * size
+    exact = a.double() @ b.double().t()
+    norms = a.double().norm(dim=1)[:, None] * b.double().norm(dim=1)[None, :]
+    # Each operand's error is at most (log2 n + 2) * 2**-24 * sqrt(n) of its block's norm.
+    bound = 2 * (math.log2(size) + 2) * 2**-24 * math.sqrt(size) * norms
+    assert ((left @ right.t() - exact).abs() <= bound).all()
+
+
+def test_other_signs_change_the_product():
+    """The check above can fail: one sign vector an operand gives another product."""
+    a = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    left = hadamard_transform(a, Hadamard(output="fp32"))
+    right = hadamard_transform(a, Hadamard(signs="none", output="fp32"))
+    assert (left @ right.t() - a @ a.t()).abs().max() > 1
+
+
+def test_ragged_is_zero_padded():
+    x = torch.randn(2, 3, 20, generator=torch.Generator().manual_seed(0))
+    padded = torch.nn.functional.pad(x, (0, 12))
+    assert torch.equal(hadamard_transform(x, Hadamard()), hadamard_transform(padded, Hadamard()))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 12, 48, 512, -16])
+def test_bad_sizes(size):
+    with pytest.raises(ValueError, match=f"hadamard size {size} is not a power of two"):
+        Hadamard(size)
+
+
+def test_bad_names():
+    with pytest.raises(ValueError, match=r"'random'.*fixed, none"):
+        Hadamard(signs="random")
+    with pytest.raises(ValueError, match=r"'fp16'.*bf16, fp32"):
+        Hadamard(output="fp16")
