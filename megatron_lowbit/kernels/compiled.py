@@ -5,6 +5,7 @@ reorders no sum unless asked to. The Hadamard butterfly, packing and the GEMM st
 are fast already.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -28,16 +29,19 @@ def missing_compiler() -> str | None:
 @cache
 def arithmetic(format_type: type) -> Arithmetic:
     """The fused functions of one format class; compiled at their first call, for any sizes."""
-    return Arithmetic(
-        encode=torch.compile(format_type.encode, dynamic=True),
-        decode=torch.compile(format_type.decode, dynamic=True),
-        uniform=_uniform(),
-    )
+    return Arithmetic(*map(_fused, (format_type.encode, format_type.decode, uniform)))
 
 
 @cache
-def _uniform():
-    return torch.compile(uniform, dynamic=True)
+def _fused(function: Callable) -> Callable:
+    compiled = torch.compile(function, dynamic=True)
+
+    def call(*arguments):
+        # torch.compile keeps a version for every kind of view and autograd history: show it none.
+        plain = (x.data.contiguous() if isinstance(x, Tensor) else x for x in arguments)
+        return compiled(*plain)
+
+    return call
 
 
 def quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:

@@ -21,18 +21,19 @@ WORDS = 4
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
+_MASK_64 = 2**64 - 1
 _ROUNDS = 10
 
 
 def derive_key(*parts: int | str) -> int:
-    """One 64-bit key from integers and names: BLAKE2b of their int64 or length-prefixed UTF-8."""
+    """One 64-bit key from integers (taken modulo 2**64) and names: BLAKE2b of them in order."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, str):
             text = part.encode()
             digest.update(struct.pack("<q", len(text)) + text)
         else:
-            digest.update(struct.pack("<q", part))
+            digest.update(struct.pack("<Q", part & _MASK_64))
     return int.from_bytes(digest.digest(), "little")
 
 

@@ -1,6 +1,7 @@
 """Command-line arguments: Megatron-LM's names and meanings, and the recipe's own."""
 
 import argparse
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -12,6 +13,9 @@ from megatron_lowbit.errors import UserError
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
+
+    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
+        return shlex.split(arg_line, comments=True)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -35,7 +39,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser, its arguments in the groups that ``--help`` shows."""
-    parser = _Parser(description="Pretrain a GPT in low precision.", allow_abbrev=False)
+    parser = _Parser(
+        description="Pretrain a GPT in low precision. @FILE reads arguments from a file.",
+        allow_abbrev=False,
+        fromfile_prefix_chars="@",
+    )
     for add_group in (
         _add_precision,
         _add_model,
@@ -167,6 +175,10 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--exit-on-missing-checkpoint", action="store_true",
         help="an error, not a fresh start, where --load has no checkpoint",
+    )  # fmt: skip
+    group.add_argument(
+        "--override-opt-param-scheduler", "--override-opt_param-scheduler", action="store_true",
+        help="on --load, the arguments' learning-rate schedule instead of the checkpoint's",
     )  # fmt: skip
     group.add_argument("--save-interval", type=int, help="default: at the end only")
 

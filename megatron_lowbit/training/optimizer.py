@@ -67,6 +67,9 @@ def build_optimizer(
         end_wd=args.weight_decay,
         wd_incr_steps=args.train_iters * batch,
         wd_incr_style="constant",
+        # A schedule that differs from the checkpoint's is an error, not silently the saved one.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=args.override_opt_param_scheduler,
         wsd_decay_steps=wsd_decay,
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )

@@ -117,9 +117,9 @@ def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
     layers = quantizable_layers(chunks)
     recipe.check_rules(layers)
     if rank() == 0:
-        console = Console()
+        console = Console(width=max(Console().width, 130))
         # Without a terminal rich assumes 80 columns, which breaks names apart.
-        console.print(precision_table(recipe, layers), width=max(console.width, 130))
+        console.print(precision_table(recipe, layers))
         if any(recipe.precision_for(layer).quantized for layer in layers):
             console.print(f"quantization engine: {engine.name} ({engine.reason})")
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())

@@ -1,5 +1,6 @@
 """Grids, rounding, codes and packing, against values built from the bit layouts."""
 
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -74,7 +75,7 @@ def test_fields_of_the_format(format):
     assert format.max == grid[-1]
     assert format.min_normal == grid[2**format.mantissa_bits]
     assert format.bits == 1 + format.exponent_bits + format.mantissa_bits
-    steps = [high - low for low, high in zip(grid, grid[1:], strict=False)]
+    steps = [high - low for low, high in itertools.pairwise(grid)]
     widens = [
         grid[i + 1] for i in range(len(steps) - 1) if steps[i + 1] == 2 * steps[i]
     ]  # the grid values from which on the step doubles
@@ -94,7 +95,7 @@ def test_grid_values_do_not_move(format):
 @pytest.mark.parametrize("format", ALL, ids=lambda f: f.name)
 def test_nearest_at_and_beside_every_midpoint(format):
     grid = grid_of(format)
-    pairs = list(zip(grid, grid[1:], strict=False))
+    pairs = list(itertools.pairwise(grid))
     middle = fp32([(low + high) / 2 for low, high in pairs])
     low, high = fp32(grid[:-1]), fp32(grid[1:])
     even = torch.where(torch.arange(len(pairs)) % 2 == 0, low, high)  # the even code
@@ -145,7 +146,7 @@ def test_stochastic_goes_up_iff_uniform_is_below_the_fraction():
     """Exact at the border: u one step of 2**-24 below the fraction goes up, u at it goes down."""
     grid = grid_of(E2M1)
     generator = torch.Generator().manual_seed(1)
-    for low, high in zip(grid, grid[1:], strict=False):
+    for low, high in itertools.pairwise(grid):
         # Fractions k / 2**20: x is then exact in FP32 in each of these intervals.
         numerator = torch.randint(1, 2**20, (2000,), generator=generator)
         x = fp32([low + (high - low) * Fraction(int(k), 2**20) for k in numerator])
@@ -161,7 +162,7 @@ def test_stochastic_is_unbiased_on_every_interval():
     draws = 40000
     generator = torch.Generator().manual_seed(2)
     grid = grid_of(E2M1)
-    for low, high in zip(grid, grid[1:], strict=False):
+    for low, high in itertools.pairwise(grid):
         for part in (Fraction(1, 16), Fraction(1, 4), Fraction(1, 2), Fraction(7, 8)):
             x = float(low + (high - low) * part)
             uniform = torch.rand(draws, generator=generator)

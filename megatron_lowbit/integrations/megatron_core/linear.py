@@ -20,8 +20,6 @@ from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan
 from megatron_lowbit.layers import Shards, lowbit_linear
 from megatron_lowbit.numerics.philox import WORDS, derive_key
 
-_SEED_MASK = 2**63 - 1
-
 
 class _LowbitParallelLinear:
     """What both classes share; ``plan`` is None outside the model's blocks."""
@@ -65,7 +63,7 @@ class _LowbitParallelLinear:
             weight,
             self.plan.precision,
             bias=kwargs["bias"],
-            key=derive_key(torch.initial_seed() & _SEED_MASK, self.key & _SEED_MASK),
+            key=derive_key(torch.initial_seed(), self.key),
             shards=self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]),
             engine=self.plan.engine,
             accumulate_main_grad=self.plan.accumulate_main_grad,

@@ -1,0 +1,34 @@
+# make pretrain   a small NVFP4 run from nothing: environment, data, training
+# make test       the whole test suite
+PYTHON ?= python3
+BIN := .venv/bin
+RUN := runs/nvfp4
+# The standard library's own source: text that every machine with Python has.
+STDLIB := $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
+SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packages test tests
+
+.PHONY: pretrain test
+pretrain: .venv/installed data/stdlib.idx
+	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
+	    --data-path data/stdlib --tokenizer-model data/tokenizer \
+	    --save $(RUN) --tensorboard-dir $(RUN)/tensorboard
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pytest -q
+
+data/stdlib.idx: .venv/installed
+	$(BIN)/python tools/train_tokenizer.py $(SOURCES) --vocab-size 4096 --output data/tokenizer
+	$(BIN)/python tools/preprocess_data.py $(SOURCES) --tokenizer-model data/tokenizer \
+	    --output-prefix data/stdlib --workers 2
+
+# torch comes first and alone, from its CPU index: what others require would bring in CUDA.
+.venv/installed: constraints.txt pyproject.toml
+	$(PYTHON) -c "import sys; v = sys.version_info[:2]; sys.exit(None if v in ((3, 11), (3, 12)) \
+	    else f'Python 3.11 or 3.12 is needed, not {v[0]}.{v[1]}: make PYTHON=python3.11')"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --no-deps --constraint constraints.txt torch \
+	    --extra-index-url https://download.pytorch.org/whl/cpu
+	$(BIN)/pip install --constraint constraints.txt --editable '.[test]'
+	touch $@

@@ -1,0 +1,192 @@
+"""``quantize``, Quantizer and QuantizedTensor: arguments, shapes, errors, sizes."""
+
+import pytest
+import torch
+
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Draw,
+    Hadamard,
+    Quantizer,
+    Rounding,
+    format_by_name,
+    gemm,
+    quantize,
+)
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def same(a, b) -> bool:
+    return (
+        torch.equal(a.codes, b.codes)
+        and torch.equal(a.scales.view(torch.uint8), b.scales.view(torch.uint8))
+        and torch.equal(a.tensor_scale, b.tensor_scale)
+        and (a.format, a.shape) == (b.format, b.shape)
+    )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_leading_axes_are_rows(format):
+    x = randn(3, 8, 40)
+    q = quantize(x, format)
+    flat = quantize(x.reshape(24, 40), format)
+    assert q.shape == (3, 8, 40) and q.dequantize().shape == (3, 8, 40)
+    assert torch.equal(q.codes, flat.codes)
+    assert torch.equal(q.dequantize(), flat.dequantize().view(3, 8, 40))
+    one = quantize(x[0, 0], format)
+    assert one.shape == (40,)
+    assert torch.equal(one.dequantize(), quantize(x[0, :1], format).dequantize()[0])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("axis", [0, 1, 2, -1, -2, -3])
+def test_axis_becomes_the_last(format, axis):
+    x = randn(16, 24, 32)
+    moved = x.movedim(axis, -1)
+    assert same(quantize(x, format, axis=axis), quantize(moved.contiguous(), format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bf16_and_any_strides(format):
+    x = randn(32, 48).bfloat16()
+    expected = quantize(x.float(), format)
+    assert same(quantize(x, format), expected)
+    strided = torch.stack([x, x], dim=-1).flatten(1)[:, ::2]
+    assert not strided.is_contiguous()
+    assert same(quantize(strided, format), expected)
+    assert same(quantize(x.t().contiguous().t(), format), expected)
+
+
+def test_input_is_not_changed():
+    x = randn(5, 20)
+    before = x.clone()
+    quantize(x, "nvfp4-2d", rounding="stochastic", hadamard=16)
+    assert torch.equal(x, before)
+
+
+def test_hadamard_is_the_fixed_transform_first():
+    x = randn(6, 64)
+    options = {"hadamard": Hadamard(16, signs="fixed", output="bf16")}
+    assert same(quantize(x, "nvfp4", hadamard=16), Quantizer(FORMATS["nvfp4"])(x, **options))
+    assert not torch.equal(quantize(x, "nvfp4", hadamard=16).codes, quantize(x, "nvfp4").codes)
+
+
+@pytest.mark.parametrize("columns, size", [(20, 16), (33, 16), (40, 64)])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_hadamard_of_ragged_columns_keeps_the_whole_block(columns, size, rounding):
+    """A transform spreads the last elements over the padded block: the product needs all of it."""
+    a, b = randn(7, columns), randn(5, columns, seed=1)
+    padded = [torch.nn.functional.pad(t, (0, -columns % size)) for t in (a, b)]
+
+    def product(lhs, rhs):
+        lhs = Quantizer(FORMATS["nvfp4"], Rounding(rounding))(
+            lhs, hadamard=Hadamard(size), draw=Draw(5)
+        )
+        return gemm(lhs, quantize(rhs, "nvfp4", hadamard=size))
+
+    torch.testing.assert_close(product(a, b), product(*padded), rtol=1e-5, atol=1e-5)
+
+
+def test_generator_seeds_the_draw():
+    x = randn(64, 64)
+
+    def drawn(seed):
+        return quantize(
+            x, "nvfp4", rounding="stochastic", generator=torch.Generator().manual_seed(seed)
+        )
+
+    assert same(drawn(1), drawn(1))
+    assert not torch.equal(drawn(1).codes, drawn(2).codes)
+    generator = torch.Generator().manual_seed(1)
+    first = quantize(x, "nvfp4", rounding="stochastic", generator=generator)
+    second = quantize(x, "nvfp4", rounding="stochastic", generator=generator)
+    assert same(first, drawn(1)) and not same(second, first)
+    torch.manual_seed(3)
+    default = quantize(x, "nvfp4", rounding="stochastic")
+    torch.manual_seed(3)
+    assert same(default, quantize(x, "nvfp4", rounding="stochastic"))
+
+
+def test_nearest_draws_nothing():
+    state = torch.get_rng_state()
+    quantize(randn(4, 16), "nvfp4", hadamard=16)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nbytes(format):
+    """Half a byte an element, a byte a block of 16, four bytes of tensor scale."""
+    q = quantize(randn(32, 64), format)
+    assert q.nbytes == 32 * 64 // 2 + 32 * 64 // 16 + 4
+    assert q.nbytes - 4 == 32 * 64 * q.format.bits_per_element / 8
+    assert quantize(randn(3, 17), format).nbytes == 3 * 32 // 2 + 3 * 2 + 4
+
+
+def test_no_rows():
+    q = quantize(torch.empty(0, 32), "nvfp4")
+    assert q.shape == q.dequantize().shape == (0, 32)
+    assert q.tensor_scale == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int32])
+def test_other_dtypes(dtype):
+    with pytest.raises(TypeError, match="float32 or bfloat16"):
+        quantize(torch.ones(16, 16).to(dtype), "nvfp4")
+
+
+def test_bad_arguments():
+    x = torch.ones(16, 16)
+    with pytest.raises(ValueError, match="at least one axis"):
+        quantize(torch.tensor(1.0), "nvfp4")
+    with pytest.raises(ValueError, match=r"'up'; use one of nearest, stochastic"):
+        quantize(x, "nvfp4", rounding="up")
+    with pytest.raises(ValueError, match="hadamard size 24"):
+        quantize(x, "nvfp4", hadamard=24)
+    with pytest.raises(IndexError):
+        quantize(x, "nvfp4", axis=2)
+    with pytest.raises(ValueError, match="needs a Draw"):
+        Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)(x)
+
+
+def test_unknown_format_lists_near_names():
+    with pytest.raises(ValueError, match=r"'nvfp4-2D'; did you mean nvfp4-2d"):
+        format_by_name("nvfp4-2D")
+    with pytest.raises(ValueError) as caught:
+        quantize(torch.ones(16), "q")
+    assert all(name in str(caught.value) for name in FORMATS)
+
+
+def test_reduced_amax_makes_the_tensor_scale():
+    """Max over shards: each shard is then quantized as the slice of the whole."""
+    whole = randn(32, 64)
+    parts = [whole[:, :32].contiguous() * 3, whole[:, 32:].contiguous()]
+    joined = torch.cat(parts, dim=1)
+    expected = quantize(joined, "nvfp4")
+    quantizer = Quantizer(FORMATS["nvfp4"])
+    seen = []
+
+    def reduce(amax):
+        seen.append(amax.item())
+        return joined.abs().max()
+
+    shards = [quantizer(part, reduce_amax=reduce) for part in parts]
+    assert seen == [part.abs().max().item() for part in parts]
+    assert torch.equal(torch.cat([s.codes for s in shards], dim=1), expected.codes)
+    assert all(s.tensor_scale == expected.tensor_scale for s in shards)
+
+
+def test_amax_is_taken_after_the_transform():
+    seen = []
+
+    def reduce(amax):
+        seen.append(amax.item())
+        return amax
+
+    Quantizer(FORMATS["nvfp4"])(torch.ones(1, 16), hadamard=Hadamard(), reduce_amax=reduce)
+    # ones through +-1/4: the largest sum of the 16 signed terms, over 4
+    signs = Hadamard().sign_vector()
+    sums = [sum(s * (-1) ** bin(i & j).count("1") for i, s in enumerate(signs)) for j in range(16)]
+    assert seen == [max(abs(s) for s in sums) / 4]
