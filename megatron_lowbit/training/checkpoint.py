@@ -236,7 +236,7 @@ def _check_schedule(path: Path, saved: dict[str, Any] | None, scheduler: Any) ->
         return
     current = json.loads(json.dumps(scheduler.state_dict()))
     _check_equal(
-        f"{path}: saved with another schedule",
+        f"{path}: saved with another schedule (--override-opt-param-scheduler takes the new one)",
         {**saved, "num_steps": None},
         {**current, "num_steps": None},
     )

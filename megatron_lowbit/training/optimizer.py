@@ -65,7 +65,7 @@ def build_optimizer(
         lr_decay_style=args.lr_decay_style,
         start_wd=args.weight_decay,
         end_wd=args.weight_decay,
-        wd_incr_steps=args.train_iters * batch,
+        wd_incr_steps=args.lr_decay_iters * batch,
         wd_incr_style="constant",
         # A schedule that differs from the checkpoint's is an error, not silently the saved one.
         use_checkpoint_opt_param_scheduler=False,

@@ -125,7 +125,9 @@ def test_against_scalars_on_random_data(format, exponent):
     np.testing.assert_array_equal(bytes_of(q.scales), scales)
     assert q.tensor_scale.item() == s_dec
     if format == "nvfp4":
-        assert {0, 127 - 1} <= set(scales.flatten().tolist())  # an underflowed block, the largest
+        assert scales.min() == 0  # an underflowed block
+    if exponent > -37:  # there S_enc is FLT_MAX, less than the largest block would need
+        assert scales.max() == 0x7E
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -293,4 +295,7 @@ def test_stochastic_tensor_is_unbiased_where_nothing_clips():
     inside = scaled <= 6
     assert inside.sum() > 115 and (~inside).any()
     assert (error[inside] < bound[inside]).all()
-    np.testing.assert_allclose(error[~inside], (scaled - 6)[~inside] * decode[~inside], rtol=1e-3)
+    # What is lost is what lies beyond 6, up to the noise of FP32 rounding: 2**-20 of values near 3.
+    np.testing.assert_allclose(
+        error[~inside], (scaled - 6)[~inside] * decode[~inside], rtol=1e-3, atol=3 * 2**-20
+    )

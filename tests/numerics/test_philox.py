@@ -125,3 +125,10 @@ def test_a_derived_key_derives_further():
     """Keys are 64-bit unsigned; every one of them is a valid part of the next."""
     keys = {derive_key(key, 1, 2) for key in (0, 2**63 - 1, 2**63, 2**64 - 1)}
     assert len(keys) == 4
+
+
+def test_names_are_parts_too():
+    """A name's length counts, so names that join to the same text differ, and 1 is not "1"."""
+    keys = [derive_key("ab", "c"), derive_key("a", "bc"), derive_key("abc"), derive_key("c", "ab")]
+    keys += [derive_key(1), derive_key("1"), derive_key()]
+    assert len(set(keys)) == len(keys)

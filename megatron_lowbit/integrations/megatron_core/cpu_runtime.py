@@ -144,6 +144,20 @@ def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _set_draws(state: torch.Tensor) -> None:
+    """Set what torch's CPU generator draws next, but leave ``torch.initial_seed()`` as it is.
+
+    On a GPU megatron's states are the CUDA generator's, and the CPU generator's seed names the
+    microbatch (training/distributed.py). Here both live in one generator: only draws may switch.
+    """
+    seed = torch.initial_seed()
+    state = state.clone()
+    state[:8] = torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)  # where torch keeps it
+    torch.set_rng_state(state)
+    if torch.initial_seed() != seed:
+        raise RuntimeError("torch's CPU generator state no longer starts with its seed")
+
+
 def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -162,17 +176,17 @@ def _replace_in_megatron() -> None:
             # Forks may nest: the outer named state is entered again below, also by its name.
             if outside_name in self.states_:
                 self.states_[outside_name] = outside
-            torch.set_rng_state(self.states_[name])
+            _set_draws(self.states_[name])
             self._current_state_name = name
             try:
                 yield
             finally:
                 self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(self.states_.get(outside_name, outside))
+                _set_draws(self.states_.get(outside_name, outside))
                 self._current_state_name = outside_name
 
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
-    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)
     # The router compares this name with None, but without Transformer Engine it is not defined.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -1,0 +1,58 @@
+"""The table that chooses an engine, and the reason it gives."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels import compiled
+from megatron_lowbit.kernels.engine import reference, select_engine
+from megatron_lowbit.numerics import Quantizer, gemm
+from megatron_lowbit.numerics.nvfp4 import FORMATS
+
+CPU = torch.device("cpu")
+
+
+def test_reference_where_asked_for():
+    engine = select_engine(CPU, "reference")
+    assert (engine.name, engine.reason) == ("reference", "asked for")
+
+
+def test_compiled_with_a_compiler(monkeypatch):
+    monkeypatch.setattr(compiled, "missing_compiler", lambda: None)
+    engine = select_engine(CPU)
+    assert (engine.name, engine.reason) == ("compiled", "CPU with a C++ compiler")
+    assert engine.quantize is compiled.quantize and engine.gemm is compiled.gemm
+
+
+def test_reference_without_a_compiler_says_why(monkeypatch):
+    monkeypatch.setattr(compiled, "missing_compiler", lambda: "no compiler, says the test")
+    engine = select_engine(CPU)
+    assert (engine.name, engine.reason) == ("reference", "no compiler, says the test")
+
+
+def test_missing_compiler_in_words(monkeypatch):
+    """torch's own search finds none: words, not an exception."""
+
+    def search():
+        raise compiled.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(compiled.cpp_builder, "get_cpp_compiler", search)
+    assert "install g++" in compiled.missing_compiler()
+    assert "install g++" in select_engine(CPU).reason
+    monkeypatch.setattr(compiled.cpp_builder, "get_cpp_compiler", lambda: "g++")
+    assert compiled.missing_compiler() is None
+
+
+def test_other_devices():
+    engine = select_engine(torch.device("meta"))
+    assert engine.name == "reference" and "meta" in engine.reason
+
+
+@pytest.mark.parametrize("options", [{}, {"reduce_amax": lambda amax: amax * 2}])
+def test_reference_is_the_quantizer_itself(options):
+    engine = reference("why")
+    x = torch.randn(20, 40, generator=torch.Generator().manual_seed(0))
+    quantizer = Quantizer(FORMATS["nvfp4"])
+    q, expected = engine.quantize(quantizer, x, **options), quantizer(x, **options)
+    assert torch.equal(q.codes, expected.codes)
+    assert torch.equal(q.tensor_scale, expected.tensor_scale)
+    assert engine.gemm is gemm and engine.reason == "why"
