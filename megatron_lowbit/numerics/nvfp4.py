@@ -89,7 +89,7 @@ class NVFP4:
         return codes, scales.reshape(rows, columns // BLOCK), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Arrays of :meth:`encode` to FP32 (R, K/16, 16): one rounding, as code * scale is exact."""
+        """Arrays of :meth:`encode` to FP32 (R, K/16, 16); code * scale is exact."""
         values = decode_e2m1(codes.unflatten(-1, (-1, BLOCK)))
         return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
 

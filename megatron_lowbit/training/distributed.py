@@ -17,7 +17,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 
 from megatron_lowbit.numerics.philox import derive_key
 
@@ -72,6 +72,7 @@ def initialize_distributed(args: Namespace) -> None:
 
 def shutdown() -> None:
     """Take megatron's groups and the process group down. Harmless where there are none."""
+    num_microbatches_calculator.unset_num_microbatches_calculator()
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

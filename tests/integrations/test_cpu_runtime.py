@@ -102,7 +102,6 @@ def draw_in(name: str) -> float:
 
 def test_tracker_keeps_named_states_apart():
     tensor_parallel.model_parallel_cuda_manual_seed(11)
-    assert torch.initial_seed() == 11
     outside = torch.get_rng_state()
     first, expert = draw_in("model-parallel-rng"), draw_in("expert-parallel-rng")
     second = draw_in("model-parallel-rng")
@@ -110,8 +109,20 @@ def test_tracker_keeps_named_states_apart():
     assert len({first, second, expert}) == 3
     own = torch.Generator().manual_seed(11 + 2718)
     assert [torch.rand((), generator=own).item() for _ in range(2)] == [first, second]
+    assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(11))
     with pytest.raises(KeyError):
         draw_in("unknown")
+
+
+def test_initial_seed_is_the_callers_inside_a_named_state():
+    """The CPU generator's seed names the microbatch, also where megatron draws for dropout."""
+    tensor_parallel.model_parallel_cuda_manual_seed(11)
+    for key in (5, 2**63 - 1):
+        torch.default_generator.manual_seed(key)
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            torch.rand(())
+            assert torch.initial_seed() == key
+        assert torch.initial_seed() == key
 
 
 def test_tensor_parallel_ranks_draw_apart_inside_and_alike_outside():

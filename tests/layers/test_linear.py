@@ -1,0 +1,427 @@
+"""The linear layer: high precision against F.linear, quantized against products written here."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers import UNSHARDED, lowbit_linear
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Hadamard,
+    Operand,
+    Quantizer,
+    Rounding,
+    derive_key,
+    quantize,
+)
+from megatron_lowbit.recipes import HIGH_PRECISION, GemmPrecision, LinearPrecision, load_recipe
+
+ENGINE = reference("tests")
+KEY = 2**63 + 12345  # keys are unsigned 64-bit
+NVFP4 = load_recipe("nvfp4").configs["nvfp4"]
+NEAREST = load_recipe("nvfp4", ["grad.rounding=nearest"]).configs["nvfp4"]
+ROWS = load_recipe("nvfp4", ["weight.format=nvfp4"]).configs["nvfp4"]
+PLAIN_WGRAD = load_recipe("nvfp4", ["wgrad.hadamard=null"]).configs["nvfp4"]
+
+
+def randn(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def leaves(m=(48,), n=32, k=64, dtype=torch.float32):
+    """x, weight, bias as leaves, and a gradient of y."""
+    tensors = [randn(*m, k, seed=1), randn(n, k, seed=2) / k**0.5, randn(n, seed=3)]
+    x, weight, bias = (t.to(dtype).requires_grad_() for t in tensors)
+    return x, weight, bias, randn(*m, n, seed=4, dtype=dtype)
+
+
+def run(x, weight, precision, dy, bias=None, **options):
+    """(y, dX, dW[, db])."""
+    options = {"engine": ENGINE, "key": KEY} | options
+    y = lowbit_linear(x, weight, precision, bias=bias, **options)
+    inputs = [x, weight] + ([bias] if bias is not None else [])
+    return (y.detach(), *torch.autograd.grad(y, inputs, dy))
+
+
+def assert_equal(results, expected):
+    assert len(results) == len(expected)
+    for result, right in zip(results, expected, strict=True):
+        assert result.dtype == right.dtype
+        assert torch.equal(result, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("m", [(33,), (3, 11), (2, 3, 4)])
+def test_high_precision_is_f_linear(m, bias, dtype):
+    x, weight, b, dy = leaves(m, 24, 40, dtype)
+    b = b if bias else None
+    results = run(x, weight, HIGH_PRECISION, dy, b)
+    y = F.linear(x, weight, b)
+    inputs = [x, weight] + ([b] if bias else [])
+    expected = (y.detach(), *torch.autograd.grad(y, inputs, dy))
+    assert_equal(results, expected)
+
+
+def test_a_vector_is_one_row():
+    x, weight, _, _ = leaves((), 24, 40)
+    for precision in (HIGH_PRECISION, NEAREST):
+        y = lowbit_linear(x, weight, precision, engine=ENGINE)
+        rows = lowbit_linear(x[None], weight, precision, engine=ENGINE)
+        assert y.shape == (24,) and torch.equal(y, rows[0])
+
+
+def test_no_tokens():
+    """An expert may get none: zero weight gradient, empty output."""
+    x, weight, _, dy = leaves((0,))
+    y, dx, dw = run(x, weight, NVFP4, dy)
+    assert y.shape == (0, 32) and dx.shape == (0, 64)
+    assert torch.equal(dw, torch.zeros_like(weight))
+
+
+def product(lhs, rhs):
+    """Independent GEMM: float64 on dequantized values."""
+    return lhs.dequantize().double() @ rhs.dequantize().double().t()
+
+
+def zero_pad(x, multiple=16):
+    """Padded to whole blocks of tokens, which the transform spreads over."""
+    return F.pad(x, (0, -x.shape[1] % multiple))
+
+
+def by_hand(x, weight, dy, precision):
+    """Y, dX, dW in float64 from explicitly quantized operands; the six are the recipe's own."""
+    x, weight, dy = (t.detach().reshape(-1, t.shape[-1]) for t in (x, weight, dy))
+
+    def q(gemm, role, t):
+        quantizer = next(z for g, r, z in precision.operands() if (g, r) == (gemm, role))
+        transform = getattr(precision, gemm).hadamard
+        t = t if transform is None else zero_pad(t, transform.size)
+        return quantizer(t, hadamard=transform, draw=UNSHARDED.draw(KEY, gemm, role, 0))
+
+    return (
+        product(q("fprop", "input", x), q("fprop", "weight", weight)),
+        product(q("dgrad", "grad", dy), q("dgrad", "weight", weight.t())),
+        product(q("wgrad", "grad", dy.t()), q("wgrad", "input", x.t())),
+    )
+
+
+SHAPES = [((48,), 32, 64), ((4, 8), 48, 80), ((20,), 24, 40), ((5, 7), 17, 33), ((1,), 16, 16)]
+
+
+@pytest.mark.parametrize("m, n, k", SHAPES)
+@pytest.mark.parametrize("precision", [NVFP4, NEAREST, ROWS, PLAIN_WGRAD])
+def test_quantized_products(precision, m, n, k):
+    """Within FP32 accumulation, (K + 2) * 2**-24 of sum |a||b| <= 2**-22 K amax amax."""
+    x, weight, _, dy = leaves(m, n, k)
+    results = run(x, weight, precision, dy)
+    assert results[0].shape == (*m, n)
+    for result, expected in zip(results, by_hand(x, weight, dy, precision), strict=True):
+        assert result.dtype == torch.float32
+        # Sums of at most 80 terms of size <= 20 here; another rounding anywhere is 1000x larger.
+        torch.testing.assert_close(
+            result.double().reshape(expected.shape), expected, rtol=1e-5, atol=2e-5
+        )
+
+
+def test_the_recipe_is_what_section_4_says():
+    """What ``by_hand`` reads from the recipe, spelled out once."""
+    nearest, stochastic = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
+    rows, square = FORMATS["nvfp4"], FORMATS["nvfp4-2d"]
+    assert (
+        LinearPrecision(
+            GemmPrecision(Quantizer(rows, nearest), Quantizer(square, nearest)),
+            GemmPrecision(Quantizer(rows, stochastic), Quantizer(square, nearest)),
+            GemmPrecision(Quantizer(rows, stochastic), Quantizer(rows, nearest), Hadamard(16)),
+        )
+        == NVFP4
+    )
+
+
+def test_draws_are_from_the_documented_key():
+    """derive_key(key, GEMM number, role number): dY rounds differently in dgrad and wgrad."""
+    roles = {"input": 0, "weight": 1, "grad": 2}
+    gemms = {"fprop": 0, "dgrad": 1, "wgrad": 2}
+    keys = set()
+    for gemm, role in [
+        ("fprop", "input"), ("fprop", "weight"), ("dgrad", "grad"),
+        ("dgrad", "weight"), ("wgrad", "grad"), ("wgrad", "input"),
+    ]:  # fmt: skip
+        draw = UNSHARDED.draw(KEY, gemm, role, 5)
+        assert draw.key == derive_key(KEY, gemms[gemm], roles[role])
+        assert draw.rows is None and draw.quads is None
+        keys.add(draw.key)
+    assert len(keys) == 6
+
+
+def test_every_role_can_round_stochastically():
+    stochastic = load_recipe(
+        "nvfp4", ["input.rounding=stochastic", "weight.rounding=stochastic"]
+    ).configs["nvfp4"]
+    x, weight, _, dy = leaves()
+    results = run(x, weight, stochastic, dy)
+    for result, expected in zip(results, by_hand(x, weight, dy, stochastic), strict=True):
+        torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_one_gemm_in_high_precision(gemm):
+    """The other two do not change by a bit; the one is F.linear's."""
+    x, weight, _, dy = leaves()
+    precision = dataclasses.replace(NVFP4, **{gemm: GemmPrecision()})
+    all_three = run(x, weight, NVFP4, dy)
+    results = run(x, weight, precision, dy)
+    high = run(x, weight, HIGH_PRECISION, dy)
+    for i, name in enumerate(("fprop", "dgrad", "wgrad")):
+        assert torch.equal(results[i], high[i] if name == gemm else all_three[i])
+        assert not torch.equal(high[i], all_three[i])
+
+
+@pytest.mark.parametrize("side", ["lhs", "rhs"])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+def test_one_operand_in_high_precision(gemm, side):
+    x, weight, _, dy = leaves()
+    mixed = dataclasses.replace(getattr(NEAREST, gemm), hadamard=None, **{side: None})
+    results = run(x, weight, dataclasses.replace(NEAREST, **{gemm: mixed}), dy)
+    operands = {
+        "fprop": (x, weight), "dgrad": (dy, weight.t()), "wgrad": (dy.t(), x.t())
+    }[gemm]  # fmt: skip
+    dense = [
+        t.double() if z is None else z(t.detach()).dequantize().double()
+        for t, z in zip(operands, (mixed.lhs, mixed.rhs), strict=True)
+    ]
+    i = ("fprop", "dgrad", "wgrad").index(gemm)
+    torch.testing.assert_close(
+        results[i].double(), (dense[0] @ dense[1].t()).detach(), rtol=1e-5, atol=2e-5
+    )
+
+
+class Recorder:
+    """Counts what the engine quantizes: (format, shape), and keeps what its GEMMs get."""
+
+    def __init__(self):
+        self.quantized, self.multiplied = [], []
+        self.engine = dataclasses.replace(ENGINE, quantize=self.quantize, gemm=self.gemm)
+
+    def quantize(self, quantizer, x, **options):
+        self.quantized.append((quantizer.format.name, tuple(x.shape)))
+        return ENGINE.quantize(quantizer, x, **options)
+
+    def gemm(self, lhs, rhs):
+        self.multiplied.append((lhs, rhs))
+        return ENGINE.gemm(lhs, rhs)
+
+
+def test_square_weight_is_quantized_once():
+    x, weight, _, dy = leaves()
+    seen = Recorder()
+    run(x, weight, NVFP4, dy, engine=seen.engine)
+    assert [name for name, _ in seen.quantized].count("nvfp4-2d") == 1
+    (_, forward), (_, backward), _ = seen.multiplied
+    assert torch.equal(forward.dequantize().t(), backward.dequantize())
+
+
+def test_row_weight_is_quantized_for_each_gemm():
+    x, weight, _, dy = leaves()
+    seen = Recorder()
+    run(x, weight, ROWS, dy, engine=seen.engine)
+    assert {("nvfp4", (32, 64)), ("nvfp4", (64, 32))} <= set(seen.quantized)
+    (_, forward), (_, backward), _ = seen.multiplied
+    assert torch.equal(forward.codes, quantize(weight.detach(), "nvfp4").codes)
+    assert torch.equal(backward.codes, quantize(weight.detach(), "nvfp4", axis=0).codes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saved_bytes(dtype):
+    """Packed input, 4.5 bits an element; the square weight too: nothing in high precision."""
+    x, weight, _, _ = leaves((512,), 64, 256, dtype)
+    saved = {}
+
+    def pack(tensor):
+        saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lowbit_linear(x, weight, NVFP4, engine=ENGINE, key=KEY)
+    packed_weight = weight.numel() * (0.5 + 1 / 16) + 4
+    assert sum(saved.values()) - packed_weight <= 0.6 * x.numel()
+    saved.clear()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lowbit_linear(x, weight, HIGH_PRECISION, engine=ENGINE, key=KEY)
+    assert sum(saved.values()) >= x.nbytes  # the counter does count
+
+
+def test_keys():
+    x, weight, _, dy = leaves()
+    first, second = (run(x, weight, NVFP4, dy) for _ in range(2))
+    assert_equal(first, second)
+    other = run(x, weight, NVFP4, dy, key=KEY + 1)
+    assert torch.equal(first[0], other[0])  # forward is nearest-rounded
+    assert not torch.equal(first[1], other[1]) and not torch.equal(first[2], other[2])
+    assert_equal(run(x, weight, NEAREST, dy), run(x, weight, NEAREST, dy, key=KEY + 1))
+
+
+def test_without_a_key_torchs_generator_seeds():
+    x, weight, _, dy = leaves()
+    results = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results.append(run(x, weight, NVFP4, dy, key=None))
+    assert_equal(results[0], results[1])
+    assert not torch.equal(results[0][1], results[2][1])
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_replays_the_same_rounding(key, reentrant):
+    x, weight, _, dy = leaves()
+    precision = load_recipe("nvfp4", ["input.rounding=stochastic"]).configs["nvfp4"]
+
+    def layer(x):
+        return lowbit_linear(x, weight, precision, engine=ENGINE, key=key).tanh()
+
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(5)
+        y = checkpoint(layer, x, use_reentrant=reentrant) if recompute else layer(x)
+        x.grad = weight.grad = None
+        torch.rand(3)  # later draws must not reach the recomputation
+        y.backward(dy)
+        results.append((y.detach(), x.grad.clone(), weight.grad.clone()))
+    assert_equal(*results)
+
+
+def test_main_grad_accumulates():
+    x, weight, _, dy = leaves()
+    _, _, dw = run(x, weight, NVFP4, dy)
+    start = randn(*weight.shape, seed=9)
+    for zero in (False, True):
+        weight.main_grad = start.clone()
+        weight.grad_added_to_main_grad = False
+        weight.zero_out_wgrad = zero
+        _, _, stand_in = run(x, weight, NVFP4, dy, accumulate_main_grad=True)
+        assert torch.equal(weight.main_grad, start + dw)
+        assert weight.grad_added_to_main_grad
+        assert stand_in.shape == weight.shape and stand_in.dtype == weight.dtype
+        if zero:
+            assert not stand_in.any()
+    _, _, again = run(x, weight, NVFP4, dy, accumulate_main_grad=False)
+    assert torch.equal(again, dw) and torch.equal(weight.main_grad, start + dw)
+
+
+def test_main_grad_of_a_bf16_weight_gets_fp32():
+    """dW of quantized operands is FP32 and must not round to BF16 on its way to main_grad."""
+    x, weight, _, dy = leaves(dtype=torch.bfloat16)
+    weight.main_grad = torch.zeros(weight.shape)
+    run(x, weight, NVFP4, dy, accumulate_main_grad=True)
+    main_grad = weight.main_grad.clone()
+    assert not torch.equal(main_grad, main_grad.bfloat16().float())
+    del weight.main_grad
+    _, _, dw = run(x, weight, NVFP4, dy, accumulate_main_grad=True)  # none there: dW as ever
+    assert torch.equal(dw, main_grad.bfloat16())
+
+
+@pytest.mark.parametrize("parts", [p for p in itertools.product([True, False], repeat=2)])
+def test_operand(parts):
+    """Quantized ahead, for fprop, wgrad or both: the same bits, gradients to its source."""
+    x, weight, _, dy = leaves()
+    expected = run(x, weight, NVFP4, dy)
+    source = x.detach()
+    operand = Operand(
+        quantize(source, "nvfp4") if parts[0] else None,
+        quantize(source, "nvfp4", axis=0, hadamard=16) if parts[1] else None,
+        x,
+    )
+    seen = Recorder()
+    y = lowbit_linear(operand, weight, NVFP4, key=KEY, engine=seen.engine)
+    assert_equal((y.detach(), *torch.autograd.grad(y, [x, weight], dy)), expected)
+    assert len(seen.quantized) == 5 - sum(parts)
+
+
+def test_operand_is_what_is_multiplied():
+    """Not its source: an operand of another tensor shows in the products."""
+    x, weight, _, dy = leaves()
+    other = 2 * x.detach()
+    operand = Operand(quantize(other, "nvfp4"), quantize(other, "nvfp4", axis=0, hadamard=16), x)
+    y = lowbit_linear(operand, weight, NVFP4, key=KEY, engine=ENGINE)
+    _, dw = torch.autograd.grad(y, [x, weight], dy)
+    expected = run(x, weight, NVFP4, dy)
+    assert torch.equal(y, 2 * expected[0]) and torch.equal(dw, 2 * expected[2])
+
+
+def test_frozen_weight():
+    x, weight, _, dy = leaves()
+    expected = run(x, weight, NVFP4, dy)
+    seen, saved = Recorder(), []
+
+    def pack(tensor):
+        saved.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = lowbit_linear(x, weight.detach(), NVFP4, key=KEY, engine=seen.engine)
+    (dx,) = torch.autograd.grad(y, [x], dy)
+    assert_equal((y.detach(), dx), expected[:2])
+    assert len(seen.quantized) == 3  # x, the weight, dY: nothing for wgrad
+    assert sum(saved) <= 0.6 * weight.numel() + 4
+
+
+def test_input_without_gradient():
+    x, weight, _, dy = leaves()
+    expected = run(x, weight, NVFP4, dy)
+    seen = Recorder()
+    y = lowbit_linear(x.detach(), weight, NVFP4, key=KEY, engine=seen.engine)
+    (dw,) = torch.autograd.grad(y, [weight], dy)
+    assert torch.equal(dw, expected[2]) and len(seen.multiplied) == 2
+
+
+def test_no_grad_saves_nothing():
+    x, weight, _, _ = leaves()
+    seen = Recorder()
+    with torch.no_grad():
+        y = lowbit_linear(x, weight, NVFP4, key=KEY, engine=seen.engine)
+    assert not y.requires_grad and len(seen.quantized) == 2
+
+
+def test_bias_is_added_in_high_precision():
+    x, weight, bias, dy = leaves((5, 7))
+    y, dx, dw, db = run(x, weight, NVFP4, dy, bias)
+    plain = run(x, weight, NVFP4, dy)
+    assert_equal((y, dx, dw), (plain[0] + bias.detach(), *plain[1:]))
+    assert torch.equal(db, dy.reshape(-1, 32).sum(0))
+
+
+def test_bf16():
+    """The FP32 layer on the same values, each result rounded to BF16 once."""
+    x, weight, _, dy = leaves((4, 12), dtype=torch.bfloat16)
+    results = run(x, weight, NVFP4, dy)
+    wide = [t.detach().float().requires_grad_() for t in (x, weight)]
+    expected = run(*wide, NVFP4, dy.float())
+    assert_equal(results, [t.bfloat16() for t in expected])
+
+
+def test_engine_is_chosen_by_device(monkeypatch):
+    """Without an engine, the table's for x's device."""
+    x, weight, _, dy = leaves()
+    seen, devices = Recorder(), []
+
+    def select(device):
+        devices.append(device)
+        return seen.engine
+
+    monkeypatch.setattr("megatron_lowbit.layers.linear.select_engine", select)
+    assert_equal(run(x, weight, NVFP4, dy, engine=None), run(x, weight, NVFP4, dy))
+    assert devices == [torch.device("cpu")] and len(seen.quantized) == 5
+
+
+def test_second_derivatives_are_refused():
+    x, weight, _, dy = leaves()
+    y = lowbit_linear(x, weight, NVFP4, key=KEY, engine=ENGINE)
+    (dx,) = torch.autograd.grad(y, [x], dy.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()

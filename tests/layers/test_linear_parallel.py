@@ -1,0 +1,349 @@
+"""Tensor and sequence parallelism in two processes against the same layer in one.
+
+The file is its own worker: the test starts it twice, once a rank, over gloo. Each rank runs every
+check against the unsharded layer, which it computes too, and reports what went wrong by name.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
+from megatron_lowbit.numerics import QuantizedTensor, quantize
+from megatron_lowbit.recipes import HIGH_PRECISION, load_recipe
+
+RANKS = 2
+KEY = 2**64 - 99
+N, K = 64, 128  # pieces of whole blocks: a block that crosses ranks has another scale
+CHECKS = {}
+
+
+def check(function):
+    CHECKS[function.__name__] = function
+    return function
+
+
+def precision(*overrides):
+    return load_recipe("nvfp4", overrides).configs["nvfp4"]
+
+
+GROUP = precision("tensor_scale=group")
+# Every operand rounds stochastically: all six draws must name the global elements.
+ALL_STOCHASTIC = precision(
+    "tensor_scale=group", "input.rounding=stochastic", "weight.rounding=stochastic"
+)
+SQUARE_INPUT = precision("tensor_scale=group", "input.format=nvfp4-2d")
+PRECISIONS = {"group": GROUP, "stochastic": ALL_STOCHASTIC, "square": SQUARE_INPUT}
+
+
+class Recorder:
+    """An engine that keeps the operands of its GEMMs."""
+
+    def __init__(self):
+        self.operands = []
+        engine = reference("tests")
+        self.product = engine.gemm
+        self.engine = dataclasses.replace(engine, gemm=self.gemm)
+
+    def gemm(self, lhs, rhs):
+        self.operands.append(
+            [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs)]
+        )
+        return self.product(lhs, rhs)
+
+
+def run(x, weight, dy, how, shards=UNSHARDED):
+    """(y, dX, dW) and the operands of fprop, dgrad, wgrad."""
+    x, weight = (t.detach().contiguous().requires_grad_() for t in (x, weight))
+    seen = Recorder()
+    y = lowbit_linear(x, weight, how, key=KEY, shards=shards, engine=seen.engine)
+    dx, dw = torch.autograd.grad(y, [x, weight], dy.contiguous())
+    return (y.detach(), dx, dw), seen.operands
+
+
+def whole(tokens, *batch):
+    """x, weight, dY of the unsharded layer: amax differs from shard to shard on every axis."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(tokens, *batch, K, generator=generator)
+    weight = torch.randn(N, K, generator=generator) / K**0.5
+    dy = torch.randn(tokens, *batch, N, generator=generator)
+    x[: tokens // 2] *= 3
+    x[..., K // 2 :] *= 2
+    weight[: N // 4] *= 5
+    weight[:, : K // 3] *= 2
+    dy[..., : N // 4] *= 4
+    return x, weight, dy
+
+
+def features(total):
+    """This rank's global features, in two pieces, as a gated first linear has them."""
+    piece = total // (2 * RANKS)
+    starts = torch.tensor([dist.get_rank(), dist.get_rank() + RANKS]) * piece
+    return (starts[:, None] + torch.arange(piece)).flatten()
+
+
+def close(result, expected, tolerance):
+    """Within ``tolerance`` of the largest value: FP32 sums of up to 128 terms in another order."""
+    assert result.shape == expected.shape, (result.shape, expected.shape)
+    error = (result - expected).abs().max() / expected.abs().max()
+    assert error <= tolerance, f"relative error {error:.3g}"
+
+
+def same(result, expected):
+    assert result.shape == expected.shape, (result.shape, expected.shape)
+    assert torch.equal(result, expected), f"{(result != expected).sum()} of {result.numel()} differ"
+
+
+def summed(tensor):
+    tensor = tensor.clone()
+    dist.all_reduce(tensor)
+    return tensor
+
+
+def column_shards(mine, **options):
+    roles = {"weight", "grad"} | ({"input"} if options.get("sequence_parallel") else set())
+    return Shards(dist.group.WORLD, frozenset(roles), out_features=mine, **options)
+
+
+def row_shards(mine):
+    return Shards(dist.group.WORLD, frozenset({"weight", "input"}), in_features=mine)
+
+
+def column_parallel(how, tolerance, exact):
+    x, weight, dy = whole(48)
+    mine = features(N)
+    (y, dx, dw), full = run(x, weight, dy, how)
+    results, operands = run(
+        x, weight[mine], dy[:, mine], how, column_shards(mine, allreduce_dgrad=True)
+    )
+    close(results[0], y[:, mine], tolerance)
+    close(results[1], dx, 1e-5)
+    close(results[2], dw[mine], tolerance)
+    if exact:
+        (x_, w), (grad, w_t), (grad_t, x_t) = full
+        same(operands[0][0], x_)
+        same(operands[0][1], w[mine])
+        same(operands[1][0], grad[:, mine])
+        same(operands[1][1], w_t[:, mine])
+        same(operands[2][0], grad_t[mine])
+        same(operands[2][1], x_t)
+    partial, _ = run(x, weight[mine], dy[:, mine], how, column_shards(mine))
+    close(summed(partial[1]), dx, 1e-5)
+    same(summed(partial[1]), results[1])
+
+
+def row_parallel(how, tolerance, exact):
+    x, weight, dy = whole(48)
+    mine = features(K)
+    (y, dx, dw), full = run(x, weight, dy, how)
+    results, operands = run(x[:, mine], weight[:, mine], dy, how, row_shards(mine))
+    close(summed(results[0]), y, 1e-5)
+    close(results[1], dx[:, mine], tolerance)
+    close(results[2], dw[:, mine], tolerance)
+    if exact:
+        (x_, w), (grad, w_t), (grad_t, x_t) = full
+        same(operands[0][0], x_[:, mine])
+        same(operands[0][1], w[:, mine])
+        same(operands[1][0], grad)
+        same(operands[1][1], w_t[mine])
+        same(operands[2][0], grad_t)
+        same(operands[2][1], x_t[mine])
+
+
+def sequence_parallel(how, tokens, tolerance, exact, *batch):
+    x, weight, dy = whole(tokens, *batch)
+    mine = features(N)
+    local = slice(dist.get_rank() * tokens // RANKS, (dist.get_rank() + 1) * tokens // RANKS)
+    (y, dx, dw), full = run(x, weight, dy, how)
+    shards = column_shards(mine, sequence_parallel=True)
+    results, operands = run(x[local], weight[mine], dy[..., mine], how, shards)
+    close(results[0], y[..., mine], tolerance)
+    close(results[1], dx[local], 1e-5)
+    close(results[2], dw[mine], tolerance)
+    if exact:
+        (x_, w), (grad, w_t), (grad_t, x_t) = full
+        same(operands[0][0], x_)
+        same(operands[0][1], w[mine])
+        same(operands[1][0], grad[:, mine])
+        same(operands[1][1], w_t[:, mine])
+        same(operands[2][0], grad_t[mine])
+        same(operands[2][1], x_t)
+
+
+@check
+def column_parallel_high_precision():
+    column_parallel(HIGH_PRECISION, 1e-5, exact=True)
+
+
+@check
+def row_parallel_high_precision():
+    row_parallel(HIGH_PRECISION, 1e-5, exact=True)
+
+
+@check
+def sequence_parallel_high_precision():
+    sequence_parallel(HIGH_PRECISION, 48, 1e-5, True)
+    sequence_parallel(HIGH_PRECISION, 10, 1e-5, True, 3)
+
+
+@check
+def column_parallel_group():
+    column_parallel(GROUP, 1e-6, exact=True)
+
+
+@check
+def column_parallel_stochastic():
+    column_parallel(ALL_STOCHASTIC, 1e-6, exact=True)
+
+
+@check
+def row_parallel_group():
+    row_parallel(GROUP, 1e-6, exact=True)
+
+
+@check
+def row_parallel_stochastic():
+    row_parallel(ALL_STOCHASTIC, 1e-6, exact=True)
+
+
+@check
+def sequence_parallel_gathers_codes():
+    """32 local tokens: whole blocks, so codes travel."""
+    for how in PRECISIONS.values():
+        sequence_parallel(how, 64, 1e-6, True)
+
+
+@check
+def sequence_parallel_with_a_batch_axis():
+    sequence_parallel(ALL_STOCHASTIC, 16, 1e-6, True, 4)
+
+
+@check
+def sequence_parallel_ragged():
+    """24 and 17 local tokens: wgrad's blocks cross ranks, so its input is gathered as it is."""
+    for tokens in (48, 34):
+        for how in PRECISIONS.values():
+            sequence_parallel(how, tokens, 1e-6, True)
+
+
+@check
+def sequence_parallel_input_amax_is_the_groups_anyway():
+    """With tensor_scale=shard too: gathered codes have one tensor scale."""
+    x, weight, dy = whole(64)
+    mine = features(N)
+    local = slice(dist.get_rank() * 32, dist.get_rank() * 32 + 32)
+    shards = column_shards(mine, sequence_parallel=True)
+    _, operands = run(x[local], weight[mine], dy[:, mine], precision(), shards)
+    same(operands[0][0], quantize(x, "nvfp4").dequantize())
+    same(operands[2][1], quantize(x, "nvfp4", axis=0, hadamard=16).dequantize())
+
+
+@check
+def tensor_scale_of_the_shard():
+    """tensor_scale=shard: each rank's weight from its own amax, which here is not the group's."""
+    x, weight, dy = whole(48)
+    mine = features(N)
+    shards = column_shards(mine, allreduce_dgrad=True)
+    _, operands = run(x, weight[mine], dy[:, mine], precision(), shards)
+    same(operands[0][1], quantize(weight[mine], "nvfp4-2d").dequantize())
+    shared = quantize(weight, "nvfp4-2d").dequantize()[mine]
+    differs = torch.tensor(float(not torch.equal(operands[0][1], shared)))
+    assert summed(differs) >= 1
+
+
+@check
+def sequence_parallel_saves_local_codes():
+    """Half a byte an element of this rank's tokens, not of all."""
+    x, weight, _ = whole(256)
+    mine = features(N)
+    local = x[dist.get_rank() * 128 :][:128].contiguous().requires_grad_()
+    part = weight[mine].requires_grad_()
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        lowbit_linear(
+            local,
+            part,
+            GROUP,
+            key=KEY,
+            shards=column_shards(mine, sequence_parallel=True),
+            engine=reference("tests"),
+        )
+    assert sum(sizes) <= 0.6 * (local.numel() + part.numel()), sizes
+
+
+@check
+def other_numbers_give_other_bits():
+    """The checks above can fail: without its global numbers rank 1 draws rank 0's bits."""
+    x, weight, dy = whole(48)
+    mine = features(N)
+    _, full = run(x, weight, dy, GROUP)
+    shards = dataclasses.replace(column_shards(mine, allreduce_dgrad=True), out_features=None)
+    _, operands = run(x, weight[mine], dy[:, mine], GROUP, shards)
+    differs = not torch.equal(operands[2][0], full[2][0][mine])
+    assert differs == (dist.get_rank() > 0 or not torch.equal(mine, torch.arange(len(mine))))
+
+
+def work(rank, store, out):
+    """One rank: every check in order, its traceback or null by name."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    report = {}
+    for name, function in CHECKS.items():
+        dist.barrier()
+        try:
+            function()
+            report[name] = None
+        except Exception:
+            report[name] = traceback.format_exc()
+        Path(out).write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What each rank reports; a check that a rank never came to is missing there."""
+    folder = tmp_path_factory.mktemp("ranks")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), folder / "store", folder / f"{rank}.json"],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    errors = []
+    for process in processes:
+        try:
+            errors.append(process.communicate(timeout=60)[1])
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors.append(process.communicate()[1])
+    files = [folder / f"{rank}.json" for rank in range(RANKS)]
+    return [
+        json.loads(file.read_text()) if file.exists() else {"stderr": error}
+        for file, error in zip(files, errors, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_two_ranks(reports, name):
+    for rank, report in enumerate(reports):
+        assert name in report, f"rank {rank} did not come to it: {report.get('stderr')}"
+        assert report[name] is None, f"rank {rank}: {report[name]}"
+
+
+if __name__ == "__main__":
+    work(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,149 @@
+"""Which layers a rule matches, and which rule wins."""
+
+from fractions import Fraction
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipe
+from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision
+from megatron_lowbit.recipes.rules import BlockRule, GlobRule, RegexRule, count_blocks
+
+NAMES = (
+    "self_attention.linear_qkv",
+    "self_attention.linear_proj",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+
+
+def model(blocks: int) -> list[Layer]:
+    return [
+        Layer(f"decoder.layers.{block}.{name}", block, blocks)
+        for block in range(blocks)
+        for name in NAMES
+    ]
+
+
+def bf16_blocks(recipe: Recipe, blocks: int) -> list[int]:
+    layers = model(blocks)
+    high = {x.block for x in layers if not recipe.precision_for(x).quantized}
+    quantized = {x.block for x in layers if recipe.precision_for(x).quantized}
+    assert not high & quantized  # a block is in one precision as a whole
+    return sorted(high)
+
+
+@pytest.mark.parametrize("blocks", range(3, 12))
+def test_small_models_keep_one_and_one(blocks):
+    """2/62 and 8/62 of up to 11 blocks: max(1, round(...)) is 1 for both."""
+    assert bf16_blocks(load_recipe("nvfp4"), blocks) == [0, blocks - 1]
+
+
+@pytest.mark.parametrize(
+    "blocks, first, last", [(1, 1, 1), (2, 1, 1), (12, 1, 2), (32, 1, 4), (48, 2, 6), (62, 2, 8)]
+)
+def test_shipped_blocks(blocks, first, last):
+    """62 blocks give the published 12B run's 2 + 8."""
+    expected = sorted({*range(first), *range(blocks - last, blocks)})
+    assert bf16_blocks(load_recipe("nvfp4"), blocks) == expected
+
+
+def test_bf16_recipe_quantizes_nothing():
+    assert bf16_blocks(load_recipe("bf16"), 5) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "extent, blocks, count",
+    [
+        (None, 10, 0), (0, 10, 0), (4, 10, 4), (12, 10, 12),
+        (Fraction(1, 1000), 10, 1), (Fraction(1, 4), 10, 2), (Fraction(7, 20), 10, 4),
+        (Fraction(26, 100), 10, 3), (Fraction(1), 10, 10),
+    ],
+)  # fmt: skip
+def test_count_blocks(extent, blocks, count):
+    assert count_blocks(extent, blocks) == count
+
+
+def matched(rule, layers) -> set[str]:
+    return {layer.path for layer in layers if rule.matches(layer)}
+
+
+@pytest.mark.parametrize(
+    "first, last, blocks", [(2, None, {0, 1}), (None, 1, {4}), (1, 2, {0, 3, 4}), (0, 0, set())]
+)
+def test_block_rule(first, last, blocks):
+    rule = BlockRule("r", "c", first, last)
+    assert matched(rule, model(5)) == {x.path for x in model(5) if x.block in blocks}
+
+
+def test_glob_rule_fits_the_whole_path():
+    layers = model(12)
+    assert matched(GlobRule("r", "c", "*"), layers) == {x.path for x in layers}
+    assert len(matched(GlobRule("r", "c", "*.linear_fc?"), layers)) == 24
+    assert len(matched(GlobRule("r", "c", "decoder.layers.1.*"), layers)) == 4  # not 10, 11
+    assert len(matched(GlobRule("r", "c", "decoder.layers.1[01].*"), layers)) == 8
+    for pattern in ("linear_fc1", "*FC1", "mlp.*"):
+        assert not matched(GlobRule("r", "c", pattern), layers)
+
+
+def test_regex_rule_searches_the_path():
+    layers = model(12)
+    assert len(matched(RegexRule("r", "c", "linear_fc1"), layers)) == 12
+    assert len(matched(RegexRule("r", "c", r"layers\.1\."), layers)) == 4
+    assert len(matched(RegexRule("r", "c", r"^decoder.*_(qkv|proj)$"), layers)) == 24
+    assert not matched(RegexRule("r", "c", "^mlp"), layers)
+
+
+QUANTIZED = load_recipe("nvfp4").configs["nvfp4"]
+CONFIGS = {"low": QUANTIZED, "high": LinearPrecision()}
+
+
+def test_first_match_wins():
+    rules = (
+        GlobRule("fc1", "high", "*linear_fc1"),
+        BlockRule("edge", "low", first=1),
+        RegexRule("mlp", "high", "mlp"),
+    )
+    recipe = Recipe("r", "", CONFIGS, rules)
+    layers = {x.path.removeprefix("decoder.layers."): x for x in model(2)}
+    expected = {
+        "0.mlp.linear_fc1": ("fc1", False),
+        "0.mlp.linear_fc2": ("edge", True),
+        "0.self_attention.linear_qkv": ("edge", True),
+        "1.mlp.linear_fc1": ("fc1", False),
+        "1.mlp.linear_fc2": ("mlp", False),
+    }
+    for path, (name, quantized) in expected.items():
+        assert recipe.rule_for(layers[path]).name == name
+        assert recipe.precision_for(layers[path]).quantized is quantized
+    unmatched = layers["1.self_attention.linear_qkv"]
+    assert recipe.rule_for(unmatched) is None
+    assert recipe.precision_for(unmatched) == HIGH_PRECISION
+    turned = Recipe("r", "", CONFIGS, rules[::-1])
+    assert turned.precision_for(layers["0.mlp.linear_fc1"]).quantized is False
+    assert turned.rule_for(layers["0.mlp.linear_fc1"]).name == "mlp"
+
+
+def test_a_rule_that_matches_nothing_is_an_error():
+    rules = (GlobRule("all", "low", "*"), GlobRule("typo", "high", "*.liner_fc1"))
+    recipe = Recipe("mine", "", CONFIGS, rules)
+    with pytest.raises(UserError) as caught:
+        recipe.check_rules(model(3))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in ("mine", "typo", "12 linear layers", "decoder.layers.0.self_attention.linear_qkv"):
+        assert part in message
+
+
+def test_a_rule_shadowed_by_earlier_ones_is_in_order():
+    rules = (GlobRule("all", "low", "*"), GlobRule("fc1", "high", "*linear_fc1"))
+    Recipe("r", "", CONFIGS, rules).check_rules(model(3))
+    load_recipe("nvfp4").check_rules(model(1))
+
+
+def test_hadamard_needs_both_operands():
+    precision = QUANTIZED.wgrad
+    with pytest.raises(ValueError, match="both operands"):
+        GemmPrecision(precision.lhs, None, precision.hadamard)
+    with pytest.raises(ValueError, match="both operands"):
+        GemmPrecision(None, precision.rhs, precision.hadamard)
