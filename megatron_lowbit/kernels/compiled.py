@@ -49,9 +49,11 @@ def quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:
     return quantizer(x, **options, arithmetic=arithmetic(type(quantizer.format)))
 
 
-def gemm(lhs: Tensor | QuantizedTensor, rhs: Tensor | QuantizedTensor) -> Tensor:
+def gemm(
+    lhs: Tensor | QuantizedTensor, rhs: Tensor | QuantizedTensor, bias: Tensor | None = None
+) -> Tensor:
     """The reference GEMM on operands that the fused functions dequantize."""
-    return reference_gemm(*(_dense(operand) for operand in (lhs, rhs)))
+    return reference_gemm(_dense(lhs), _dense(rhs), bias)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:

@@ -16,12 +16,13 @@ class Engine:
     """The functions a linear layer calls.
 
     ``quantize(quantizer, x, **options)`` takes the options of ``Quantizer.__call__``;
-    ``gemm(lhs, rhs)`` is :func:`megatron_lowbit.numerics.gemm`. ``reason`` says why this engine.
+    ``gemm(lhs, rhs, bias=None)`` is :func:`megatron_lowbit.numerics.gemm`. ``reason`` says why this
+    engine.
     """
 
     name: str
     quantize: Callable[..., QuantizedTensor]
-    gemm: Callable[[Tensor | QuantizedTensor, Tensor | QuantizedTensor], Tensor]
+    gemm: Callable[..., Tensor]
     reason: str
 
 

@@ -83,23 +83,22 @@ class _Call:
 class _LowbitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
-        x2d = x.reshape(-1, x.shape[-1])
+        x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         fprop_weight = call.quantize("fprop", "weight", weight, 0)
-        y = call.engine.gemm(_fprop_input(call, x2d), fprop_weight).to(x.dtype)
-        if bias is not None:
-            y = y + bias
+        y = call.engine.gemm(_fprop_input(call, x2d), fprop_weight, bias).to(x.dtype)
         kept_input = _kept_input(call, x2d) if call.keep_input else None
         _keep(ctx, kept_input, fprop_weight if call.weight_serves_dgrad else None)
         ctx.weight, ctx.call, ctx.x_shape, ctx.has_bias = weight, call, x.shape, bias is not None
-        ranks = dist.get_world_size(call.shards.group) if call.shards.sequence_parallel else 1
-        return y.view(x.shape[0] * ranks, *x.shape[1:-1], weight.shape[0])
+        if call.shards.sequence_parallel:
+            return y.view(-1, *x.shape[1:-1], weight.shape[0])
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         call, weight = ctx.call, ctx.weight
         kept_input, fprop_weight = _kept(ctx)
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
+        grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
             dgrad, handle = _reduce(call.shards, _dgrad(call, grad, weight, fprop_weight))
@@ -249,11 +248,14 @@ def lowbit_linear(
     """
     operand = x if isinstance(x, Operand) else None
     source = x.source if operand is not None else x
+    if key is None:
+        # Drawing a key that nothing uses would shift the random numbers of dropout.
+        key = int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
     call = _Call(
         precision=precision,
         engine=engine or select_engine(source.device),
         shards=shards,
-        key=int(torch.randint(2**63 - 1, ())) if key is None else key,
+        key=key,
         accumulate_main_grad=accumulate_main_grad,
         keep_input=torch.is_grad_enabled() and weight.requires_grad,
         operand=operand,

@@ -117,14 +117,16 @@ def decode_e2m1(codes: Tensor) -> Tensor:
 
 def pack_nibbles(codes: Tensor) -> Tensor:
     """uint8 codes 0..15 (..., K), K even, to bytes (..., K/2): even element in the low nibble."""
-    pairs = codes.contiguous().view(torch.int16)  # even code in the low byte, odd in the high one
-    return (pairs | (pairs >> 4)).to(torch.uint8)
+    pairs = codes.flatten().view(torch.int16)  # even code in the low byte, odd in the high one
+    packed = (pairs | (pairs >> 4)).to(torch.uint8)
+    return packed.view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
     """The inverse of :func:`pack_nibbles`: (..., K/2) bytes to (..., K) codes 0..15."""
-    pairs = packed.to(torch.int16)
-    return ((pairs & 0x0F) | ((pairs & 0xF0) << 4)).view(torch.uint8)
+    pairs = packed.flatten().to(torch.int16)
+    codes = ((pairs & 0x0F) | ((pairs & 0xF0) << 4)).view(torch.uint8)
+    return codes.view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
 def cast_e4m3(x: Tensor) -> Tensor:

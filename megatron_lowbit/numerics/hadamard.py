@@ -79,7 +79,9 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard) -> Tensor:
     points = [
         point if sign > 0 else -point
         for point, sign in zip(
-            x.unflatten(-1, (-1, size)).unbind(-1), hadamard.sign_vector(), strict=True
+            x.unflatten(-1, (x.shape[-1] // size, size)).unbind(-1),
+            hadamard.sign_vector(),
+            strict=True,
         )
     ]
     distance = 1

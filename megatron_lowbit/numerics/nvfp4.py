@@ -90,7 +90,7 @@ class NVFP4:
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Arrays of :meth:`encode` to FP32 (R, K/16, 16); code * scale is exact."""
-        values = decode_e2m1(codes.unflatten(-1, (-1, BLOCK)))
+        values = decode_e2m1(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)))
         return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
 
 

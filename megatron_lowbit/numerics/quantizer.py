@@ -1,5 +1,6 @@
 """Quantizers and quantized tensors: the types that every layer above speaks in."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -58,7 +59,7 @@ class QuantizedTensor:
 
     ``codes`` (4-bit ones two a byte), ``scales`` and ``tensor_scale`` are as the format defines
     them, for ``shape`` flattened to two axes and its last one padded to whole blocks; ``shape`` is
-    the logical shape.
+    the logical shape, its last axis rounded up to whole transforms where one was applied.
     """
 
     codes: Tensor
@@ -132,12 +133,14 @@ class Quantizer:
             draw: the random bits; needed by stochastic rounding.
             arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
         """
-        x2d = x.reshape(-1, x.shape[-1])
-        count, columns = x2d.shape
+        count = math.prod(x.shape[:-1])
+        x2d = x.reshape(count, x.shape[-1])
         y = x2d.float() if hadamard is None else hadamard_transform(x2d, hadamard)
         amax = self.format.amax(y)
         if reduce_amax is not None:
             amax = reduce_amax(amax)
+        # A transform spreads a ragged last block over all of its points: none may be cut off.
+        columns = y.shape[1]
         y = _pad(y, -(-count // self.format.block_rows) * self.format.block_rows, self.format.block)
         random = None
         if self.rounding is Rounding.STOCHASTIC:
@@ -148,9 +151,8 @@ class Quantizer:
         arguments = (y.contiguous(), self.rounding, amax, random)
         codes, scales, tensor_scale = arithmetic.encode(self.format, *arguments)
         codes = pack_nibbles(codes) if self.format.element.bits == 4 else codes
-        return QuantizedTensor(
-            codes[:count], scales[:count], tensor_scale, self.format, tuple(x.shape)
-        )
+        shape = (*x.shape[:-1], columns)
+        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, self.format, shape)
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -31,14 +31,11 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
     """
     raw, source = _read(name_or_path)
-    if overrides and not (
-        isinstance(raw, dict)
-        and all(isinstance(raw.get(key), dict) for key in ("configs", "matchers"))
-    ):
-        parse_recipe(raw, source)
+    recipe = parse_recipe(raw, source)
     for override in overrides:
         apply_override(raw, override)
-    return parse_recipe(raw, source)
+        recipe = parse_recipe(raw, source)  # each on its own: the next may rely on its fields
+    return recipe
 
 
 def _read(name_or_path: str) -> tuple[Any, str]:
@@ -57,7 +54,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
         entry = shipped[name_or_path]
     try:
         return yaml.safe_load(entry.read_text(encoding="utf-8")), entry.name
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{entry.name}: not YAML: {' '.join(str(error).split())}") from None
 
 

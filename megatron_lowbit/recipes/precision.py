@@ -62,6 +62,14 @@ class LinearPrecision:
         """Whether any operand is."""
         return any(quantizer is not None for _, _, quantizer in self.operands())
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether any operand is rounded stochastically."""
+        return any(
+            quantizer is not None and quantizer.rounding is Rounding.STOCHASTIC
+            for _, _, quantizer in self.operands()
+        )
+
     def operands(self) -> Iterator[tuple[str, str, Quantizer | None]]:
         """(GEMM, role, quantizer) of all six operands."""
         for gemm, (left, right) in GEMM_ROLES.items():

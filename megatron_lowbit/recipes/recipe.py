@@ -33,7 +33,8 @@ class Recipe:
         """
         for rule in self.rules:
             if not any(rule.matches(layer) for layer in layers):
+                example = f"; a path looks like {layers[0].path}" if layers else ""
                 raise UserError(
                     f"recipe {self.name}: matcher {rule.name} matches none of the model's "
-                    f"{len(layers)} linear layers; a path looks like {layers[0].path}"
+                    f"{len(layers)} linear layers{example}"
                 )

@@ -5,10 +5,12 @@ and each GEMM (``fprop``, ``dgrad``, ``wgrad``) what differs there: a Hadamard t
 settings of a role; ``fprop: null`` leaves a GEMM in high precision.
 """
 
+import re
+from contextlib import suppress
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding, format_by_name
@@ -21,8 +23,8 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
 
-def _known_format(name: str | None) -> str | None:
-    return None if name is None else format_by_name(name).name
+def _known_format(name: Any) -> str | None:
+    return None if name is None else format_by_name(str(name)).name
 
 
 FormatName = Annotated[str | None, BeforeValidator(_known_format)]
@@ -93,11 +95,19 @@ class PrecisionSpec(_Strict):
 def _extent(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    if isinstance(value, str | float):
+    with suppress(ValueError, ZeroDivisionError):
         fraction = Fraction(str(value))
-        if 0 < fraction <= 1:
+        if 0 < fraction <= 1 and not isinstance(value, bool | int):
             return fraction
     raise ValueError(f"{value!r} is neither a number of blocks nor a fraction such as 2/62 or 0.1")
+
+
+def _expression(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    return pattern
 
 
 Extent = Annotated[int | Fraction, BeforeValidator(_extent)]
@@ -127,7 +137,7 @@ class RegexMatcher(_MatcherSpec):
     """Module paths by regular expression."""
 
     type: Literal["regex"]
-    pattern: str
+    pattern: Annotated[str, AfterValidator(_expression)]
 
 
 MatcherSpec = Annotated[BlocksMatcher | GlobMatcher | RegexMatcher, Field(discriminator="type")]
@@ -196,6 +206,8 @@ def _first_error(error: ValidationError) -> str:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"]]
     tag = path.pop(2) if path[:1] == ["matchers"] and len(path) > 3 else None
+    if first["type"] == "union_tag_not_found":
+        return f"{'.'.join(path)}.type: missing; use one of {', '.join(_RULES)}"
     if first["type"] != "extra_forbidden":
         message = first["msg"].removeprefix("Value error, ")
         return f"{'.'.join(path) or 'the file'}: {message[0].lower() + message[1:]}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split

@@ -5,10 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.numerics import Draw, Hadamard, Quantizer, Rounding, gemm
 from megatron_lowbit.numerics.nvfp4 import FORMATS
+from megatron_lowbit.numerics.philox import uniform
 
 pytestmark = pytest.mark.skipif(
     compiled.missing_compiler() is not None, reason=str(compiled.missing_compiler())
@@ -89,8 +91,6 @@ def test_uniform():
     draw = SHARD
     arguments = (draw.key_words(torch.device("cpu")), draw.rows, draw.quads)
     fused = compiled.arithmetic(type(FORMATS["nvfp4"])).uniform(*arguments)
-    from megatron_lowbit.numerics.philox import uniform
-
     assert torch.equal(fused, uniform(*arguments))
 
 
@@ -105,16 +105,21 @@ def test_gemm():
     assert compiled.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
 
 
-def test_other_sizes_do_not_recompile():
-    """Sizes are dynamic and keys are data: one more shape and key adds no compilation."""
-    from torch._dynamo.utils import counters
+def test_other_sizes_and_views_do_not_recompile():
+    """Sizes are dynamic, keys are data, and how a tensor came about does not matter."""
+    stochastic = Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
 
-    quantize_once = lambda rows, columns, key: compiled.quantize(  # noqa: E731
-        Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC), torch.ones(rows, columns), draw=Draw(key)
-    )
-    quantize_once(48, 96, 1)
-    quantize_once(64, 112, 2)
+    def use(x, key):
+        compiled.quantize(stochastic, x, draw=Draw(key)).dequantize(
+            compiled.arithmetic(type(stochastic.format))
+        )
+
+    use(torch.ones(48, 96), 1)
+    use(torch.ones(64, 112), 2)
     before = counters["stats"]["unique_graphs"]
-    quantize_once(80, 160, 3)
-    quantize_once(37, 51, 4)
-    assert counters["stats"]["unique_graphs"] == before
+    use(torch.ones(80, 160), 3)
+    use(torch.ones(37, 51), 4)
+    use(torch.ones(96, 48).t(), 5)
+    use(torch.ones(160, 80)[::2, 16:], 6)
+    use(torch.ones(32, 64, requires_grad=True), 7)
+    assert counters["stats"]["unique_graphs"] == before > 0

@@ -53,7 +53,7 @@ class Recorder:
         self.product = engine.gemm
         self.engine = dataclasses.replace(engine, gemm=self.gemm)
 
-    def gemm(self, lhs, rhs):
+    def gemm(self, lhs, rhs, bias=None):
         self.operands.append(
             [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs)]
         )
@@ -286,14 +286,13 @@ def sequence_parallel_saves_local_codes():
 
 @check
 def other_numbers_give_other_bits():
-    """The checks above can fail: without its global numbers rank 1 draws rank 0's bits."""
+    """The checks above can fail: numbers counted from zero draw other bits."""
     x, weight, dy = whole(48)
     mine = features(N)
     _, full = run(x, weight, dy, GROUP)
     shards = dataclasses.replace(column_shards(mine, allreduce_dgrad=True), out_features=None)
     _, operands = run(x, weight[mine], dy[:, mine], GROUP, shards)
-    differs = not torch.equal(operands[2][0], full[2][0][mine])
-    assert differs == (dist.get_rank() > 0 or not torch.equal(mine, torch.arange(len(mine))))
+    assert not torch.equal(operands[2][0], full[2][0][mine])
 
 
 def work(rank, store, out):
