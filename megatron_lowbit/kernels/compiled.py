@@ -38,7 +38,9 @@ def _fused(function: Callable) -> Callable:
 
     def call(*arguments):
         # torch.compile keeps a version for every kind of view and autograd history: show it none.
-        plain = (x.data.contiguous() if isinstance(x, Tensor) else x for x in arguments)
+        plain = [x.data.contiguous() if isinstance(x, Tensor) else x for x in arguments]
+        if any(isinstance(x, Tensor) and x.numel() == 0 for x in plain):
+            return function(*plain)  # a layer without tokens: sizes of 0 cannot be symbolic
         return compiled(*plain)
 
     return call
