@@ -81,7 +81,9 @@ class QuantizedTensor:
             raise ValueError(f"{self.format.name} has no square blocks: quantize the transpose")
         four_bits = self.format.element.bits == 4
         codes = unpack_nibbles(self.codes) if four_bits else self.codes
-        codes = _pad(codes[:, : self.shape[1]].t(), self.shape[1], block).contiguous()
+        codes = _pad(
+            codes[:, : self.shape[1]].t(), self.shape[1], _round_up(self.shape[0], block)
+        ).contiguous()
         scales = self.scales[::block].t().repeat_interleave(block, dim=0)[: self.shape[1]]
         codes = pack_nibbles(codes) if four_bits else codes
         shape = (self.shape[1], self.shape[0])
@@ -141,7 +143,7 @@ class Quantizer:
             amax = reduce_amax(amax)
         # A transform spreads a ragged last block over all of its points: none may be cut off.
         columns = y.shape[1]
-        y = _pad(y, -(-count // self.format.block_rows) * self.format.block_rows, self.format.block)
+        y = _pad(y, _round_up(count, self.format.block_rows), _round_up(columns, self.format.block))
         random = None
         if self.rounding is Rounding.STOCHASTIC:
             if draw is None:
@@ -156,9 +158,13 @@ class Quantizer:
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x (R, C) with zeros to ``rows`` rows and C rounded up to a multiple of ``columns``."""
-    bottom, right = rows - x.shape[0], -x.shape[1] % columns
+    """x with zeros up to the given size."""
+    bottom, right = rows - x.shape[0], columns - x.shape[1]
     return F.pad(x, (0, right, 0, bottom)) if bottom or right else x
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def quantize(
