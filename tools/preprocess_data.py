@@ -10,20 +10,14 @@ Example: python tools/preprocess_data.py --input corpus.jsonl --tokenizer-model 
 import argparse
 
 from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training.corpus import preprocess
+from megatron_lowbit.training.corpus import add_corpus_arguments, preprocess
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="text files, .jsonl files, or folders of them",
-    )
+    add_corpus_arguments(parser)
     parser.add_argument(
         "--tokenizer-model", required=True, metavar="DIR", help="folder with tokenizer.json"
     )
@@ -32,26 +26,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         required=True,
         metavar="PREFIX",
         help="path of the dataset without suffix, as --data-path takes it",
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys of a .jsonl record that hold text (default: text)",
-    )
-    parser.add_argument(
-        "--pattern",
-        default="*",
-        metavar="GLOB",
-        help="file names to take from folders (default: all)",
-    )
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="file and folder names to leave out, e.g. tests site-packages",
     )
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)"

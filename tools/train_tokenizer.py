@@ -8,7 +8,12 @@ import argparse
 from pathlib import Path
 
 from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training.corpus import collect_files, read_documents, report_skipped
+from megatron_lowbit.training.corpus import (
+    add_corpus_arguments,
+    collect_files,
+    read_documents,
+    report_skipped,
+)
 from megatron_lowbit.training.tokenizer import train_tokenizer
 
 
@@ -16,13 +21,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
-        help="text files, .jsonl files (a document a line), or folders of them",
-    )
+    add_corpus_arguments(parser)
     parser.add_argument(
         "--vocab-size",
         type=int,
@@ -36,26 +35,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         required=True,
         metavar="DIR",
         help="folder for tokenizer.json and tokenizer_config.json",
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="keys of a .jsonl record that hold text (default: text)",
-    )
-    parser.add_argument(
-        "--pattern",
-        default="*",
-        metavar="GLOB",
-        help="file names to take from folders (default: all)",
-    )
-    parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="file and folder names to leave out, e.g. tests site-packages",
     )
     return parser.parse_args(argv)
 

@@ -1,5 +1,6 @@
 """From files of text to a Megatron indexed dataset: collect, read, tokenize, write."""
 
+import argparse
 import fnmatch
 import json
 import os
@@ -53,6 +54,37 @@ class DatasetSummary:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+
+
+def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments by which the tools choose their text."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="text files, .jsonl files (a document a line), or folders of them",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys of a .jsonl record that hold text (default: text)",
+    )
+    parser.add_argument(
+        "--pattern",
+        default="*",
+        metavar="GLOB",
+        help="file names to take from folders (default: all)",
+    )
+    parser.add_argument(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="file and folder names to leave out, e.g. tests site-packages",
+    )
 
 
 def collect_files(
