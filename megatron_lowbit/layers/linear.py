@@ -9,7 +9,7 @@ once and serves fprop and dgrad with the same bits. Nothing here asks which reci
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -135,14 +135,10 @@ def _kept_input(call: _Call, x: Tensor) -> Tensor | QuantizedTensor:
 def _quantize_gathered(call: _Call, gemm: str, x: Tensor) -> Tensor | QuantizedTensor:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
     total = gather_rows(x, call.shards.group)
-    whole = _Call(**{**vars(call), "shards": _without_sequence(call.shards)})
+    shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
+    whole = replace(call, shards=shards)
     operand = total if gemm == "fprop" else total.t()
     return whole.quantize(gemm, "input", operand, total.shape[0])
-
-
-def _without_sequence(shards: Shards) -> Shards:
-    roles = shards.roles - {"input"}
-    return Shards(shards.group, roles, shards.in_features, shards.out_features)
 
 
 def _dgrad(
