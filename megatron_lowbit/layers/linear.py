@@ -88,7 +88,9 @@ class _LowbitLinear(torch.autograd.Function):
         y = call.engine.gemm(_fprop_input(call, x2d), fprop_weight, bias).to(x.dtype)
         kept_input = _kept_input(call, x2d) if call.keep_input else None
         _keep(ctx, kept_input, fprop_weight if call.weight_serves_dgrad else None)
-        ctx.weight, ctx.call, ctx.x_shape, ctx.has_bias = weight, call, x.shape, bias is not None
+        # Without the operand: its source would live until backward beside what is kept of it.
+        ctx.call = replace(call, operand=None)
+        ctx.weight, ctx.x_shape, ctx.has_bias = weight, x.shape, bias is not None
         if call.shards.sequence_parallel:
             return y.view(-1, *x.shape[1:-1], weight.shape[0])
         return y.view(*x.shape[:-1], weight.shape[0])
