@@ -239,7 +239,7 @@ def test_another_optimizer_kind_is_refused(saved):
 def test_another_schedule_is_refused(saved):
     training = Training(distributed_optimizer=False)
     training.scheduler.lr_decay_steps = 99
-    with pytest.raises(UserError, match=r"another schedule: lr_decay_steps was 20, now 99$"):
+    with pytest.raises(UserError, match=r"another schedule .*: lr_decay_steps was 20, now 99$"):
         training.load(saved)
     training.scheduler.override_opt_param_scheduler = True
     assert training.load(saved)["iteration"] == 2
