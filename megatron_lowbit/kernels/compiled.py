@@ -5,8 +5,10 @@ reorders no sum unless asked to. The Hadamard butterfly, packing and the GEMM st
 are fast already.
 """
 
+import sysconfig
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +25,9 @@ def missing_compiler() -> str | None:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
         return "no C++ compiler found (install g++ for quantization fused by torch.compile)"
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        return f"no Python.h in {headers} (install Python's headers for fused quantization)"
     return None
 
 

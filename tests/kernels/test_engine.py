@@ -29,7 +29,7 @@ def test_reference_without_a_compiler_says_why(monkeypatch):
     assert (engine.name, engine.reason) == ("reference", "no compiler, says the test")
 
 
-def test_missing_compiler_in_words(monkeypatch):
+def test_missing_compiler_in_words(monkeypatch, tmp_path):
     """torch's own search finds none: words, not an exception."""
 
     def search():
@@ -39,6 +39,9 @@ def test_missing_compiler_in_words(monkeypatch):
     assert "install g++" in compiled.missing_compiler()
     assert "install g++" in select_engine(CPU).reason
     monkeypatch.setattr(compiled.cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(compiled.sysconfig, "get_path", lambda _: str(tmp_path))
+    assert "Python.h" in compiled.missing_compiler()
+    (tmp_path / "Python.h").touch()
     assert compiled.missing_compiler() is None
 
 
