@@ -60,11 +60,12 @@ class Draw:
         Raises:
             ValueError: the global numbers given are not as many as the operand has.
         """
-        numbers = (
-            torch.arange(rows, device=device) if self.rows is None else self.rows,
-            torch.arange(-(-columns // WORDS), device=device) if self.quads is None else self.quads,
+        quad_count = -(-columns // WORDS)
+        numbers = tuple(
+            torch.arange(count, device=device) if given is None else given.to(device)
+            for given, count in ((self.rows, rows), (self.quads, quad_count))
         )
-        if numbers[0].numel() != rows or numbers[1].numel() != -(-columns // WORDS):
+        if numbers[0].numel() != rows or numbers[1].numel() != quad_count:
             raise ValueError(
                 f"Draw names {numbers[0].numel()} rows and {numbers[1].numel()} quads for an "
                 f"operand of {rows} x {columns}"

@@ -1,5 +1,6 @@
 """The pretraining run: build everything from the arguments, train, evaluate, save."""
 
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -117,8 +118,8 @@ def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
     layers = quantizable_layers(chunks)
     recipe.check_rules(layers)
     if rank() == 0:
-        console = Console(width=max(Console().width, 130))
         # Without a terminal rich assumes 80 columns, which breaks names apart.
+        console = Console() if sys.stdout.isatty() else Console(width=130)
         console.print(precision_table(recipe, layers))
         if any(recipe.precision_for(layer).quantized for layer in layers):
             console.print(f"quantization engine: {engine.name} ({engine.reason})")
@@ -176,12 +177,12 @@ def _load(run: _Run) -> None:
     print_rank0(f"loaded {args.load} at iteration {run.iteration}")
 
 
-def _save(run: _Run, recipe_name: str) -> Path:
+def _save(run: _Run) -> Path:
     state = {
         "model": run.model_shape,
         "global_batch_size": run.args.global_batch_size,
         "consumed_samples": run.consumed_samples,
-        "recipe": recipe_name,
+        "recipe": run.args.recipe,
         "recipe_set": run.args.recipe_set,
     }
     return save_checkpoint(
@@ -231,12 +232,12 @@ def _iterate(run: _Run, logger: MetricLogger) -> float:
         if run.iteration % args.eval_interval == 0:
             validation = window.pause(lambda: _validate(run, logger))
         if args.save and args.save_interval and run.iteration % args.save_interval == 0:
-            window.pause(lambda: _save(run, args.recipe))
+            window.pause(lambda: _save(run))
             saved_at = run.iteration
     if validation is None:
         validation = _validate(run, logger)
     if args.save and saved_at != run.iteration:
-        _save(run, args.recipe)
+        _save(run)
     return validation
 
 

@@ -17,7 +17,7 @@ from megatron.core.quantization.quant_config import QuantizationConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan
-from megatron_lowbit.layers import Shards, lowbit_linear
+from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
 from megatron_lowbit.numerics.philox import WORDS, derive_key
 
 
@@ -51,20 +51,20 @@ class _LowbitParallelLinear:
         numbers = (starts[:, None] + torch.arange(part)).flatten()
         return numbers.to(self.weight.device)
 
-    def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
-        raise NotImplementedError
-
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any):
         """Megatron's hook around the product: the only thing that the recipe changes."""
         if self.plan is None or not self.plan.precision.quantized:
             return super()._forward_impl(input, weight, *args, **kwargs)
+        shards = UNSHARDED
+        if self.feature_numbers is not None:
+            shards = self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"])
         return lowbit_linear(
             input,
             weight,
             self.plan.precision,
             bias=kwargs["bias"],
             key=derive_key(torch.initial_seed(), self.key),
-            shards=self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]),
+            shards=shards,
             engine=self.plan.engine,
             accumulate_main_grad=self.plan.accumulate_main_grad,
         )
@@ -81,8 +81,6 @@ class LowbitColumnParallelLinear(_LowbitParallelLinear, ColumnParallelLinear):
         return self.output_size_per_partition, self.stride
 
     def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
-        if self.tp_group.size() == 1:
-            return Shards()
         roles = {"weight", "grad"} | ({"input"} if sequence_parallel else set())
         return Shards(
             group=self.tp_group,
@@ -100,8 +98,6 @@ class LowbitRowParallelLinear(_LowbitParallelLinear, RowParallelLinear):
         return self.input_size_per_partition, 1
 
     def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
-        if self.tp_group.size() == 1:
-            return Shards()
         return Shards(
             group=self.tp_group,
             roles=frozenset({"weight", "input"}),
