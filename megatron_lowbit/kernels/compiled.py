@@ -12,11 +12,15 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch._inductor import cpp_builder, exc
 
+from megatron_lowbit.numerics.gemm import Accumulation
 from megatron_lowbit.numerics.gemm import gemm as reference_gemm
 from megatron_lowbit.numerics.philox import uniform
 from megatron_lowbit.numerics.quantizer import Arithmetic, QuantizedTensor, Quantizer
+
+_VERSIONS = 256
 
 
 def missing_compiler() -> str | None:
@@ -44,11 +48,18 @@ def _fused(function: Callable) -> Callable:
     def call(*arguments):
         # torch.compile keeps a version for every kind of view and autograd history: show it none.
         plain = [x.data.contiguous() if isinstance(x, Tensor) else x for x in arguments]
-        if any(isinstance(x, Tensor) and x.numel() == 0 for x in plain):
+        if _is_empty(plain):
             return function(*plain)  # a layer without tokens: sizes of 0 cannot be symbolic
-        return compiled(*plain)
+        # A version for every format of the class, option and rounding: more than torch's 8.
+        with dynamo_config.patch(recompile_limit=_VERSIONS):
+            return compiled(*plain)
 
     return call
+
+
+def _is_empty(arguments: list) -> bool:
+    """Whether the first tensor, the values or codes, has no elements."""
+    return next(x.numel() == 0 for x in arguments if isinstance(x, Tensor))
 
 
 def quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:
@@ -57,10 +68,13 @@ def quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:
 
 
 def gemm(
-    lhs: Tensor | QuantizedTensor, rhs: Tensor | QuantizedTensor, bias: Tensor | None = None
+    lhs: Tensor | QuantizedTensor,
+    rhs: Tensor | QuantizedTensor,
+    bias: Tensor | None = None,
+    accumulation: Accumulation | None = None,
 ) -> Tensor:
     """The reference GEMM on operands that the fused functions dequantize."""
-    return reference_gemm(_dense(lhs), _dense(rhs), bias)
+    return reference_gemm(_dense(lhs), _dense(rhs), bias, accumulation)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:

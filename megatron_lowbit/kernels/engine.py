@@ -16,8 +16,8 @@ class Engine:
     """The functions a linear layer calls.
 
     ``quantize(quantizer, x, **options)`` takes the options of ``Quantizer.__call__``;
-    ``gemm(lhs, rhs, bias=None)`` is :func:`megatron_lowbit.numerics.gemm`. ``reason`` says why this
-    engine.
+    ``gemm(lhs, rhs, bias=None, accumulation=None)`` is :func:`megatron_lowbit.numerics.gemm`.
+    ``reason`` says why this engine.
     """
 
     name: str

@@ -10,6 +10,7 @@ once and serves fprop and dgrad with the same bits. Nothing here asks which reci
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,17 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_columns, gather_rows
-from megatron_lowbit.numerics import Hadamard, Operand, QuantizedTensor, Quantizer, Rounding
-from megatron_lowbit.recipes.precision import GEMM_ROLES, LinearPrecision
+from megatron_lowbit.numerics import (
+    AmaxHistory,
+    Hadamard,
+    Operand,
+    QuantizedTensor,
+    Quantizer,
+    Rounding,
+    derive_key,
+)
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
 
 
 @dataclass(frozen=True)
@@ -31,30 +41,53 @@ class _Call:
     shards: Shards
     key: int
     accumulate_main_grad: bool
+    training: bool
     keep_input: bool
     operand: Operand | None
+    amax_history: AmaxHistory | None
+
+    def gemm(self, name: str, lhs: Tensor | QuantizedTensor, rhs, bias=None) -> Tensor:
+        accumulation = self.precision.gemms[name].accumulation
+        return self.engine.gemm(lhs, rhs, bias, accumulation)
 
     def quantizer(self, gemm: str, role: str) -> Quantizer | None:
-        precision = getattr(self.precision, gemm)
+        precision = self.precision.gemms[gemm]
         return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
 
     def hadamard(self, gemm: str) -> Hadamard | None:
-        return getattr(self.precision, gemm).hadamard
+        return self.precision.gemms[gemm].hadamard
 
     def quantize(self, gemm: str, role: str, x: Tensor, tokens: int) -> Tensor | QuantizedTensor:
         """An operand with its block axis last, quantized if the recipe wants it so."""
         quantizer = self.quantizer(gemm, role)
         if quantizer is None:
             return x
-        options = {"hadamard": self.hadamard(gemm)}
+        options = {
+            "hadamard": self.hadamard(gemm),
+            # Without the role: both operands of a GEMM take the same signs.
+            "sign_key": derive_key(self.key, "signs", gemm),
+            "scale_amax": partial(self._scale_amax, gemm, role),
+        }
         if quantizer.rounding is Rounding.STOCHASTIC:
             options["draw"] = self.shards.draw(self.key, gemm, role, tokens)
-        over_group = self.precision.tensor_scale == "group" or (
+        return self.engine.quantize(quantizer, x, **options)
+
+    def _scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
+        """The amax that a tensor's scale is made from, given its own."""
+        precision = self.precision.gemms[gemm]
+        over_group = precision.tensor_scale == "group" or (
             role == "input" and self.shards.sequence_parallel
         )
         if over_group and role in self.shards.roles:
-            options["reduce_amax"] = self.shards.max_over_group
-        return self.engine.quantize(quantizer, x, **options)
+            amax = self.shards.max_over_group(amax)
+        if precision.delayed is None:
+            return amax
+        if self.amax_history is None:
+            raise ValueError("delayed scaling needs an amax_history")
+        operand = OPERANDS.index((gemm, role))
+        if self.training:
+            self.amax_history.record(operand, amax)
+        return precision.delayed.amax(self.amax_history.entries[operand], amax)
 
     def gathers_codes(self, gemm: str, tokens: int) -> bool:
         """Whether this rank's tokens hold whole input blocks, so that codes can be gathered."""
@@ -77,6 +110,14 @@ class _Call:
             and fprop.rounding is Rounding.NEAREST_EVEN
             and self.hadamard("fprop") is None
             and self.hadamard("dgrad") is None
+            and self._same_tensor_scale(fprop.format)
+        )
+
+    def _same_tensor_scale(self, format: BlockFormat) -> bool:
+        """Whether fprop and dgrad make a weight's tensor scale, if there is one, alike."""
+        fprop, dgrad = self.precision.fprop, self.precision.dgrad
+        return not format.tensor_scaled or (
+            fprop.tensor_scale == dgrad.tensor_scale and fprop.delayed == dgrad.delayed
         )
 
 
@@ -85,7 +126,7 @@ class _LowbitLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         fprop_weight = call.quantize("fprop", "weight", weight, 0)
-        y = call.engine.gemm(_fprop_input(call, x2d), fprop_weight, bias).to(x.dtype)
+        y = call.gemm("fprop", _fprop_input(call, x2d), fprop_weight, bias).to(x.dtype)
         kept_input = _kept_input(call, x2d) if call.keep_input else None
         _keep(ctx, kept_input, fprop_weight if call.weight_serves_dgrad else None)
         # Without the operand: its source would live until backward beside what is kept of it.
@@ -152,7 +193,7 @@ def _dgrad(
     else:
         dgrad_weight = call.quantize("dgrad", "weight", weight.t(), 0)
     lhs = call.quantize("dgrad", "grad", grad, grad.shape[0])
-    return call.engine.gemm(lhs, dgrad_weight).to(grad.dtype)
+    return call.gemm("dgrad", lhs, dgrad_weight).to(grad.dtype)
 
 
 def _wgrad(call: _Call, grad: Tensor, kept: Tensor | QuantizedTensor) -> Tensor:
@@ -163,7 +204,8 @@ def _wgrad(call: _Call, grad: Tensor, kept: Tensor | QuantizedTensor) -> Tensor:
         rhs = _quantize_gathered(call, "wgrad", kept)
     else:
         rhs = call.quantize("wgrad", "input", kept.t(), kept.shape[0])
-    return call.engine.gemm(call.quantize("wgrad", "grad", grad.t(), grad.shape[0]), rhs)
+    lhs = call.quantize("wgrad", "grad", grad.t(), grad.shape[0])
+    return call.gemm("wgrad", lhs, rhs)
 
 
 def _reduce(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
@@ -224,6 +266,7 @@ def lowbit_linear(
     shards: Shards = UNSHARDED,
     engine: Engine | None = None,
     accumulate_main_grad: bool = False,
+    amax_history: AmaxHistory | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with each of the three GEMMs in the given precision.
 
@@ -233,13 +276,15 @@ def lowbit_linear(
         weight: (N, K).
         precision: how each operand of each GEMM is quantized.
         bias: (N,), added in high precision.
-        key: 64-bit key of stochastic rounding, used in forward and backward of this call; None
-            takes one from torch's default CPU generator.
+        key: 64-bit key of stochastic rounding and of fresh signs, used in forward and backward of
+            this call; None takes one from torch's default CPU generator.
         shards: how tensor parallelism splits the layer. Under sequence parallelism x's first
             axis is this rank's part and the result's is the whole.
         engine: where the arithmetic runs; None chooses by x's device.
         accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
             megatron-core's DistributedDataParallel expects of fused accumulation.
+        amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
+            and written where autograd records. Whoever owns it ends its steps.
 
     Returns:
         (..., N) in x's dtype.
@@ -255,7 +300,9 @@ def lowbit_linear(
         shards=shards,
         key=key,
         accumulate_main_grad=accumulate_main_grad,
+        training=torch.is_grad_enabled(),
         keep_input=torch.is_grad_enabled() and weight.requires_grad,
         operand=operand,
+        amax_history=amax_history,
     )
     return _LowbitLinear.apply(source, weight, bias, call)

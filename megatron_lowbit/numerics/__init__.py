@@ -1,20 +1,24 @@
 """What the bits are: formats, rounding, transforms and the reference GEMM, on torch alone."""
 
-from megatron_lowbit.numerics.formats import Rounding
-from megatron_lowbit.numerics.gemm import gemm
+from megatron_lowbit.numerics.block_formats import FORMATS
+from megatron_lowbit.numerics.delayed_scaling import AmaxHistory, DelayedScaling
+from megatron_lowbit.numerics.gemm import Accumulation, gemm
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.philox import Draw, derive_key
 from megatron_lowbit.numerics.quantizer import (
-    FORMATS,
     Operand,
     QuantizedTensor,
     Quantizer,
+    Rounding,
     format_by_name,
     quantize,
 )
 
 __all__ = [
     "FORMATS",
+    "Accumulation",
+    "AmaxHistory",
+    "DelayedScaling",
     "Draw",
     "Hadamard",
     "Operand",

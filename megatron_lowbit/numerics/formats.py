@@ -6,21 +6,11 @@ becomes that value. Everything here is elementwise FP32 arithmetic that rounds o
 so, so any engine that follows it operation by operation produces the same bits.
 """
 
+import math
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
-
-
-class Rounding(Enum):
-    """How a value between two neighbours ``lo <= |x| < hi`` of a grid is rounded."""
-
-    NEAREST_EVEN = "nearest"
-    """To the closer one; at the midpoint to the one with the even code."""
-
-    STOCHASTIC = "stochastic"
-    """Up with probability ``(|x| - lo) / (hi - lo)``; a value on the grid never moves."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +18,8 @@ class ElementFormat:
     """A small floating-point format: 1 sign bit, ``exponent_bits``, ``mantissa_bits``.
 
     ``max`` is the largest finite magnitude and ``min_normal`` the smallest normal one. Subnormals
-    are multiples of ``min_normal * 2**-mantissa_bits``.
+    are multiples of ``min_normal * 2**-mantissa_bits``. ``dtype`` is torch's dtype of the codes, or
+    None where torch has none with a cast: then codes are uint8, one a byte.
     """
 
     name: str
@@ -36,11 +27,17 @@ class ElementFormat:
     mantissa_bits: int
     max: float
     min_normal: float
+    dtype: torch.dtype | None = None
 
     @property
     def bits(self) -> int:
         """Width of one element in bits."""
         return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest magnitude: emax of the MX specification."""
+        return math.frexp(self.max)[1] - 1
 
     @property
     def binade_edges(self) -> tuple[float, ...]:
@@ -54,21 +51,19 @@ class ElementFormat:
 E2M1 = ElementFormat("e2m1", 2, 1, 6.0, 1.0)
 E2M3 = ElementFormat("e2m3", 2, 3, 7.5, 1.0)
 E3M2 = ElementFormat("e3m2", 3, 2, 28.0, 2.0**-2)
-E4M3 = ElementFormat("e4m3", 4, 3, 448.0, 2.0**-6)
-E5M2 = ElementFormat("e5m2", 5, 2, 57344.0, 2.0**-14)
+E4M3 = ElementFormat("e4m3", 4, 3, 448.0, 2.0**-6, torch.float8_e4m3fn)
+E5M2 = ElementFormat("e5m2", 5, 2, 57344.0, 2.0**-14, torch.float8_e5m2)
 
 
-def round_to_grid(
-    x: Tensor, format: ElementFormat, rounding: Rounding, uniform: Tensor | None = None
-) -> Tensor:
+def round_to_grid(x: Tensor, format: ElementFormat, uniform: Tensor | None = None) -> Tensor:
     """Round to the nearest or a random neighbouring value of ``format``, saturating.
 
     Args:
         x: FP32, any shape. NaN stays NaN.
         format: the grid.
-        rounding: the rule between two grid values.
-        uniform: FP32 in [0, 1), the shape of ``x``; needed by stochastic rounding only. The
-            magnitude is rounded up where ``uniform`` is below the fraction of the interval passed.
+        uniform: FP32 in [0, 1), the shape of ``x``, for stochastic rounding: the magnitude is
+            rounded up where ``uniform`` is below the fraction of the interval passed. None rounds
+            to nearest-even.
 
     Returns:
         FP32 grid values with the sign of ``x`` (a negative value that rounds to zero gives -0).
@@ -82,36 +77,61 @@ def round_to_grid(
         step = torch.where(magnitude >= edge, edge * ulp, step)
         inverse = torch.where(magnitude >= edge, 1.0 / (edge * ulp), inverse)
     multiple = magnitude * inverse  # exact: both are powers of two
-    if rounding is Rounding.STOCHASTIC:
-        if uniform is None:
-            raise ValueError("stochastic rounding needs uniform random numbers")
+    if uniform is None:
+        multiple = multiple.round()  # half to even; the multiple and the code share their parity
+    else:
         floor = multiple.floor()
         multiple = floor + (uniform < multiple - floor).to(torch.float32)
-    else:
-        multiple = multiple.round()  # half to even; the multiple and the code share their parity
     return torch.copysign(multiple * step, x)
 
 
-def encode_e2m1(grid_values: Tensor) -> Tensor:
-    """FP32 values on the E2M1 grid to uint8 codes 0..15, sign in bit 3."""
+def encode(x: Tensor, format: ElementFormat, uniform: Tensor | None = None) -> Tensor:
+    """Round to ``format`` and give the codes, saturating.
+
+    Args:
+        x: FP32, any shape.
+        format, uniform: as :func:`round_to_grid` takes them.
+
+    Returns:
+        Codes of ``format.dtype``, or uint8 with the sign in the top bit of the format's width. NaN
+        stays NaN where the format has one; the others give code 0, and their scale says NaN.
+    """
+    if format.dtype is None:
+        return grid_to_codes(round_to_grid(x, format, uniform), format)
+    if uniform is not None:
+        x = round_to_grid(x, format, uniform)
+    return x.clamp(-format.max, format.max).to(format.dtype)
+
+
+def decode(codes: Tensor, format: ElementFormat) -> Tensor:
+    """Codes of :func:`encode` to FP32 values."""
+    return codes_to_grid(codes, format) if format.dtype is None else codes.to(torch.float32)
+
+
+def grid_to_codes(grid_values: Tensor, format: ElementFormat) -> Tensor:
+    """FP32 values on the grid to uint8 codes, sign in the top bit; NaN to 0."""
     magnitude = grid_values.abs()
-    code = torch.where(
-        magnitude < 2.0,
-        magnitude * 2.0,
-        torch.where(magnitude < 4.0, magnitude + 2.0, magnitude * 0.5 + 4.0),
-    )
+    # Codes are linear in the value within a binade; below the first edge they count subnormals.
+    steps = 2.0**format.mantissa_bits
+    code = magnitude * (steps / format.min_normal)
+    for number, edge in enumerate(format.binade_edges, start=1):
+        code = torch.where(magnitude >= edge, magnitude * (steps / edge) + number * steps, code)
     # 1 / -0 is -inf: the sign of a zero counts, and a comparison is cheaper than a sign bit.
-    return torch.where(1.0 / grid_values < 0.0, code + 8.0, code).to(torch.uint8)
+    code = torch.where(1.0 / grid_values < 0.0, code + 2.0 ** (format.bits - 1), code)
+    return torch.where(grid_values.isnan(), 0.0, code).to(torch.uint8)
 
 
-def decode_e2m1(codes: Tensor) -> Tensor:
-    """uint8 codes 0..15 to FP32 values."""
+def codes_to_grid(codes: Tensor, format: ElementFormat) -> Tensor:
+    """uint8 codes to FP32 values on the grid."""
+    sign, steps = 2.0 ** (format.bits - 1), 2.0**format.mantissa_bits
     code = codes.to(torch.float32)
-    negative = code >= 8.0
-    code = torch.where(negative, code - 8.0, code)
-    magnitude = torch.where(
-        code < 4.0, code * 0.5, torch.where(code < 6.0, code - 2.0, code * 2.0 - 8.0)
-    )
+    negative = code >= sign
+    code = torch.where(negative, code - sign, code)
+    magnitude = code * (format.min_normal / steps)
+    for number, edge in enumerate(format.binade_edges, start=1):
+        magnitude = torch.where(
+            code >= (number + 1) * steps, (code - number * steps) * (edge / steps), magnitude
+        )
     return torch.where(negative, -magnitude, magnitude)
 
 
@@ -129,23 +149,13 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
     return codes.view(*packed.shape[:-1], packed.shape[-1] * 2)
 
 
-def cast_e4m3(x: Tensor) -> Tensor:
-    """FP32 to ``torch.float8_e4m3fn``, nearest-even, saturating at 448; NaN stays NaN."""
-    return x.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
-
-
 E8M0_BIAS = 127
 E8M0_NAN = 255
 
 
-def encode_e8m0(exponent: Tensor) -> Tensor:
-    """Integer exponents, clamped to [-127, 127], to E8M0 bytes: exponent + 127."""
-    return (exponent.clamp(-E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).to(torch.uint8)
-
-
 def decode_e8m0(scales: Tensor) -> Tensor:
-    """E8M0 bytes to FP32 powers of two; byte 255 is NaN. 2**-127 is an FP32 subnormal."""
-    value = torch.ldexp(
-        torch.ones_like(scales, dtype=torch.float32), scales.to(torch.int32) - E8M0_BIAS
-    )
-    return value.masked_fill(scales == E8M0_NAN, torch.nan)
+    """E8M0 bytes (uint8) to FP32 powers of two; 255 is NaN. 2**-127 is an FP32 subnormal."""
+    byte = scales.to(torch.int32)
+    # The byte is FP32's own exponent field, but for 2**-127, which only a subnormal can hold.
+    value = torch.where(byte == 0, 1 << 22, byte << 23).view(torch.float32)
+    return value.masked_fill(byte == E8M0_NAN, torch.nan)

@@ -1,13 +1,40 @@
-"""The reference GEMM: dequantize, multiply in FP32."""
+"""The reference GEMM: dequantize, multiply in FP32, or sum as a narrower accumulator would."""
 
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_lowbit.numerics.formats import E4M3, decode, encode
 from megatron_lowbit.numerics.quantizer import QuantizedTensor
 
 
+@dataclass(frozen=True)
+class Accumulation:
+    """A two-level sum: ``promote_every`` products in ``inner`` precision, those sums in FP32.
+
+    Source: DeepSeek-V3's promotion of tensor-core sums. For study: products are of dequantized
+    values, in FP32, and the running sum is rounded to nearest-even after each of them (``fp8`` is
+    E4M3, saturating). None as ``promote_every`` never promotes.
+    """
+
+    inner: Literal["fp32", "bf16", "fp8"] = "fp32"
+    promote_every: int | None = 128
+
+    def __post_init__(self) -> None:
+        if self.inner not in ("fp32", "bf16", "fp8"):
+            raise ValueError(f"accumulation inner {self.inner!r} is not one of fp32, bf16, fp8")
+        if self.promote_every is not None and self.promote_every < 1:
+            raise ValueError(f"accumulation promote_every {self.promote_every} is not positive")
+
+
 def gemm(
-    lhs: Tensor | QuantizedTensor, rhs: Tensor | QuantizedTensor, bias: Tensor | None = None
+    lhs: Tensor | QuantizedTensor,
+    rhs: Tensor | QuantizedTensor,
+    bias: Tensor | None = None,
+    accumulation: Accumulation | None = None,
 ) -> Tensor:
     """``lhs @ rhs.T + bias``: both operands have the contraction axis last, as quantized blocks do.
 
@@ -15,15 +42,42 @@ def gemm(
         lhs: (M, K), quantized or not.
         rhs: (N, K), quantized or not.
         bias: (N,), added before the product is rounded to a narrower dtype.
+        accumulation: how to sum along K, one product after another; None multiplies in FP32 in
+            the order that torch's matrix product takes.
 
     Returns:
-        (M, N). Operands that are both high precision multiply in their own dtype; a quantized
-        operand is dequantized to FP32, which makes the product FP32.
+        (M, N). Operands that are both high precision multiply in their own dtype, unless an
+        accumulation is given; a quantized operand is dequantized to FP32, which makes the product
+        FP32.
     """
-    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
+    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and accumulation is None:
         return F.linear(lhs, rhs, bias)
     left, right = (
         (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()
         for operand in (lhs, rhs)
     )
-    return F.linear(left, right, None if bias is None else bias.float())
+    bias = None if bias is None else bias.float()
+    if accumulation is None:
+        return F.linear(left, right, bias)
+    total = _accumulate(left, right, accumulation)
+    return total if bias is None else total + bias
+
+
+def _accumulate(lhs: Tensor, rhs: Tensor, accumulation: Accumulation) -> Tensor:
+    outer = lhs.new_zeros((lhs.shape[0], rhs.shape[0]))
+    length = lhs.shape[1]
+    interval = accumulation.promote_every or max(length, 1)
+    for start in range(0, length, interval):
+        inner = torch.zeros_like(outer)
+        for k in range(start, min(start + interval, length)):
+            inner = _narrow(inner + torch.outer(lhs[:, k], rhs[:, k]), accumulation.inner)
+        outer += inner
+    return outer
+
+
+def _narrow(total: Tensor, precision: str) -> Tensor:
+    if precision == "bf16":
+        return total.to(torch.bfloat16).float()
+    if precision == "fp8":
+        return decode(encode(total, E4M3), E4M3)
+    return total

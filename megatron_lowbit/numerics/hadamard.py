@@ -9,13 +9,14 @@ leaves the exact product unchanged.
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.numerics.philox import uniform
+from megatron_lowbit.numerics.philox import Draw, derive_key, uniform
 
 FIXED_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector that Transformer Engine fixes for its 16-point transform."""
@@ -29,39 +30,48 @@ class Hadamard:
 
     Args:
         size: points of the transform, a power of two from 2 to 256.
-        signs: ``fixed`` (one vector for all transforms of a training) or ``none``.
+        signs: ``fixed`` (one pinned vector; at 16 points Transformer Engine's), an integer (one
+            vector drawn from that seed, for all transforms), ``fresh`` (drawn anew for each GEMM
+            from a key) or ``none``.
         output: dtype that the transformed values are rounded to before quantization: ``bf16`` as
             in NVFP4 training, ``fp32`` as in MXFP4 training.
     """
 
     size: int = 16
-    signs: Literal["fixed", "none"] = "fixed"
+    signs: Literal["fixed", "fresh", "none"] | int = "fixed"
     output: Literal["bf16", "fp32"] = "bf16"
 
     def __post_init__(self) -> None:
         if not (2 <= self.size <= MAX_SIZE and self.size & (self.size - 1) == 0):
             raise ValueError(f"hadamard size {self.size} is not a power of two from 2 to 256")
-        if self.signs not in ("fixed", "none"):
-            raise ValueError(f"hadamard signs {self.signs!r} is not one of fixed, none")
+        if self.signs not in ("fixed", "fresh", "none") and type(self.signs) is not int:
+            raise ValueError(
+                f"hadamard signs {self.signs!r} is not one of fixed, fresh, none or an integer seed"
+            )
         if self.output not in ("bf16", "fp32"):
             raise ValueError(f"hadamard output {self.output!r} is not one of bf16, fp32")
 
-    def sign_vector(self) -> tuple[int, ...]:
-        """The signs, one per point."""
+    def sign_vector(self, key: int = 0) -> tuple[int, ...]:
+        """The signs, one per point; ``key`` (64 bits) draws them where they are fresh."""
         if self.signs == "none":
             return (1,) * self.size
-        return FIXED_SIGNS_16 if self.size == 16 else _philox_signs(self.size)
+        if self.signs == "fresh":
+            return _drawn_signs(key, self.size)
+        if self.signs == "fixed":
+            return FIXED_SIGNS_16 if self.size == 16 else _drawn_signs(0, self.size)
+        return _drawn_signs(derive_key(self.signs), self.size)
 
 
-def _philox_signs(size: int) -> tuple[int, ...]:
-    """Pinned signs of the sizes that Transformer Engine has none for: Philox, key 0, row = size."""
+@lru_cache(maxsize=4096)
+def _drawn_signs(key: int, size: int) -> tuple[int, ...]:
+    """Signs by Philox: words of row ``size``, minus where the uniform number is at least 1/2."""
     draws = uniform(
-        torch.zeros(2, dtype=torch.int64), torch.tensor([size]), torch.arange(-(-size // 4))
+        Draw(key).key_words(torch.device("cpu")), torch.tensor([size]), torch.arange(-(-size // 4))
     )
     return tuple(1 if u < 0.5 else -1 for u in draws[0, :size].tolist())
 
 
-def hadamard_transform(x: Tensor, hadamard: Hadamard) -> Tensor:
+def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int = 0) -> Tensor:
     """Transform blocks along the last axis.
 
     The sum of a block runs in FP32 as a butterfly over distances 1, 2, 4, ... of the points: the
@@ -70,6 +80,7 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard) -> Tensor:
     Args:
         x: (..., K), FP32 or BF16; a ragged last block is padded with zeros.
         hadamard: the transform.
+        sign_key: key of fresh signs.
 
     Returns:
         FP32, (..., K rounded up to a whole block), values rounded to ``hadamard.output``.
@@ -80,7 +91,7 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard) -> Tensor:
         point if sign > 0 else -point
         for point, sign in zip(
             x.unflatten(-1, (x.shape[-1] // size, size)).unbind(-1),
-            hadamard.sign_vector(),
+            hadamard.sign_vector(sign_key),
             strict=True,
         )
     ]

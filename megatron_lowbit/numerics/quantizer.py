@@ -4,34 +4,40 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import NamedTuple
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.numerics import nvfp4
-from megatron_lowbit.numerics.formats import Rounding, pack_nibbles, unpack_nibbles
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats import FORMATS
+from megatron_lowbit.numerics.formats import pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
-from megatron_lowbit.numerics.nvfp4 import NVFP4
 from megatron_lowbit.numerics.philox import Draw, uniform
 
-Format = NVFP4
 
-FORMATS: dict[str, Format] = {**nvfp4.FORMATS}
-"""Every block-scaled format by name."""
+class Rounding(Enum):
+    """How a value between two neighbours ``lo <= |x| < hi`` of a grid is rounded."""
+
+    NEAREST_EVEN = "nearest"
+    """To the closer one; at the midpoint to the one with the even code."""
+
+    STOCHASTIC = "stochastic"
+    """Up with probability ``(|x| - lo) / (hi - lo)``; a value on the grid never moves."""
 
 
-def format_by_name(name: str) -> Format:
-    """The format of that name.
+def format_by_name(name: str, **options: Any) -> BlockFormat:
+    """The format of that name, with some of its options set.
 
     Raises:
-        ValueError: no such format; the message lists near names, or all.
+        ValueError: no such format, option or value; the message says which there are.
     """
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS) or list(FORMATS)
         raise ValueError(f"unknown format {name!r}; did you mean {', '.join(near)}?")
-    return FORMATS[name]
+    return FORMATS[name].with_options(**options)
 
 
 class Arithmetic(NamedTuple):
@@ -65,7 +71,7 @@ class QuantizedTensor:
     codes: Tensor
     scales: Tensor
     tensor_scale: Tensor
-    format: Format
+    format: BlockFormat
     shape: tuple[int, ...]
 
     def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
@@ -76,18 +82,16 @@ class QuantizedTensor:
 
     def transpose(self) -> "QuantizedTensor":
         """The transpose (K, R) of a matrix (R, K) in square blocks: the same values, same bits."""
-        block = self.format.block
-        if self.format.block_rows != block:
+        if self.format.block_rows != self.format.block:
             raise ValueError(f"{self.format.name} has no square blocks: quantize the transpose")
+        rows, columns = self.shape
         four_bits = self.format.element.bits == 4
-        codes = unpack_nibbles(self.codes) if four_bits else self.codes
-        codes = _pad(
-            codes[:, : self.shape[1]].t(), self.shape[1], _round_up(self.shape[0], block)
-        ).contiguous()
-        scales = self.scales[::block].t().repeat_interleave(block, dim=0)[: self.shape[1]]
-        codes = pack_nibbles(codes) if four_bits else codes
-        shape = (self.shape[1], self.shape[0])
-        return QuantizedTensor(codes, scales, self.tensor_scale, self.format, shape)
+        codes = unpack_nibbles(self.codes) if four_bits else self.codes.view(torch.uint8)
+        codes = _pad(codes[:, :columns].t(), columns, _round_up(rows, self.format.block))
+        codes = codes.contiguous()
+        codes = pack_nibbles(codes) if four_bits else codes.view(self.codes.dtype)
+        scales = self.format.transpose_scales(self.scales, (rows, columns))
+        return QuantizedTensor(codes, scales, self.tensor_scale, self.format, (columns, rows))
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +117,7 @@ class Operand:
 class Quantizer:
     """A format and a rounding of its elements (scales are always rounded as the format says)."""
 
-    format: Format
+    format: BlockFormat
     rounding: Rounding = Rounding.NEAREST_EVEN
 
     def __call__(
@@ -121,7 +125,8 @@ class Quantizer:
         x: Tensor,
         *,
         hadamard: Hadamard | None = None,
-        reduce_amax: Callable[[Tensor], Tensor] | None = None,
+        sign_key: int = 0,
+        scale_amax: Callable[[Tensor], Tensor] | None = None,
         draw: Draw | None = None,
         arithmetic: Arithmetic = REFERENCE,
     ) -> QuantizedTensor:
@@ -130,17 +135,20 @@ class Quantizer:
         Args:
             x: FP32 or BF16, any strides. Ragged sizes are padded with zeros inside.
             hadamard: transform applied along the last axis first.
-            reduce_amax: maps x's own tensor amax (FP32 scalar, after the transform) to the one
-                that the tensor scale is made from: a max-reduction over the shards of a tensor.
+            sign_key: key of the transform's signs, where they are fresh for each GEMM.
+            scale_amax: maps x's own tensor amax (FP32 scalar, after the transform) to the one
+                that the tensor scale is made from: the maximum over the shards of a tensor, or
+                the amax of earlier steps. Not called for a format without a tensor scale.
             draw: the random bits; needed by stochastic rounding.
             arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
         """
         count = math.prod(x.shape[:-1])
         x2d = x.reshape(count, x.shape[-1])
-        y = x2d.float() if hadamard is None else hadamard_transform(x2d, hadamard)
-        amax = self.format.amax(y)
-        if reduce_amax is not None:
-            amax = reduce_amax(amax)
+        y = x2d.float() if hadamard is None else hadamard_transform(x2d, hadamard, sign_key)
+        amax = y.new_zeros(())
+        if self.format.tensor_scaled:
+            amax = y.abs().amax() if y.numel() else amax
+            amax = amax if scale_amax is None else scale_amax(amax)
         # A transform spreads a ragged last block over all of its points: none may be cut off.
         columns = y.shape[1]
         y = _pad(y, _round_up(count, self.format.block_rows), _round_up(columns, self.format.block))
@@ -150,8 +158,7 @@ class Quantizer:
                 raise ValueError("stochastic rounding needs a Draw: which random bits to use")
             key, rows, quads = draw.key_words(x.device), *draw.counters(count, columns, x.device)
             random = _pad(arithmetic.uniform(key, rows, quads), *y.shape)
-        arguments = (y.contiguous(), self.rounding, amax, random)
-        codes, scales, tensor_scale = arithmetic.encode(self.format, *arguments)
+        codes, scales, tensor_scale = arithmetic.encode(self.format, y.contiguous(), amax, random)
         codes = pack_nibbles(codes) if self.format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)
         return QuantizedTensor(codes[:count], scales[:count], tensor_scale, self.format, shape)
@@ -175,21 +182,27 @@ def quantize(
     rounding: str = "nearest",
     hadamard: int | None = None,
     generator: torch.Generator | None = None,
+    **options: Any,
 ) -> QuantizedTensor:
     """Quantize a tensor.
 
     Args:
         x: FP32 or BF16, at least one axis.
-        format: a format's name, such as ``nvfp4`` (blocks 1x16) or ``nvfp4-2d`` (16x16).
+        format: a format's name: ``nvfp4`` (blocks 1x16), ``nvfp4-2d`` (16x16), ``mxfp4``,
+            ``mxfp6-e2m3``, ``mxfp6-e3m2``, ``mxfp8-e4m3``, ``mxfp8-e5m2`` (1x32; with ``-2d``
+            32x32), ``fp8-1x128-e4m3``, ``fp8-128x128-e4m3``, ``fp8-tensor-e4m3`` (each also with
+            ``-e5m2``).
         axis: the axis that blocks run along. It becomes the last axis of the result: ``axis=0``
             of a matrix quantizes its transpose.
         rounding: ``nearest`` or ``stochastic``.
         hadamard: size of a random Hadamard transform with the fixed signs along the block axis,
             before quantization.
         generator: seeds the key of stochastic rounding; None takes torch's default CPU generator.
+        options: the format's own: ``scale_rounding`` (floor, rceil, ceil, even) and
+            ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8.
 
     Raises:
-        ValueError: unknown format or rounding, a bad Hadamard size, or x without axes.
+        ValueError: unknown format, option or rounding, a bad Hadamard size, or x without axes.
         TypeError: x is neither FP32 nor BF16.
     """
     if x.dtype not in (torch.float32, torch.bfloat16):
@@ -199,7 +212,7 @@ def quantize(
     choices = [member.value for member in Rounding]
     if rounding not in choices:
         raise ValueError(f"unknown rounding {rounding!r}; use one of {', '.join(choices)}")
-    quantizer = Quantizer(format_by_name(format), Rounding(rounding))
+    quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
     draw = None
     if quantizer.rounding is Rounding.STOCHASTIC:
         draw = Draw(int(torch.randint(2**63 - 1, (), generator=generator)))

@@ -1,17 +1,26 @@
 """Recipes: which precision each GEMM of each linear layer has. YAML in and out, layer rules."""
 
-from megatron_lowbit.recipes.load import load_recipe, shipped_recipes
-from megatron_lowbit.recipes.precision import HIGH_PRECISION, GemmPrecision, LinearPrecision
-from megatron_lowbit.recipes.recipe import Recipe
+from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
+from megatron_lowbit.recipes.precision import (
+    HIGH_PRECISION,
+    OPERANDS,
+    GemmPrecision,
+    LinearPrecision,
+)
+from megatron_lowbit.recipes.recipe import Progress, Recipe, combine
 from megatron_lowbit.recipes.rules import Layer
 from megatron_lowbit.recipes.table import precision_table
 
 __all__ = [
     "HIGH_PRECISION",
+    "OPERANDS",
     "GemmPrecision",
     "Layer",
     "LinearPrecision",
+    "Progress",
     "Recipe",
+    "combine",
+    "load_combined",
     "load_recipe",
     "precision_table",
     "shipped_recipes",

@@ -9,8 +9,17 @@ from typing import Any
 import yaml
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.recipes.recipe import Recipe
+from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, parse_recipe
+
+MEGATRON_NAMES = {
+    "blockwise": "fp8-tile",
+    "delayed": "fp8-delayed",
+    "tensorwise": "fp8-tensorwise",
+}
+"""Megatron-LM's names of recipes where ours differ."""
+
+_SIDES = ("forward", "backward")
 
 
 def shipped_recipes() -> dict[str, Any]:
@@ -24,18 +33,39 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """Load a shipped recipe by name, or any recipe from a YAML file.
 
     Args:
-        name_or_path: a shipped name, or a path that ends in .yaml or .yml.
+        name_or_path: a shipped name (ours or Megatron-LM's), or a path that ends in .yaml or .yml.
         overrides: ``FIELD=VALUE`` each, VALUE in YAML; see :func:`apply_override`.
 
     Raises:
         UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
     """
     raw, source = _read(name_or_path)
-    recipe = parse_recipe(raw, source)
+    recipe = parse_recipe(raw, source, load_recipe)
     for override in overrides:
         apply_override(raw, override)
-        recipe = parse_recipe(raw, source)  # each on its own: the next may rely on its fields
+        # Each on its own: the next may rely on its fields.
+        recipe = parse_recipe(raw, source, load_recipe)
     return recipe
+
+
+def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe whose fprop is one recipe's, and whose dgrad and wgrad are another's.
+
+    Overrides start with ``forward.`` or ``backward.``, then go on as for :func:`load_recipe`.
+
+    Raises:
+        UserError: as :func:`load_recipe`; an override without its side; recipes with switches.
+    """
+    sides: dict[str, list[str]] = {side: [] for side in _SIDES}
+    for override in overrides:
+        side, _, rest = override.partition(".")
+        if side not in sides:
+            raise UserError(
+                f"--recipe-set {override}: two recipes are combined; write forward.{override} for "
+                f"{forward} or backward.{override} for {backward}"
+            )
+        sides[side].append(rest)
+    return combine(load_recipe(forward, sides["forward"]), load_recipe(backward, sides["backward"]))
 
 
 def _read(name_or_path: str) -> tuple[Any, str]:
@@ -45,6 +75,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
             raise UserError(f"recipe file {name_or_path} does not exist")
     else:
         shipped = shipped_recipes()
+        name_or_path = MEGATRON_NAMES.get(name_or_path, name_or_path)
         if name_or_path not in shipped:
             near = get_close_matches(name_or_path, shipped) or list(shipped)
             raise UserError(

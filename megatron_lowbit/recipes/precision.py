@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding
+from megatron_lowbit.numerics import Accumulation, DelayedScaling, Hadamard, Quantizer, Rounding
 
 GEMM_ROLES = {
     "fprop": ("input", "weight"),
@@ -13,69 +13,108 @@ GEMM_ROLES = {
 }
 """Left and right operand of each GEMM, by role. Blocks run along the axis they contract."""
 
+OPERANDS = tuple((gemm, role) for gemm, roles in GEMM_ROLES.items() for role in roles)
+"""All six (GEMM, role) of a linear layer, in the order of everything that is kept for each."""
+
 
 @dataclass(frozen=True)
 class GemmPrecision:
-    """One GEMM: a quantizer for each operand (None: high precision) and one Hadamard transform.
+    """One GEMM: a quantizer for each operand (None: high precision) and what both share.
 
-    The transform goes to both operands with the same signs or the product is another one, so it
-    needs both to be quantized.
+    ``hadamard`` goes to both operands with the same signs, or the product is another one: it needs
+    both to be quantized. ``tensor_scale`` says which amax makes the scale of a tensor that tensor
+    parallelism shards: the local ``shard``'s, or the maximum over the ``group``, which gives every
+    layout the same quantized bits for one more small all-reduce an operand. ``delayed`` makes
+    tensor scales from earlier steps. ``accumulation`` is for study; None leaves it to the engine.
     """
 
     lhs: Quantizer | None = None
     rhs: Quantizer | None = None
     hadamard: Hadamard | None = None
+    tensor_scale: Literal["shard", "group"] = "shard"
+    delayed: DelayedScaling | None = None
+    accumulation: Accumulation | None = None
 
     def __post_init__(self) -> None:
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
             raise ValueError("a hadamard transform needs both operands of its GEMM quantized")
 
+    @property
+    def quantized(self) -> bool:
+        """Whether any operand is."""
+        return self.lhs is not None or self.rhs is not None
+
     def __str__(self) -> str:
-        if self.lhs is None and self.rhs is None:
+        if not self.quantized and self.accumulation is None:
             return "bf16"
-        sides = " x ".join(_side(quantizer) for quantizer in (self.lhs, self.rhs))
-        return sides + (f", RHT-{self.hadamard.size}" if self.hadamard else "")
+        sides = " x ".join(side(quantizer) for quantizer in (self.lhs, self.rhs))
+        return ", ".join([sides, *self.extras()])
+
+    def extras(self) -> Iterator[str]:
+        """What both operands share, in a few letters each."""
+        if self.hadamard is not None:
+            signs = "" if self.hadamard.signs == "fixed" else f" signs {self.hadamard.signs}"
+            yield f"RHT-{self.hadamard.size}{signs}"
+        if self.delayed is not None:
+            yield f"delayed {self.delayed.algorithm}-{self.delayed.length}"
+        if self.accumulation is not None:
+            every = self.accumulation.promote_every
+            yield f"{self.accumulation.inner} sums" + (f" of {every}" if every else "")
 
 
-def _side(quantizer: Quantizer | None) -> str:
+def side(quantizer: Quantizer | None) -> str:
+    """One operand in a few letters: ``mxfp4 three_quarters SR``; ``bf16`` for high precision."""
     if quantizer is None:
         return "bf16"
-    return quantizer.format.name + (" SR" if quantizer.rounding is Rounding.STOCHASTIC else "")
+    return str(quantizer.format) + (" SR" if quantizer.rounding is Rounding.STOCHASTIC else "")
+
+
+class OperandPrecision(NamedTuple):
+    """One operand of one GEMM."""
+
+    gemm: str
+    role: str
+    quantizer: Quantizer | None
 
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """One linear layer.
-
-    ``tensor_scale`` says which amax makes the scale of a tensor that tensor parallelism shards:
-    the local ``shard``'s, or the maximum over the ``group``, which gives every layout the same
-    quantized bits for one more small all-reduce an operand.
-    """
+    """One linear layer: its three GEMMs."""
 
     fprop: GemmPrecision = GemmPrecision()
     dgrad: GemmPrecision = GemmPrecision()
     wgrad: GemmPrecision = GemmPrecision()
-    tensor_scale: Literal["shard", "group"] = "shard"
+
+    @property
+    def gemms(self) -> dict[str, GemmPrecision]:
+        """The GEMMs by name."""
+        return {gemm: getattr(self, gemm) for gemm in GEMM_ROLES}
 
     @property
     def quantized(self) -> bool:
         """Whether any operand is."""
-        return any(quantizer is not None for _, _, quantizer in self.operands())
+        return any(precision.quantized for precision in self.gemms.values())
 
     @property
     def stochastic(self) -> bool:
-        """Whether any operand is rounded stochastically."""
-        return any(
-            quantizer is not None and quantizer.rounding is Rounding.STOCHASTIC
-            for _, _, quantizer in self.operands()
+        """Whether any GEMM needs random bits: for rounding, or for fresh signs."""
+        transforms = [p.hadamard for p in self.gemms.values() if p.hadamard is not None]
+        quantizers = [operand.quantizer for operand in self.operands() if operand.quantizer]
+        return any(transform.signs == "fresh" for transform in transforms) or any(
+            quantizer.rounding is Rounding.STOCHASTIC for quantizer in quantizers
         )
 
-    def operands(self) -> Iterator[tuple[str, str, Quantizer | None]]:
-        """(GEMM, role, quantizer) of all six operands."""
+    @property
+    def history_length(self) -> int:
+        """Steps of amaxes that delayed scaling needs to keep; 0 without it."""
+        return max(p.delayed.length if p.delayed else 0 for p in self.gemms.values())
+
+    def operands(self) -> Iterator[OperandPrecision]:
+        """All six operands, in the order of ``OPERANDS``."""
         for gemm, (left, right) in GEMM_ROLES.items():
-            precision: GemmPrecision = getattr(self, gemm)
-            yield gemm, left, precision.lhs
-            yield gemm, right, precision.rhs
+            precision = self.gemms[gemm]
+            yield OperandPrecision(gemm, left, precision.lhs)
+            yield OperandPrecision(gemm, right, precision.rhs)
 
 
 HIGH_PRECISION = LinearPrecision()

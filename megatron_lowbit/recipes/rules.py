@@ -5,6 +5,9 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+KINDS = {"moe": "experts", "attention": "attention", "mamba": "mixer", "mlp": "mlp"}
+"""Kinds of blocks, and what a module path holds in one; the first that fits."""
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -18,6 +21,11 @@ class Layer:
     path: str
     block: int
     num_blocks: int
+
+    @property
+    def kind(self) -> str:
+        """What the layer is part of: a key of ``KINDS``, or ``other``."""
+        return next((kind for kind, part in KINDS.items() if part in self.path), "other")
 
 
 Extent = int | Fraction
@@ -33,17 +41,36 @@ def count_blocks(extent: Extent | None, num_blocks: int) -> int:
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Matches the first and the last blocks of the model."""
+    """Matches the first and the last blocks of the model and those of given numbers.
+
+    Numbers count from 0, negative ones from the end (-1 is the last). ``kinds`` keeps only layers
+    of these kinds; without any position, all blocks are meant.
+    """
 
     name: str
     config: str
     first: Extent | None = None
     last: Extent | None = None
+    numbers: tuple[int, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     def matches(self, layer: Layer) -> bool:
-        """Whether the layer lies in the first or last blocks."""
+        """Whether the layer is of the kinds and in the blocks."""
+        if self.kinds and layer.kind not in self.kinds:
+            return False
+        if self.first is None and self.last is None and not self.numbers:
+            return True
         first, last = (count_blocks(e, layer.num_blocks) for e in (self.first, self.last))
-        return layer.block < first or layer.block >= layer.num_blocks - last
+        return (
+            layer.block < first
+            or layer.block >= layer.num_blocks - last
+            or layer.block in self.numbers
+            or layer.block - layer.num_blocks in self.numbers
+        )
+
+    def outside(self, num_blocks: int) -> list[int]:
+        """The numbers that no block of the model has."""
+        return [number for number in self.numbers if not -num_blocks <= number < num_blocks]
 
 
 @dataclass(frozen=True)

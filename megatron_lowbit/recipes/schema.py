@@ -2,21 +2,39 @@
 
 A config gives each role (``input``, ``weight``, ``grad``) a format and a rounding for all GEMMs,
 and each GEMM (``fprop``, ``dgrad``, ``wgrad``) what differs there: a Hadamard transform, or other
-settings of a role; ``fprop: null`` leaves a GEMM in high precision.
+settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`` say when another
+recipe takes over.
 """
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding, format_by_name
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Accumulation,
+    DelayedScaling,
+    Hadamard,
+    Quantizer,
+    Rounding,
+    format_by_name,
+)
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
-from megatron_lowbit.recipes.recipe import Recipe
-from megatron_lowbit.recipes.rules import BlockRule, GlobRule, RegexRule, Rule
+from megatron_lowbit.recipes.recipe import Recipe, Switch
+from megatron_lowbit.recipes.rules import KINDS, BlockRule, GlobRule, RegexRule, Rule
 
 
 class _Strict(BaseModel):
@@ -31,18 +49,73 @@ FormatName = Annotated[str | None, BeforeValidator(_known_format)]
 
 
 class OperandSpec(_Strict):
-    """One role: a format's name (null: high precision) and how its elements are rounded."""
+    """One role: a format's name (null: high precision) and how its elements are rounded.
+
+    Any other key is an option of the format; null stands for the option's default.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     format: FormatName = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
+
+    def build(self) -> Quantizer | None:
+        """The quantizer; a ValueError names a key or value that the format does not take."""
+        options = self.model_extra or {}
+        given = {name: value for name, value in options.items() if value is not None}
+        taken = {} if self.format is None else format_by_name(self.format).OPTIONS
+        # An option that no format has is a slip of the pen even where it is null.
+        known = taken.keys() | {name for f in FORMATS.values() for name in f.OPTIONS}
+        wrong = sorted((given.keys() - taken.keys()) | (options.keys() - known))
+        if wrong:
+            good = ", ".join([*OperandSpec.model_fields, *taken])
+            raise ValueError(
+                f"{wrong[0]}: no such key with format {self.format}; use one of {good}"
+            )
+        if self.format is None:
+            return None
+        return Quantizer(format_by_name(self.format, **given), Rounding(self.rounding))
+
+    def changed_by(self, other: "OperandSpec | None") -> "OperandSpec":
+        """This with the fields that ``other`` sets; another format drops this one's options."""
+        if other is None:
+            return self
+        changes = other.model_dump(exclude_unset=True)
+        kept = self.model_dump(exclude_unset=True)
+        if changes.get("format", self.format) != self.format:
+            kept = {name: v for name, v in kept.items() if name in OperandSpec.model_fields}
+        return OperandSpec(**kept | changes)
+
+
+def _signs(value: Any) -> str | int:
+    if value is None:
+        return "none"  # on a command line, none and null are the same
+    if value in ("fixed", "fresh", "none") or type(value) is int:
+        return value
+    raise ValueError(f"{value!r} is not 'fixed', 'fresh', 'none' or an integer seed")
 
 
 class HadamardSpec(_Strict):
     """The transform of a GEMM's operands; the fields of ``numerics.Hadamard``."""
 
     size: int = 16
-    signs: Literal["fixed", "none"] = "fixed"
+    signs: Annotated[Any, BeforeValidator(_signs)] = "fixed"
     output: Literal["bf16", "fp32"] = "bf16"
+
+
+class AmaxHistorySpec(_Strict):
+    """Delayed scaling; the fields of ``numerics.DelayedScaling``."""
+
+    length: int = 16
+    algorithm: Literal["max", "average"] = "max"
+    just_in_time: int = 16
+
+
+class AccumulationSpec(_Strict):
+    """How a GEMM sums, for study; the fields of ``numerics.Accumulation``."""
+
+    inner: Literal["fp32", "bf16", "fp8"] = "fp32"
+    promote_every: int | None = 128
 
 
 class GemmSpec(_Strict):
@@ -52,6 +125,7 @@ class GemmSpec(_Strict):
     weight: OperandSpec | None = None
     grad: OperandSpec | None = None
     hadamard: HadamardSpec | None = None
+    accumulation: AccumulationSpec | None = None
 
 
 class PrecisionSpec(_Strict):
@@ -64,32 +138,41 @@ class PrecisionSpec(_Strict):
     dgrad: GemmSpec | None = GemmSpec()
     wgrad: GemmSpec | None = GemmSpec()
     tensor_scale: Literal["shard", "group"] = "shard"
+    amax_history: AmaxHistorySpec | None = None
+    accumulation: AccumulationSpec | None = None
 
     def build(self) -> LinearPrecision:
         """The precision this spells out."""
-        gemms = {gemm: self._gemm(gemm) for gemm in GEMM_ROLES}
-        return LinearPrecision(**gemms, tensor_scale=self.tensor_scale)
+        return LinearPrecision(**{gemm: self._gemm(gemm) for gemm in GEMM_ROLES})
 
     def _gemm(self, name: str) -> GemmPrecision:
         gemm: GemmSpec | None = getattr(self, name)
         if gemm is None:
             return GemmPrecision()
-        quantizers = (self._quantizer(gemm, role) for role in GEMM_ROLES[name])
-        transform = None if gemm.hadamard is None else Hadamard(**gemm.hadamard.model_dump())
-        return GemmPrecision(*quantizers, transform)
+        lhs, rhs = (self._quantizer(name, gemm, role) for role in GEMM_ROLES[name])
+        delayed = self.amax_history
+        tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
+        return GemmPrecision(
+            lhs,
+            rhs,
+            _built(Hadamard, gemm.hadamard),
+            tensor_scale=self.tensor_scale,
+            delayed=_built(DelayedScaling, delayed) if tensor_scaled else None,
+            accumulation=_built(Accumulation, gemm.accumulation or self.accumulation),
+        )
 
-    def _quantizer(self, gemm: GemmSpec, role: str) -> Quantizer | None:
-        fields = {}
-        for source in (self, gemm):
-            spec = getattr(source, role)
-            if spec is not None:
-                fields |= spec.model_dump(exclude_unset=True)
-            elif role in source.model_fields_set:
-                fields = {}
-        spec = OperandSpec(**fields)
-        if spec.format is None:
+    def _quantizer(self, name: str, gemm: GemmSpec, role: str) -> Quantizer | None:
+        if role in gemm.model_fields_set and getattr(gemm, role) is None:
             return None
-        return Quantizer(format_by_name(spec.format), Rounding(spec.rounding))
+        operand = (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
+        try:
+            return operand.build()
+        except ValueError as error:
+            raise ValueError(f"{name}, {role}.{error}") from None
+
+
+def _built(kind: type, spec: BaseModel | None) -> Any:
+    return None if spec is None else kind(**spec.model_dump())
 
 
 def _extent(value: Any) -> Any:
@@ -119,11 +202,19 @@ class _MatcherSpec(_Strict):
 
 
 class BlocksMatcher(_MatcherSpec):
-    """The first and last blocks, as numbers or fractions of the model."""
+    """The first and last blocks, as counts or fractions of the model; blocks by number; by kind."""
 
     type: Literal["blocks"]
     first: Extent | None = None
     last: Extent | None = None
+    numbers: tuple[int, ...] | None = None
+    kinds: tuple[Literal[tuple(KINDS)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _selects(self) -> "BlocksMatcher":
+        if self.first is None and self.last is None and not self.numbers and not self.kinds:
+            raise ValueError("give first, last, numbers or kinds, or remove the matcher")
+        return self
 
 
 class GlobMatcher(_MatcherSpec):
@@ -144,6 +235,29 @@ MatcherSpec = Annotated[BlocksMatcher | GlobMatcher | RegexMatcher, Field(discri
 _RULES = {"blocks": BlockRule, "glob": GlobRule, "regex": RegexRule}
 
 
+class SwitchSpec(_Strict):
+    """A change to another recipe, by name or file, at one of three measures of progress."""
+
+    iteration: Annotated[int, Field(ge=0)] | None = None
+    tokens: Annotated[float, Field(ge=0)] | None = None
+    fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
+    to: str
+    part: Literal["all", "forward", "backward"] = "all"
+    enabled: bool = True
+
+    @property
+    def point(self) -> tuple[str, float]:
+        """(unit, value) of the measure that is given."""
+        given = {unit: getattr(self, unit) for unit in ("iteration", "tokens", "fraction")}
+        return next((unit, value) for unit, value in given.items() if value is not None)
+
+    @model_validator(mode="after")
+    def _has_one_point(self) -> "SwitchSpec":
+        if [self.iteration, self.tokens, self.fraction].count(None) != 2:
+            raise ValueError("give one of iteration, tokens, fraction")
+        return self
+
+
 class RecipeSpec(_Strict):
     """A whole recipe file."""
 
@@ -151,14 +265,16 @@ class RecipeSpec(_Strict):
     description: str = ""
     configs: dict[str, PrecisionSpec]
     matchers: dict[str, MatcherSpec]
+    switches: dict[str, SwitchSpec] = {}
 
 
-def parse_recipe(raw: Any, source: str) -> Recipe:
+def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe]) -> Recipe:
     """Check a recipe's raw YAML data and build it.
 
     Args:
         raw: what the YAML holds.
         source: the file's name, for messages.
+        load: gives the recipe that a switch names.
 
     Raises:
         UserError: the first thing wrong, by its key, and what would be right.
@@ -174,7 +290,23 @@ def parse_recipe(raw: Any, source: str) -> Recipe:
         except ValueError as error:
             raise UserError(f"{source}: configs.{name}: {error}") from None
     rules = tuple(_rule(source, name, m, configs) for name, m in spec.matchers.items() if m.enabled)
-    return Recipe(spec.name, spec.description, configs, rules)
+    switches = tuple(
+        _switch(source, name, s, load) for name, s in spec.switches.items() if s.enabled
+    )
+    return Recipe(spec.name, spec.description, configs, rules, switches)
+
+
+def _switch(source: str, name: str, spec: SwitchSpec, load: Callable[[str], Recipe]) -> Switch:
+    try:
+        target = load(spec.to)
+    except UserError as error:
+        raise UserError(f"{source}: switches.{name}.to: {error}") from None
+    if target.switches:
+        raise UserError(
+            f"{source}: switches.{name}.to: recipe {target.name} has switches of its own; "
+            "name one without"
+        )
+    return Switch(name, *spec.point, spec.part, target)
 
 
 def _rule(source: str, name: str, matcher: Any, configs: dict[str, LinearPrecision]) -> Rule:
@@ -183,7 +315,7 @@ def _rule(source: str, name: str, matcher: Any, configs: dict[str, LinearPrecisi
             f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
             f"use one of {', '.join(configs)}"
         )
-    fields = {key: value for key, value in matcher if key not in ("type", "enabled")}
+    fields = {k: v for k, v in matcher if k not in ("type", "enabled") and v is not None}
     return _RULES[matcher.type](name=name, **fields)
 
 
@@ -195,6 +327,8 @@ _MODELS_BY_FIELD = {
     "dgrad": GemmSpec,
     "wgrad": GemmSpec,
     "hadamard": HadamardSpec,
+    "amax_history": AmaxHistorySpec,
+    "accumulation": AccumulationSpec,
     "blocks": BlocksMatcher,
     "glob": GlobMatcher,
     "regex": RegexMatcher,
@@ -212,5 +346,7 @@ def _first_error(error: ValidationError) -> str:
         message = first["msg"].removeprefix("Value error, ")
         return f"{'.'.join(path) or 'the file'}: {message[0].lower() + message[1:]}"
     parent = tag or (path[-2] if len(path) > 1 else "")
-    model = _MODELS_BY_FIELD.get(parent, PrecisionSpec if path[0] == "configs" else RecipeSpec)
+    by_section = {"configs": PrecisionSpec, "switches": SwitchSpec}
+    section = by_section.get(path[0], RecipeSpec) if len(path) > 2 else RecipeSpec
+    model = _MODELS_BY_FIELD.get(parent, section)
     return f"{'.'.join(path)}: no such key; use one of {', '.join(model.model_fields)}"

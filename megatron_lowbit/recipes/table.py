@@ -42,7 +42,6 @@ def _by_rule(recipe: Recipe, layers: Sequence[Layer]) -> dict:
     """(rule name, precision) to the short names of one block's layers."""
     grouped: dict = {}
     for layer in layers:
-        rule = recipe.rule_for(layer)
-        key = ("-" if rule is None else rule.name, recipe.precision_for(layer))
+        key = (recipe.rule_names(layer), recipe.precision_for(layer))
         grouped.setdefault(key, []).append(layer.path.rsplit(".", 1)[-1])
     return grouped

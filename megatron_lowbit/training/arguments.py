@@ -60,10 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_precision(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("precision")
-    recipe = group.add_mutually_exclusive_group()
-    recipe.add_argument("--fp4-recipe", metavar="NAME", help="FP4 recipe, such as nvfp4")
-    recipe.add_argument("--fp8-recipe", metavar="NAME", help="FP8 recipe")
-    recipe.add_argument(
+    group.add_argument("--fp4-recipe", metavar="NAME", help="FP4 recipe, such as nvfp4")
+    group.add_argument(
+        "--fp8-recipe", metavar="NAME",
+        help="FP8 recipe, such as fp8-tile; with --fp4-recipe, the forward pass only",
+    )  # fmt: skip
+    group.add_argument(
         "--precision-recipe", metavar="NAME_OR_FILE", help="any recipe (default: bf16)"
     )
     group.add_argument(
@@ -71,7 +73,8 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=VALUE",
         action="append",
         default=[],
-        help="set one field of the recipe, such as grad.rounding=nearest (repeatable)",
+        help="set one field of the recipe, such as grad.rounding=nearest (repeatable); of two "
+        "recipes, forward.FIELD=VALUE or backward.FIELD=VALUE",
     )
     group.add_argument(
         "--quantization-engine",
@@ -211,7 +214,12 @@ def _fill_defaults(args: Namespace) -> None:
         args.num_query_groups = args.num_attention_heads
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
-    args.recipe = args.fp4_recipe or args.fp8_recipe or args.precision_recipe or "bf16"
+    args.recipes = [name for name in (args.fp8_recipe, args.fp4_recipe) if name]
+    _require(
+        not (args.precision_recipe and args.recipes),
+        "--precision-recipe excludes --fp4-recipe and --fp8-recipe",
+    )
+    args.recipes = args.recipes or [args.precision_recipe or "bf16"]
     args.context_parallel_size = 1
     args.expert_model_parallel_size = 1
     args.virtual_pipeline_model_parallel_size = None

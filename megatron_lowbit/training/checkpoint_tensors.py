@@ -29,6 +29,9 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.integrations.megatron_core import amax_history
+
 # What megatron calls content metadata: moments have their parameter's shape, whatever the layout.
 _CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -89,16 +92,31 @@ def write(directory: Path, sharded: dict[str, Any], common: dict[str, Any]) -> N
 def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Load model and optimizer (or None) in place. Collective."""
     content = _sharded(model, optimizer, is_loading=True)
+    saved = dist_checkpointing.load_tensors_metadata(str(directory))
+    content["amax_history"] = _matching(directory, content["amax_history"], saved)
     # megatron would validate the layout on rank 0 alone, and leave the others waiting for it.
     loaded = dist_checkpointing.load(content, str(directory), validate_access_integrity=False)
     for key, chunk in _chunks(model):
         chunk.load_state_dict(loaded[key])
+    amax_history.load_state(model, loaded["amax_history"])
     if optimizer is None:
         return
     with ExitStack() as stack:
         for part in filter(_is_torch_adam, _parts(optimizer)):
             stack.enter_context(_own_steps(part))
         optimizer.load_state_dict(loaded["optimizer"])
+
+
+def _matching(directory: Path, histories: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The amax histories that the checkpoint holds; a recipe new to the run has none there."""
+    for key in histories.keys() & saved.keys():
+        there, here = tuple(saved[key].global_shape), tuple(histories[key].global_shape)
+        if there != here:
+            raise UserError(
+                f"{directory}: {key} has {there[1]} steps, but this run's recipe keeps {here[1]}; "
+                f"set amax_history.length={there[1]}"
+            )
+    return {key: tensor for key, tensor in histories.items() if key in saved}
 
 
 def os_error_behind(error: BaseException) -> OSError | None:
@@ -134,11 +152,13 @@ def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool)
     # megatron adds a process group to the metadata it is given: never share this dict.
     metadata: dict[str, Any] = dict(_CONTENT)
     content = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model)}
+    parameters = dict(content)
+    content["amax_history"] = amax_history.sharded_state(model)
     if optimizer is not None:
         for part in filter(_is_torch_adam, _parts(optimizer)):
             _fill_state(part)
         content["optimizer"] = optimizer.sharded_state_dict(
-            dict(content), is_loading=is_loading, metadata=metadata
+            parameters, is_loading=is_loading, metadata=metadata
         )
     return content
 

@@ -26,8 +26,15 @@ from megatron_lowbit.integrations.megatron_core.gpt import (
     quantizable_layers,
     transformer_config,
 )
+from megatron_lowbit.integrations.megatron_core.linear import set_recipe
 from megatron_lowbit.kernels.engine import Engine, select_engine
-from megatron_lowbit.recipes import Recipe, load_recipe, precision_table
+from megatron_lowbit.recipes import (
+    Progress,
+    Recipe,
+    load_combined,
+    load_recipe,
+    precision_table,
+)
 from megatron_lowbit.training.arguments import resolve_batch_size
 from megatron_lowbit.training.checkpoint import (
     latest_iteration,
@@ -57,6 +64,7 @@ class _Run:
     """A training run in progress."""
 
     args: Namespace
+    recipe: Recipe
     config: TransformerConfig
     model: list
     optimizer: Any
@@ -65,10 +73,25 @@ class _Run:
     valid_data: Any
     model_shape: dict[str, Any]
     iteration: int = 0
+    active_recipe: Recipe | None = None
 
     @property
     def consumed_samples(self) -> int:
         return self.iteration * self.args.global_batch_size
+
+    def set_precision(self) -> None:
+        """Compute as the recipe says at this point of the run."""
+        progress = Progress(
+            iteration=self.iteration,
+            tokens=self.consumed_samples * self.args.seq_length,
+            fraction=self.iteration / self.args.train_iters,
+        )
+        current = self.recipe.at(progress)
+        if current != self.active_recipe:
+            set_recipe(self.model, current)
+            if self.recipe.switches:
+                print_rank0(f"iteration {self.iteration}: recipe {current.name}")
+            self.active_recipe = current
 
 
 def pretrain(args: Namespace) -> None:
@@ -77,7 +100,8 @@ def pretrain(args: Namespace) -> None:
     Raises:
         UserError: arguments, recipe, data or checkpoint that do not fit; nothing is left half-made.
     """
-    recipe = load_recipe(args.recipe, args.recipe_set)
+    load = load_recipe if len(args.recipes) == 1 else load_combined
+    recipe = load(*args.recipes, args.recipe_set)
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     for prefix in parse_data_path(args.data_path)[0]:
         check_dataset(prefix, tokenizer)
@@ -110,7 +134,7 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> _Run:
     _connect(args, config, model, optimizer)
     train_data, valid_data, _ = build_datasets(args, tokenizer, _sample_counts(args))
     shape = _model_shape(args, vocab)
-    return _Run(args, config, model, optimizer, scheduler, train_data, valid_data, shape)
+    return _Run(args, recipe, config, model, optimizer, scheduler, train_data, valid_data, shape)
 
 
 def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
@@ -121,7 +145,9 @@ def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
         # Without a terminal rich assumes 80 columns, which breaks names apart.
         console = Console() if sys.stdout.isatty() else Console(width=130)
         console.print(precision_table(recipe, layers))
-        if any(recipe.precision_for(layer).quantized for layer in layers):
+        for switch in recipe.switches:
+            console.print(f"switch {switch}")
+        if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
             console.print(f"quantization engine: {engine.name} ({engine.reason})")
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         console.print(f"parameters on rank 0: {parameters:,}")
@@ -161,11 +187,15 @@ def _load(run: _Run) -> None:
     args = run.args
     if args.load is None:
         return
-    if latest_iteration(args.load) is None:
+    iteration = latest_iteration(args.load)
+    if iteration is None:
         if args.exit_on_missing_checkpoint:
             raise UserError(f"--load {args.load} holds no checkpoint")
         print_rank0(f"--load {args.load} holds no checkpoint: starting from random weights")
         return
+    # Before loading: which layers have amax histories to load depends on it.
+    run.iteration = iteration
+    run.set_precision()
     loaded = load_checkpoint(args.load, run.model, run.optimizer, run.scheduler, run.model_shape)
     saved = loaded["state"]
     if saved["global_batch_size"] != args.global_batch_size:
@@ -173,7 +203,6 @@ def _load(run: _Run) -> None:
             f"--global-batch-size {args.global_batch_size} differs from the checkpoint's "
             f"{saved['global_batch_size']}: data would repeat or be skipped"
         )
-    run.iteration = loaded["iteration"]
     print_rank0(f"loaded {args.load} at iteration {run.iteration}")
 
 
@@ -182,7 +211,7 @@ def _save(run: _Run) -> Path:
         "model": run.model_shape,
         "global_batch_size": run.args.global_batch_size,
         "consumed_samples": run.consumed_samples,
-        "recipe": run.args.recipe,
+        "recipes": run.args.recipes,
         "recipe_set": run.args.recipe_set,
     }
     return save_checkpoint(
@@ -214,7 +243,7 @@ def _train(run: _Run) -> None:
         validation = _iterate(run, logger)
     print_rank0(f"validation loss {validation:.4f} after {run.iteration} iterations")
     if save_dir is not None and rank() == 0:
-        plot_loss({args.recipe: save_dir / METRICS_FILE}, save_dir / "loss.png")
+        plot_loss({run.recipe.name: save_dir / METRICS_FILE}, save_dir / "loss.png")
         print_rank0(f"checkpoint {save_dir}, loss curve {save_dir / 'loss.png'}")
 
 
@@ -224,11 +253,13 @@ def _iterate(run: _Run, logger: MetricLogger) -> float:
     batches = _batches(run, run.train_data, run.consumed_samples)
     window = _Window(args, logger)
     validation = saved_at = None
+    run.set_precision()
     while run.iteration < args.train_iters:
         result = train_step(args, run.iteration, batches, run.model, run.optimizer, run.scheduler)
         run.iteration += 1
         window.add(run, *result)
         validation = None
+        run.set_precision()
         if run.iteration % args.eval_interval == 0:
             validation = window.pause(lambda: _validate(run, logger))
         if args.save and args.save_interval and run.iteration % args.save_interval == 0:

@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from megatron_lowbit.integrations.megatron_core import amax_history
 from megatron_lowbit.training.distributed import set_iteration_seed, set_step
 
 Batches = Iterator[dict[str, Tensor]]
@@ -31,6 +32,7 @@ def train_step(
     set_iteration_seed(args.seed, iteration)
     losses = _run_schedule(args, iteration, batches, model, forward_only=False)
     _, grad_norm, _ = optimizer.step()
+    amax_history.end_step(model)
     scheduler.step(increment=args.global_batch_size)
     return _mean_loss(losses), float(grad_norm or 0.0)
 

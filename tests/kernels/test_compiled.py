@@ -8,8 +8,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from megatron_lowbit.kernels import compiled
-from megatron_lowbit.numerics import Draw, Hadamard, Quantizer, Rounding, gemm
-from megatron_lowbit.numerics.nvfp4 import FORMATS
+from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Rounding, gemm
 from megatron_lowbit.numerics.philox import uniform
 
 pytestmark = pytest.mark.skipif(

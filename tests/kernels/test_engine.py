@@ -5,8 +5,7 @@ import torch
 
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.kernels.engine import reference, select_engine
-from megatron_lowbit.numerics import Quantizer, gemm
-from megatron_lowbit.numerics.nvfp4 import FORMATS
+from megatron_lowbit.numerics import FORMATS, Quantizer, gemm
 
 CPU = torch.device("cpu")
 
@@ -50,7 +49,7 @@ def test_other_devices():
     assert engine.name == "reference" and "meta" in engine.reason
 
 
-@pytest.mark.parametrize("options", [{}, {"reduce_amax": lambda amax: amax * 2}])
+@pytest.mark.parametrize("options", [{}, {"scale_amax": lambda amax: amax * 2}])
 def test_reference_is_the_quantizer_itself(options):
     engine = reference("why")
     x = torch.randn(20, 40, generator=torch.Generator().manual_seed(0))

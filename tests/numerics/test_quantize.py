@@ -172,7 +172,7 @@ def test_reduced_amax_makes_the_tensor_scale():
         seen.append(amax.item())
         return joined.abs().max()
 
-    shards = [quantizer(part, reduce_amax=reduce) for part in parts]
+    shards = [quantizer(part, scale_amax=reduce) for part in parts]
     assert seen == [part.abs().max().item() for part in parts]
     assert torch.equal(torch.cat([s.codes for s in shards], dim=1), expected.codes)
     assert all(s.tensor_scale == expected.tensor_scale for s in shards)
@@ -185,7 +185,7 @@ def test_amax_is_taken_after_the_transform():
         seen.append(amax.item())
         return amax
 
-    Quantizer(FORMATS["nvfp4"])(torch.ones(1, 16), hadamard=Hadamard(), reduce_amax=reduce)
+    Quantizer(FORMATS["nvfp4"])(torch.ones(1, 16), hadamard=Hadamard(), scale_amax=reduce)
     # ones through +-1/4: the largest sum of the 16 signed terms, over 4
     signs = Hadamard().sign_vector()
     sums = [sum(s * (-1) ** bin(i & j).count("1") for i, s in enumerate(signs)) for j in range(16)]

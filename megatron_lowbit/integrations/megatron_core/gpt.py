@@ -16,10 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_lowbit.integrations.megatron_core.linear import (
-    LowbitColumnParallelLinear,
-    LowbitRowParallelLinear,
-)
+from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
 from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
 from megatron_lowbit.integrations.megatron_core.specs import gpt_block_spec
 from megatron_lowbit.kernels.engine import Engine
@@ -115,9 +112,7 @@ def build_gpt(
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
     """Every linear layer of the whole model that a recipe can reach, in order of its path."""
-    modules = (module for chunk in chunks for module in chunk.modules())
-    kinds = (LowbitColumnParallelLinear, LowbitRowParallelLinear)
-    mine = [m.plan.layer for m in modules if isinstance(m, kinds) and m.plan is not None]
+    mine = [module.plan.layer for module in lowbit_linears(chunks)]
     gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
     unique = {layer.path: layer for layers in gathered for layer in layers}

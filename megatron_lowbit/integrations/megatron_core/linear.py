@@ -5,6 +5,8 @@ the communication around the layer, and ``forward``. Their hook ``_forward_impl`
 :func:`megatron_lowbit.layers.lowbit_linear` where the recipe quantizes the layer.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,21 +20,35 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan
 from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
-from megatron_lowbit.numerics.philox import WORDS, derive_key
+from megatron_lowbit.numerics import AmaxHistory, derive_key
+from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.recipes import HIGH_PRECISION, OPERANDS, LinearPrecision, Recipe
 
 
 class _LowbitParallelLinear:
     """What both classes share; ``plan`` is None outside the model's blocks."""
 
     plan: LayerPlan | None = None
+    amax_history: AmaxHistory | None = None
 
     def finish_init(self, quantization_config: QuantizationConfig | None) -> None:
         """Take the layer's precision; the model calls this on every submodule that has it."""
         if quantization_config is None:
             return
-        self.plan = quantization_config.config["plan"]
-        self.key = derive_key(self.plan.layer.path)
+        plan: LayerPlan = quantization_config.config["plan"]
+        self.plan = plan
+        self.key = derive_key(plan.layer.path)
         self.feature_numbers = self._feature_numbers()
+        self.set_precision(plan.precision)
+
+    def set_precision(self, precision: LinearPrecision) -> None:
+        """Compute in another precision from now on; recorded amaxes stay where they are used."""
+        self.plan = replace(self.plan, precision=precision)
+        length = precision.history_length
+        if length == 0:
+            self.amax_history = None
+        elif self.amax_history is None or self.amax_history.length != length:
+            self.amax_history = AmaxHistory(len(OPERANDS), length, self.weight.device)
 
     def _feature_numbers(self) -> torch.Tensor | None:
         """Global numbers (int64) of the features that tensor parallelism splits; None unsplit."""
@@ -53,7 +69,7 @@ class _LowbitParallelLinear:
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any):
         """Megatron's hook around the product: the only thing that the recipe changes."""
-        if self.plan is None or not self.plan.precision.quantized:
+        if self.plan is None or self.plan.precision == HIGH_PRECISION:
             return super()._forward_impl(input, weight, *args, **kwargs)
         shards = UNSHARDED
         if self.feature_numbers is not None:
@@ -67,6 +83,7 @@ class _LowbitParallelLinear:
             shards=shards,
             engine=self.plan.engine,
             accumulate_main_grad=self.plan.accumulate_main_grad,
+            amax_history=self.amax_history,
         )
 
 
@@ -103,3 +120,19 @@ class LowbitRowParallelLinear(_LowbitParallelLinear, RowParallelLinear):
             roles=frozenset({"weight", "input"}),
             in_features=self.feature_numbers,
         )
+
+
+def lowbit_linears(
+    chunks: Iterable[torch.nn.Module],
+) -> Iterator[LowbitColumnParallelLinear | LowbitRowParallelLinear]:
+    """The linear layers of this rank that a recipe reaches."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, _LowbitParallelLinear) and module.plan is not None:
+                yield module
+
+
+def set_recipe(chunks: Iterable[torch.nn.Module], recipe: Recipe) -> None:
+    """Let every linear layer compute as the recipe says from now on."""
+    for module in lowbit_linears(chunks):
+        module.set_precision(recipe.precision_for(module.plan.layer))

@@ -1,0 +1,109 @@
+"""What every block-scaled format is: an element format, a block, and how blocks are scaled."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics.formats import ElementFormat
+
+
+@dataclass(frozen=True)
+class BlockFormat(ABC):
+    """A format; formats that differ in an option are different.
+
+    ``block_rows`` x ``block`` elements share a scale, blocks running along the last axis. A format
+    that is ``tensor_scaled`` also has one scale for the tensor, made from the tensor's amax.
+    ``scale_bits`` is the width of a block scale. ``OPTIONS`` names the fields that a recipe may
+    set, with their values, the default first.
+    """
+
+    name: str
+    element: ElementFormat
+    block_rows: int
+
+    block: ClassVar[int]
+    tensor_scaled: ClassVar[bool] = False
+    scale_bits: ClassVar[int]
+    OPTIONS: ClassVar[dict[str, tuple]] = {}
+
+    @abstractmethod
+    def encode(
+        self, x: Tensor, amax: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize whole blocks.
+
+        Args:
+            x: FP32 (R, K), contiguous, R a multiple of ``block_rows`` and K of ``block``.
+            amax: FP32 scalar that the tensor scale is made from; unused without one.
+            uniform: FP32 (R, K) in [0, 1) for stochastic rounding; None rounds to nearest-even.
+
+        Returns:
+            codes (R, K), ``element.dtype`` or uint8, one a byte; scales; tensor_scale, an FP32
+            scalar.
+        """
+
+    @abstractmethod
+    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """Arrays of :meth:`encode` to FP32, (R, K) once flattened from axis 1 on.
+
+        Rows after the last one of interest may have been cut off codes and scales.
+        """
+
+    def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        """The scales of the transpose, for square blocks, repeated for each row of a block.
+
+        ``shape`` is the logical (R, K) before. A format that keeps scales otherwise overrides it.
+        """
+        compact = scales[:: self.block_rows].t()
+        return compact.repeat_interleave(self.block_rows, dim=0)[: shape[1]]
+
+    @property
+    def bits_per_element(self) -> float:
+        """Bits an element costs a tensor core: its own and its share of the block scale."""
+        return self.element.bits + self.scale_bits / self.block
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that are not at their default."""
+        values = {name: getattr(self, name) for name in self.OPTIONS}
+        return {name: v for name, v in values.items() if v != self.OPTIONS[name][0]}
+
+    def with_options(self, **options: Any) -> Self:
+        """The same format with some options changed.
+
+        Raises:
+            ValueError: no such option or value; the message says which there are.
+        """
+        for name, value in options.items():
+            if name not in self.OPTIONS:
+                good = f"use {', '.join(self.OPTIONS)}" if self.OPTIONS else "it has none"
+                raise ValueError(f"format {self.name} has no option {name!r}; {good}")
+            allowed = self.OPTIONS[name]
+            if not any(value == good and type(value) is type(good) for good in allowed):
+                listed = ", ".join(str(good).lower() for good in allowed)
+                raise ValueError(
+                    f"{name}: {value!r} with format {self.name} is not one of {listed}"
+                )
+        return replace(self, **options)
+
+    def __str__(self) -> str:
+        shown = [name if value is True else str(value) for name, value in self.options.items()]
+        return " ".join([self.name, *shown])
+
+
+def blocks(x: Tensor, rows: int, columns: int) -> Tensor:
+    """(R, K) seen as (R/rows, rows, K/columns, columns)."""
+    return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+
+
+def block_amax(tiles: Tensor) -> Tensor:
+    """Largest magnitude of each of the :func:`blocks`, (R/rows, 1, K/columns, 1); NaN wins."""
+    return tiles.abs().amax(dim=-1, keepdim=True).amax(dim=1, keepdim=True)
+
+
+def constant(value: float, like: Tensor) -> Tensor:
+    """An FP32 scalar on the device of ``like``."""
+    return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -1,0 +1,113 @@
+"""FP8 with FP32 scales: one for a 1x128 or 128x128 tile, or one for the whole tensor.
+
+Source: DeepSeek-V3's tiles, in the operation order of Transformer Engine's blockwise and
+current-scaling quantizers. All scale arithmetic is FP32:
+
+    encode = max / amax          max = 448 (E4M3) or 57344 (E5M2); ``pow2``: mantissa cut off
+    code   = cast(x * encode)    saturating
+    scale  = 1 / encode          stored
+
+An amax of zero, infinity or NaN gives encode 1, and a quotient beyond FP32 its largest value: an
+infinite element saturates, a NaN stays one NaN, and its neighbours keep values up to ``max``.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks
+from megatron_lowbit.numerics.formats import (
+    E4M3,
+    E5M2,
+    ElementFormat,
+    decode,
+    encode,
+)
+
+TILE = 128
+_FLT_MAX = torch.finfo(torch.float32).max
+_EXPONENT_BITS = 0x7F800000
+
+
+def _encode_scale(amax: Tensor, element: ElementFormat, scale_format: str) -> Tensor:
+    # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
+    scale = (torch.full_like(amax, element.max) / amax).clamp(max=_FLT_MAX)
+    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    if scale_format == "pow2":
+        scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    return scale
+
+
+@dataclass(frozen=True)
+class FP8Tile(BlockFormat):
+    """A scale for each tile. ``scales`` are FP32 decode scales (R/block_rows, K/128), compact."""
+
+    scale_format: Literal["fp32", "pow2"] = "fp32"
+
+    block = TILE
+    scale_bits = 32
+    OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2")}
+
+    @property
+    def bits_per_element(self) -> float:
+        """A tile's scale is stored once."""
+        return self.element.bits + self.scale_bits / (self.block_rows * TILE)
+
+    def encode(
+        self, x: Tensor, amax: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize whole tiles; tensor_scale is 1."""
+        tiles = blocks(x, self.block_rows, TILE)
+        scale = _encode_scale(block_amax(tiles), self.element, self.scale_format)
+        codes = encode((tiles * scale).view(x.shape), self.element, uniform)
+        return codes, (1.0 / scale).squeeze(-1).squeeze(1), torch.ones_like(amax)
+
+    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """FP32 (R, K/128, 128)."""
+        values = decode(codes.unflatten(-1, (codes.shape[-1] // TILE, TILE)), self.element)
+        by_row = scales.repeat_interleave(self.block_rows, dim=0)[: codes.shape[0]]
+        return values * by_row.unsqueeze(-1)
+
+    def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Square tiles keep one scale each."""
+        return scales.t()
+
+
+@dataclass(frozen=True)
+class FP8Tensor(BlockFormat):
+    """One scale for the tensor, ``tensor_scale``; ``scales`` is empty, (R, 0)."""
+
+    scale_format: Literal["fp32", "pow2"] = "fp32"
+
+    block = 1
+    tensor_scaled = True
+    scale_bits = 0
+    OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2")}
+
+    def encode(
+        self, x: Tensor, amax: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize by the given amax, which need not be x's own: what exceeds it saturates."""
+        scale = _encode_scale(amax, self.element, self.scale_format)
+        codes = encode(x * scale, self.element, uniform)
+        return codes, x.new_empty((x.shape[0], 0)), 1.0 / scale
+
+    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """FP32 (R, K)."""
+        return decode(codes, self.element) * tensor_scale
+
+    def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
+        """None, of the transpose's rows."""
+        return scales.new_empty((shape[1], 0))
+
+
+FORMATS = (
+    *(
+        FP8Tile(f"fp8-{rows}x{TILE}-{element.name}", element, rows)
+        for rows in (1, TILE)
+        for element in (E4M3, E5M2)
+    ),
+    *(FP8Tensor(f"fp8-tensor-{element.name}", element, 1) for element in (E4M3, E5M2)),
+)

@@ -1,0 +1,118 @@
+"""MX formats: FP8, FP6 or FP4 elements, one E8M0 (power of two) scale a block of 32.
+
+Source: OCP Microscaling Formats (MX) v1.0, section 6.3; the rounding of the scale's exponent in the
+naming of torchao. Exponents come from the bits of FP32 numbers, never from a rounded logarithm:
+
+    floor   floor(log2(amax)) - emax    OCP's rule; clips what lies above the largest element
+    rceil   ceil(log2(amax / max))      never clips; NVIDIA's rule for MXFP8
+    ceil    ceil(log2(amax)) - emax     never clips, may waste a binade
+    even    amax rounded to the element's mantissa, halves up, then floor
+
+clamped to [-127, 127]. ``three_quarters`` ("Training LLMs with MXFP4", arXiv 2502.20586, algorithm
+2) multiplies the scaled elements by 3/4, so that ``floor`` never clips, and decodes with 4/3: with
+stochastic rounding every element is unbiased.
+
+A block of zeros has scale 2**-127. An infinity saturates: it takes the scale that the rule gives
+the exponent 128 (2**127 at most), and finite elements beside it may vanish. A NaN makes its block's
+scale, and so all of the block, NaN.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, constant
+from megatron_lowbit.numerics.formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    E8M0_BIAS,
+    E8M0_NAN,
+    ElementFormat,
+    decode,
+    decode_e8m0,
+    encode,
+)
+
+BLOCK = 32
+ScaleRounding = Literal["floor", "rceil", "ceil", "even"]
+_MANTISSA_BITS = 23
+_MANTISSA = (1 << _MANTISSA_BITS) - 1
+_HALF_OF_MIN_NORMAL = 1 << (_MANTISSA_BITS - 1)
+
+
+def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRounding) -> Tensor:
+    """E8M0 bytes (uint8) of FP32 block amaxes, any shape."""
+    if scale_rounding == "rceil":
+        # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
+        bits = (amax / torch.full_like(amax, element.max)).view(torch.int32)
+        byte = (bits + _MANTISSA) >> _MANTISSA_BITS
+        # A subnormal up to 2**-127 itself needs no more than byte 0.
+        byte = torch.where(bits <= _HALF_OF_MIN_NORMAL, 0, byte)
+    else:
+        bits = amax.view(torch.int32)
+        if scale_rounding == "even":
+            bits = bits + (1 << (_MANTISSA_BITS - element.mantissa_bits - 1))
+        elif scale_rounding == "ceil":
+            bits = bits + _MANTISSA
+        byte = (bits >> _MANTISSA_BITS) - element.max_exponent
+    byte = byte.clamp(0, 2 * E8M0_BIAS)
+    return torch.where(amax.isnan(), E8M0_NAN, byte).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class MX(BlockFormat):
+    """Blocks of 1x32 or 32x32 elements.
+
+    ``scales`` are E8M0 bytes, uint8 (R, K/32), those of 32x32 blocks repeated for each row;
+    ``tensor_scale`` is 1, or 4/3 with ``three_quarters``.
+    """
+
+    scale_rounding: ScaleRounding = "floor"
+    three_quarters: bool = False
+
+    block = BLOCK
+    scale_bits = 8
+    OPTIONS: ClassVar = {
+        "scale_rounding": ("floor", "rceil", "ceil", "even"),
+        "three_quarters": (False, True),
+    }
+
+    def encode(
+        self, x: Tensor, amax: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize whole blocks; scales (R, K/32)."""
+        tiles = blocks(x, self.block_rows, BLOCK)
+        scales = scale_bytes(block_amax(tiles), self.element, self.scale_rounding)
+        # The reciprocal of 2**e is the byte of -e; NaN's is its own.
+        inverse = torch.where(scales == E8M0_NAN, E8M0_NAN, 2 * E8M0_BIAS - scales.to(torch.int32))
+        scaled = tiles * decode_e8m0(inverse)
+        if self.three_quarters:
+            scaled = scaled * 0.75
+        codes = encode(scaled.view(x.shape), self.element, uniform)
+        scales = scales.squeeze(-1).expand(-1, self.block_rows, -1)
+        tensor_scale = constant(4.0 / 3.0 if self.three_quarters else 1.0, like=x)
+        return codes, scales.reshape(x.shape[0], x.shape[1] // BLOCK), tensor_scale
+
+    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """FP32 (R, K/32, 32); code * scale is exact unless it underflows."""
+        values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), self.element)
+        return values * decode_e8m0(scales).unsqueeze(-1) * tensor_scale
+
+
+_ELEMENTS = {
+    "mxfp4": E2M1,
+    "mxfp6-e2m3": E2M3,
+    "mxfp6-e3m2": E3M2,
+    "mxfp8-e4m3": E4M3,
+    "mxfp8-e5m2": E5M2,
+}
+FORMATS = tuple(
+    MX(f"{name}{suffix}", element, rows)
+    for name, element in _ELEMENTS.items()
+    for suffix, rows in (("", 1), ("-2d", BLOCK))
+)

@@ -1,0 +1,89 @@
+"""Delayed scaling: a tensor's scale from the amaxes of earlier steps.
+
+Source: Transformer Engine's DelayedScaling (the maximum of the history); the moving average is the
+other variant in use. The scale is then known before the tensor is, which saves a pass over it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_NONE = -1.0  # an amax is never negative
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """How earlier amaxes become the one that a scale is made from.
+
+    Args:
+        length: steps that count.
+        algorithm: ``max`` of them, or their exponential moving ``average`` from the oldest on,
+            each weighing 2 / (length + 1) against what came before.
+        just_in_time: as long as fewer steps than this are recorded, the tensor's own amax is used.
+    """
+
+    length: int = 16
+    algorithm: Literal["max", "average"] = "max"
+    just_in_time: int = 16
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"amax_history length {self.length} is not positive")
+        if self.algorithm not in ("max", "average"):
+            raise ValueError(f"amax_history algorithm {self.algorithm!r} is not max or average")
+        if not 1 <= self.just_in_time <= self.length:
+            raise ValueError(
+                f"amax_history just_in_time {self.just_in_time} is not from 1 to length "
+                f"{self.length}"
+            )
+
+    def amax(self, entries: Tensor, current: Tensor) -> Tensor:
+        """The amax for the scale.
+
+        Args:
+            entries: FP32 (at least ``length``,), oldest first, negative where none was recorded.
+            current: FP32 scalar, the tensor's own.
+        """
+        window = entries[-self.length :]
+        known = window >= 0
+        if self.algorithm == "max":
+            delayed = window.amax()
+        else:
+            weight = 2.0 / (self.length + 1)
+            delayed = torch.full_like(current, _NONE)
+            for entry in window.unbind():
+                mean = torch.where(delayed < 0, entry, delayed + (entry - delayed) * weight)
+                delayed = torch.where(entry < 0, delayed, mean)
+        # Decided on the device: reading the count here would stall a GPU.
+        return torch.where(known.sum() < self.just_in_time, current, delayed)
+
+
+class AmaxHistory:
+    """The amaxes of a layer's operands, a row for each: the state of delayed scaling.
+
+    ``entries`` (operands, length) FP32 holds finished steps, newest last; ``step`` (operands,) the
+    largest amax seen in the present one. Both are negative where there is none. Within a step a
+    scale depends on finished steps only, so the order of microbatches, or computing one twice, does
+    not matter.
+    """
+
+    def __init__(self, operands: int, length: int, device: torch.device) -> None:
+        self.entries = torch.full((operands, length), _NONE, device=device)
+        self.step = torch.full((operands,), _NONE, device=device)
+
+    @property
+    def length(self) -> int:
+        """Steps that are kept."""
+        return self.entries.shape[1]
+
+    def record(self, operand: int, amax: Tensor) -> None:
+        """Take an amax (FP32 scalar) of the present step; infinity and NaN leave no trace."""
+        finite = torch.where(amax.isfinite(), amax, _NONE)
+        self.step[operand] = torch.maximum(self.step[operand], finite)
+
+    def advance(self, step: Tensor) -> None:
+        """End the step with the amaxes ``step`` (operands,): its own, reduced over all shards."""
+        self.entries = torch.cat([self.entries[:, 1:], step[:, None]], dim=1)
+        self.step = torch.full_like(self.step, _NONE)

@@ -1,0 +1,140 @@
+"""``python -m megatron_lowbit.recipes``: what recipes there are, and what one does to a model."""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
+from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, side
+from megatron_lowbit.recipes.recipe import Recipe
+from megatron_lowbit.recipes.rules import Layer
+
+HIGH_PRECISION_BITS = 16.0
+_UNLIMITED = 1000  # columns
+_PARTS = {
+    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "mamba": ("mixer.in_proj", "mixer.out_proj"),
+}
+_SYMBOLS = {"M": ("mamba",), "*": ("attention",), "-": ("mlp",)}
+_GPT_LAYER = ("attention", "mlp")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
+    args = _parser().parse_args(argv)
+    if args.command == "list":
+        table = Table("recipe", "what")
+        for name in shipped_recipes():
+            table.add_row(name, load_recipe(name).description)
+    else:
+        recipe = (
+            load_combined(args.forward, args.recipe, args.recipe_set)
+            if args.forward
+            else load_recipe(args.recipe, args.recipe_set)
+        )
+        layers = model_layers(args.hybrid_override_pattern, args.num_layers)
+        recipe.check_rules(layers)
+        table = resolved_table(recipe, layers)
+    terminal = Console()
+    # A pipe has no width: take what the table needs, so that names stay whole.
+    needed = Console(width=_UNLIMITED).measure(table).maximum
+    Console(width=terminal.width if terminal.is_terminal else needed).print(table)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="python -m megatron_lowbit.recipes", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="the recipes that come with the package")
+    show = commands.add_parser("show", help="a recipe, layer by layer and GEMM by GEMM")
+    show.add_argument("recipe", metavar="NAME_OR_FILE")
+    show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
+    show.add_argument("--num-layers", type=int, default=12, help="of a GPT (default: 12)")
+    show.add_argument(
+        "--hybrid-override-pattern",
+        metavar="PATTERN",
+        help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
+    )
+    show.add_argument("--recipe-set", metavar="FIELD=VALUE", action="append", default=[])
+    return parser
+
+
+def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
+    """The linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
+
+    Raises:
+        UserError: a symbol that stands for no block, or no layers at all.
+    """
+    if pattern is None:
+        blocks = [_GPT_LAYER] * num_layers
+    else:
+        unknown = sorted(set(pattern) - set(_SYMBOLS))
+        if unknown:
+            raise UserError(
+                f"--hybrid-override-pattern: no block is called {unknown[0]!r}; "
+                f"use {', '.join(_SYMBOLS)}"
+            )
+        blocks = [_SYMBOLS[symbol] for symbol in pattern]
+    if not blocks:
+        raise UserError("a model needs at least one layer")
+    return [
+        Layer(f"decoder.layers.{number}.{name}", number, len(blocks))
+        for number, block in enumerate(blocks)
+        for part in block
+        for name in _PARTS[part]
+    ]
+
+
+def resolved_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
+    """Three rows a layer: each GEMM's operands, what they share, and bits an element."""
+    quantized = sum(recipe.precision_for(layer).quantized for layer in layers)
+    switches = [f"switch {switch}" for switch in recipe.switches]
+    table = Table(
+        title=f"recipe {recipe.name}: {quantized} of {len(layers)} linear layers quantized",
+        caption="\n".join([f"mean bits an element: {_means(recipe, layers)}", *switches]),
+        title_justify="left",
+        caption_justify="left",
+    )
+    for column in ("layer", "matcher", "GEMM", "left", "right", "bits", "both"):
+        table.add_column(column, no_wrap=True)
+    for layer in layers:
+        name, rule = layer.path, recipe.rule_names(layer)
+        for gemm, precision in recipe.precision_for(layer).gemms.items():
+            table.add_row(name, rule, gemm, *_cells(gemm, precision))
+            name = rule = ""
+        table.add_section()
+    return table
+
+
+def _cells(gemm: str, precision: GemmPrecision) -> Iterator[str]:
+    left, right = GEMM_ROLES[gemm]
+    yield f"{left}: {side(precision.lhs)}"
+    yield f"{right}: {side(precision.rhs)}"
+    yield " x ".join(f"{bits:.4g}" for bits in _bits(precision))
+    yield ", ".join(precision.extras())
+
+
+def _bits(precision: GemmPrecision) -> tuple[float, float]:
+    """Bits an element of both operands."""
+    left, right = (
+        HIGH_PRECISION_BITS if quantizer is None else quantizer.format.bits_per_element
+        for quantizer in (precision.lhs, precision.rhs)
+    )
+    return left, right
+
+
+def _means(recipe: Recipe, layers: Sequence[Layer]) -> str:
+    means = []
+    for gemm in GEMM_ROLES:
+        bits = [b for layer in layers for b in _bits(recipe.precision_for(layer).gemms[gemm])]
+        means.append(f"{gemm} {sum(bits) / len(bits):.3g}")
+    return ", ".join(means)
