@@ -29,6 +29,7 @@ from megatron_lowbit.numerics import (
     derive_key,
 )
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.philox import WORDS
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
 
 
@@ -62,14 +63,16 @@ class _Call:
         quantizer = self.quantizer(gemm, role)
         if quantizer is None:
             return x
+        transform = self.hadamard(gemm)
         options = {
-            "hadamard": self.hadamard(gemm),
+            "hadamard": transform,
             # Without the role: both operands of a GEMM take the same signs.
             "sign_key": derive_key(self.key, "signs", gemm),
             "scale_amax": partial(self._scale_amax, gemm, role),
         }
         if quantizer.rounding is Rounding.STOCHASTIC:
-            options["draw"] = self.shards.draw(self.key, gemm, role, tokens)
+            points = transform.size if transform else 1
+            options["draw"] = self.shards.draw(self.key, gemm, role, tokens, points)
         return self.engine.quantize(quantizer, x, **options)
 
     def _scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
@@ -97,7 +100,10 @@ class _Call:
         if gemm == "fprop":
             return tokens % quantizer.format.block_rows == 0
         transform = self.hadamard(gemm)
-        return tokens % math.lcm(quantizer.format.block, transform.size if transform else 1) == 0
+        whole = [quantizer.format.block, transform.size if transform else 1]
+        if quantizer.rounding is Rounding.STOCHASTIC:
+            whole.append(WORDS)  # tokens share a random draw, on both sides of a rank's edge
+        return tokens % math.lcm(*whole) == 0
 
     @property
     def weight_serves_dgrad(self) -> bool:

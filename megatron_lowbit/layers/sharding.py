@@ -40,8 +40,12 @@ class Shards:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return amax
 
-    def draw(self, key: int, gemm: str, role: str, tokens: int) -> Draw:
-        """The random bits of one operand of one GEMM: its own key, and its global numbers."""
+    def draw(self, key: int, gemm: str, role: str, tokens: int, points: int = 1) -> Draw:
+        """The random bits of one operand of one GEMM: its own key, and its global numbers.
+
+        A transform of ``points`` spreads over the padding of a ragged last block: its numbers go on
+        after the last feature's.
+        """
         first = 0
         if self.sequence_parallel and role == "input":
             first = dist.get_rank(self.group) * tokens
@@ -56,7 +60,11 @@ class Shards:
             ("wgrad", "input"): (features, token_numbers),
         }
         rows, columns = axes[gemm, role]
-        quads = None if columns is None else columns[::WORDS] // WORDS
+        quads = None
+        if columns is not None:
+            quads = columns[::WORDS] // WORDS
+            padding = torch.arange(-columns.numel() % points // WORDS, device=quads.device)
+            quads = torch.cat([quads, quads[-1:] + 1 + padding]) if len(padding) else quads
         return Draw(derive_key(key, list(GEMM_ROLES).index(gemm), _ROLES.index(role)), rows, quads)
 
 

@@ -40,12 +40,17 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
     """
     raw, source = _read(name_or_path)
-    recipe = parse_recipe(raw, source, load_recipe)
+    recipe = parse_recipe(raw, source, _load_target)
     for override in overrides:
         apply_override(raw, override)
         # Each on its own: the next may rely on its fields.
-        recipe = parse_recipe(raw, source, load_recipe)
+        recipe = parse_recipe(raw, source, _load_target)
     return recipe
+
+
+def _load_target(name_or_path: str) -> Recipe:
+    """A recipe that a switch names: without switches, which could lead in a circle."""
+    return parse_recipe(*_read(name_or_path), None)
 
 
 def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -114,9 +119,15 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     elif head in raw["matchers"]:
         _set(raw["matchers"], [head, *rest], value, override)
     elif head in PrecisionSpec.model_fields:
-        for config in raw["configs"].values():
-            if config:
-                _set(config, [head, *rest], value, override)
+        quantizing = [config for config in raw["configs"].values() if config]
+        if not quantizing:
+            paths = [f"configs.{name}.{field}" for name in raw["configs"]]
+            raise UserError(
+                f"--recipe-set {override}: no config of the recipe quantizes; "
+                f"name one: {', '.join(paths)}"
+            )
+        for config in quantizing:
+            _set(config, [head, *rest], value, override)
     else:
         good = [*PrecisionSpec.model_fields, *raw["matchers"], *RecipeSpec.model_fields]
         near = get_close_matches(head, good)

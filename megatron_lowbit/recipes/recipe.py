@@ -86,17 +86,18 @@ class Recipe:
         A rule whose layers all fall to earlier rules is in order: that is what order is for.
         """
         for rule in self.rules:
+            numbered = isinstance(rule, BlockRule) and layers
+            outside = rule.outside(layers[0].num_blocks) if numbered else []
+            if outside:
+                raise UserError(
+                    f"recipe {self.name}: matcher {rule.name} names block {outside[0]}, but the "
+                    f"model's blocks are 0 to {layers[0].num_blocks - 1}"
+                )
             if not any(rule.matches(layer) for layer in layers):
                 example = f"; a path looks like {layers[0].path}" if layers else ""
                 raise UserError(
                     f"recipe {self.name}: matcher {rule.name} matches none of the model's "
                     f"{len(layers)} linear layers{example}"
-                )
-            outside = rule.outside(layers[0].num_blocks) if isinstance(rule, BlockRule) else []
-            if outside:
-                raise UserError(
-                    f"recipe {self.name}: matcher {rule.name} names block {outside[0]}, but the "
-                    f"model's blocks are 0 to {layers[0].num_blocks - 1}"
                 )
         for other in [self.backward, *(switch.recipe for switch in self.switches)]:
             if other is not None:
@@ -118,4 +119,5 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
                 "one recipe file, whose fprop, dgrad and wgrad say what each of them does"
             )
     name = f"{forward.name.partition('+')[0]}+{backward.name.rpartition('+')[2]}"
-    return replace(forward, name=name, backward=backward)
+    # Of a recipe that is combined itself, only what decides dgrad and wgrad.
+    return replace(forward, name=name, backward=backward.backward or backward)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -95,25 +95,42 @@ def _signs(value: Any) -> str | int:
     raise ValueError(f"{value!r} is not 'fixed', 'fresh', 'none' or an integer seed")
 
 
-class HadamardSpec(_Strict):
+class _FieldsOf(_Strict):
+    """The fields of a class of ``numerics``, which checks them."""
+
+    kind: ClassVar[type]
+
+    def build(self) -> Any:
+        return self.kind(**self.model_dump())
+
+    @model_validator(mode="after")
+    def _builds(self) -> "_FieldsOf":
+        self.build()
+        return self
+
+
+class HadamardSpec(_FieldsOf):
     """The transform of a GEMM's operands; the fields of ``numerics.Hadamard``."""
 
+    kind = Hadamard
     size: int = 16
     signs: Annotated[Any, BeforeValidator(_signs)] = "fixed"
     output: Literal["bf16", "fp32"] = "bf16"
 
 
-class AmaxHistorySpec(_Strict):
+class AmaxHistorySpec(_FieldsOf):
     """Delayed scaling; the fields of ``numerics.DelayedScaling``."""
 
+    kind = DelayedScaling
     length: int = 16
     algorithm: Literal["max", "average"] = "max"
     just_in_time: int = 16
 
 
-class AccumulationSpec(_Strict):
+class AccumulationSpec(_FieldsOf):
     """How a GEMM sums, for study; the fields of ``numerics.Accumulation``."""
 
+    kind = Accumulation
     inner: Literal["fp32", "bf16", "fp8"] = "fp32"
     promote_every: int | None = 128
 
@@ -126,6 +143,9 @@ class GemmSpec(_Strict):
     grad: OperandSpec | None = None
     hadamard: HadamardSpec | None = None
     accumulation: AccumulationSpec | None = None
+
+
+_ROLES = ("input", "weight", "grad")
 
 
 class PrecisionSpec(_Strict):
@@ -142,37 +162,48 @@ class PrecisionSpec(_Strict):
     accumulation: AccumulationSpec | None = None
 
     def build(self) -> LinearPrecision:
-        """The precision this spells out."""
+        """The precision this spells out; a ValueError starts with the key that is wrong."""
         return LinearPrecision(**{gemm: self._gemm(gemm) for gemm in GEMM_ROLES})
 
     def _gemm(self, name: str) -> GemmPrecision:
         gemm: GemmSpec | None = getattr(self, name)
         if gemm is None:
             return GemmPrecision()
+        for role in _ROLES:
+            if role in gemm.model_fields_set and role not in GEMM_ROLES[name]:
+                raise ValueError(
+                    f"{name}.{role}: no operand of {name}; use one of {', '.join(GEMM_ROLES[name])}"
+                )
         lhs, rhs = (self._quantizer(name, gemm, role) for role in GEMM_ROLES[name])
-        delayed = self.amax_history
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
-        return GemmPrecision(
-            lhs,
-            rhs,
-            _built(Hadamard, gemm.hadamard),
-            tensor_scale=self.tensor_scale,
-            delayed=_built(DelayedScaling, delayed) if tensor_scaled else None,
-            accumulation=_built(Accumulation, gemm.accumulation or self.accumulation),
-        )
+        own_sums = "accumulation" in gemm.model_fields_set
+        try:
+            return GemmPrecision(
+                lhs,
+                rhs,
+                _built(gemm.hadamard),
+                tensor_scale=self.tensor_scale,
+                delayed=_built(self.amax_history) if tensor_scaled else None,
+                accumulation=_built(gemm.accumulation if own_sums else self.accumulation),
+            )
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _quantizer(self, name: str, gemm: GemmSpec, role: str) -> Quantizer | None:
         if role in gemm.model_fields_set and getattr(gemm, role) is None:
             return None
-        operand = (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
+        change = getattr(gemm, role)
+        operand = (getattr(self, role) or OperandSpec()).changed_by(change)
         try:
             return operand.build()
         except ValueError as error:
-            raise ValueError(f"{name}, {role}.{error}") from None
+            option = str(error).partition(":")[0]
+            of_gemm = change is not None and option in change.model_fields_set
+            raise ValueError(f"{name}.{role}.{error}" if of_gemm else f"{role}.{error}") from None
 
 
-def _built(kind: type, spec: BaseModel | None) -> Any:
-    return None if spec is None else kind(**spec.model_dump())
+def _built(spec: _FieldsOf | None) -> Any:
+    return None if spec is None else spec.build()
 
 
 def _extent(value: Any) -> Any:
@@ -268,13 +299,13 @@ class RecipeSpec(_Strict):
     switches: dict[str, SwitchSpec] = {}
 
 
-def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe]) -> Recipe:
+def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
     """Check a recipe's raw YAML data and build it.
 
     Args:
         raw: what the YAML holds.
         source: the file's name, for messages.
-        load: gives the recipe that a switch names.
+        load: gives the recipe that a switch names; None where no switch is allowed.
 
     Raises:
         UserError: the first thing wrong, by its key, and what would be right.
@@ -288,11 +319,12 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe]) -> Recipe
         try:
             configs[name] = config.build()
         except ValueError as error:
-            raise UserError(f"{source}: configs.{name}: {error}") from None
+            raise UserError(f"{source}: configs.{name}.{error}") from None
     rules = tuple(_rule(source, name, m, configs) for name, m in spec.matchers.items() if m.enabled)
-    switches = tuple(
-        _switch(source, name, s, load) for name, s in spec.switches.items() if s.enabled
-    )
+    enabled = {name: switch for name, switch in spec.switches.items() if switch.enabled}
+    if enabled and load is None:
+        raise UserError(f"recipe {spec.name} has switches of its own; name one without")
+    switches = tuple(_switch(source, name, s, load) for name, s in enabled.items())
     return Recipe(spec.name, spec.description, configs, rules, switches)
 
 
@@ -301,11 +333,6 @@ def _switch(source: str, name: str, spec: SwitchSpec, load: Callable[[str], Reci
         target = load(spec.to)
     except UserError as error:
         raise UserError(f"{source}: switches.{name}.to: {error}") from None
-    if target.switches:
-        raise UserError(
-            f"{source}: switches.{name}.to: recipe {target.name} has switches of its own; "
-            "name one without"
-        )
     return Switch(name, *spec.point, spec.part, target)
 
 
@@ -345,7 +372,8 @@ def _first_error(error: ValidationError) -> str:
     if first["type"] != "extra_forbidden":
         message = first["msg"].removeprefix("Value error, ")
         return f"{'.'.join(path) or 'the file'}: {message[0].lower() + message[1:]}"
-    parent = tag or (path[-2] if len(path) > 1 else "")
+    # Names that users give come before: a config may be called input.
+    parent = tag or (path[-2] if len(path) > 3 else "")
     by_section = {"configs": PrecisionSpec, "switches": SwitchSpec}
     section = by_section.get(path[0], RecipeSpec) if len(path) > 2 else RecipeSpec
     model = _MODELS_BY_FIELD.get(parent, section)

@@ -98,7 +98,8 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
     loaded = dist_checkpointing.load(content, str(directory), validate_access_integrity=False)
     for key, chunk in _chunks(model):
         chunk.load_state_dict(loaded[key])
-    amax_history.load_state(model, loaded["amax_history"])
+    # megatron drops an empty dictionary: that of a run, or a checkpoint, without histories.
+    amax_history.load_state(model, loaded.get("amax_history", {}))
     if optimizer is None:
         return
     with ExitStack() as stack:

@@ -297,9 +297,9 @@ class _Window:
         return result
 
     def add(self, run: _Run, loss: float, grad_norm: float) -> None:
-        """Take one iteration's results; log where the interval is full."""
+        """Take one iteration's results; log where the interval is full, or the run at its end."""
         self.losses.append(loss)
-        if run.iteration % self.args.log_interval:
+        if run.iteration % self.args.log_interval and run.iteration < self.args.train_iters:
             return
         tokens = len(self.losses) * self.args.global_batch_size * self.args.seq_length
         self.logger.log(

@@ -1,49 +1,47 @@
-"""A tiny dataset and the command line of a tiny GPT, shared by the end-to-end tests."""
+"""A tiny dataset, and three ways to run pretrain_gpt.py on it."""
 
-import shlex
+import json
+import os
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
-# isort: split
+import tiny_run
+from tiny_run import Result, arguments_for, write_corpus
+
 import pretrain_gpt
 from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training.corpus import preprocess
-from megatron_lowbit.training.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
+# One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
-MODEL = shlex.split("""
-    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --ffn-hidden-size 128 --swiglu --normalization RMSNorm
-    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
-    --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
-    --split 90,10,0 --eval-iters 1 --log-interval 1 --quantization-engine reference
-""")
+
+def launch(command: list[str]) -> subprocess.CompletedProcess:
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder with ``data.bin``, ``data.idx`` and ``tokenizer/``, made from the project's code."""
+    """A folder with ``data.bin``, ``data.idx`` and ``tokenizer/``."""
     folder = tmp_path_factory.mktemp("corpus")
-    sources = sorted((ROOT / "megatron_lowbit").rglob("*.py"))
-    train_tokenizer((path.read_text() for path in sources), 512, folder / "tokenizer")
-    preprocess(sources, str(folder / "tokenizer"), str(folder / "data"))
+    write_corpus(folder)
     return folder
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a finished run left: the fields of subprocess.CompletedProcess that tests read."""
-
-    returncode: int
-    stdout: str
-    stderr: str
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """The same in this process: threads divide sums, and with them their last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -60,22 +58,33 @@ def pretrain_here(corpus, capsys):
     return run
 
 
-def arguments_for(corpus: Path, extra: tuple) -> list[str]:
-    """The tiny model on the tiny data, and then ``extra``."""
-    data = ["--data-path", str(corpus / "data"), "--tokenizer-model", str(corpus / "tokenizer")]
-    return [*MODEL, *data, *map(str, extra)]
-
-
 @pytest.fixture
 def pretrain_command(corpus):
     """Runs pretrain_gpt.py as a command of its own, in one process or by torchrun."""
 
     def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
-        launcher = [sys.executable]
-        if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone"]
-            launcher += ["--nproc-per-node", str(processes)]
+        launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
         command = [*launcher, str(ROOT / "pretrain_gpt.py"), *arguments_for(corpus, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+@pytest.fixture
+def pretrain_two_ranks(corpus, tmp_path):
+    """Makes several runs, {name: arguments}, one after another in the same two processes.
+
+    Returns the folder of NAME.RANK.pt, the amax histories that each rank had; see ``tiny_run``.
+    """
+
+    def run(runs: dict[str, tuple]) -> Path:
+        folder = tmp_path / "two-ranks"
+        folder.mkdir()
+        job = {name: arguments_for(corpus, arguments) for name, arguments in runs.items()}
+        (folder / "job.json").write_text(json.dumps(job))
+        command = [*TORCHRUN, "2", tiny_run.__file__, str(folder / "job.json")]
+        result = launch(command)
+        assert result.returncode == 0, result.stderr[-3000:]
+        return folder
 
     return run

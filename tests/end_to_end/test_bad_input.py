@@ -5,6 +5,7 @@ import shlex
 import shutil
 
 import pytest
+from tiny_run import refused
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.training.arguments import parse_arguments
@@ -30,7 +31,8 @@ GOOD = shlex.split("""--num-layers 4 --hidden-size 64 --num-attention-heads 4 --
         (["--lr-warmup-iters", "2"], ["--lr-warmup-iters", "--lr-decay-iters"]),
         (["--seq-length", "64", "--max-position-embeddings", "32"], ["--max-position-embeddings"]),
         (["--train-iters", "0"], ["--train-iters", "positive"]),
-        (["--fp4-recipe", "a", "--fp8-recipe", "b"], ["--fp4-recipe", "--fp8-recipe"]),
+        (["--precision-recipe", "a", "--fp4-recipe", "b"], ["--precision-recipe", "--fp4-recipe"]),
+        (["--precision-recipe", "a", "--fp8-recipe", "b"], ["--precision-recipe", "--fp8-recipe"]),
         (["--overlap-param-gather"], ["--use-distributed-optimizer"]),
         (["--recompute-granularity", "full"], ["--recompute-method"]),
         (["@missing.args"], ["missing.args"]),
@@ -45,19 +47,76 @@ def test_arguments_that_do_not_fit(extra, words):
         assert word in message
 
 
-def refused(result) -> str:
-    """The one error line of a command that must have been refused."""
-    assert result.returncode == 2, result.stderr[-2000:]
-    errors = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(errors) == 1, errors
-    assert errors[0].startswith("error: ")
-    return errors[0]
-
-
 def test_unknown_recipe_names_the_near_one(pretrain_command, tmp_path):
     save = tmp_path / "run"
     error = refused(pretrain_command("--fp4-recipe", "nvpf4", "--train-iters", 1, "--save", save))
     assert "nvpf4" in error and "nvfp4" in error
+    assert not save.exists()
+
+
+SWITCH = ["--fp4-recipe", "nvfp4", "--recipe-set"]
+TWO = ["--fp8-recipe", "fp8-tile", "--fp4-recipe", "mxfp4-backward"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--fp8-recipe", "blokwise"], ["blokwise", "fp8-tile"]),
+        (["--precision-recipe", "none.yaml"], ["none.yaml", "does not exist"]),
+        (
+            ["--precision-recipe", "nvfp4", "--fp4-recipe", "nvfp4"],
+            ["--precision-recipe", "--fp4-recipe"],
+        ),
+        (["--fp8-recipe", "fp8-tile", "--fp4-recipe", "mxpf4"], ["mxpf4", "mxfp4"]),
+        (
+            [*TWO, "--recipe-set", "grad.rounding=nearest"],
+            ["forward.grad.rounding=nearest", "backward.grad.rounding=nearest"],
+        ),
+        ([*TWO, "--recipe-set", "backward.grad.runding=nearest"], ["grad.runding", "rounding"]),
+        (
+            [*TWO, "--recipe-set", "forward.switches.heal={iteration: 1, to: bf16}"],
+            ["fp8-tile", "switches", "combined"],
+        ),
+        ([*SWITCH, "switches.heal={iteration: 3, to: bf61}"], ["switches.heal.to", "bf61", "bf16"]),
+        ([*SWITCH, "switches.heal={to: bf16}"], ["switches.heal", "iteration, tokens, fraction"]),
+        (
+            [*SWITCH, "switches.heal={iteration: 3, tokens: 9, to: bf16}"],
+            ["switches.heal", "iteration, tokens, fraction"],
+        ),
+        (
+            [*SWITCH, "switches.heal={fraction: 1.5, to: bf16}"],
+            ["switches.heal.fraction", "less than 1"],
+        ),
+        (
+            [*SWITCH, "switches.heal={iteration: 3, to: bf16, part: half}"],
+            ["switches.heal.part", "forward", "backward"],
+        ),
+        (
+            ["--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=17"],
+            ["just_in_time 17", "16"],
+        ),
+    ],
+)
+def test_recipes_that_do_not_fit(pretrain_here, tmp_path, arguments, words):
+    """Nothing is left behind, not even the folder to save to."""
+    save = tmp_path / "run"
+    error = refused(pretrain_here(*arguments, "--train-iters", 1, "--save", save))
+    for word in words:
+        assert word in error, error
+    assert not save.exists()
+
+
+def test_switch_whose_rule_matches_nothing(pretrain_here, tmp_path):
+    """Found at the start, not when the switch comes."""
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(
+        "name: mine\nconfigs: {low: {input: {format: nvfp4}}}\nmatchers:\n"
+        "  typo: {type: glob, pattern: '*linear_fc3', config: low, enabled: true}\n"
+    )
+    switch = f"switches.heal={{iteration: 1, to: {recipe}}}"
+    save = tmp_path / "run"
+    error = refused(pretrain_here(*SWITCH, switch, "--train-iters", 2, "--save", save))
+    assert "mine" in error and "typo" in error
     assert not save.exists()
 
 

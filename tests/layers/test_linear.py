@@ -212,9 +212,9 @@ class Recorder:
         self.quantized.append((quantizer.format.name, tuple(x.shape)))
         return ENGINE.quantize(quantizer, x, **options)
 
-    def gemm(self, lhs, rhs, bias=None):
+    def gemm(self, lhs, rhs, bias=None, accumulation=None):
         self.multiplied.append((lhs, rhs))
-        return ENGINE.gemm(lhs, rhs, bias)
+        return ENGINE.gemm(lhs, rhs, bias, accumulation)
 
 
 def test_square_weight_is_quantized_once():

@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from megatron_lowbit.kernels.engine import reference
 from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
-from megatron_lowbit.numerics import QuantizedTensor, quantize
-from megatron_lowbit.recipes import HIGH_PRECISION, load_recipe
+from megatron_lowbit.numerics import AmaxHistory, QuantizedTensor, quantize
+from megatron_lowbit.numerics.formats import unpack_nibbles
+from megatron_lowbit.recipes import HIGH_PRECISION, OPERANDS, load_recipe
 
 RANKS = 2
 KEY = 2**64 - 99
@@ -31,8 +32,8 @@ def check(function):
     return function
 
 
-def precision(*overrides):
-    return load_recipe("nvfp4", overrides).configs["nvfp4"]
+def precision(*overrides, name="nvfp4"):
+    return next(c for c in load_recipe(name, overrides).configs.values() if c.quantized)
 
 
 GROUP = precision("tensor_scale=group")
@@ -42,6 +43,21 @@ ALL_STOCHASTIC = precision(
 )
 SQUARE_INPUT = precision("tensor_scale=group", "input.format=nvfp4-2d")
 PRECISIONS = {"group": GROUP, "stochastic": ALL_STOCHASTIC, "square": SQUARE_INPUT}
+FP8 = precision("tensor_scale=group", name="fp8-tensorwise")
+FP8_STOCHASTIC = precision(
+    "tensor_scale=group",
+    *(f"{role}.rounding=stochastic" for role in ("input", "weight", "grad")),
+    name="fp8-tensorwise",
+)
+DELAYED = precision("tensor_scale=group", "amax_history.just_in_time=1", name="fp8-delayed")
+# Transforms on every GEMM, which fit the pieces of 16 and 32 features.
+TRANSFORMED = precision(
+    "tensor_scale=group",
+    "input.rounding=stochastic",
+    "fprop.hadamard={size: 32, signs: fresh}",
+    "dgrad.hadamard={size: 16, signs: fresh, output: fp32}",
+    "wgrad.hadamard={size: 8, signs: 3}",
+)
 
 
 class Recorder:
@@ -53,18 +69,17 @@ class Recorder:
         self.product = engine.gemm
         self.engine = dataclasses.replace(engine, gemm=self.gemm)
 
-    def gemm(self, lhs, rhs, bias=None):
-        self.operands.append(
-            [t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (lhs, rhs)]
-        )
-        return self.product(lhs, rhs)
+    def gemm(self, lhs, rhs, bias=None, accumulation=None):
+        self.operands.append((lhs, rhs))
+        return self.product(lhs, rhs, bias, accumulation)
 
 
-def run(x, weight, dy, how, shards=UNSHARDED):
+def run(x, weight, dy, how, shards=UNSHARDED, history=None):
     """(y, dX, dW) and the operands of fprop, dgrad, wgrad."""
     x, weight = (t.detach().contiguous().requires_grad_() for t in (x, weight))
     seen = Recorder()
-    y = lowbit_linear(x, weight, how, key=KEY, shards=shards, engine=seen.engine)
+    options = {"shards": shards, "engine": seen.engine, "amax_history": history}
+    y = lowbit_linear(x, weight, how, key=KEY, **options)
     dx, dw = torch.autograd.grad(y, [x, weight], dy.contiguous())
     return (y.detach(), dx, dw), seen.operands
 
@@ -97,9 +112,30 @@ def close(result, expected, tolerance):
     assert error <= tolerance, f"relative error {error:.3g}"
 
 
-def same(result, expected):
+def same(result, expected, rows=slice(None), columns=slice(None)):
+    """Bit for bit some rows and columns of ``expected``: codes, scales and the tensor scale too."""
+    if isinstance(expected, QuantizedTensor):
+        assert result.format == expected.format
+        assert torch.equal(result.tensor_scale, expected.tensor_scale), "another tensor scale"
+        # A block that is cut has the scale in both parts: the first of each row's.
+        block = expected.format.block
+        numbers = torch.arange(expected.shape[1])[columns][::block] // block
+        if expected.scales.shape[1]:
+            same(bytes_of(result.scales), bytes_of(expected.scales), rows, numbers)
+        same(codes_of(result), codes_of(expected), rows, columns)
+        result, expected = result.dequantize(), expected.dequantize()
+    expected = expected[rows][:, columns] if expected.ndim > 1 else expected
     assert result.shape == expected.shape, (result.shape, expected.shape)
     assert torch.equal(result, expected), f"{(result != expected).sum()} of {result.numel()} differ"
+
+
+def bytes_of(tensor):
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def codes_of(quantized):
+    four_bits = quantized.format.element.bits == 4
+    return unpack_nibbles(quantized.codes) if four_bits else bytes_of(quantized.codes)
 
 
 def summed(tensor):
@@ -130,10 +166,10 @@ def column_parallel(how, tolerance, exact):
     if exact:
         (x_, w), (grad, w_t), (grad_t, x_t) = full
         same(operands[0][0], x_)
-        same(operands[0][1], w[mine])
-        same(operands[1][0], grad[:, mine])
-        same(operands[1][1], w_t[:, mine])
-        same(operands[2][0], grad_t[mine])
+        same(operands[0][1], w, mine)
+        same(operands[1][0], grad, columns=mine)
+        same(operands[1][1], w_t, columns=mine)
+        same(operands[2][0], grad_t, mine)
         same(operands[2][1], x_t)
     partial, _ = run(x, weight[mine], dy[:, mine], how, column_shards(mine))
     close(summed(partial[1]), dx, 1e-5)
@@ -150,12 +186,12 @@ def row_parallel(how, tolerance, exact):
     close(results[2], dw[:, mine], tolerance)
     if exact:
         (x_, w), (grad, w_t), (grad_t, x_t) = full
-        same(operands[0][0], x_[:, mine])
-        same(operands[0][1], w[:, mine])
+        same(operands[0][0], x_, columns=mine)
+        same(operands[0][1], w, columns=mine)
         same(operands[1][0], grad)
-        same(operands[1][1], w_t[mine])
+        same(operands[1][1], w_t, mine)
         same(operands[2][0], grad_t)
-        same(operands[2][1], x_t[mine])
+        same(operands[2][1], x_t, mine)
 
 
 def sequence_parallel(how, tokens, tolerance, exact, *batch):
@@ -171,10 +207,10 @@ def sequence_parallel(how, tokens, tolerance, exact, *batch):
     if exact:
         (x_, w), (grad, w_t), (grad_t, x_t) = full
         same(operands[0][0], x_)
-        same(operands[0][1], w[mine])
-        same(operands[1][0], grad[:, mine])
-        same(operands[1][1], w_t[:, mine])
-        same(operands[2][0], grad_t[mine])
+        same(operands[0][1], w, mine)
+        same(operands[1][0], grad, columns=mine)
+        same(operands[1][1], w_t, columns=mine)
+        same(operands[2][0], grad_t, mine)
         same(operands[2][1], x_t)
 
 
@@ -222,6 +258,46 @@ def sequence_parallel_gathers_codes():
 
 
 @check
+def fp8_tensors():
+    """One scale for the whole tensor, with which codes travel under sequence parallelism."""
+    for how in (FP8, FP8_STOCHASTIC):
+        column_parallel(how, 1e-6, exact=True)
+        row_parallel(how, 1e-6, exact=True)
+        for tokens in (64, 34):
+            sequence_parallel(how, tokens, 1e-6, True)
+
+
+@check
+def transforms():
+    column_parallel(TRANSFORMED, 1e-6, exact=True)
+    row_parallel(TRANSFORMED, 1e-6, exact=True)
+    for tokens in (64, 34):
+        sequence_parallel(TRANSFORMED, tokens, 1e-6, True)
+
+
+@check
+def delayed_scaling_of_the_group():
+    """Every rank records the whole tensor's amaxes, and scales by them in the next step."""
+    x, weight, dy = whole(48)
+    mine = features(N)
+    alone, ours = (AmaxHistory(len(OPERANDS), 16, x.device) for _ in range(2))
+    for scale in (1.0, 0.5):
+        _, full = run(scale * x, weight, dy, DELAYED, history=alone)
+        shards = column_shards(mine, allreduce_dgrad=True)
+        _, operands = run(scale * x, weight[mine], dy[:, mine], DELAYED, shards, history=ours)
+        assert (alone.step >= 0).sum() == 5  # dgrad's weight is fprop's
+        same(ours.step, alone.step)
+        same(operands[0][0], full[0][0])
+        same(operands[0][1], full[0][1], mine)
+        same(operands[1][0], full[1][0], columns=mine)
+        same(operands[2][0], full[2][0], mine)
+        same(operands[2][1], full[2][1])
+        for history in (alone, ours):
+            history.advance(history.step)
+    assert torch.equal(full[0][0].tensor_scale, quantize(x, "fp8-tensor-e4m3").tensor_scale)
+
+
+@check
 def sequence_parallel_with_a_batch_axis():
     sequence_parallel(ALL_STOCHASTIC, 16, 1e-6, True, 4)
 
@@ -242,21 +318,33 @@ def sequence_parallel_input_amax_is_the_groups_anyway():
     local = slice(dist.get_rank() * 32, dist.get_rank() * 32 + 32)
     shards = column_shards(mine, sequence_parallel=True)
     _, operands = run(x[local], weight[mine], dy[:, mine], precision(), shards)
-    same(operands[0][0], quantize(x, "nvfp4").dequantize())
-    same(operands[2][1], quantize(x, "nvfp4", axis=0, hadamard=16).dequantize())
+    same(operands[0][0], quantize(x, "nvfp4"))
+    same(operands[2][1], quantize(x, "nvfp4", axis=0, hadamard=16))
 
 
 @check
 def tensor_scale_of_the_shard():
-    """tensor_scale=shard: each rank's weight from its own amax, which here is not the group's."""
+    """tensor_scale=shard: a rank's operands are scaled by its own amax, here not the group's."""
     x, weight, dy = whole(48)
-    mine = features(N)
-    shards = column_shards(mine, allreduce_dgrad=True)
-    _, operands = run(x, weight[mine], dy[:, mine], precision(), shards)
-    same(operands[0][1], quantize(weight[mine], "nvfp4-2d").dequantize())
-    shared = quantize(weight, "nvfp4-2d").dequantize()[mine]
-    differs = torch.tensor(float(not torch.equal(operands[0][1], shared)))
-    assert summed(differs) >= 1
+    column, row = features(N), features(K)
+    split = [
+        (
+            column_shards(column),
+            (x, weight[column], dy[:, column]),
+            [(0, 1), (1, 0), (1, 1), (2, 0)],
+        ),
+        (row_shards(row), (x[:, row], weight[:, row], dy), [(0, 0), (0, 1), (1, 1), (2, 1)]),
+    ]
+    for name in ("nvfp4", "fp8-tensorwise"):
+        how = precision("grad.rounding=nearest", name=name)
+        _, full = run(x, weight, dy, how)
+        for shards, tensors, sharded in split:
+            _, alone = run(*tensors, how)
+            _, operands = run(*tensors, how, shards)
+            for gemm, side in sharded:
+                same(operands[gemm][side], alone[gemm][side])
+                differs = operands[gemm][side].tensor_scale != full[gemm][side].tensor_scale
+                assert summed(differs.float()) >= 1, (name, gemm, side)
 
 
 @check
@@ -292,7 +380,7 @@ def other_numbers_give_other_bits():
     _, full = run(x, weight, dy, GROUP)
     shards = dataclasses.replace(column_shards(mine, allreduce_dgrad=True), out_features=None)
     _, operands = run(x, weight[mine], dy[:, mine], GROUP, shards)
-    assert not torch.equal(operands[2][0], full[2][0][mine])
+    assert not torch.equal(operands[2][0].codes, full[2][0].codes[mine])
 
 
 def work(rank, store, out):

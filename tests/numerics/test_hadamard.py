@@ -145,7 +145,7 @@ def test_bad_sizes(size):
 
 
 def test_bad_names():
-    with pytest.raises(ValueError, match=r"'random'.*fixed, none"):
+    with pytest.raises(ValueError, match=r"'random'.*fixed, fresh, none"):
         Hadamard(signs="random")
     with pytest.raises(ValueError, match=r"'fp16'.*bf16, fp32"):
         Hadamard(output="fp16")

@@ -51,17 +51,18 @@ def test_shipped_names():
         assert load_recipe(name).name == name and load_recipe(name).description
 
 
-def test_nvfp4_says():
+def test_nvfp4_builds():
     """Section 4 of the NVFP4 paper: 2D weights, SR on gradients, RHT-16 on wgrad, 2 + 8 of 62."""
     recipe = load_recipe("nvfp4")
     gradient = Quantizer(ROWS, STOCHASTIC)
     weight, activation = Quantizer(SQUARE, NEAREST), Quantizer(ROWS, NEAREST)
     assert recipe.configs == {
         "nvfp4": LinearPrecision(
-            fprop=GemmPrecision(activation, weight),
-            dgrad=GemmPrecision(gradient, weight),
-            wgrad=GemmPrecision(gradient, activation, Hadamard(16, "fixed", "bf16")),
-            tensor_scale="shard",
+            fprop=GemmPrecision(activation, weight, tensor_scale="shard"),
+            dgrad=GemmPrecision(gradient, weight, tensor_scale="shard"),
+            wgrad=GemmPrecision(
+                gradient, activation, Hadamard(16, "fixed", "bf16"), tensor_scale="shard"
+            ),
         ),
         "bf16": HIGH_PRECISION,
     }
@@ -147,8 +148,10 @@ def test_set_a_gemm_to_high_precision():
 
 
 def test_set_tensor_scale():
-    assert nvfp4().tensor_scale == "shard"
-    assert nvfp4("tensor_scale=group").tensor_scale == "group"
+    assert {gemm.tensor_scale for gemm in nvfp4().gemms.values()} == {"shard"}
+    changed = nvfp4("tensor_scale=group")
+    assert {gemm.tensor_scale for gemm in changed.gemms.values()} == {"group"}
+    assert list(changed.operands()) == list(nvfp4().operands())
 
 
 def test_set_blocks():
@@ -174,7 +177,8 @@ def test_set_exact_paths():
 
 def test_set_several_the_last_wins():
     precision = nvfp4("grad.rounding=nearest", "tensor_scale=group", "grad.rounding=stochastic")
-    assert precision.dgrad == nvfp4().dgrad and precision.tensor_scale == "group"
+    assert precision == nvfp4("tensor_scale=group")
+    assert precision.dgrad.lhs == Quantizer(ROWS, STOCHASTIC)
 
 
 def test_setting_changes_no_later_load():
@@ -196,10 +200,13 @@ def test_setting_changes_no_later_load():
         ("grad.rounding=[", ["'['", "not a YAML value"]),
         ("grad.format=nvfp8", ["configs.nvfp4.grad.format", "nvfp8", "nvfp4"]),
         ("grad=nearest", ["configs.nvfp4.grad"]),
-        ("grad=none", ["configs.nvfp4", "hadamard transform needs both"]),
+        ("grad=none", ["configs.nvfp4.wgrad", "hadamard transform needs both"]),
         ("tensor_scale=world", ["tensor_scale", "'shard' or 'group'"]),
         ("tensor_scale.x=1", ["tensor_scale has no fields"]),
-        ("wgrad.hadamard.size=24", ["configs.nvfp4", "24", "power of two from 2 to 256"]),
+        (
+            "wgrad.hadamard.size=24",
+            ["configs.nvfp4.wgrad.hadamard", "24", "power of two from 2 to 256"],
+        ),
         ("bf16_blocks.lst=4", ["matchers.bf16_blocks.lst", "first, last"]),
         ("bf16_blocks.last=-4", ["matchers.bf16_blocks.last", "-4", "2/62"]),
         ("bf16_blocks.last=1.5", ["matchers.bf16_blocks.last", "1.5", "2/62"]),
@@ -288,16 +295,19 @@ WRONG = [
     (put("configs.nvfp4.tensor_scale", 1), ["configs.nvfp4.tensor_scale", "'shard' or 'group'"]),
     (
         put("configs.nvfp4.wgrad.hadamard.signs", "drawn"),
-        ["configs.nvfp4.wgrad.hadamard.signs", "'fixed' or 'none'"],
+        ["configs.nvfp4.wgrad.hadamard.signs", "'fixed', 'fresh', 'none'", "integer"],
     ),
     (
         put("configs.nvfp4.wgrad.hadamard.output", "fp16"),
         ["configs.nvfp4.wgrad.hadamard.output", "'bf16' or 'fp32'"],
     ),
-    (put("configs.nvfp4.wgrad.hadamard.size", 17), ["configs.nvfp4", "17", "power of two"]),
+    (
+        put("configs.nvfp4.wgrad.hadamard.size", 17),
+        ["configs.nvfp4.wgrad.hadamard", "17", "power of two"],
+    ),
     (put("configs.nvfp4.wgrad.hadamard.size", "x"), ["configs.nvfp4.wgrad.hadamard.size"]),
     (put("configs.nvfp4", 5), ["configs.nvfp4"]),
-    (put("configs.nvfp4.input", None), ["configs.nvfp4", "both operands"]),
+    (put("configs.nvfp4.input", None), ["configs.nvfp4.wgrad", "both operands"]),
     (put("configs", []), ["configs"]),
     (put("matchers", None), ["matchers"]),
     (put("matchers.linears", 3), ["matchers.linears"]),

@@ -76,6 +76,94 @@ def test_block_rule(first, last, blocks):
     assert matched(rule, model(5)) == {x.path for x in model(5) if x.block in blocks}
 
 
+@pytest.mark.parametrize(
+    "numbers, blocks",
+    [
+        ((0,), {0}), ((3, 1), {1, 3}), ((-1,), {5}), ((-6, -2), {0, 4}), ((2, -1), {2, 5}),
+        ((0, -6), {0}), ((6, -7), set()),
+    ],
+)  # fmt: skip
+def test_block_numbers(numbers, blocks):
+    """From 0 on, and negative from the end, in any model."""
+    rule = BlockRule("r", "c", numbers=numbers)
+    assert {x.block for x in model(6) if rule.matches(x)} == blocks
+
+
+def test_block_numbers_add_to_first_and_last():
+    rule = BlockRule("r", "c", Fraction(1, 6), 2, numbers=(2, -4, -1))
+    assert {x.block for x in model(6) if rule.matches(x)} == {0, 2, 4, 5}
+
+
+KINDS_OF_PATHS = {
+    "decoder.layers.0.self_attention.linear_qkv": "attention",
+    "decoder.layers.0.self_attention.linear_proj": "attention",
+    "decoder.layers.0.cross_attention.linear_kv": "attention",
+    "decoder.layers.0.mlp.linear_fc1": "mlp",
+    "decoder.layers.11.mlp.linear_fc2": "mlp",
+    "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1": "moe",
+    "decoder.layers.0.mlp.experts.local_experts.15.linear_fc2": "moe",
+    "decoder.layers.0.mlp.shared_experts.linear_fc1": "moe",
+    "decoder.layers.3.mixer.in_proj": "mamba",
+    "decoder.layers.3.mixer.out_proj": "mamba",
+    "output_layer": "other",
+}
+
+
+@pytest.mark.parametrize("path, kind", KINDS_OF_PATHS.items())
+def test_kinds(path, kind):
+    """An expert's linears are the MoE's, not an MLP's, though their path says mlp too."""
+    layer = Layer(path, 0, 12)
+    assert layer.kind == kind
+    for other in ("attention", "mlp", "moe", "mamba"):
+        assert BlockRule("r", "c", kinds=(other,)).matches(layer) is (other == kind)
+    assert BlockRule("r", "c", kinds=("attention", "mlp", "moe", "mamba")).matches(layer) is (
+        kind != "other"
+    )
+
+
+@pytest.mark.parametrize(
+    "position, blocks",
+    [
+        ({}, {0, 1, 2, 3}), ({"first": 1}, {0}), ({"last": 1}, {3}), ({"numbers": (1, -1)}, {1, 3}),
+        ({"first": 1, "last": 1, "numbers": (2,)}, {0, 2, 3}),
+    ],
+)  # fmt: skip
+def test_kinds_narrow_the_blocks(position, blocks):
+    """A layer must be of the kind and in the blocks; a kind alone means all blocks."""
+    rule = BlockRule("r", "c", kinds=("attention",), **position)
+    expected = {x.path for x in model(4) if x.block in blocks and "attention" in x.path}
+    assert len(expected) == 2 * len(blocks) and matched(rule, model(4)) == expected
+
+
+def test_kinds_and_numbers_by_recipe_set():
+    """mxfp8 everywhere but in attention; nvfp4 with other blocks in high precision."""
+    attention = "{type: blocks, kinds: [attention], config: high, enabled: true}"
+    linears = '{type: glob, pattern: "*", config: mxfp8, enabled: true}'
+    order = f"matchers={{attention: {attention}, linears: {linears}}}"
+    recipe = load_recipe("mxfp8", ["configs.high={}", order])
+    high = {x.path for x in model(12) if not recipe.precision_for(x).quantized}
+    assert high == {x.path for x in model(12) if "attention" in x.path}
+    recipe = load_recipe("nvfp4", ["bf16_blocks.kinds=[attention]", "bf16_blocks.numbers=[5]"])
+    high = {x.path for x in model(12) if not recipe.precision_for(x).quantized}
+    assert high == {
+        x.path for x in model(12) if "attention" in x.path and x.block in (0, 5, 10, 11)
+    }
+
+
+@pytest.mark.parametrize("numbers", [(7, 0), (0, -9), (99,), (-100,)])
+def test_numbers_outside_the_model(numbers):
+    """In every model it is used with; the message has the number and the blocks there are."""
+    recipe = Recipe("mine", "", CONFIGS, (BlockRule("some", "high", numbers=numbers),))
+    recipe.check_rules(model(200))
+    with pytest.raises(UserError) as caught:
+        recipe.check_rules(model(7))
+    message = str(caught.value)
+    assert "\n" not in message
+    outside = next(n for n in numbers if not -7 <= n < 7)
+    for part in ("mine", "some", f"block {outside},", "0 to 6"):
+        assert part in message
+
+
 def test_glob_rule_fits_the_whole_path():
     layers = model(12)
     assert matched(GlobRule("r", "c", "*"), layers) == {x.path for x in layers}

@@ -1,0 +1,337 @@
+"""Variance of a stochastically rounded MXFP4 product, with and without a random Hadamard transform.
+
+    python benchmarks/rht_variance.py
+
+Reproduces figure 2 of "Training LLMs with MXFP4" (arXiv 2502.20586): the mean over pairs of vectors
+(A, B) of the variance over stochastic rounding of Q(A)^T Q(B), against Q(HSA)^T Q(HSB). Elements
+are N(0, 1), a share p of them N(0, deviation**2); Q is algorithm 2. Two ways of scaling: one scale
+for the whole vector, as theorem 3.2 has it, and MX blocks of 32, as training has it. Writes
+benchmarks/results/rht_variance.json and docs/images/rht_variance.png.
+"""
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+from megatron_lowbit.kernels import compiled
+from megatron_lowbit.numerics import (
+    Draw,
+    Hadamard,
+    Quantizer,
+    Rounding,
+    derive_key,
+    format_by_name,
+    hadamard_transform,
+)
+from megatron_lowbit.numerics.hadamard import MAX_SIZE
+from megatron_lowbit.numerics.quantizer import REFERENCE
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "rht_variance.json"
+PICTURE = ROOT / "docs" / "images" / "rht_variance.png"
+ALGORITHM_2 = format_by_name("mxfp4", scale_rounding="floor", three_quarters=True)
+BLOCK = ALGORITHM_2.block
+SIZES = (32, 64, 128, 256, 512, 1024, 2048)
+OUTLIERS = (0.0, 0.001, 0.01)
+DEVIATIONS = (5.0, 5.0**0.5)
+"""The paper's "N(0, 5I)" read as a deviation and as a variance of 5."""
+
+_CHUNK = 1 << 20  # elements quantized at a time
+_NO_COMPILER = compiled.missing_compiler()
+_ARITHMETIC = REFERENCE if _NO_COMPILER else compiled.arithmetic(type(ALGORITHM_2))
+
+
+class Case(NamedTuple):
+    """How elements are drawn: a share ``outliers`` of them from N(0, deviation**2)."""
+
+    outliers: float
+    deviation: float
+
+    def draw(self, pairs: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
+        """A and B, (pairs, size) each: the same ones for every method."""
+        key = derive_key(seed, "data", str(self), size)
+        random = torch.Generator().manual_seed(key >> 1)
+        normal = torch.randn(2, pairs, size, generator=random)
+        outlier = torch.rand(2, pairs, size, generator=random) < self.outliers
+        a, b = torch.where(outlier, normal * self.deviation, normal)
+        return a, b
+
+
+class Method(NamedTuple):
+    """Which elements share a scale, and points of the transform (0: none); None is the vector."""
+
+    scale: int | None
+    points: int | None
+
+    @property
+    def label(self) -> str:
+        """For tables and pictures."""
+        names = {0: "no RHT", None: "RHT, whole vector"}
+        return names.get(self.points, f"RHT-{self.points}")
+
+
+METHODS = (
+    *(Method(None, points) for points in (0, None)),
+    *(Method(BLOCK, points) for points in (0, 32, 64, 256, None)),
+)
+
+
+@dataclass
+class Line:
+    """Mean variance against vector size, for one case and method."""
+
+    case: Case
+    method: Method
+    sizes: list[int] = field(default_factory=list)
+    variance: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
+    bias_in_errors: list[float] = field(default_factory=list)
+
+    def exponent(self) -> tuple[float, float]:
+        """Slope of log(variance) over log(size) by weighted least squares, and its error."""
+        weight = [(v / e) ** 2 for v, e in zip(self.variance, self.error, strict=True)]
+        x = [math.log(size) for size in self.sizes]
+        mean = sum(w * a for w, a in zip(weight, x, strict=True)) / sum(weight)
+        spread = sum(w * (a - mean) ** 2 for w, a in zip(weight, x, strict=True))
+        points = zip(weight, x, self.variance, strict=True)
+        slope = sum(w * (a - mean) * math.log(v) for w, a, v in points) / spread
+        return slope, spread**-0.5
+
+    def as_json(self) -> dict:
+        """All of its figures, rounded to what their errors leave meaningful."""
+        slope, error = self.exponent()
+        return {
+            **self.case._asdict(),
+            "scale_of": self.method.scale or "vector",
+            "rht": "vector" if self.method.points is None else self.method.points,
+            "sizes": self.sizes,
+            "variance": [float(f"{value:.5g}") for value in self.variance],
+            "standard_error": [float(f"{value:.2g}") for value in self.error],
+            "bias_in_standard_errors": [round(value, 2) for value in self.bias_in_errors],
+            "exponent": round(slope, 4),
+            "exponent_standard_error": round(error, 4),
+        }
+
+
+def transformed(x: Tensor, points: int, key: int) -> Tensor:
+    """HSx in blocks of ``points``; beyond the 256 there are, H_n is H_(n/256) (x) H_256."""
+    if points <= MAX_SIZE:
+        return hadamard_transform(x, Hadamard(points, "fresh", "fp32"), key)
+    random = torch.Generator().manual_seed(key >> 1)
+    x = x.unflatten(-1, (-1, points)) * torch.randint(2, (points,), generator=random).mul(2).sub(1)
+    y = hadamard_transform(x, Hadamard(MAX_SIZE, "none", "fp32"))
+    y = y.unflatten(-1, (-1, MAX_SIZE)).movedim(-1, -2)
+    y = hadamard_transform(y, Hadamard(points // MAX_SIZE, "none", "fp32"))
+    return y.movedim(-1, -2).flatten(-3)
+
+
+def rounded(x: Tensor, scale: int | None, key: int) -> Tensor:
+    """Q(x), dequantized. Blocks of 1x32; or, a vector seen as n rows of 32, one block of n x 32."""
+    rows = 1 if scale else x.shape[1] // BLOCK
+    quantizer = Quantizer(replace(ALGORITHM_2, block_rows=rows), Rounding.STOCHASTIC)
+    blocks = x if scale else x.reshape(-1, BLOCK)
+    parts = []
+    for number, part in enumerate(blocks.split(_CHUNK // blocks.shape[1])):
+        draw = Draw(derive_key(key, number))
+        parts.append(quantizer(part, draw=draw, arithmetic=_ARITHMETIC).dequantize(_ARITHMETIC))
+    return torch.cat(parts).view(x.shape)
+
+
+def measure(line: Line, size: int, pairs: int, draws: int, seed: int) -> None:
+    """Add one vector size to a line."""
+    operands = line.case.draw(pairs, size, seed)
+    exact = (operands[0].double() * operands[1].double()).sum(1)
+    key = derive_key(seed, str(line.case), str(line.method), size)
+    points = size if line.method.points is None else line.method.points
+    if points:
+        operands = tuple(transformed(x, points, derive_key(key, "signs")) for x in operands)
+    products = []
+    for draw in range(draws):
+        a, b = (
+            rounded(x, line.method.scale, derive_key(key, draw, side)).double()
+            for side, x in enumerate(operands)
+        )
+        products.append((a * b).sum(1))
+    by_draw = torch.stack(products)
+    variance, bias = by_draw.var(0), by_draw.mean(0) - exact
+    line.sizes.append(size)
+    line.variance.append(float(variance.mean()))
+    line.error.append(float(variance.std() / math.sqrt(pairs)))
+    line.bias_in_errors.append(float(bias.mean() / bias.std() * math.sqrt(pairs)))
+
+
+def run(cases: Sequence[Case], args: argparse.Namespace, console: Console) -> list[Line]:
+    """All lines. A transform longer than the vector is left out, and a line of one point too."""
+    lines, work = [], []
+    for line in (Line(case, method) for case in cases for method in METHODS):
+        sizes = [size for size in args.sizes if (line.method.points or 0) <= size]
+        if len(sizes) > 1:
+            lines.append(line)
+            work += [(line, size) for size in sizes]
+    for line, size in track(work, "measuring", console=console):
+        measure(line, size, args.pairs, args.draws, args.seed)
+    return lines
+
+
+def draw_picture(lines: Sequence[Line], path: Path) -> None:
+    """Variance over vector size, log-log: cases side by side, the two ways of scaling below."""
+    deviation = lines[0].case.deviation
+    cases = list(dict.fromkeys(x.case for x in lines if x.case.deviation == deviation))
+    figure = Figure(figsize=(3.4 * len(cases), 6.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, len(cases), sharex=True, sharey=True, squeeze=False)
+    for row, scale in zip(grid, (None, BLOCK), strict=True):
+        for axes, case in zip(row, cases, strict=True):
+            shown = (line for line in lines if line.case == case and line.method.scale == scale)
+            _draw_panel(axes, shown)
+            axes.set_title(f"outliers p = {case.outliers:g}", fontsize=10)
+        share = "one scale a vector" if scale is None else f"one scale for {scale} elements"
+        row[0].set_ylabel(f"{share}\nvariance / b")
+    for axes in grid[-1]:
+        axes.set_xlabel("vector size b")
+    figure.suptitle(f"MXFP4 product, stochastic rounding; outliers N(0, {deviation:g}²)")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_panel(axes: Axes, lines: Iterator[Line]) -> None:
+    markers = {0: "o", None: "s", 32: "v", 64: "^", 256: "D"}
+    colors = {0: "C3", None: "C0", 32: "C1", 64: "C2", 256: "C4"}
+    for line in lines:
+        points = line.method.points
+        slope, _ = line.exponent()
+        axes.errorbar(
+            line.sizes,
+            [v / size for v, size in zip(line.variance, line.sizes, strict=True)],
+            [e / size for e, size in zip(line.error, line.sizes, strict=True)],
+            label=f"{line.method.label}: b^{slope:.2f}",
+            marker=markers[points],
+            color=colors[points],
+            markersize=4,
+            linewidth=1,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.grid(True, alpha=0.3)
+    axes.legend(fontsize=8, loc="upper left")
+
+
+def table(lines: Sequence[Line]) -> Table:
+    """The last size's variance per element and the growth exponent of every line."""
+    size = lines[0].sizes[-1]
+    result = Table("p", "deviation", "scale of", "transform", f"variance/b at {size}", "exponent")
+    for line in lines:
+        slope, error = line.exponent()
+        result.add_row(
+            f"{line.case.outliers:g}",
+            f"{line.case.deviation:.4g}",
+            str(line.method.scale or "vector"),
+            line.method.label,
+            f"{line.variance[-1] / size:.4f} ± {line.error[-1] / size:.4f}",
+            f"{slope:.3f} ± {error:.3f}",
+        )
+    return result
+
+
+def machine() -> dict[str, str | int]:
+    """Hardware and versions that the figures belong to."""
+    names = (
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "cpu": next(names, platform.processor()),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "arithmetic": f"reference: {_NO_COMPILER}" if _NO_COMPILER else "compiled",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+        "commit": commit,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, kind, metavar, default, text in (
+        ("--sizes", int, "B", SIZES, "vector sizes, powers of two from 32"),
+        ("--outliers", float, "P", OUTLIERS, "shares of outliers"),
+        ("--deviations", float, "SIGMA", DEVIATIONS, "of outliers; the picture shows the first"),
+    ):
+        listed = " ".join(f"{value:.4g}" for value in default)
+        parser.add_argument(
+            name, type=kind, nargs="+", metavar=metavar, default=default,
+            help=f"{text} (default: {listed})",
+        )  # fmt: skip
+    parser.add_argument("--pairs", type=int, default=4096, help="of vectors (default: 4096)")
+    parser.add_argument("--draws", type=int, default=4, help="roundings a pair (default: 4)")
+    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
+    parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE.json")
+    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE.png")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the JSON and the picture."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if len(args.sizes) < 2 or any(s < BLOCK or s & (s - 1) for s in args.sizes):
+        parser.error(f"--sizes: give two or more powers of two from {BLOCK}")
+    if args.pairs < 2 or args.draws < 2:
+        parser.error("--pairs and --draws: a variance needs two or more")
+    torch.set_num_threads(args.threads)
+    # Without outliers their deviation makes no difference: once is enough.
+    cases = [
+        Case(p, deviation)
+        for number, deviation in enumerate(args.deviations)
+        for p in args.outliers
+        if p or not number
+    ]
+    start, console = time.monotonic(), Console()
+    lines = run(cases, args, console)
+    console.print(table(lines))
+    arguments = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+    head = {
+        "machine": machine(),
+        "arguments": arguments,
+        "seconds": round(time.monotonic() - start),
+    }
+    # One line of text for each line of the picture.
+    body = ",\n".join(f"  {json.dumps(line.as_json())}" for line in lines)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "lines": [\n{body}\n ]\n}}\n')
+    draw_picture(lines, args.picture)
+    console.print(f"{args.output}\n{args.picture}")
+
+
+if __name__ == "__main__":
+    main()

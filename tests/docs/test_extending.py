@@ -1,0 +1,221 @@
+"""The example of docs/extending.md, taken from the page and run in a copy of the package."""
+
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+BLOCK = 32
+DRAWS = 4096
+
+
+class Page(NamedTuple):
+    """The code blocks of docs/extending.md."""
+
+    module_path: str
+    module: str
+    recipe: str
+    command: str
+    usage: str
+
+
+@pytest.fixture(scope="module")
+def page() -> Page:
+    text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert [language for language, _ in blocks] == ["python", "yaml", "sh", "python"]
+    module, recipe, command, usage = (code for _, code in blocks)
+    path = re.search(r"`(megatron_lowbit/numerics/block_formats/\w+\.py)`:\n\n```python", text)
+    return Page(path[1], module, recipe, command.strip(), usage)
+
+
+def copy_package(folder: Path) -> Path:
+    """The package and its recipes, as they lie in the repository."""
+    for name in ("megatron_lowbit", "recipes"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
+    return folder
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Python on the copy in ``folder``, not on what is installed."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
+
+
+def run_code(folder: Path, code: str) -> str:
+    """What the code prints, having imported the package from the copy."""
+    check = "import megatron_lowbit as m, pathlib as p\n"
+    check += f"assert p.Path(m.__file__).is_relative_to({str(folder)!r}), m.__file__\n"
+    result = run(folder, "-c", check + code)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def extended(page, tmp_path_factory) -> Path:
+    """A copy of the package with the page's module and recipe."""
+    folder = copy_package(tmp_path_factory.mktemp("extended"))
+    (folder / page.module_path).write_text(page.module, encoding="utf-8")
+    (folder / "mxint8.yaml").write_text(page.recipe, encoding="utf-8")
+    return folder
+
+
+def steps_of(value: float, exponent: int) -> Fraction:
+    """A value in steps of 2**-6 of its block's scale, saturated."""
+    steps = Fraction(value) / Fraction(2) ** exponent * 64
+    return max(min(steps, Fraction(127)), Fraction(-127))
+
+
+def expected(row: list[float]) -> tuple[list[int], list[int], list[Fraction]]:
+    """Codes, scale bytes and values of one row by exact arithmetic; round() is half-to-even."""
+    codes, scales, values = [], [], []
+    for start in range(0, len(row), BLOCK):
+        block = row[start : start + BLOCK]
+        amax = max(map(abs, block))
+        exponent = -127 if amax == 0 else max(-127, math.frexp(amax)[1] - 1)
+        scales.append(exponent + 127)
+        codes += [round(steps_of(value, exponent)) for value in block]
+        values += [Fraction(code, 64) * Fraction(2) ** exponent for code in codes[start:]]
+    return codes, scales, values
+
+
+def cases() -> Tensor:
+    """Rows of 3 blocks (the last one ragged): random, and what an INT8 grid is hard on."""
+    random = torch.Generator().manual_seed(7)
+    x = torch.randn(24, 90, generator=random) * 2.0 ** torch.randint(
+        -30, 30, (24, 1), generator=random
+    )
+    x[0] = 0.0
+    x[1, :8] = torch.tensor([1.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, 127.0]) / 64  # ties
+    x[1, 8:BLOCK] = 0.0
+    x[1, 9] = 1.0
+    x[2, :4] = torch.tensor([255.0, -255.0, 254.0, 128.0]) / 128  # above 127/64: saturates
+    x[2, 4:BLOCK] = 0.0
+    x[3] = 2.0**-128  # a scale below 2**-127 does not exist
+    x[4] = 3.0e38 * (torch.arange(90) % 3 - 1)
+    return x
+
+
+def test_unknown_without_the_file(tmp_path):
+    code = "import torch\ntry:\n    m.quantize(torch.ones(4, 32), 'mxint8')\n"
+    code += "except ValueError as error:\n    print(error)\n"
+    assert "unknown format 'mxint8'" in run_code(copy_package(tmp_path), code)
+
+
+@pytest.fixture(scope="module")
+def quantized(extended) -> dict[str, Tensor]:
+    """What the copy makes of :func:`cases` and of one row many times over."""
+    torch.save((cases(), cases()[5, :BLOCK].expand(DRAWS, -1)), extended / "cases.pt")
+    run_code(
+        extended,
+        """
+import torch
+x, row = torch.load("cases.pt")
+q = m.quantize(x, "mxint8")
+seed = torch.Generator().manual_seed(3)
+draws = m.quantize(row, "mxint8", rounding="stochastic", generator=seed)
+special = torch.ones(3, 96)
+special[0, 1], special[1, 40] = torch.nan, -torch.inf
+y = torch.randn(70, 100)
+square = m.quantize(y, "mxint8-2d")
+result = {
+    "codes": q.codes, "scales": q.scales, "values": q.dequantize(), "nbytes": q.nbytes,
+    "draws": draws.codes, "special": m.quantize(special, "mxint8").dequantize(),
+    "square_scales": square.scales, "square": square.dequantize(),
+    "transpose": square.transpose().dequantize(),
+    "empty": m.quantize(torch.empty(0, 64), "mxint8").dequantize(),
+}
+torch.save(result, "result.pt")
+""",
+    )
+    return torch.load(extended / "result.pt")
+
+
+def test_quantize_nearest(quantized):
+    codes, scales = quantized["codes"], quantized["scales"]
+    assert codes.dtype == torch.int8 and scales.dtype == torch.uint8
+    assert quantized["nbytes"] == 24 * 96 + 24 * 3 + 4
+    for number, row in enumerate(cases().tolist()):
+        want_codes, want_scales, want_values = expected(row)
+        assert codes[number, : len(row)].tolist() == want_codes
+        assert scales[number].tolist() == want_scales
+        assert [Fraction(value) for value in quantized["values"][number].tolist()] == want_values
+
+
+def test_quantize_stochastic(quantized):
+    """Every draw is one of the two neighbours, and their mean is the value."""
+    x, codes = cases()[5, :BLOCK], quantized["draws"].double()
+    exponent = math.frexp(float(x.abs().max()))[1] - 1
+    steps = torch.tensor([float(steps_of(value, exponent)) for value in x.tolist()])
+    assert ((codes == steps.floor()) | (codes == steps.ceil())).all()
+    up = steps - steps.floor()
+    error = (up * (1 - up) / DRAWS).sqrt()
+    assert ((codes.mean(0) - steps).abs() <= 4 * error).all()
+    assert (up > 0).sum() > BLOCK / 2
+
+
+def test_special_values(quantized):
+    special = quantized["special"]
+    assert special[0, :BLOCK].isnan().all() and special.isnan().sum() == BLOCK
+    assert special[1, 40] == -127 / 64 * 2.0**127
+    assert quantized["empty"].shape == (0, 64)
+
+
+def test_square_blocks(quantized):
+    assert (quantized["square_scales"][:BLOCK] == quantized["square_scales"][0]).all()
+    assert torch.equal(quantized["transpose"], quantized["square"].T)
+
+
+def test_show(page, extended):
+    program, *arguments = page.command.split()
+    assert program == "python"
+    result = run(extended, *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "recipe mxint8: 44 of 48 linear layers quantized" in result.stdout
+    for operand in ("input: mxint8 ", "weight: mxint8-2d ", "grad: mxint8 SR "):
+        assert operand in result.stdout
+    assert "8.25 x 8.25" in result.stdout
+
+
+def test_lowbit_linear(page, extended):
+    """The page's lines, and the same bits from the compiled engine and the reference."""
+    printed = run_code(
+        extended,
+        "import torch\ntorch.manual_seed(1)\n"
+        + page.usage
+        + """
+from megatron_lowbit.kernels.engine import reference
+def dense(t, name):
+    return quantize(t.detach(), name).dequantize()
+torch.testing.assert_close(y, dense(x, "mxint8") @ dense(weight, "mxint8-2d").T)
+exact = [t.detach().requires_grad_() for t in (x, weight)]
+(exact[0] @ exact[1].T).square().mean().backward()
+for low, high in zip((x, weight), exact):
+    error = (low.grad - high.grad).norm() / high.grad.norm()
+    assert 0 < error < 0.03, error
+def results(engine):
+    a, b = (t.detach().requires_grad_() for t in (x, weight))
+    y = lowbit_linear(a, b, precision, key=5, engine=engine)
+    y.square().mean().backward()
+    return y, a.grad, b.grad
+for one, other in zip(results(None), results(reference("test"))):
+    assert torch.equal(one, other)
+""",
+    )
+    dtype, error = printed.splitlines()
+    assert dtype == "torch.int8"
+    stated = float(re.search(r"# about ([\d.]+)$", page.usage, re.MULTILINE)[1])
+    assert float(error.split()[-1]) == pytest.approx(stated, rel=0.1)

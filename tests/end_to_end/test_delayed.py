@@ -1,0 +1,203 @@
+"""Delayed scaling in a run: what its amax histories survive, and what must not change them."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from tiny_run import (
+    done,
+    losses,
+    recorded_histories,
+    refused,
+    saved_histories,
+    start_from,
+    steps,
+)
+
+FP8 = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=2",
+       "--recipe-set", "amax_history.length=4")  # fmt: skip
+TENSORWISE = ("--fp8-recipe", "fp8-tensorwise")
+FULL_RECOMPUTATION = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+                      "--recompute-num-layers", 1)  # fmt: skip
+FC1 = "decoder.layers.1.mlp.linear_fc1"
+# Rows of a history: fprop's input and weight, dgrad's grad and weight, wgrad's grad and input.
+FORWARD, GRADIENTS = [0, 1, 5], [2, 4]
+
+
+def equal(one: dict, other: dict) -> bool:
+    """Whether two sets of histories are the same to the bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[path], other[path]) for path in one)
+
+
+@pytest.fixture(scope="module")
+def memory() -> dict:
+    """The uninterrupted run, once it was made."""
+    return {}
+
+
+@pytest.fixture
+def whole(memory, pretrain_here, tmp_path_factory):
+    """(folder, histories by iteration) of six iterations, saved after each second one."""
+    if not memory:
+        folder = tmp_path_factory.mktemp("delayed") / "whole"
+        with recorded_histories() as recorded:
+            done(pretrain_here(*FP8, "--train-iters", 6, "--save", folder, "--save-interval", 2))
+        memory["whole"] = folder, recorded
+    return memory["whole"]
+
+
+@pytest.fixture
+def train(pretrain_here, tmp_path):
+    """Runs NAME with delayed scaling: (steps, histories by iteration)."""
+
+    def run(name: str, *arguments, recipe=FP8) -> tuple[dict, dict]:
+        save = tmp_path / name
+        with recorded_histories() as recorded:
+            done(pretrain_here(*recipe, *arguments, "--save", save))
+        return steps(save), recorded
+
+    return run
+
+
+def test_a_step_appends_its_amaxes(whole, train):
+    """They shift in from the right; the gradient of dgrad is wgrad's, the input fprop's."""
+    histories = [whole[1][iteration][FC1] for iteration in range(7)]
+    assert (histories[0] == -1).all()
+    for old, new in pairwise(histories):
+        assert torch.equal(new[:, :-1], old[:, 1:])
+    newest = torch.stack([entries[:, -1] for entries in histories[1:]])
+    assert (newest[:, FORWARD + GRADIENTS] > 0).all()
+    assert len(newest[:, 0].unique()) == len(newest[:, 1].unique()) == 6
+    # fprop's quantized weight serves dgrad, which has none of its own.
+    assert (newest[:, 3] == -1).all()
+    assert torch.equal(newest[:, 0], newest[:, 5]) and torch.equal(newest[:, 2], newest[:, 4])
+
+
+def test_scales_come_from_the_history_once_it_is_long_enough(whole, train):
+    """The first two steps take each tensor's own amax, as tensorwise scaling does for ever."""
+    tensorwise, _ = train("tensorwise", "--train-iters", 3, recipe=TENSORWISE)
+    delayed = steps(whole[0])
+    assert [delayed[step] == tensorwise[step] for step in (1, 2, 3)] == [True, True, False]
+
+
+@pytest.mark.parametrize(("iteration", "launcher"), [(2, "pretrain_command"), (4, "pretrain_here")])
+def test_resumes_to_the_bit(whole, request, tmp_path, iteration, launcher):
+    """In a process of its own and in this one."""
+    pretrain, (folder, recorded) = request.getfixturevalue(launcher), whole
+    saved = saved_histories(folder / f"iter_{iteration:07d}")
+    assert len(saved) == 16
+    assert equal(saved, recorded[iteration])
+    save = start_from(folder, iteration, tmp_path / "resumed")
+    done(pretrain(*FP8, "--train-iters", 6, "--load", save, "--save", save))
+    assert steps(save) == {k: v for k, v in steps(folder).items() if k > iteration}
+    assert equal(saved_histories(save / "iter_0000006"), recorded[6])
+
+
+def test_a_run_without_histories_leaves_those_of_a_checkpoint(whole, pretrain_here, tmp_path):
+    """It goes on, and with other steps: what the test of resuming compares can differ."""
+    save = start_from(whole[0], 2, tmp_path / "tensorwise")
+    done(pretrain_here(*TENSORWISE, "--train-iters", 3, "--load", save, "--save", save))
+    assert steps(save)[3] != steps(whole[0])[3]
+
+
+def test_a_checkpoint_without_histories_starts_just_in_time(pretrain_here, train, tmp_path):
+    train("plain", "--train-iters", 2, recipe=("--precision-recipe", "bf16"))
+    assert saved_histories(tmp_path / "plain" / "iter_0000002") == {}
+    for name in ("delayed", "tensorwise"):
+        start_from(tmp_path / "plain", 2, tmp_path / name)
+    goes_on = ("--train-iters", 5, "--load")
+    delayed, recorded = train("delayed", *goes_on, tmp_path / "delayed")
+    tensorwise, _ = train("tensorwise", *goes_on, tmp_path / "tensorwise", recipe=TENSORWISE)
+    assert (recorded[2][FC1] == -1).all()
+    assert [delayed[step] == tensorwise[step] for step in (3, 4, 5)] == [True, True, False]
+
+
+def test_a_history_of_another_length_is_refused_and_the_fix_named(whole, pretrain_here, tmp_path):
+    save = start_from(whole[0], 2, tmp_path / "longer")
+    command = ("--fp8-recipe", "fp8-delayed", "--train-iters", 3, "--load", save, "--save", save)
+    error = refused(pretrain_here(*command))
+    assert "amax_history" in error and "4 steps" in error and "keeps 16" in error
+    assert "amax_history.length=4" in error
+    assert sorted(path.name for path in save.glob("*")) == [
+        "iter_0000002",
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--eval-interval", 1, "--eval-iters", 2), FULL_RECOMPUTATION],
+    ids=["evaluation", "full recomputation"],
+)
+def test_leaves_losses_and_histories_as_they_are(whole, train, arguments):
+    """Neither a forward pass without a backward one nor a second one counts."""
+    actual, recorded = train("again", "--train-iters", 4, *arguments)
+    assert actual == {k: v for k, v in steps(whole[0]).items() if k <= 4}
+    assert all(equal(recorded[iteration], whole[1][iteration]) for iteration in range(5))
+
+
+def test_a_step_is_an_optimizer_step_not_a_microbatch(whole, train):
+    """Four microbatches record what two of twice the size do: the largest, in one entry."""
+    _, split = train("split", "--train-iters", 1, "--micro-batch-size", 1)
+    for path, entries in whole[1][1].items():
+        assert torch.equal(split[1][path] >= 0, entries >= 0)
+        # Quantized with scales of smaller tensors, values differ by as much as E4M3 is coarse.
+        newest = (split[1][path][FORWARD, -1], entries[FORWARD, -1])
+        assert torch.allclose(*newest, rtol=1 / 8)
+    assert torch.equal(split[1][FC1][1], whole[1][1][FC1][1])
+
+
+LAYOUTS = {
+    "tp2": ("--tensor-model-parallel-size", 2),
+    "sp": ("--tensor-model-parallel-size", 2, "--sequence-parallel"),
+    "pp2": ("--pipeline-model-parallel-size", 2),
+    "pp2 interleaved": ("--pipeline-model-parallel-size", 2,
+                        "--num-layers-per-virtual-pipeline-stage", 1),
+    "dp2": (),
+    "dp2 distributed optimizer": ("--use-distributed-optimizer",),
+}  # fmt: skip
+
+
+def test_two_ranks_load_and_keep_the_histories_of_one(
+    whole, pretrain_here, pretrain_two_ranks, train, tmp_path
+):
+    """Each layout goes on from one process's checkpoint, its ranks' histories staying equal.
+
+    They stay equal to that process's, too. Gradients of two data-parallel ranks are twice as
+    large, for each rank divides its loss by one microbatch instead of two. The bound is what the
+    order of FP32 sums does to a value that is then rounded to E4M3 or E5M2.
+    """
+    single, histories = whole
+    runs = {}
+    for name, arguments in LAYOUTS.items():
+        save = tmp_path / name
+        if "distributed" in name:
+            arguments = (*arguments, "--train-iters", 2)
+        else:
+            start_from(single, 2, save)
+            arguments = (*arguments, "--train-iters", 4, "--load", save)
+        runs[name] = (*FP8, *arguments, "--save", save)
+    ranks = pretrain_two_ranks(runs)
+    for name in LAYOUTS:
+        first, second = (torch.load(ranks / f"{name}.{rank}.pt") for rank in range(2))
+        last = max(first)
+        if "pp2" in name:
+            assert not first[last].keys() & second[last].keys()
+            first = {step: first[step] | second[step] for step in first}
+        else:
+            assert all(equal(first[step], second[step]) for step in first), name
+        assert equal(saved_histories(tmp_path / name / f"iter_{last:07d}"), first[last]), name
+        if last == 4:
+            assert equal(first[2], histories[2]), name
+            assert losses(tmp_path / name) == pytest.approx(
+                {k: v for k, v in losses(single).items() if k in (3, 4)}, rel=1e-4
+            )
+        scale = 2 if "dp2" in name else 1
+        for path, entries in histories[last - 1].items():
+            new, expected = first[last - 1][path][:, -1], entries[:, -1].clone()
+            expected[GRADIENTS] *= scale
+            assert torch.allclose(new, expected, rtol=1e-2), (name, path, new, expected)
+
+    back = start_from(tmp_path / "tp2", 4, tmp_path / "back")
+    _, recorded = train("back", "--train-iters", 5, "--load", back)
+    assert equal(recorded[4], torch.load(ranks / "tp2.0.pt")[4])

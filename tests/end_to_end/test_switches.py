@@ -1,0 +1,147 @@
+"""Precision switches in a run: when they come, what they change, and resuming around them."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_run import done, saved_histories, start_from, steps
+
+LENGTH = 6  # iterations
+AFTER = 3  # finished iterations, of 4 sequences of 32 tokens, at which every switch here comes
+
+NVFP4, BF16 = "nvfp4", "bf16"
+DELAYED = str(Path(__file__).with_name("delayed.yaml"))
+# Base recipe, the switch, and the arguments of a run that computes so from its start.
+CASES = {
+    "all": (NVFP4, "iteration: 3, to: bf16", ("--precision-recipe", BF16)),
+    "forward": (
+        NVFP4, "iteration: 3, to: bf16, part: forward",
+        ("--fp8-recipe", BF16, "--fp4-recipe", NVFP4),
+    ),
+    "backward": (
+        NVFP4, "iteration: 3, to: bf16, part: backward",
+        ("--fp8-recipe", NVFP4, "--fp4-recipe", BF16),
+    ),
+    "to delayed scaling": (BF16, f"iteration: 3, to: {DELAYED}", ("--fp8-recipe", DELAYED)),
+    "to delayed scaling, backward": (
+        BF16, f"iteration: 3, to: {DELAYED}, part: backward",
+        ("--fp8-recipe", BF16, "--fp4-recipe", DELAYED),
+    ),
+    "from delayed scaling": (
+        DELAYED, "iteration: 3, to: nvfp4, part: forward",
+        ("--fp8-recipe", NVFP4, "--fp4-recipe", DELAYED),
+    ),
+    "tokens": (NVFP4, "tokens: 384, to: bf16", ("--precision-recipe", BF16)),
+    "tokens between steps": (NVFP4, "tokens: 257, to: bf16", ("--precision-recipe", BF16)),
+    "fraction": (NVFP4, "fraction: 0.5, to: bf16", ("--precision-recipe", BF16)),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def memory() -> dict:
+    """Folders of runs from the start that were made already, by what they computed."""
+    return {}
+
+
+@pytest.fixture
+def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Path]:
+    """Runs the whole length, saving every iteration; runs from the start are made once."""
+
+    def run(name: str, *arguments, after: tuple[Path, int] | None = None) -> Path:
+        if after is None and arguments in memory:
+            return memory[arguments]
+        folder = (tmp_path_factory.mktemp("runs") if after is None else tmp_path) / name
+        if after is not None:
+            arguments = (*arguments, "--load", start_from(*after, folder))
+        result = pretrain_here(
+            *arguments, "--train-iters", LENGTH, "--save-interval", 1, "--save", folder
+        )
+        done(result)
+        (folder / "output.txt").write_text(result.stdout)
+        if after is None:
+            memory[arguments] = folder
+        return folder
+
+    return run
+
+
+def switched(case: str) -> tuple:
+    """The arguments of a run with a switch."""
+    base, switch, _ = CASES[case]
+    return ("--precision-recipe", base, "--recipe-set", f"switches.heal={{{switch}}}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_run_without_it_until_it_comes(train, case):
+    """From then on the losses and gradients are others, and both moments are announced."""
+    base, switch, _ = CASES[case]
+    run, plain = train("switched", *switched(case)), train("plain", "--precision-recipe", base)
+    same = [steps(run)[step] == steps(plain)[step] for step in steps(plain)]
+    assert same == [True] * AFTER + [False] * (LENGTH - AFTER)
+    output = (run / "output.txt").read_text().splitlines()
+    unit, at = switch.partition(",")[0].split(": ")
+    (planned,) = [line for line in output if line.startswith("switch heal:")]
+    assert f"from {unit} {at} on" in planned
+    announced = [line for line in output if ": recipe " in line]
+    assert [line.partition(":")[0] for line in announced] == ["iteration 0", f"iteration {AFTER}"]
+    assert announced[0].endswith(f" {Path(base).stem}")
+    order = [output.index(announced[1])]
+    for step in (AFTER, AFTER + 1):
+        order += [
+            n for n, x in enumerate(output) if x.startswith(f"iteration {step}/{LENGTH} | lo")
+        ]
+    assert order[1] < order[0] < order[2]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_computes_what_it_switched_to(train, case):
+    """Like a run of just that, from the checkpoint at the switch: same steps to the bit."""
+    run = train("switched", *switched(case))
+    other = train("other", *CASES[case][2], after=(run, AFTER))
+    assert steps(other) == {k: v for k, v in steps(run).items() if k > AFTER}
+
+
+@pytest.mark.parametrize("iteration", [AFTER - 1, AFTER, AFTER + 1])
+@pytest.mark.parametrize("case", CASES)
+def test_resumes_to_the_bit_around_it(train, case, iteration):
+    run = train("switched", *switched(case))
+    resumed = train("resumed", *switched(case), after=(run, iteration))
+    assert steps(resumed) == {k: v for k, v in steps(run).items() if k > iteration}
+    output = (resumed / "output.txt").read_text()
+    assert (f"iteration {AFTER}: recipe " in output) == (iteration <= AFTER)
+
+
+@pytest.mark.parametrize(
+    ("case", "with_histories"),
+    [("to delayed scaling", [4, 5, 6]), ("from delayed scaling", [1, 2, 3, 4, 5, 6])],
+)
+def test_checkpoints_hold_the_histories_that_the_next_step_needs(train, case, with_histories):
+    """A layer whose backward pass goes on with delayed scaling goes on with its history."""
+    run = train("switched", *switched(case))
+    recorded = [
+        step
+        for step in range(1, LENGTH + 1)
+        if any((h >= 0).any() for h in saved_histories(run / f"iter_{step:07d}").values())
+    ]
+    assert recorded == with_histories
+
+
+def test_two_switches_apply_in_order(train):
+    """Forward first, the rest later: bf16 in the end."""
+    run = train(
+        "twice", "--precision-recipe", NVFP4,
+        "--recipe-set", "switches.first={iteration: 2, to: bf16, part: forward}",
+        "--recipe-set", "switches.second={iteration: 4, to: bf16, part: backward}",
+    )  # fmt: skip
+    forward = train(
+        "forward", "--fp8-recipe", BF16, "--fp4-recipe", NVFP4, after=(run, 2)
+    )  # fmt: skip
+    high = train("high", "--precision-recipe", BF16, after=(run, 4))
+    assert [steps(run)[step] == steps(forward)[step] for step in (3, 4, 5)] == [True, True, False]
+    assert steps(high) == {step: steps(run)[step] for step in (5, 6)}
+
+
+def test_a_switch_at_the_start_is_the_other_recipe(train):
+    run = train("now", "--precision-recipe", NVFP4, "--recipe-set",
+                "switches.now={iteration: 0, to: bf16}")  # fmt: skip
+    assert steps(run) == steps(train("plain", "--precision-recipe", BF16))

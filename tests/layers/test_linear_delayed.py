@@ -1,0 +1,240 @@
+"""Delayed scaling in the linear layer: what is recorded, when, and what scales are made of it."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.numerics import AmaxHistory, Hadamard, hadamard_transform
+from megatron_lowbit.recipes import OPERANDS, load_recipe
+
+ENGINE = reference("tests")
+M, N, K = 24, 40, 56
+E4M3_MAX, E5M2_MAX = 448.0, 57344.0
+DTYPES = {E4M3_MAX: torch.float8_e4m3fn, E5M2_MAX: torch.float8_e5m2}
+MAXES = {"input": E4M3_MAX, "weight": E4M3_MAX, "grad": E5M2_MAX}
+
+
+def precision(*overrides, name="fp8-delayed"):
+    return next(c for c in load_recipe(name, overrides).configs.values() if c.quantized)
+
+
+HYBRID = precision("amax_history={length: 3, just_in_time: 2}")
+# dgrad's weight in another format than fprop's: else one weight serves both, and one is recorded.
+ALL_SIX = precision("dgrad.weight.scale_format=pow2", "amax_history={length: 3, just_in_time: 2}")
+
+
+def history(length=16):
+    return AmaxHistory(len(OPERANDS), length, torch.device("cpu"))
+
+
+def leaves():
+    generator = torch.Generator().manual_seed(9)
+    x, weight, dy = (torch.randn(s, generator=generator) for s in ((M, K), (N, K), (M, N)))
+    return x.requires_grad_(), weight.requires_grad_(), dy
+
+
+def forward(x, weight, how, state, **options):
+    return lowbit_linear(x, weight, how, key=1, engine=ENGINE, amax_history=state, **options)
+
+
+def run(x, weight, dy, how, state):
+    y = forward(x, weight, how, state)
+    return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
+
+
+def amaxes(x, weight, dy):
+    """The six operands' own, in the order of OPERANDS."""
+    of = {"input": x, "weight": weight, "grad": dy}
+    return torch.stack([of[role].detach().abs().max() for _, role in OPERANDS])
+
+
+def fp8(t, amax, largest):
+    """Plain per-tensor FP8: t * (largest / amax) cast, saturating, and back."""
+    scale = torch.tensor(largest) / amax
+    codes = (t.detach() * scale).clamp(-largest, largest).to(DTYPES[largest])
+    return codes.float() * (1.0 / scale)
+
+
+def by_hand(x, weight, dy, of):
+    """Y, dX, dW with each operand scaled by the amax that ``of`` has for it."""
+    tensors = {"input": x, "weight": weight, "grad": dy}
+    q = {
+        operand: fp8(tensors[operand[1]], amax, MAXES[operand[1]])
+        for operand, amax in zip(OPERANDS, of, strict=True)
+    }
+    return (
+        q["fprop", "input"] @ q["fprop", "weight"].t(),
+        q["dgrad", "grad"] @ q["dgrad", "weight"],
+        q["wgrad", "grad"].t() @ q["wgrad", "input"],
+    )
+
+
+def assert_close(results, expected):
+    """FP32 sums of at most 56 terms; another amax anywhere changes far more."""
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-4)
+
+
+def test_just_in_time():
+    """As long as too few steps are known, the scale is the tensor's own: current scaling's bits."""
+    x, weight, dy = leaves()
+    state = history(3)
+    current = run(x, weight, dy, precision("amax_history=null"), None)
+    for _ in range(2):  # no step known, then one
+        results = run(x, weight, dy, HYBRID, state)
+        assert all(torch.equal(a, b) for a, b in zip(results, current, strict=True))
+        assert_close(results, by_hand(x, weight, dy, amaxes(x, weight, dy)))
+        state.advance(10 * amaxes(x, weight, dy))
+    results = run(x, weight, dy, HYBRID, state)
+    assert not any(torch.equal(a, b) for a, b in zip(results, current, strict=True))
+    assert_close(results, by_hand(x, weight, dy, 10 * amaxes(x, weight, dy)))
+
+
+def test_each_operand_has_its_own_history():
+    """Six different ones, of which the largest counts; what exceeds it saturates."""
+    x, weight, dy = leaves()
+    state = history(3)
+    factors = torch.tensor([0.5, 1.5, 3.0, 1.5, 0.7, 6.0])
+    for factor in (0.1, 1.0, 0.9):
+        state.advance(factor * factors * amaxes(x, weight, dy))
+    results = run(x, weight, dy, HYBRID, state)
+    assert_close(results, by_hand(x, weight, dy, factors * amaxes(x, weight, dy)))
+
+
+def test_the_window_is_the_length():
+    """The amax of four steps ago is forgotten."""
+    x, weight, dy = leaves()
+    state = history(3)
+    for factor in (50.0, 2.0, 1.0, 1.0):
+        state.advance(factor * amaxes(x, weight, dy))
+    results = run(x, weight, dy, HYBRID, state)
+    assert_close(results, by_hand(x, weight, dy, 2 * amaxes(x, weight, dy)))
+
+
+def test_average():
+    """Exponential, from the oldest: 2 / (3 + 1) for each newer one."""
+    x, weight, dy = leaves()
+    state = history(3)
+    for factor in (4.0, 2.0, 1.0):
+        state.advance(factor * amaxes(x, weight, dy))
+    how = precision("amax_history={length: 3, algorithm: average, just_in_time: 3}")
+    mean = ((4.0 + 2.0) / 2 + 1.0) / 2
+    results = run(x, weight, dy, how, state)
+    assert_close(results, by_hand(x, weight, dy, mean * amaxes(x, weight, dy)))
+
+
+# What is recorded
+
+
+def test_all_six_are_recorded():
+    """Forward records fprop's and wgrad's input, backward the rest; finished steps do not move."""
+    x, weight, dy = leaves()
+    state = history()
+    expected = amaxes(x, weight, dy)
+    y = forward(x, weight, ALL_SIX, state)
+    seen = [("fprop", "input"), ("fprop", "weight"), ("wgrad", "input")]
+    assert [op for op, amax in zip(OPERANDS, state.step, strict=True) if amax >= 0] == seen
+    y.backward(dy)
+    assert torch.equal(state.step, expected)
+    assert (state.entries < 0).all()
+
+
+def test_a_weight_that_serves_both_is_recorded_once():
+    x, weight, dy = leaves()
+    state = history()
+    run(x, weight, dy, HYBRID, state)
+    unused = OPERANDS.index(("dgrad", "weight"))
+    assert state.step[unused] < 0 and (state.step >= 0).sum() == 5
+
+
+def test_microbatches_of_a_step():
+    """The largest amax of the step is kept; the products do not depend on what came before."""
+    x, weight, dy = leaves()
+    state = history(3)
+    for _ in range(2):
+        state.advance(amaxes(x, weight, dy))
+    first = run(x, weight, dy, ALL_SIX, state)
+    run((3 * x).detach().requires_grad_(), weight, dy / 2, ALL_SIX, state)
+    again = run(x, weight, dy, ALL_SIX, state)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(state.step, amaxes(3 * x, weight, dy))
+
+
+def test_evaluation_reads_and_does_not_write():
+    x, weight, dy = leaves()
+    state = history(3)
+    for _ in range(2):
+        state.advance(0.5 * amaxes(x, weight, dy))
+    with torch.no_grad():
+        y = forward(x, weight, HYBRID, state)
+    assert (state.step < 0).all()
+    expected = by_hand(x, weight, dy, 0.5 * amaxes(x, weight, dy))[0]
+    assert_close([y], [expected])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_changes_no_record(reentrant):
+    x, weight, dy = leaves()
+    state = history()
+    y = checkpoint(lambda x: forward(x, weight, ALL_SIX, state), x, use_reentrant=reentrant)
+    y.backward(dy)
+    assert torch.equal(state.step, amaxes(x, weight, dy))
+
+
+def test_gemms_that_do_not_run_record_nothing():
+    """A frozen weight has no wgrad, an input without gradient no dgrad."""
+    x, weight, dy = leaves()
+    for inputs, idle in (((x, weight.detach()), "wgrad"), ((x.detach(), weight), "dgrad")):
+        state = history()
+        forward(*inputs, ALL_SIX, state).backward(dy)
+        assert [op[0] == idle for op in OPERANDS] == (state.step < 0).tolist()
+
+
+def test_the_recorded_amax_is_of_the_transformed_operand():
+    """wgrad's, where there is a transform: that is what its scale is for."""
+    x, weight, dy = leaves()
+    state = history()
+    run(x, weight, dy, precision("wgrad.hadamard={size: 16}"), state)
+    for role, t in (("input", x), ("grad", dy)):
+        recorded = state.step[OPERANDS.index(("wgrad", role))]
+        assert recorded == hadamard_transform(t.detach().t(), Hadamard(16)).abs().max()
+        assert recorded != t.detach().abs().max()
+
+
+def test_only_tensor_scales_are_delayed():
+    """A role in a block format has neither a record nor a use for one."""
+    x, weight, dy = leaves()
+    state = history()
+    how = precision("input={format: mxfp8-e4m3}")
+    run(x, weight, dy, how, state)
+    recorded = [op[1] for op, amax in zip(OPERANDS, state.step, strict=True) if amax >= 0]
+    assert recorded == ["weight", "grad", "grad"]
+
+
+def test_nvfp4_can_be_delayed():
+    """Its tensor scale is amax / (448 * 6) of the history then."""
+    x, weight, dy = leaves()
+    state = history(1)
+    how = precision("amax_history={length: 1, just_in_time: 1}", name="nvfp4")
+    state.advance(torch.full((len(OPERANDS),), 7.0))
+    scales = []
+
+    class Engine:
+        quantize = staticmethod(ENGINE.quantize)
+
+        @staticmethod
+        def gemm(lhs, rhs, *rest):
+            scales.extend((lhs.tensor_scale.item(), rhs.tensor_scale.item()))
+            return ENGINE.gemm(lhs, rhs, *rest)
+
+    y = lowbit_linear(x, weight, how, key=1, engine=Engine, amax_history=state)
+    y.backward(dy)
+    assert scales == pytest.approx([7.0 / (448 * 6)] * 6, rel=1e-6)
+
+
+def test_without_a_history():
+    x, weight, _ = leaves()
+    with pytest.raises(ValueError, match="amax_history"):
+        forward(x, weight, HYBRID, None)

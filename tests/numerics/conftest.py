@@ -1,0 +1,91 @@
+"""What several test files of the formats share: golden inputs, and a scalar rounding to a grid."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+GOLDEN_FILE = Path(__file__).parents[1] / "golden" / "quantizers.npz"
+INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
+
+
+class Golden:
+    """The golden arrays by key; ``x`` gives an input as BF16."""
+
+    def __init__(self) -> None:
+        self.arrays = np.load(GOLDEN_FILE)
+        self.keys = tuple(self.arrays.files)
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        return self.arrays[key]
+
+    def x(self, name: str) -> torch.Tensor:
+        bits = self.arrays[f"{name}/input_bf16_bits"].view(np.int16)
+        return torch.from_numpy(bits).view(torch.bfloat16)
+
+
+@pytest.fixture(scope="session")
+def golden() -> Golden:
+    return Golden()
+
+
+@pytest.fixture(params=INPUTS)
+def golden_name(request) -> str:
+    return request.param
+
+
+def magnitudes(exponent_bits: int, mantissa_bits: int, largest: float) -> np.ndarray:
+    """Every finite magnitude of a format in code order, from its fields."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    values = []
+    for code in range(2 ** (exponent_bits + mantissa_bits)):
+        exponent, mantissa = divmod(code, 2**mantissa_bits)
+        lead = 1 if exponent else 0
+        value = (lead + mantissa / 2**mantissa_bits) * 2.0 ** (max(exponent, 1) - bias)
+        if value <= largest:
+            values.append(value)
+    return np.array(values)
+
+
+GRIDS = {
+    "e2m1": magnitudes(2, 1, 6),
+    "e2m3": magnitudes(2, 3, 7.5),
+    "e3m2": magnitudes(3, 2, 28),
+    "e4m3": magnitudes(4, 3, 448),
+    "e5m2": magnitudes(5, 2, 57344),
+}
+
+
+def nearest_codes(scaled: np.ndarray, element) -> np.ndarray:
+    """Codes of float64 values: the nearest grid value, the even code at a midpoint, saturating."""
+    grid = GRIDS[element.name]
+    middle = (grid[1:] + grid[:-1]) / 2
+    magnitude = np.abs(scaled)
+    below = np.searchsorted(middle, magnitude, side="left")
+    above = np.searchsorted(middle, magnitude, side="right")
+    codes = np.where(below % 2 == 0, below, above)
+    return (codes + 2 ** (element.bits - 1) * np.signbit(scaled)).astype(np.uint8)
+
+
+@pytest.fixture(scope="session")
+def scalar_codes():
+    return nearest_codes
+
+
+@pytest.fixture(scope="session")
+def grids() -> dict[str, np.ndarray]:
+    return GRIDS
+
+
+@pytest.fixture(scope="session")
+def unpacked():
+    """Codes of a quantized tensor as uint8, one a byte, whatever the width."""
+
+    def codes_of(q) -> np.ndarray:
+        codes = q.codes.contiguous().view(torch.uint8).numpy()
+        if q.format.element.bits != 4:
+            return codes
+        return np.stack([codes & 15, codes >> 4], axis=-1).reshape(codes.shape[0], -1)
+
+    return codes_of

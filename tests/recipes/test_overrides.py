@@ -1,0 +1,350 @@
+"""``--recipe-set``: every switch of an ablation on every shipped recipe, every field in reach."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Accumulation,
+    DelayedScaling,
+    Hadamard,
+    Quantizer,
+    Rounding,
+    format_by_name,
+)
+from megatron_lowbit.recipes import (
+    HIGH_PRECISION,
+    GemmPrecision,
+    LinearPrecision,
+    load_recipe,
+    schema,
+    shipped_recipes,
+)
+from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS
+
+QUANTIZING = [name for name in shipped_recipes() if name != "bf16"]
+MX = ["mxfp8", "mxfp4", "mxfp4-backward"]
+TENSOR_SCALED = ["nvfp4", "fp8-tensorwise", "fp8-delayed"]
+FP8 = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "fp8-delayed"]
+GEMMS_OF = [
+    (name, gemm)
+    for name in QUANTIZING
+    for gemm in GEMM_ROLES
+    if (name, gemm) != ("mxfp4-backward", "fprop")
+]
+
+
+def low(name, *overrides) -> LinearPrecision:
+    """The one config of a shipped recipe that quantizes; the others stay in high precision."""
+    configs = load_recipe(name, overrides).configs.values()
+    (found,) = (config for config in configs if config != HIGH_PRECISION)
+    return found
+
+
+def changed(precision, of, change) -> LinearPrecision:
+    """The precision with ``change(quantizer)`` for each (GEMM, role) that is quantized."""
+    gemms = {}
+    for gemm, (left, right) in GEMM_ROLES.items():
+        before = precision.gemms[gemm]
+        lhs = change(before.lhs) if (gemm, left) in of and before.lhs else before.lhs
+        rhs = change(before.rhs) if (gemm, right) in of and before.rhs else before.rhs
+        gemms[gemm] = replace(before, lhs=lhs, rhs=rhs)
+    return LinearPrecision(**gemms)
+
+
+def every_gemm(precision, **fields) -> LinearPrecision:
+    return LinearPrecision(**{g: replace(p, **fields) for g, p in precision.gemms.items()})
+
+
+# Transforms
+
+
+@pytest.mark.parametrize("name, gemm", GEMMS_OF)
+def test_a_transform_on_any_gemm(name, gemm):
+    """Of every size, with each kind of signs, on this GEMM alone; and off again."""
+    base = low(name)
+    for size in (32, 64, 128, 256):
+        for signs in ("fixed", "fresh", "none", 7):
+            result = low(name, f"{gemm}.hadamard={{size: {size}, signs: {signs}, output: fp32}}")
+            transform = Hadamard(size, signs, "fp32")
+            of_gemm = replace(base.gemms[gemm], hadamard=transform)
+            assert result == replace(base, **{gemm: of_gemm})
+    off = low(name, f"{gemm}.hadamard={{size: 64}}", f"{gemm}.hadamard=null")
+    assert off == replace(base, **{gemm: replace(base.gemms[gemm], hadamard=None)})
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp4-backward"])
+@pytest.mark.parametrize(
+    "field, value, attribute",
+    [
+        ("size", "128", 128), ("signs", "fixed", "fixed"), ("signs", "fresh", "fresh"),
+        ("signs", "none", "none"), ("signs", "null", "none"), ("signs", "-3", -3),
+        ("output", "bf16", "bf16"), ("output", "fp32", "fp32"),
+    ],
+)  # fmt: skip
+def test_one_field_of_a_transform(name, field, value, attribute):
+    base = low(name)
+    transform = replace(base.wgrad.hadamard, **{field: attribute})
+    expected = replace(base, wgrad=replace(base.wgrad, hadamard=transform))
+    assert low(name, f"wgrad.hadamard.{field}={value}") == expected
+
+
+# Rounding
+
+
+@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("rounding", list(Rounding))
+@pytest.mark.parametrize("role", ["input", "weight", "grad"])
+def test_rounding_of_a_role_or_of_one_operand(name, role, rounding):
+    """Stochastic rounding on and off: for a role in all its GEMMs, or in one."""
+    base = low(name)
+    every = {operand for operand in OPERANDS if operand[1] == role}
+
+    def rounded(quantizer):
+        return replace(quantizer, rounding=rounding)
+
+    result = low(name, f"{role}.rounding={rounding.value}")
+    assert result == changed(base, every, rounded)
+    for gemm, _ in every - {("fprop", role)}:
+        result = low(name, f"{gemm}.{role}.rounding={rounding.value}")
+        assert result == changed(base, {(gemm, role)}, rounded)
+
+
+# Options of formats
+
+
+@pytest.mark.parametrize(
+    "name, option, value",
+    [
+        *((n, "scale_rounding", v) for n in MX for v in ("floor", "rceil", "ceil", "even")),
+        *((n, "three_quarters", v) for n in MX for v in (False, True)),
+        *((n, "scale_format", v) for n in FP8 for v in ("fp32", "pow2")),
+    ],
+)
+@pytest.mark.parametrize("role", ["input", "weight", "grad"])
+def test_an_option_of_a_role_or_of_one_operand(name, role, option, value):
+    base = low(name)
+    every = {operand for operand in OPERANDS if operand[1] == role}
+
+    def with_option(quantizer):
+        return replace(quantizer, format=replace(quantizer.format, **{option: value}))
+
+    text = str(value).lower()
+    assert low(name, f"{role}.{option}={text}") == changed(base, every, with_option)
+    one = low(name, f"dgrad.grad.{option}={text}")
+    assert one == changed(base, {("dgrad", "grad")}, with_option)
+
+
+# Formats and blocks
+
+
+@pytest.mark.parametrize(
+    "name, role, format",
+    [
+        ("nvfp4", "weight", "nvfp4"), ("nvfp4", "input", "nvfp4-2d"), ("nvfp4", "grad", "nvfp4-2d"),
+        ("mxfp4", "weight", "mxfp4"), ("mxfp8", "weight", "mxfp8-e4m3-2d"),
+        ("mxfp8", "grad", "mxfp8-e5m2"), ("mxfp8", "input", "mxfp6-e2m3"),
+        ("mxfp4-backward", "weight", "mxfp4-2d"), ("fp8-tile", "weight", "fp8-1x128-e4m3"),
+        ("fp8-tile", "input", "fp8-128x128-e4m3"), ("fp8-tile-e4m3", "grad", "fp8-1x128-e5m2"),
+        ("fp8-tensorwise", "grad", "fp8-tensor-e4m3"), ("fp8-delayed", "weight", "fp8-tensor-e5m2"),
+    ],
+)  # fmt: skip
+def test_block_shapes_and_elements(name, role, format):
+    """1D and 2D, E4M3 and E5M2: another format of the family keeps options and rounding."""
+    every = {operand for operand in OPERANDS if operand[1] == role}
+
+    def reformatted(quantizer):
+        return replace(quantizer, format=format_by_name(format, **quantizer.format.options))
+
+    base = low(name)
+    assert low(name, f"{role}.format={format}") == changed(base, every, reformatted) != base
+
+
+def test_another_family_in_place_of_a_role():
+    """The whole role is replaced: options and rounding are the new format's own."""
+    result = low("mxfp4", "grad={format: nvfp4}")
+    assert result.dgrad.lhs == result.wgrad.lhs == Quantizer(FORMATS["nvfp4"])
+    assert result.fprop == low("mxfp4").fprop
+
+
+def test_another_format_in_one_gemm_drops_the_options_of_the_role():
+    """But keeps its rounding; the same format named again keeps everything."""
+    base = low("mxfp4-backward")
+    result = low("mxfp4-backward", "dgrad.grad.format=nvfp4")
+    assert result.dgrad.lhs == Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
+    assert result.wgrad == base.wgrad
+    result = low("mxfp4-backward", "dgrad.grad={format: mxfp6-e3m2, scale_rounding: even}")
+    even = replace(FORMATS["mxfp6-e3m2"], scale_rounding="even")
+    assert result.dgrad.lhs == Quantizer(even, Rounding.STOCHASTIC)
+    assert low("mxfp4-backward", "dgrad.grad.format=mxfp4") == base
+
+
+# What both operands share
+
+
+@pytest.mark.parametrize("name", QUANTIZING)
+def test_tensor_scale(name):
+    for value in ("group", "shard"):
+        expected = {
+            gemm: replace(p, tensor_scale=value) if p.quantized else p
+            for gemm, p in low(name).gemms.items()
+        }
+        assert low(name, f"tensor_scale={value}") == LinearPrecision(**expected)
+
+
+@pytest.mark.parametrize("name", TENSOR_SCALED)
+@pytest.mark.parametrize(
+    "value, delayed",
+    [
+        ("{length: 4, algorithm: average, just_in_time: 2}", DelayedScaling(4, "average", 2)),
+        ("{}", DelayedScaling(16, "max", 16)),
+        ("null", None),
+    ],
+)
+def test_amax_history(name, value, delayed):
+    result = low(name, f"amax_history={value}")
+    assert result == every_gemm(low(name), delayed=delayed)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("just_in_time", 1), ("algorithm", "average"), ("length", 1024)]
+)
+def test_one_field_of_the_amax_history(field, value):
+    base = low("fp8-delayed")
+    delayed = replace(base.fprop.delayed, **{field: value})
+    result = low("fp8-delayed", f"amax_history.{field}={value}")
+    assert result == every_gemm(base, delayed=delayed)
+
+
+@pytest.mark.parametrize("name", [*MX, "fp8-tile"])
+def test_delayed_scaling_is_for_tensor_scales_alone(name):
+    assert low(name, "amax_history={}") == low(name)
+
+
+@pytest.mark.parametrize("name", QUANTIZING)
+def test_accumulation(name):
+    """For all GEMMs of a config (but for one that is set to null), and per GEMM."""
+    base = low(name)
+    narrow = Accumulation("fp8", 32)
+    gemms = {
+        gemm: replace(p, accumulation=narrow) if p.quantized else p
+        for gemm, p in base.gemms.items()
+    }
+    assert low(name, "accumulation={inner: fp8, promote_every: 32}") == LinearPrecision(**gemms)
+    own = low(name, "accumulation={inner: fp8}", "wgrad.accumulation={promote_every: null}")
+    assert own.wgrad == replace(base.wgrad, accumulation=Accumulation("fp32", None))
+    assert own.dgrad == replace(base.dgrad, accumulation=Accumulation("fp8", 128))
+    but_one = low(name, "accumulation={inner: fp8}", "dgrad.accumulation=null")
+    assert (but_one.dgrad, but_one.wgrad.accumulation.inner) == (base.dgrad, "fp8")
+    one = low(name, "dgrad.accumulation.inner=bf16")
+    assert one == replace(base, dgrad=replace(base.dgrad, accumulation=Accumulation("bf16", 128)))
+
+
+@pytest.mark.parametrize("name", QUANTIZING)
+@pytest.mark.parametrize("gemm", GEMM_ROLES)
+def test_a_gemm_in_high_precision(name, gemm):
+    assert low(name, f"{gemm}=null") == replace(low(name), **{gemm: GemmPrecision()})
+
+
+@pytest.mark.parametrize("name, gemm", GEMMS_OF)
+def test_an_operand_in_high_precision(name, gemm):
+    """Its transform must go with it."""
+    for side, role in zip(("lhs", "rhs"), GEMM_ROLES[gemm], strict=True):
+        result = low(name, f"{gemm}.hadamard=null", f"{gemm}.{role}=null")
+        of_gemm = replace(low(name).gemms[gemm], hadamard=None, **{side: None})
+        assert result == replace(low(name), **{gemm: of_gemm})
+
+
+# Every field of the schema
+
+EVERYTHING = {
+    "name": "all",
+    "configs": {
+        "low": {
+            "input": {"format": "mxfp8-e4m3"},
+            "weight": {"format": "fp8-tensor-e4m3"},
+            "grad": {"format": "mxfp8-e5m2"},
+            "fprop": {},
+            "wgrad": {"hadamard": {}, "accumulation": {}},
+            "amax_history": {},
+            "accumulation": {},
+        }
+    },
+    "matchers": {
+        "ends": {"type": "blocks", "first": 1, "config": "low", "enabled": True},
+        "mlps": {"type": "glob", "pattern": "decoder*", "config": "low", "enabled": True},
+        "rest": {"type": "regex", "pattern": "layers", "config": "low", "enabled": True},
+    },
+    "switches": {"late": {"fraction": 0.5, "to": "bf16"}},
+}
+FIELDS = {  # a class of the schema -> an override for each of its fields
+    "RecipeSpec": {
+        "name": "name=other", "description": "description=text", "configs": "configs.more={}",
+        "matchers": "matchers.more={type: glob, pattern: x, config: low, enabled: true}",
+        "switches": "switches.more={iteration: 5, to: mxfp8}",
+    },
+    "PrecisionSpec": {
+        "input": "input.format=nvfp4", "weight": "weight=null", "grad": "grad.format=mxfp4",
+        "fprop": "fprop=null", "dgrad": "dgrad={grad: null}", "wgrad": "wgrad=null",
+        "tensor_scale": "tensor_scale=group", "amax_history": "amax_history=null",
+        "accumulation": "accumulation=null",
+    },
+    "GemmSpec": {
+        "input": "fprop.input.format=nvfp4", "weight": "fprop.weight=null",
+        "grad": "dgrad.grad.rounding=stochastic", "hadamard": "wgrad.hadamard=null",
+        "accumulation": "wgrad.accumulation=null",
+    },
+    "OperandSpec": {"format": "input.format=mxfp4", "rounding": "input.rounding=stochastic"},
+    "HadamardSpec": {
+        "size": "wgrad.hadamard.size=8", "signs": "wgrad.hadamard.signs=5",
+        "output": "wgrad.hadamard.output=fp32",
+    },
+    "AmaxHistorySpec": {
+        "length": "amax_history.length=20", "algorithm": "amax_history.algorithm=average",
+        "just_in_time": "amax_history.just_in_time=3",
+    },
+    "AccumulationSpec": {
+        "inner": "accumulation.inner=fp8", "promote_every": "wgrad.accumulation.promote_every=4",
+    },
+    "BlocksMatcher": {
+        "type": "ends={type: glob, pattern: x, config: low, enabled: true}",
+        "first": "ends.first=2", "last": "ends.last=1/4", "numbers": "ends.numbers=[3, -2]",
+        "kinds": "ends.kinds=[mlp, moe]",
+        "config": "ends.config=low2", "enabled": "ends.enabled=false",
+    },
+    "GlobMatcher": {
+        "type": "mlps.type=regex", "pattern": "mlps.pattern=x", "config": "mlps.config=low2",
+        "enabled": "mlps.enabled=false",
+    },
+    "RegexMatcher": {
+        "type": "rest.type=glob", "pattern": "rest.pattern=x", "config": "rest.config=low2",
+        "enabled": "rest.enabled=false",
+    },
+    "SwitchSpec": {
+        "iteration": "switches.late={iteration: 9, to: bf16}",
+        "fraction": "switches.late.fraction=0",
+        "tokens": "switches.late={tokens: 1.0e+9, to: bf16}", "to": "switches.late.to=mxfp8",
+        "part": "switches.late.part=forward", "enabled": "switches.late.enabled=false",
+    },
+}  # fmt: skip
+
+
+def test_the_fields_above_are_all_of_the_schema():
+    for name, overrides in FIELDS.items():
+        assert set(overrides) == set(getattr(schema, name).model_fields), name
+    specs = [x for x in vars(schema) if x.endswith(("Spec", "Matcher")) and x[0] != "_"]
+    assert set(specs) - {"MatcherSpec"} == set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "override", [override for fields in FIELDS.values() for override in fields.values()]
+)
+def test_every_field_can_be_set(tmp_path, override):
+    """And changes the recipe that is built."""
+    path = tmp_path / "all.yaml"
+    path.write_text(yaml.safe_dump(EVERYTHING))
+    second = "configs.low2={input: {format: nvfp4}, grad: {format: nvfp4}}"
+    base = load_recipe(str(path), [second])
+    assert load_recipe(str(path), [second, override]) != base

@@ -1,0 +1,188 @@
+"""What each shipped recipe says, operand by operand, against a table written from its source."""
+
+import pytest
+
+from megatron_lowbit.numerics import DelayedScaling, Hadamard
+from megatron_lowbit.recipes import (
+    HIGH_PRECISION,
+    GemmPrecision,
+    LinearPrecision,
+    Recipe,
+    load_combined,
+    load_recipe,
+    shipped_recipes,
+)
+from megatron_lowbit.recipes.show import model_layers
+
+HIGH = ("high", "high")
+FRESH_64 = Hadamard(64, "fresh", "fp32")
+HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=16)
+
+
+def says(quantizer) -> str:
+    """Everything a quantizer does: element, block, scaling options, rounding."""
+    if quantizer is None:
+        return "high"
+    form = quantizer.format
+    block = f"{form.block_rows}x{form.block}" if form.block > 1 else ""
+    words = [form.element.name, block, "tensor" if form.tensor_scaled else ""]
+    for name in form.OPTIONS:
+        value = getattr(form, name)
+        words.append({"three_quarters": "3/4" if value else ""}.get(name, str(value)))
+    return " ".join(filter(None, [*words, quantizer.rounding.value]))
+
+
+def operands(precision: LinearPrecision) -> dict[str, tuple[str, str]]:
+    return {name: (says(g.lhs), says(g.rhs)) for name, g in precision.gemms.items()}
+
+
+MXFP4_SR = "e2m1 1x32 floor 3/4 stochastic"
+MXFP8 = "e4m3 1x32 rceil nearest"
+
+OPERANDS = {
+    "bf16": {"fprop": HIGH, "dgrad": HIGH, "wgrad": HIGH},
+    "fp8-tile": {
+        "fprop": ("e4m3 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"),
+        "dgrad": ("e5m2 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"),
+        "wgrad": ("e5m2 1x128 pow2 nearest", "e4m3 1x128 pow2 nearest"),
+    },
+    "fp8-tile-e4m3": {
+        "fprop": ("e4m3 1x128 fp32 nearest", "e4m3 128x128 fp32 nearest"),
+        "dgrad": ("e4m3 1x128 fp32 nearest", "e4m3 128x128 fp32 nearest"),
+        "wgrad": ("e4m3 1x128 fp32 nearest", "e4m3 1x128 fp32 nearest"),
+    },
+    "fp8-tensorwise": {
+        "fprop": ("e4m3 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
+        "dgrad": ("e5m2 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
+        "wgrad": ("e5m2 tensor fp32 nearest", "e4m3 tensor fp32 nearest"),
+    },
+    "mxfp8": {"fprop": (MXFP8, MXFP8), "dgrad": (MXFP8, MXFP8), "wgrad": (MXFP8, MXFP8)},
+    "mxfp4-backward": {
+        "fprop": HIGH,
+        "dgrad": (MXFP4_SR, MXFP4_SR),
+        "wgrad": (MXFP4_SR, MXFP4_SR),
+    },
+    "mxfp4": {
+        "fprop": ("e2m1 1x32 rceil nearest", "e2m1 32x32 rceil nearest"),
+        "dgrad": ("e2m1 1x32 rceil stochastic", "e2m1 32x32 rceil nearest"),
+        "wgrad": ("e2m1 1x32 rceil stochastic", "e2m1 1x32 rceil nearest"),
+    },
+    "nvfp4": {
+        "fprop": ("e2m1 1x16 tensor nearest", "e2m1 16x16 tensor nearest"),
+        "dgrad": ("e2m1 1x16 tensor stochastic", "e2m1 16x16 tensor nearest"),
+        "wgrad": ("e2m1 1x16 tensor stochastic", "e2m1 1x16 tensor nearest"),
+    },
+}
+OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
+
+HADAMARDS = {
+    "mxfp4-backward": {"fprop": None, "dgrad": FRESH_64, "wgrad": FRESH_64},
+    "mxfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(32, "fixed", "bf16")},
+    "nvfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(16, "fixed", "bf16")},
+}
+
+KEPT = {  # blocks of the published model -> what stays in high precision, from the ends
+    "fp8-tile-e4m3": (10, {0, 8, 9}),
+    "mxfp4": (52, set(range(44, 52))),
+    "nvfp4": (62, {0, 1, *range(54, 62)}),
+}
+
+
+def quantized(recipe: Recipe, blocks: int) -> tuple[set[int], set[LinearPrecision]]:
+    """Blocks in high precision, and the precisions that the others have, in a GPT."""
+    layers = model_layers(None, blocks)
+    recipe.check_rules(layers)
+    by_block = {}
+    for layer in layers:
+        by_block.setdefault(layer.block, set()).add(recipe.precision_for(layer))
+    high = {block for block, found in by_block.items() if found == {HIGH_PRECISION}}
+    low = [found for block, found in by_block.items() if block not in high]
+    return high, set().union(*low)
+
+
+def test_the_table_has_every_recipe():
+    assert set(OPERANDS) == set(shipped_recipes())
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands(name):
+    """All linear layers that are quantized say the same, and it is the table's."""
+    high, low = quantized(load_recipe(name), KEPT.get(name, (12, set()))[0])
+    if name == "bf16":
+        assert high == set(range(12)) and not low
+    for precision in low or {HIGH_PRECISION}:
+        assert operands(precision) == OPERANDS[name]
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_what_both_operands_share(name):
+    """Transforms, tensor scales of the shard, no amax history but fp8-delayed's, usual sums."""
+    for config in load_recipe(name).configs.values():
+        if not config.quantized:
+            assert config == HIGH_PRECISION
+            continue
+        for gemm, precision in config.gemms.items():
+            assert precision.hadamard == HADAMARDS.get(name, {}).get(gemm)
+            assert precision.tensor_scale == "shard"
+            assert precision.delayed == (HISTORY if name == "fp8-delayed" else None)
+            assert precision.accumulation is None
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_blocks_in_high_precision(name):
+    blocks, kept = KEPT.get(name, (12, set()))
+    expected = set(range(12)) if name == "bf16" else kept
+    assert quantized(load_recipe(name), blocks)[0] == expected
+
+
+@pytest.mark.parametrize("name, blocks, kept", [("nvfp4", 62, 20), ("mxfp4", 52, 16)])
+def test_published_counts_of_linears(name, blocks, kept):
+    """The 12B hybrid keeps 20 of 124, the 8B one 16 of 104: two linears a block of any kind."""
+    for pattern in ("M*-", "-", "M-M*"):
+        layers = model_layers((pattern * blocks)[:blocks], 1)
+        high = [x for x in layers if not load_recipe(name).precision_for(x).quantized]
+        assert (len(high), len(layers)) == (kept, 2 * blocks)
+
+
+def test_fp8_tile_with_e4m3_gradients():
+    """The option that the file names: E4M3 everywhere, the rest as before."""
+    changed = load_recipe("fp8-tile", ["grad.format=fp8-1x128-e4m3"]).configs["fp8"]
+    tile, square = "e4m3 1x128 pow2 nearest", "e4m3 128x128 pow2 nearest"
+    assert operands(changed) == {
+        "fprop": (tile, square),
+        "dgrad": (tile, square),
+        "wgrad": (tile, tile),
+    }
+
+
+def test_mxfp4_backward_under_an_fp8_forward():
+    """fprop is fp8-tile's, dgrad and wgrad are mxfp4-backward's, transforms with them."""
+    recipe = load_combined("fp8-tile", "mxfp4-backward")
+    high, low = quantized(recipe, 5)
+    assert not high and len(low) == 1
+    (precision,) = low
+    assert operands(precision) == {
+        "fprop": OPERANDS["fp8-tile"]["fprop"],
+        "dgrad": (MXFP4_SR, MXFP4_SR),
+        "wgrad": (MXFP4_SR, MXFP4_SR),
+    }
+    transforms = {gemm: p.hadamard for gemm, p in precision.gemms.items()}
+    assert transforms == HADAMARDS["mxfp4-backward"]
+
+
+def test_the_high_precision_side_of_a_combination_is_untouched():
+    """bf16 backward: only fprop is quantized; and the other way round."""
+    (low,) = quantized(load_combined("nvfp4", "bf16"), 5)[1]
+    assert operands(low) == {"fprop": OPERANDS["nvfp4"]["fprop"], "dgrad": HIGH, "wgrad": HIGH}
+    assert low.dgrad == low.wgrad == GemmPrecision()
+    (low,) = quantized(load_combined("bf16", "nvfp4"), 5)[1]
+    assert operands(low) == OPERANDS["nvfp4"] | {"fprop": HIGH}
+
+
+@pytest.mark.parametrize(
+    "theirs, ours",
+    [("blockwise", "fp8-tile"), ("delayed", "fp8-delayed"), ("tensorwise", "fp8-tensorwise")],
+)
+def test_megatrons_names(theirs, ours):
+    assert load_recipe(theirs) == load_recipe(ours)
+    assert load_recipe(theirs).name == ours

@@ -1,0 +1,320 @@
+"""Precision switches in mid-run, and recipes combined of two."""
+
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes import (
+    Layer,
+    LinearPrecision,
+    Progress,
+    Recipe,
+    combine,
+    load_combined,
+    load_recipe,
+    shipped_recipes,
+)
+from megatron_lowbit.recipes.rules import BlockRule, GlobRule
+from megatron_lowbit.recipes.show import model_layers
+
+LAYERS = model_layers(None, 12)
+NVFP4, MXFP8, TILE, BF16 = (load_recipe(n) for n in ("nvfp4", "mxfp8", "fp8-tile", "bf16"))
+
+
+def switched(*switches, base="nvfp4", overrides=()) -> Recipe:
+    """A shipped recipe with switches ``s0``, ``s1``, ..., each given as YAML."""
+    given = [f"switches.s{i}={switch}" for i, switch in enumerate(switches)]
+    return load_recipe(base, [*given, *overrides])
+
+
+def precisions(recipe) -> list[LinearPrecision]:
+    return [recipe.precision_for(layer) for layer in LAYERS]
+
+
+def parts(forward, backward) -> list[LinearPrecision]:
+    """fprop of one recipe, dgrad and wgrad of another, layer by layer."""
+    return [
+        LinearPrecision(f.fprop, b.dgrad, b.wgrad)
+        for f, b in zip(precisions(forward), precisions(backward), strict=True)
+    ]
+
+
+# One switch
+
+
+@pytest.mark.parametrize(
+    "switch, before, at, after",
+    [
+        ("iteration: 100", Progress(99, 10**12, 1.0), Progress(100), Progress(101)),
+        ("iteration: 0", None, Progress(), Progress(1)),
+        (
+            "tokens: 8.2e+12",
+            Progress(10**9, 8_199_999_999_999, 1.0),
+            Progress(tokens=8_200_000_000_000),
+            Progress(tokens=9 * 10**12),
+        ),
+        (
+            "fraction: 0.82",
+            Progress(10**9, 10**14, 0.8199),
+            Progress(fraction=0.82),
+            Progress(fraction=0.9),
+        ),
+    ],
+)
+@pytest.mark.parametrize("part", ["all", "forward", "backward"])
+def test_one_switch(switch, before, at, after, part):
+    """In force from its point on, whatever the other two measures say, for its part only."""
+    recipe = switched(f"{{{switch}, to: fp8-tile, part: {part}}}")
+    expected = {
+        "all": parts(TILE, TILE),
+        "forward": parts(TILE, NVFP4),
+        "backward": parts(NVFP4, TILE),
+    }[part]
+    assert expected != precisions(NVFP4)
+    for progress in (at, after):
+        assert precisions(recipe.at(progress)) == expected
+        assert recipe.at(progress).switches == ()
+    if before is not None:
+        assert recipe.at(before) == NVFP4
+
+
+def test_all_is_the_part_by_default():
+    recipe = switched("{iteration: 5, to: fp8-tile}")
+    assert recipe.at(Progress(5)) == TILE
+
+
+def test_precision_without_progress_is_the_start():
+    recipe = switched("{iteration: 5, to: bf16}")
+    assert precisions(recipe) == precisions(NVFP4)
+    assert recipe.at(Progress()) == NVFP4
+
+
+def test_a_disabled_switch_is_none():
+    recipe = switched("{iteration: 5, to: bf16, enabled: false}")
+    assert recipe == NVFP4 and recipe.at(Progress(9)) == NVFP4
+
+
+def test_recipes_without_switches_stay_as_they_are():
+    for name in shipped_recipes():
+        recipe = load_recipe(name)
+        assert recipe.at(Progress(10**6, 10**13, 0.99)) == recipe
+
+
+def test_a_switch_to_a_file(tmp_path):
+    path = tmp_path / "other.yaml"
+    raw = {
+        "name": "other",
+        "configs": {"c": {"input": {"format": "mxfp4"}}},
+        "matchers": {"m": {"type": "glob", "pattern": "*", "config": "c", "enabled": True}},
+    }
+    path.write_text(yaml.safe_dump(raw))
+    recipe = switched(f"{{iteration: 5, to: {path}}}")
+    assert recipe.at(Progress(5)) == load_recipe(str(path))
+
+
+# Several
+
+
+def test_switches_apply_in_order():
+    """Each on what those before it left."""
+    recipe = switched(
+        "{iteration: 10, to: mxfp8}",
+        "{iteration: 20, to: fp8-tile, part: backward}",
+        "{iteration: 30, to: bf16, part: forward}",
+    )
+    assert precisions(recipe.at(Progress(9))) == precisions(NVFP4)
+    assert precisions(recipe.at(Progress(10))) == precisions(MXFP8)
+    assert precisions(recipe.at(Progress(20))) == parts(MXFP8, TILE)
+    assert precisions(recipe.at(Progress(30))) == parts(BF16, TILE)
+
+
+def test_the_order_is_the_files_not_the_points():
+    """The one written last wins once both are reached."""
+    late_first = ("{iteration: 20, to: mxfp8}", "{iteration: 10, to: fp8-tile}")
+    recipe = switched(*late_first)
+    assert recipe.at(Progress(15)) == recipe.at(Progress(25)) == TILE
+    recipe = switched(*late_first[::-1])
+    assert (recipe.at(Progress(15)), recipe.at(Progress(25))) == (TILE, MXFP8)
+
+
+def test_switches_of_different_units():
+    recipe = switched("{tokens: 1000, to: mxfp8}", "{fraction: 0.5, to: bf16, part: forward}")
+    assert precisions(recipe.at(Progress(3, 999, 0.4))) == precisions(NVFP4)
+    assert precisions(recipe.at(Progress(3, 999, 0.5))) == parts(BF16, NVFP4)
+    assert precisions(recipe.at(Progress(3, 1000, 0.4))) == precisions(MXFP8)
+    assert precisions(recipe.at(Progress(3, 1000, 0.5))) == parts(BF16, MXFP8)
+
+
+@pytest.mark.parametrize("base", list(shipped_recipes()))
+@pytest.mark.parametrize("order", [("forward", "backward"), ("backward", "forward")])
+def test_both_parts_one_after_the_other_are_all(base, order):
+    """Every GEMM of every layer is the target's then, whichever part went first."""
+    first, second = (f"{{iteration: {i}, to: mxfp4, part: {p}}}" for i, p in enumerate(order, 1))
+    recipe = switched(first, second, base=base)
+    target = load_recipe("mxfp4")
+    assert precisions(recipe.at(Progress(2))) == precisions(target)
+    halfway = {"forward": (target, recipe), "backward": (recipe, target)}[order[0]]
+    assert precisions(recipe.at(Progress(1))) == parts(*halfway)
+
+
+# Combinations
+
+
+def test_combining_a_recipe_with_itself_changes_nothing():
+    assert combine(NVFP4, NVFP4) == NVFP4
+    assert load_combined("nvfp4", "nvfp4") == NVFP4
+
+
+@pytest.mark.parametrize(
+    "forward, backward, name",
+    [
+        ((NVFP4, BF16), (MXFP8, TILE), "nvfp4+fp8-tile"),
+        ((NVFP4, BF16), (TILE, TILE), "nvfp4+fp8-tile"),
+        ((TILE, TILE), (NVFP4, BF16), "fp8-tile+bf16"),
+    ],
+)
+def test_combining_what_is_combined(forward, backward, name):
+    """The first one's fprop, the second one's dgrad and wgrad; nothing of what neither gives."""
+    recipe = combine(combine(*forward), combine(*backward))
+    assert precisions(recipe) == parts(forward[0], backward[1])
+    assert recipe.name == name
+    rules = recipe.rule_names(LAYERS[0])
+    own = forward[0].rule_names(LAYERS[0])
+    assert rules == f"{own} / {backward[1].rule_names(LAYERS[0])}"
+
+
+def test_each_side_keeps_its_own_layers():
+    """Block 0 is in high precision forward as nvfp4 says, and quantized backward."""
+    recipe = load_combined("nvfp4", "mxfp8")
+    edge = recipe.precision_for(LAYERS[0])
+    assert not edge.fprop.quantized and edge.dgrad.quantized and edge.wgrad.quantized
+    assert recipe.rule_names(LAYERS[0]) == "bf16_blocks / linears"
+    assert recipe.rule_names(LAYERS[30]) == "linears / linears"
+
+
+def test_overrides_go_to_their_side():
+    recipe = load_combined(
+        "fp8-tile",
+        "mxfp4-backward",
+        ["forward.weight.format=fp8-1x128-e4m3", "backward.wgrad.hadamard.size=128"],
+    )
+    forward = load_recipe("fp8-tile", ["weight.format=fp8-1x128-e4m3"])
+    backward = load_recipe("mxfp4-backward", ["wgrad.hadamard.size=128"])
+    assert precisions(recipe) == parts(forward, backward)
+    assert precisions(recipe) != precisions(load_combined("fp8-tile", "mxfp4-backward"))
+
+
+def refused(call) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("override", ["grad.rounding=nearest", "fwd.grad=null", "forwards.x=1", ""])
+def test_an_override_without_a_side(override):
+    message = refused(lambda: load_combined("fp8-tile", "nvfp4", [override]))
+    for part in (f"forward.{override} for fp8-tile", f"backward.{override} for nvfp4"):
+        assert part in message
+
+
+def test_a_side_without_an_override():
+    assert "FIELD=VALUE" in refused(lambda: load_combined("bf16", "nvfp4", ["forward"]))
+
+
+def test_recipes_with_switches_do_not_combine():
+    """Neither as the forward nor as the backward side."""
+    both = [switched("{iteration: 5, to: bf16}"), MXFP8]
+    for pair in (both, both[::-1]):
+        message = refused(lambda pair=pair: combine(*pair))
+        assert "nvfp4 has switches" in message and "mxfp8" not in message
+    side = ["backward.switches.s={iteration: 5, to: bf16}"]
+    assert "nvfp4 has switches" in refused(lambda: load_combined("mxfp8", "nvfp4", side))
+
+
+# Rules of every part
+
+
+class TestRulesAreChecked:
+    bad = replace(MXFP8, name="bad", rules=(GlobRule("typo", "mxfp8", "*.liner_fc1"),))
+
+    def test_of_the_backward_recipe(self):
+        for recipe in (combine(NVFP4, self.bad), combine(MXFP8, combine(NVFP4, self.bad))):
+            message = refused(lambda recipe=recipe: recipe.check_rules(LAYERS))
+            assert "recipe bad" in message and "typo" in message
+
+    def test_of_the_forward_recipe(self):
+        assert "typo" in refused(lambda: combine(self.bad, NVFP4).check_rules(LAYERS))
+
+    def test_of_a_recipe_that_is_switched_to(self):
+        """Before the run starts, not when its point comes."""
+        recipe = switched("{iteration: 5, to: bf16}", "{fraction: 0.5, to: mxfp8}")
+        recipe.check_rules(LAYERS)
+        first, second = recipe.switches
+        recipe = replace(recipe, switches=(first, replace(second, recipe=self.bad)))
+        assert "typo" in refused(lambda: recipe.check_rules(LAYERS))
+
+    def test_numbers_outside_of_a_recipe_that_is_switched_to(self):
+        other = replace(MXFP8, rules=(BlockRule("n", "mxfp8", numbers=(0, 12)),))
+        recipe = switched("{iteration: 5, to: bf16}")
+        recipe = replace(recipe, switches=(replace(recipe.switches[0], recipe=other),))
+        assert "block 12" in refused(lambda: recipe.check_rules(LAYERS))
+        recipe.check_rules([Layer(f"x.{i}", i, 13) for i in range(13)])
+
+    def test_a_combination_without_what_it_drops(self):
+        """A recipe that decides no GEMM any more is not asked for its rules."""
+        combine(combine(MXFP8, self.bad), BF16).check_rules(LAYERS)
+        combine(BF16, combine(self.bad, MXFP8)).check_rules(LAYERS)
+
+
+# Wrong switches
+
+
+@pytest.mark.parametrize(
+    "switch, parts",
+    [
+        ("{to: bf16}", ["switches.s0", "iteration, tokens, fraction"]),
+        ("{iteration: 1, fraction: 0.5, to: bf16}", ["switches.s0", "give one of iteration"]),
+        ("{iteration: 1, tokens: 5, to: bf16}", ["switches.s0", "give one of iteration"]),
+        ("{fraction: 1, to: bf16}", ["switches.s0.fraction", "less than 1"]),
+        ("{fraction: -0.1, to: bf16}", ["switches.s0.fraction", "greater than or equal to 0"]),
+        ("{iteration: -1, to: bf16}", ["switches.s0.iteration", "greater than or equal to 0"]),
+        ("{iteration: 1.5, to: bf16}", ["switches.s0.iteration", "integer"]),
+        ("{tokens: many, to: bf16}", ["switches.s0.tokens", "number"]),
+        ("{iteration: 1}", ["switches.s0.to", "required"]),
+        ("{iteration: 1, to: nvfp5}", ["switches.s0.to", "'nvfp5'", "nvfp4"]),
+        ("{iteration: 1, to: no.yaml}", ["switches.s0.to", "no.yaml does not exist"]),
+        (
+            "{iteration: 1, to: bf16, part: fprop}",
+            ["switches.s0.part", "'all', 'forward' or 'backward'"],
+        ),
+        (
+            "{step: 1, to: bf16}",
+            ["switches.s0.step", "iteration, tokens, fraction, to, part, enabled"],
+        ),
+        ("5", ["switches.s0"]),
+    ],
+)
+def test_wrong_switches(switch, parts):
+    message = refused(lambda: switched(switch))
+    for part in parts:
+        assert part in message
+
+
+def test_switches_to_recipes_with_switches(tmp_path):
+    """One that leads on, or back to itself, would never end: refused by the key that names it."""
+    for target in ("bf16", tmp_path / "mine.yaml"):
+        path = tmp_path / "mine.yaml"
+        raw = {
+            "name": "mine",
+            "configs": {},
+            "matchers": {},
+            "switches": {"on": {"iteration": 1, "to": str(target)}},
+        }
+        path.write_text(yaml.safe_dump(raw))
+        message = refused(lambda path=path: switched(f"{{iteration: 5, to: {path}}}"))
+        assert "switches.s0.to" in message and "recipe mine has switches of its own" in message
+    assert "switches.on.to" in refused(lambda: load_recipe(str(path)))  # names itself
