@@ -14,6 +14,7 @@ from megatron_lowbit.numerics.formats import ElementFormat
 class BlockFormat(ABC):
     """A format; formats that differ in an option are different.
 
+    Of ``element`` the rest of the package needs the name and the number of bits only.
     ``block_rows`` x ``block`` elements share a scale, blocks running along the last axis. A format
     that is ``tensor_scaled`` also has one scale for the tensor, made from the tensor's amax.
     ``scale_bits`` is the width of a block scale. ``OPTIONS`` names the fields that a recipe may
@@ -41,8 +42,8 @@ class BlockFormat(ABC):
             uniform: FP32 (R, K) in [0, 1) for stochastic rounding; None rounds to nearest-even.
 
         Returns:
-            codes (R, K), ``element.dtype`` or uint8, one a byte; scales; tensor_scale, an FP32
-            scalar.
+            codes (R, K), ``element.dtype`` or uint8, one a byte; scales, rows or rows of blocks
+            first, then blocks along K; tensor_scale, an FP32 scalar.
         """
 
     @abstractmethod
@@ -102,6 +103,11 @@ def blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 def block_amax(tiles: Tensor) -> Tensor:
     """Largest magnitude of each of the :func:`blocks`, (R/rows, 1, K/columns, 1); NaN wins."""
     return tiles.abs().amax(dim=-1, keepdim=True).amax(dim=1, keepdim=True)
+
+
+def for_each_row(scales: Tensor, rows: int) -> Tensor:
+    """Scales of :func:`blocks`, (R/rows, 1, K/columns, 1), a row each: (R, K/columns)."""
+    return scales.squeeze(-1).expand(-1, rows, -1).flatten(0, 1)
 
 
 def constant(value: float, like: Tensor) -> Tensor:

@@ -21,19 +21,20 @@ class DelayedScaling:
         length: steps that count.
         algorithm: ``max`` of them, or their exponential moving ``average`` from the oldest on,
             each weighing 2 / (length + 1) against what came before.
-        just_in_time: as long as fewer steps than this are recorded, the tensor's own amax is used.
+        just_in_time: as long as fewer steps than this are recorded, the tensor's own amax is used;
+            None waits for the whole length.
     """
 
     length: int = 16
     algorithm: Literal["max", "average"] = "max"
-    just_in_time: int = 16
+    just_in_time: int | None = None
 
     def __post_init__(self) -> None:
         if self.length < 1:
             raise ValueError(f"amax_history length {self.length} is not positive")
         if self.algorithm not in ("max", "average"):
             raise ValueError(f"amax_history algorithm {self.algorithm!r} is not max or average")
-        if not 1 <= self.just_in_time <= self.length:
+        if self.just_in_time is not None and not 1 <= self.just_in_time <= self.length:
             raise ValueError(
                 f"amax_history just_in_time {self.just_in_time} is not from 1 to length "
                 f"{self.length}"
@@ -57,7 +58,7 @@ class DelayedScaling:
                 mean = torch.where(delayed < 0, entry, delayed + (entry - delayed) * weight)
                 delayed = torch.where(entry < 0, delayed, mean)
         # Decided on the device: reading the count here would stall a GPU.
-        return torch.where(known.sum() < self.just_in_time, current, delayed)
+        return torch.where(known.sum() < (self.just_in_time or self.length), current, delayed)
 
 
 class AmaxHistory:

@@ -18,8 +18,8 @@ class ElementFormat:
     """A small floating-point format: 1 sign bit, ``exponent_bits``, ``mantissa_bits``.
 
     ``max`` is the largest finite magnitude and ``min_normal`` the smallest normal one. Subnormals
-    are multiples of ``min_normal * 2**-mantissa_bits``. ``dtype`` is torch's dtype of the codes, or
-    None where torch has none with a cast: then codes are uint8, one a byte.
+    are multiples of ``min_normal * 2**-mantissa_bits``. ``dtype`` is a torch dtype whose cast gives
+    the codes, or None where torch has none: then codes are uint8, one a byte.
     """
 
     name: str
@@ -159,3 +159,9 @@ def decode_e8m0(scales: Tensor) -> Tensor:
     # The byte is FP32's own exponent field, but for 2**-127, which only a subnormal can hold.
     value = torch.where(byte == 0, 1 << 22, byte << 23).view(torch.float32)
     return value.masked_fill(byte == E8M0_NAN, torch.nan)
+
+
+def reciprocal_e8m0(scales: Tensor) -> Tensor:
+    """E8M0 bytes (uint8) to the FP32 reciprocals of what they stand for; exact."""
+    opposite = 2 * E8M0_BIAS - scales.to(torch.int32)  # the byte of the negated exponent
+    return decode_e8m0(torch.where(scales == E8M0_NAN, E8M0_NAN, opposite))

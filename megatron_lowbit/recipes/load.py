@@ -9,8 +9,9 @@ from typing import Any
 import yaml
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.precision import GEMM_ROLES
 from megatron_lowbit.recipes.recipe import Recipe, combine
-from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, parse_recipe
+from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, operand_keys, parse_recipe
 
 MEGATRON_NAMES = {
     "blockwise": "fp8-tile",
@@ -98,9 +99,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     """Set one field of a recipe's raw YAML data in place.
 
     ``grad.rounding=nearest`` (a role or a GEMM) sets the field in every config that quantizes;
-    ``bf16_blocks.last=4`` a matcher's field; ``bf16_blocks=none`` removes the matcher; a path that
-    starts with ``configs.`` or ``matchers.`` names exactly one field. ``none`` and ``null`` are the
-    same. Whether the field and value are right is checked when the recipe is parsed.
+    ``bf16_blocks.last=4`` a matcher's field; a path that starts with ``configs.``, ``matchers.`` or
+    ``switches.`` names exactly one field. ``none`` and ``null`` are the same; a matcher or switch
+    set to them is removed. A new matcher comes first, or it might never be asked. A role's new
+    format drops the options that it lacks. Whether the field and value are right is checked when
+    the recipe is parsed.
     """
     field, separator, text = override.partition("=")
     if not separator or not field:
@@ -111,36 +114,54 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         value = None if text == "none" else yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f"--recipe-set {override}: {text!r} is not a YAML value") from None
-    head, *rest = field.split(".")
+    known = set(raw["matchers"])
+    for path in _paths(raw, field, override):
+        _set(raw, path, value, override)
+    for section in ("matchers", "switches"):
+        entries = raw.get(section) or {}
+        if isinstance(entries, dict):
+            kept = [(name, entry) for name, entry in entries.items() if entry is not None]
+            raw[section] = dict(sorted(kept, key=lambda item: item[0] in known))
+
+
+def _paths(raw: dict[str, Any], field: str, override: str) -> list[list[str]]:
+    """Every place in the raw data that a field means."""
+    path = field.split(".")
+    head = path[0]
     if head in RecipeSpec.model_fields:
-        _set(raw, [head, *rest], value, override)
-    elif head in raw["matchers"] and not rest and value is None:
-        del raw["matchers"][head]
-    elif head in raw["matchers"]:
-        _set(raw["matchers"], [head, *rest], value, override)
-    elif head in PrecisionSpec.model_fields:
-        quantizing = [config for config in raw["configs"].values() if config]
-        if not quantizing:
-            paths = [f"configs.{name}.{field}" for name in raw["configs"]]
-            raise UserError(
-                f"--recipe-set {override}: no config of the recipe quantizes; "
-                f"name one: {', '.join(paths)}"
-            )
-        for config in quantizing:
-            _set(config, [head, *rest], value, override)
-    else:
+        return [path]
+    if head in raw["matchers"]:
+        return [["matchers", *path]]
+    if head not in PrecisionSpec.model_fields:
         good = [*PrecisionSpec.model_fields, *raw["matchers"], *RecipeSpec.model_fields]
         near = get_close_matches(head, good)
         raise UserError(
             f"--recipe-set {override}: no field {head!r}; use {', '.join(near or good)}"
         )
+    quantizing = [name for name, config in raw["configs"].items() if config]
+    if not quantizing:
+        paths = [f"configs.{name}.{field}" for name in raw["configs"]]
+        raise UserError(
+            f"--recipe-set {override}: no config of the recipe quantizes; "
+            f"name one: {', '.join(paths)}"
+        )
+    return [["configs", name, *path] for name in quantizing]
 
 
 def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> None:
-    for key in path[:-1]:
+    *parents, last = path
+    for key in parents:
+        if key in GEMM_ROLES and data.get(key, {}) is None:
+            raise UserError(
+                f"--recipe-set {override}: {key} is null, high precision; {key}={{}} quantizes it "
+                "by its roles, then its fields can be set"
+            )
         if data.get(key) is None:
             data[key] = {}
         data = data[key]
         if not isinstance(data, dict):
             raise UserError(f"--recipe-set {override}: {key} has no fields below it")
-    data[path[-1]] = value
+    if last == "format":
+        for option in data.keys() - set(operand_keys(value)):
+            del data[option]
+    data[last] = value

@@ -53,8 +53,12 @@ class GemmPrecision:
     def extras(self) -> Iterator[str]:
         """What both operands share, in a few letters each."""
         if self.hadamard is not None:
+            output = "" if self.hadamard.output == "bf16" else f" {self.hadamard.output}"
             signs = "" if self.hadamard.signs == "fixed" else f" signs {self.hadamard.signs}"
-            yield f"RHT-{self.hadamard.size}{signs}"
+            yield f"RHT-{self.hadamard.size}{output}{signs}"
+        scaled = any(side and side.format.tensor_scaled for side in (self.lhs, self.rhs))
+        if self.tensor_scale == "group" and scaled:
+            yield "group scale"
         if self.delayed is not None:
             yield f"delayed {self.delayed.algorithm}-{self.delayed.length}"
         if self.accumulation is not None:

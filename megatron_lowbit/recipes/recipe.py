@@ -118,6 +118,7 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
                 f"recipe {recipe.name} has switches and cannot be combined with another: write "
                 "one recipe file, whose fprop, dgrad and wgrad say what each of them does"
             )
-    name = f"{forward.name.partition('+')[0]}+{backward.name.rpartition('+')[2]}"
+    sides = (forward.name.partition("+")[0], backward.name.rpartition("+")[2])
+    name = sides[0] if sides[0] == sides[1] else "+".join(sides)
     # Of a recipe that is combined itself, only what decides dgrad and wgrad.
     return replace(forward, name=name, backward=backward.backward or backward)

@@ -45,6 +45,12 @@ def _known_format(name: Any) -> str | None:
     return None if name is None else format_by_name(str(name)).name
 
 
+def operand_keys(format: str | None) -> list[str]:
+    """The keys that a role in this format (null: high precision) takes."""
+    options = FORMATS[format].OPTIONS if format in FORMATS else {}
+    return [*OperandSpec.model_fields, *options]
+
+
 FormatName = Annotated[str | None, BeforeValidator(_known_format)]
 
 
@@ -68,7 +74,7 @@ class OperandSpec(_Strict):
         known = taken.keys() | {name for f in FORMATS.values() for name in f.OPTIONS}
         wrong = sorted((given.keys() - taken.keys()) | (options.keys() - known))
         if wrong:
-            good = ", ".join([*OperandSpec.model_fields, *taken])
+            good = ", ".join(operand_keys(self.format))
             raise ValueError(
                 f"{wrong[0]}: no such key with format {self.format}; use one of {good}"
             )
@@ -77,13 +83,13 @@ class OperandSpec(_Strict):
         return Quantizer(format_by_name(self.format, **given), Rounding(self.rounding))
 
     def changed_by(self, other: "OperandSpec | None") -> "OperandSpec":
-        """This with the fields that ``other`` sets; another format drops this one's options."""
+        """This with the fields that ``other`` sets; options that a new format lacks are dropped."""
         if other is None:
             return self
         changes = other.model_dump(exclude_unset=True)
         kept = self.model_dump(exclude_unset=True)
-        if changes.get("format", self.format) != self.format:
-            kept = {name: v for name, v in kept.items() if name in OperandSpec.model_fields}
+        if "format" in changes:
+            kept = {name: v for name, v in kept.items() if name in operand_keys(other.format)}
         return OperandSpec(**kept | changes)
 
 
@@ -124,7 +130,7 @@ class AmaxHistorySpec(_FieldsOf):
     kind = DelayedScaling
     length: int = 16
     algorithm: Literal["max", "average"] = "max"
-    just_in_time: int = 16
+    just_in_time: int | None = None
 
 
 class AccumulationSpec(_FieldsOf):

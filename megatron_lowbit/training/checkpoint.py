@@ -87,8 +87,8 @@ def load_checkpoint(
     Adam's moments come back exactly.
 
     Raises UserError where DIR holds no complete checkpoint, or holds one of another model
-    (``expected_model`` against the saved state's "model"), optimizer kind or schedule: all
-    compared before any tensor is read.
+    (``expected_model`` against the saved state's "model"), optimizer kind, schedule or length of
+    amax histories: all compared before any tensor is read.
     """
     directory = Path(directory)
     with _same_outcome("read the checkpoint in", directory):
@@ -99,6 +99,7 @@ def load_checkpoint(
             _check_optimizer(path, document["optimizer"], checkpoint_tensors.kind(optimizer))
         if scheduler is not None:
             _check_schedule(path, document["scheduler"], scheduler)
+        checkpoint_tensors.check_histories(path, model)
     with _same_outcome("read the checkpoint in", directory):
         checkpoint_tensors.read(path, model, optimizer)
     if scheduler is not None:

@@ -90,10 +90,12 @@ def write(directory: Path, sharded: dict[str, Any], common: dict[str, Any]) -> N
 
 
 def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
-    """Load model and optimizer (or None) in place. Collective."""
+    """Load model and optimizer (or None) in place, after :func:`check_histories`. Collective."""
     content = _sharded(model, optimizer, is_loading=True)
     saved = dist_checkpointing.load_tensors_metadata(str(directory))
-    content["amax_history"] = _matching(directory, content["amax_history"], saved)
+    # A recipe new to the run has no histories there.
+    histories = {k: tensor for k, tensor in content["amax_history"].items() if k in saved}
+    content["amax_history"] = histories
     # megatron would validate the layout on rank 0 alone, and leave the others waiting for it.
     loaded = dist_checkpointing.load(content, str(directory), validate_access_integrity=False)
     for key, chunk in _chunks(model):
@@ -108,16 +110,17 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
         optimizer.load_state_dict(loaded["optimizer"])
 
 
-def _matching(directory: Path, histories: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:
-    """The amax histories that the checkpoint holds; a recipe new to the run has none there."""
-    for key in histories.keys() & saved.keys():
-        there, here = tuple(saved[key].global_shape), tuple(histories[key].global_shape)
+def check_histories(directory: Path, model: Sequence[torch.nn.Module]) -> None:
+    """Raise UserError where an amax history of this rank has another length in the checkpoint."""
+    saved = dist_checkpointing.load_tensors_metadata(str(directory))
+    histories = amax_history.sharded_state(model)
+    for key in sorted(histories.keys() & saved.keys()):
+        there, here = (tuple(found[key].global_shape)[1] for found in (saved, histories))
         if there != here:
             raise UserError(
-                f"{directory}: {key} has {there[1]} steps, but this run's recipe keeps {here[1]}; "
-                f"set amax_history.length={there[1]}"
+                f"{directory}: {key} has {there} steps, but this run's recipe keeps {here}; set "
+                f"amax_history.length={there}"
             )
-    return {key: tensor for key, tensor in histories.items() if key in saved}
 
 
 def os_error_behind(error: BaseException) -> OSError | None:

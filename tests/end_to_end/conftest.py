@@ -75,9 +75,10 @@ def pretrain_two_ranks(corpus, tmp_path):
     """Makes several runs, {name: arguments}, one after another in the same two processes.
 
     Returns the folder of NAME.RANK.pt, the amax histories that each rank had; see ``tiny_run``.
+    The runs named in ``refused`` must end in bad input on both ranks, and no others.
     """
 
-    def run(runs: dict[str, tuple]) -> Path:
+    def run(runs: dict[str, tuple], refused: tuple[str, ...] = ()) -> Path:
         folder = tmp_path / "two-ranks"
         folder.mkdir()
         job = {name: arguments_for(corpus, arguments) for name, arguments in runs.items()}
@@ -85,6 +86,10 @@ def pretrain_two_ranks(corpus, tmp_path):
         command = [*TORCHRUN, "2", tiny_run.__file__, str(folder / "job.json")]
         result = launch(command)
         assert result.returncode == 0, result.stderr[-3000:]
+        errors = {path.name: path.read_text() for path in folder.glob("*.error")}
+        assert set(errors) == {f"{name}.{rank}.error" for name in refused for rank in range(2)}, (
+            errors
+        )
         return folder
 
     return run

@@ -158,6 +158,22 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+# The two stages of a pipeline, of which the second keeps shorter histories.
+UNEQUAL = """
+name: unequal
+configs:
+  long: &long
+    input: &tensor {format: fp8-tensor-e4m3}
+    weight: *tensor
+    grad: *tensor
+    amax_history: {length: 4, just_in_time: 2}
+  short: {<<: *long, amax_history: {length: 2, just_in_time: 2}}
+matchers:
+  ends: {type: blocks, last: 2, config: short, enabled: true}
+  rest: {type: glob, pattern: "*", config: long, enabled: true}
+"""
+
+
 def test_two_ranks_load_and_keep_the_histories_of_one(
     whole, pretrain_here, pretrain_two_ranks, train, tmp_path
 ):
@@ -177,7 +193,14 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
             start_from(single, 2, save)
             arguments = (*arguments, "--train-iters", 4, "--load", save)
         runs[name] = (*FP8, *arguments, "--save", save)
-    ranks = pretrain_two_ranks(runs)
+    (tmp_path / "unequal.yaml").write_text(UNEQUAL)
+    load = start_from(single, 2, tmp_path / "unequal")
+    runs["unequal"] = ("--precision-recipe", tmp_path / "unequal.yaml", "--train-iters", 4,
+                       "--load", load, "--pipeline-model-parallel-size", 2)  # fmt: skip
+    # Found by one rank, told by both: neither waits for the other.
+    ranks = pretrain_two_ranks(runs, refused=("unequal",))
+    for rank in range(2):
+        assert "layers.2." in (ranks / f"unequal.{rank}.error").read_text()
     for name in LAYOUTS:
         first, second = (torch.load(ranks / f"{name}.{rank}.pt") for rank in range(2))
         last = max(first)

@@ -60,7 +60,7 @@ def test_trains_to_a_lower_loss(trained, name):
     assert list(curve) == list(range(1, 21))
     assert all(0 < norm < math.inf for _, norm in curve.values())
     assert curve[1][0] == pytest.approx(math.log(512), abs=0.1)
-    assert max(curve[iteration][0] for iteration in (18, 19, 20)) < curve[1][0] - 0.5
+    assert max(curve[iteration][0] for iteration in (18, 19, 20)) < curve[1][0] - 0.9
 
 
 def test_no_two_rows_compute_the_same(trained):

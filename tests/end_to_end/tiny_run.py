@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing import load_tensors_metadata
 from torch.distributed.checkpoint import FileSystemReader, load
 
 import pretrain_gpt
-from megatron_lowbit.errors import exit_on_user_error
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core.amax_history import PREFIX
 from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
 from megatron_lowbit.training import pretrain
@@ -143,14 +143,17 @@ def recorded_histories() -> Iterator[dict[int, Histories]]:
 
 def _histories(model: list) -> Histories:
     return {
-        linear.plan.layer.path: linear.amax_history.entries.clone()
+        linear.plan.layer.path: linear.amax_history.entries.clone().cpu()
         for linear in lowbit_linears(model)
         if linear.amax_history is not None
     }
 
 
 def main() -> None:
-    """Make every run of a JSON file {name: arguments}; leave NAME.RANK.pt: its histories."""
+    """Make every run of a JSON file {name: arguments}; leave NAME.RANK.pt: its histories.
+
+    Of a run that is refused, NAME.RANK.error: the message.
+    """
     job = Path(sys.argv[1])
     store, rank, size = next(dist.rendezvous("env://"))
     join = dist.init_process_group
@@ -160,9 +163,12 @@ def main() -> None:
             # Groups of one name must not find the addresses that the last run left in the store.
             own = {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": size}
             patch.setattr(dist, "init_process_group", partial(join, **own))
-            pretrain_gpt.main()
+            try:
+                pretrain_gpt.main()
+            except UserError as error:
+                (job.parent / f"{name}.{rank}.error").write_text(str(error))
         torch.save(recorded, job.parent / f"{name}.{rank}.pt")
 
 
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    main()

@@ -57,7 +57,17 @@ MORE = {  # two dimensions with MXFP6, and stochastic FP8
     Quantizer(format_by_name("fp8-tensor-e4m3"), STOCHASTIC),
 }
 QUANTIZERS = sorted(RECIPES | MORE, key=lambda q: (str(q.format), q.rounding.value))
-FORMATS_USED = sorted({q.format for q in QUANTIZERS}, key=str)
+# torch.compile guards what a class of formats does, so one or two of each class show it.
+GUARDED = tuple(
+    format_by_name(name, **options)
+    for name, options in (
+        ("nvfp4", {}),
+        ("mxfp4", {"scale_rounding": "rceil"}),
+        ("mxfp4", {"three_quarters": True}),
+        ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
+        ("fp8-tensor-e4m3", {}),
+    )
+)
 
 
 def name_of(q: Quantizer) -> str:
@@ -76,10 +86,15 @@ def golden_inputs(format):
 
 
 def bits(x):
-    return x.flatten().contiguous().view(torch.uint8)
+    """Bytes; a NaN without its sign, which differs between torch's own casts."""
+    plain = x.flatten().contiguous()
+    if plain.is_floating_point():
+        plain = torch.where(plain.float().isnan(), torch.full_like(plain, torch.nan), plain)
+    return plain.view(torch.uint8)
 
 
 def assert_same(quantizer, x, **options):
+    """The engine's result, once it and its values are found to be the reference's."""
     expected = quantizer(x, **options)
     result = compiled.quantize(quantizer, x, **options)
     for name in ("codes", "scales", "tensor_scale"):
@@ -88,10 +103,8 @@ def assert_same(quantizer, x, **options):
         assert torch.equal(bits(ours), bits(theirs)), name
     assert (result.format, result.shape) == (expected.format, expected.shape)
     values = result.dequantize(compiled.arithmetic(type(expected.format)))
-    expected = expected.dequantize()
-    nan = expected.isnan()  # which NaN it is depends on the order of a product's factors
-    assert torch.equal(values.isnan(), nan)
-    assert torch.equal(bits(values.masked_fill(nan, 0)), bits(expected.masked_fill(nan, 0)))
+    assert torch.equal(bits(values), bits(expected.dequantize()))
+    return result
 
 
 def draw_of(quantizer, key=0xFEDC_BA98_7654_3210):
@@ -105,6 +118,7 @@ def traced_only(monkeypatch):
     def forget():
         compiled._fused.cache_clear()
         compiled.arithmetic.cache_clear()
+        torch._dynamo.reset()
 
     forget()
     with monkeypatch.context() as patch:
@@ -118,18 +132,19 @@ def test_rounding_is_guarded_in_either_order(traced_only, first):
     """Whichever rounding a format is traced with first, the other one is not given its result."""
     second = STOCHASTIC if first is NEAREST else NEAREST
     x = torch.randn(260, 300, generator=torch.Generator().manual_seed(1))
-    for format in FORMATS_USED:
+    for format in GUARDED:
         codes = []
         for rounding in (first, second, first):
             quantizer = Quantizer(format, rounding)
-            assert_same(quantizer, x, **draw_of(quantizer))
-            codes.append(bits(compiled.quantize(quantizer, x, **draw_of(quantizer)).codes))
+            codes.append(bits(assert_same(quantizer, x, **draw_of(quantizer)).codes))
         assert torch.equal(codes[0], codes[2]) and not torch.equal(codes[0], codes[1])
 
 
 def test_what_is_covered():
     """Every recipe that quantizes, every class of format, two dimensions, both roundings."""
     assert len(RECIPES) >= 15
+    assert set(GUARDED) <= {q.format for q in RECIPES}
+    assert {type(f) for f in GUARDED} == {type(f) for f in FORMATS.values()}
     assert {type(q.format) for q in RECIPES} == {type(format) for format in FORMATS.values()}
     assert {q.rounding for q in RECIPES} == set(Rounding)
     assert {q.format.name for q in QUANTIZERS} >= {"nvfp4-2d", "mxfp4-2d", "mxfp6-e3m2-2d"}
@@ -142,7 +157,7 @@ def test_fused_is_the_reference(quantizer):
         assert_same(quantizer, x, **draw_of(quantizer))
         assert_same(quantizer, x, **draw_of(quantizer), hadamard=Hadamard())
     generator = torch.Generator().manual_seed(6)
-    for shape in ((130, 257), (3, 90, 700)):
+    for shape in ((130, 257), (2, 150, 300)):
         x = torch.randn(shape, generator=generator) * 1e3
         assert_same(quantizer, x, **draw_of(quantizer, 12))
         assert_same(quantizer, x.movedim(-1, 0), **draw_of(quantizer, 13))
@@ -156,7 +171,9 @@ def test_fused_is_the_reference(quantizer):
         assert_same(quantizer, x, **draw_of(quantizer))
 
 
-@pytest.mark.parametrize("quantizer", [q for q in QUANTIZERS if q.rounding is STOCHASTIC], ids=str)
+@pytest.mark.parametrize(
+    "quantizer", [q for q in QUANTIZERS if q.rounding is STOCHASTIC], ids=name_of
+)
 def test_shard(quantizer):
     """Rows and columns of a shard in the middle of a larger tensor."""
     for x in (golden_input("gauss"), golden_input("heavy").float()):

@@ -166,7 +166,7 @@ TWICE = {
         ONCE, rhs=Quantizer(format_by_name("fp8-tensor-e4m3", scale_format="pow2"))
     ),
     "another tensor scale": with_dgrad(ONCE, tensor_scale="group"),
-    "another history": with_dgrad(ONCE, delayed=DelayedScaling(just_in_time=16)),
+    "another history": with_dgrad(ONCE, delayed=DelayedScaling()),
     "rows": by_roles(weight=Quantizer(FORMATS["fp8-1x128-e4m3"])),
     "stochastic": by_roles(weight=Quantizer(FORMATS["fp8-tensor-e4m3"], Rounding.STOCHASTIC)),
     "a transform": with_dgrad(

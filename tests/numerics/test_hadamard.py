@@ -10,7 +10,7 @@ from megatron_lowbit.numerics.hadamard import (
     Hadamard,
     hadamard_transform,
 )
-from megatron_lowbit.numerics.philox import philox4x32
+from megatron_lowbit.numerics.philox import derive_key, philox4x32
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -124,6 +124,61 @@ def test_product_of_both_transformed_is_unchanged(size, columns):
     assert ((left @ right.t() - exact).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("size", SIZES)
+def test_fresh_signs_differ_by_key_and_only_by_key(size):
+    hadamard = Hadamard(size, signs="fresh", output="fp32")
+    vectors = [hadamard.sign_vector(derive_key("signs", i)) for i in range(64)]
+    assert vectors == [hadamard.sign_vector(derive_key("signs", i)) for i in range(64)]
+    distinct = len(set(vectors))
+    assert distinct == 64 if size >= 32 else distinct > min(2**size, 64) / 2
+    x = torch.randn(3, 2 * size, generator=torch.Generator().manual_seed(0))
+    same, again = (hadamard_transform(x, hadamard, derive_key("signs", 1)) for _ in range(2))
+    assert torch.equal(same, again)
+    key = next(i for i in range(2, 64) if vectors[i] != vectors[1])
+    other = hadamard_transform(x, hadamard, derive_key("signs", key))
+    assert not torch.equal(same, other)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_key_matters_to_fresh_signs_only(size):
+    for signs in ("fixed", "none", 7):
+        hadamard = Hadamard(size, signs=signs)
+        assert {hadamard.sign_vector(key) for key in range(9)} == {hadamard.sign_vector()}
+        x = torch.randn(2, size, generator=torch.Generator().manual_seed(0))
+        assert torch.equal(hadamard_transform(x, hadamard, 3), hadamard_transform(x, hadamard))
+
+
+def test_an_integer_seeds_one_vector():
+    vectors = {seed: Hadamard(64, signs=seed).sign_vector() for seed in (0, 1, 2, -1, 2**40)}
+    assert len(set(vectors.values())) == 5
+    assert Hadamard(64).sign_vector() not in vectors.values()  # the fixed one is no seed's
+    assert vectors[1] == Hadamard(64, signs=1).sign_vector(key=99)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_signs_are_balanced(size):
+    """Each point, and each pair of neighbours, is + in half of 400 vectors: 4.5 standard errors.
+
+    With fixed keys the test is deterministic; the bound is for up to 511 counts at once.
+    """
+    hadamard = Hadamard(size, signs="fresh", output="fp32")
+    signs = torch.tensor([hadamard.sign_vector(derive_key(size, i)) for i in range(400)]).double()
+    assert (signs.abs() == 1).all()
+    assert (signs.mean(0).abs() < 4.5 / 20).all()
+    assert ((signs[:, 1:] * signs[:, :-1]).mean(0).abs() < 4.5 / 20).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("signs", ["fresh", 11])
+def test_orthonormal_with_drawn_signs(size, signs):
+    hadamard = Hadamard(size, signs=signs, output="fp32")
+    y = hadamard_transform(torch.eye(size), hadamard, sign_key=1234).double()
+    error = y @ y.t() - torch.eye(size, dtype=torch.float64)
+    assert error.abs().max() < 4 * 2**-24
+    # Row 0 of H is all ones, so the first column of diag(s) @ H is the signs.
+    assert torch.equal(y[:, 0].sign(), torch.tensor(hadamard.sign_vector(1234)).double())
+
+
 def test_other_signs_change_the_product():
     """The check above can fail: one sign vector an operand gives another product."""
     a = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
@@ -147,5 +202,7 @@ def test_bad_sizes(size):
 def test_bad_names():
     with pytest.raises(ValueError, match=r"'random'.*fixed, fresh, none"):
         Hadamard(signs="random")
+    with pytest.raises(ValueError, match=r"True is not one of .* integer seed"):
+        Hadamard(signs=True)
     with pytest.raises(ValueError, match=r"'fp16'.*bf16, fp32"):
         Hadamard(output="fp16")

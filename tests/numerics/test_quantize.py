@@ -116,13 +116,47 @@ def test_nearest_draws_nothing():
     assert torch.equal(state, torch.get_rng_state())
 
 
+SCALE_BYTES = {  # of (32, 64), of (3, 17) and of (130, 257): a byte a block, four a tile
+    "nvfp4": (128, 6, 130 * 17),
+    "mx": (64, 3, 130 * 9),
+    "fp8-1x128": (32 * 4, 3 * 4, 130 * 3 * 4),
+    "fp8-128x128": (4, 4, 2 * 3 * 4),
+    "fp8-tensor": (0, 0, 0),
+}
+PADDED = {"nvfp4": (64, 32, 272), "mx": (64, 32, 288), "fp8-tensor": (64, 17, 257)}
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_nbytes(format):
-    """Half a byte an element, a byte a block of 16, four bytes of tensor scale."""
-    q = quantize(randn(32, 64), format)
-    assert q.nbytes == 32 * 64 // 2 + 32 * 64 // 16 + 4
-    assert q.nbytes - 4 == 32 * 64 * q.format.bits_per_element / 8
-    assert quantize(randn(3, 17), format).nbytes == 3 * 32 // 2 + 3 * 2 + 4
+    """Codes of whole blocks (4-bit ones two a byte), block scales, four bytes of tensor scale."""
+    family = next(name for name in SCALE_BYTES if format.startswith(name))
+    padded = PADDED.get(family, (128, 128, 384))
+    four_bits = format.startswith(("nvfp4", "mxfp4"))
+    for shape, columns, scales in zip(
+        ((32, 64), (3, 17), (130, 257)), padded, SCALE_BYTES[family], strict=True
+    ):
+        q = quantize(randn(*shape), format)
+        assert q.nbytes == shape[0] * columns // (2 if four_bits else 1) + scales + 4
+
+
+BITS = {
+    "nvfp4": 4 + 8 / 16,
+    "mxfp4": 4 + 8 / 32,
+    "mxfp6": 6 + 8 / 32,
+    "mxfp8": 8 + 8 / 32,
+    "fp8-1x128": 8 + 32 / 128,
+    "fp8-128x128": 8 + 32 / 128**2,
+    "fp8-tensor": 8,
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_per_element(format):
+    family = next(name for name in BITS if format.startswith(name))
+    assert FORMATS[format].bits_per_element == BITS[family]
+    q = quantize(randn(256, 256), format)
+    if "fp6" not in family:  # codes of 6 bits are kept one a byte
+        assert q.nbytes - 4 == 256 * 256 * BITS[family] / 8
 
 
 def test_no_rows():

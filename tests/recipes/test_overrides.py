@@ -169,14 +169,27 @@ def test_another_family_in_place_of_a_role():
     assert result.fprop == low("mxfp4").fprop
 
 
-def test_another_format_in_one_gemm_drops_the_options_of_the_role():
-    """But keeps its rounding; the same format named again keeps everything."""
+@pytest.mark.parametrize("where", ["grad", "dgrad.grad"])
+def test_another_format_keeps_the_options_that_it_has(where):
+    """And the rounding: unbiased MXFP4 stays unbiased with other blocks or elements."""
+    result = low("mxfp4-backward", f"{where}.format=mxfp4-2d").dgrad.lhs
+    assert result == Quantizer(
+        replace(FORMATS["mxfp4-2d"], three_quarters=True), Rounding.STOCHASTIC
+    )
+    result = low("mxfp8", f"{where}.format=nvfp4").dgrad.lhs
+    assert result == Quantizer(FORMATS["nvfp4"])
+    result = low("fp8-tile", f"{where}.format=null").dgrad.lhs
+    assert result is None
+
+
+def test_another_format_in_one_gemm():
+    """Its role's rounding and the options that both formats have."""
     base = low("mxfp4-backward")
     result = low("mxfp4-backward", "dgrad.grad.format=nvfp4")
     assert result.dgrad.lhs == Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
     assert result.wgrad == base.wgrad
     result = low("mxfp4-backward", "dgrad.grad={format: mxfp6-e3m2, scale_rounding: even}")
-    even = replace(FORMATS["mxfp6-e3m2"], scale_rounding="even")
+    even = replace(FORMATS["mxfp6-e3m2"], scale_rounding="even", three_quarters=True)
     assert result.dgrad.lhs == Quantizer(even, Rounding.STOCHASTIC)
     assert low("mxfp4-backward", "dgrad.grad.format=mxfp4") == base
 
@@ -199,7 +212,7 @@ def test_tensor_scale(name):
     "value, delayed",
     [
         ("{length: 4, algorithm: average, just_in_time: 2}", DelayedScaling(4, "average", 2)),
-        ("{}", DelayedScaling(16, "max", 16)),
+        ("{}", DelayedScaling(16, "max", None)),
         ("null", None),
     ],
 )

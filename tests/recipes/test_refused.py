@@ -10,7 +10,6 @@ REFUSED = [
     ("mxfp8", "grad.scale_format=pow2", ["configs.mxfp8.grad.scale_format", "mxfp8-e4m3", MX_KEYS]),
     ("fp8-tile", "grad.three_quarters=true", ["configs.fp8.grad.three_quarters", "scale_format"]),
     ("nvfp4", "weight.scale_rounding=even", ["configs.nvfp4.weight.scale_rounding", "rounding"]),
-    ("mxfp4", "weight.format=nvfp4", ["configs.mxfp4.weight.scale_rounding", "format nvfp4"]),
     ("mxfp4", "dgrad.grad.bits=4", ["configs.mxfp4.dgrad.grad.bits", MX_KEYS]),
     ("mxfp4", "grad.seed=null", ["configs.mxfp4.grad.seed", MX_KEYS]),
     (
@@ -32,7 +31,7 @@ REFUSED = [
     ("mxfp4-backward", "dgrad.weight=null", ["configs.mxfp4.dgrad", "needs both operands"]),
     ("fp8-delayed", "amax_history.len=4", ["amax_history.len", "length, algorithm, just_in_time"]),
     ("fp8-delayed", "amax_history.length=0", ["configs.fp8.amax_history", "length 0"]),
-    ("fp8-delayed", "amax_history.length=4", ["amax_history", "just_in_time 16", "length 4"]),
+    ("fp8-delayed", "amax_history.just_in_time=17", ["just_in_time 17", "length 16"]),
     ("fp8-delayed", "amax_history.algorithm=min", ["amax_history.algorithm", "'max' or 'average'"]),
     ("mxfp8", "accumulation.inner=fp16", ["accumulation.inner", "'fp32', 'bf16' or 'fp8'"]),
     ("mxfp8", "accumulation.every=4", ["configs.mxfp8.accumulation.every", "inner, promote_every"]),

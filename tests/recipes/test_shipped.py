@@ -16,7 +16,7 @@ from megatron_lowbit.recipes.show import model_layers
 
 HIGH = ("high", "high")
 FRESH_64 = Hadamard(64, "fresh", "fp32")
-HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=16)
+HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=None)
 
 
 def says(quantizer) -> str:

@@ -146,7 +146,7 @@ def test_combined_with_overrides(capsys):
     recipe = load_combined("fp8-tile", "mxfp4-backward", overrides)
     assert rows == [list(row[2:7]) for row in cells(recipe, show.model_layers(None, 2))]
     assert rows[0] == ["fprop", "input: fp8-1x128-e4m3 pow2", "weight: bf16", "8.25 x 16", ""]
-    assert rows[2][4] == "RHT-32 signs fresh"
+    assert rows[2][4] == "RHT-32 fp32 signs fresh"
 
 
 def test_switches_are_shown(capsys):

@@ -23,7 +23,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, constant
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    block_amax,
+    blocks,
+    constant,
+    for_each_row,
+)
 from megatron_lowbit.numerics.formats import (
     E2M1,
     E2M3,
@@ -36,6 +42,7 @@ from megatron_lowbit.numerics.formats import (
     decode,
     decode_e8m0,
     encode,
+    reciprocal_e8m0,
 )
 
 BLOCK = 32
@@ -88,15 +95,12 @@ class MX(BlockFormat):
         """Quantize whole blocks; scales (R, K/32)."""
         tiles = blocks(x, self.block_rows, BLOCK)
         scales = scale_bytes(block_amax(tiles), self.element, self.scale_rounding)
-        # The reciprocal of 2**e is the byte of -e; NaN's is its own.
-        inverse = torch.where(scales == E8M0_NAN, E8M0_NAN, 2 * E8M0_BIAS - scales.to(torch.int32))
-        scaled = tiles * decode_e8m0(inverse)
+        scaled = tiles * reciprocal_e8m0(scales)
         if self.three_quarters:
             scaled = scaled * 0.75
         codes = encode(scaled.view(x.shape), self.element, uniform)
-        scales = scales.squeeze(-1).expand(-1, self.block_rows, -1)
         tensor_scale = constant(4.0 / 3.0 if self.three_quarters else 1.0, like=x)
-        return codes, scales.reshape(x.shape[0], x.shape[1] // BLOCK), tensor_scale
+        return codes, for_each_row(scales, self.block_rows), tensor_scale
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """FP32 (R, K/32, 32); code * scale is exact unless it underflows."""

@@ -20,7 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, constant
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    block_amax,
+    blocks,
+    constant,
+    for_each_row,
+)
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 
 BLOCK = 16
@@ -52,8 +58,7 @@ class NVFP4(BlockFormat):
         scales = encode(block_amax(tiles) * (s_enc * sixth), E4M3)
         s_enc_b = (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
         codes = encode((tiles * s_enc_b).view(x.shape), E2M1, uniform)
-        scales = scales.squeeze(-1).expand(-1, self.block_rows, -1)
-        return codes, scales.reshape(x.shape[0], x.shape[1] // BLOCK), s_dec
+        return codes, for_each_row(scales, self.block_rows), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """FP32 (R, K/16, 16); code * scale is exact."""

@@ -1,0 +1,211 @@
+"""Every format at its corners: both ends of FP32, zeros, NaN, infinity, ragged, transposed."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lowbit.numerics import FORMATS, Quantizer, format_by_name, quantize
+
+FLT_MAX = torch.finfo(torch.float32).max
+EVERY = [  # all options; square MX blocks differ from the others in their amax only
+    format.with_options(**dict(zip(format.OPTIONS, values, strict=True)))
+    for format in FORMATS.values()
+    for values in itertools.product(*format.OPTIONS.values())
+    if not format.name.startswith("mx") or format.block_rows == 1 or values[0] != "ceil"
+]
+SQUARE = [format for format in EVERY if format.block_rows == format.block]
+MX = [format for format in EVERY if format.name.startswith("mx")]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+def assert_same(a, b):
+    for name in ("codes", "scales", "tensor_scale"):
+        ours, theirs = getattr(a, name), getattr(b, name)
+        assert ours.shape == theirs.shape and torch.equal(bits(ours), bits(theirs)), name
+    assert (a.format, a.shape) == (b.format, b.shape)
+
+
+def test_what_is_covered():
+    assert len(FORMATS) == 2 + 10 + 6 and {format.name for format in EVERY} == set(FORMATS)
+    assert len(EVERY) == 2 + 5 * 8 + 5 * 6 + 6 * 2 and len(SQUARE) == 1 + 5 * 6 + 4 * 2
+
+
+@pytest.mark.parametrize("format", EVERY, ids=str)
+def test_zeros(format):
+    x = torch.zeros(40, 300)
+    x[3, 5] = x[20, 130] = -0.0
+    q = Quantizer(format)(x)
+    assert torch.equal(bits(q.dequantize()), bits(x))
+    if format in MX:
+        assert (q.scales == 0).all()
+    elif format.name.startswith("fp8"):
+        assert (q.scales == 1).all() and q.tensor_scale == 1
+    x[:, 256:] = 1.0  # zero blocks beside others
+    q = Quantizer(format)(x)
+    assert torch.equal(q.dequantize()[:, :256], x[:, :256])
+    torch.testing.assert_close(q.dequantize()[:, 256:], x[:, 256:], rtol=0.26, atol=0)
+
+
+def half_step(format, q, amax: float) -> float:
+    """The largest error of one element of a block with that amax, as a share of amax.
+
+    Half the widest step of the element's grid, or what a too small scale may clip; the scale may
+    be up to twice (MX) or 1/15 (E4M3) larger than need be.
+    """
+    element = format.element
+    widest = 2.0 ** (element.max_exponent - element.mantissa_bits)
+    if format in MX:
+        top = 2.0 ** (element.max_exponent + 1)
+        if format.three_quarters:
+            top *= 0.75
+        if format.scale_rounding in ("floor", "even"):
+            return max(widest / top, 1 - min(element.max / top, 1)) + 2**-20
+        # The scale is up to twice what amax needs: half of max, a step smaller, too.
+        return (
+            max(widest / element.max, 1e-9) * (1 if not format.three_quarters else 4 / 3) + 2**-20
+        )
+    share = widest / 2 / element.max
+    if format.name.startswith("nvfp4"):
+        return share * 1.07 + 1 / 15
+    return share * (2 if format.scale_format == "pow2" else 1) + 2**-20
+
+
+@pytest.mark.parametrize("format", EVERY, ids=str)
+def test_error_of_dequantization(format):
+    """Each element within half a step of its block's scale; and the bound is nearly met."""
+    x = randn(256, 384, seed=99) * 1e-30
+    if not format.tensor_scaled:
+        x[128:] = x[128:] * 1e30 * 1e30
+    q = Quantizer(format)(x)
+    error = (q.dequantize().double() - x.double()).abs()
+    if format.name.startswith("fp8-tensor"):
+        amax = x.abs().max().double()
+    else:
+        rows, columns = format.block_rows, format.block
+        amax = x.abs().view(256 // rows, rows, 384 // columns, columns).amax(-1).amax(1).double()
+        amax = amax.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    bound = half_step(format, q, 1.0)
+    assert (error <= bound * amax).all()
+    assert (error / amax).max() > bound / 3
+    assert (q.dequantize() * x >= 0).all()
+
+
+@pytest.mark.parametrize("format", EVERY, ids=str)
+def test_both_ends_of_fp32(format):
+    """Nothing becomes NaN; the largest element keeps its sign and, above underflow, its size."""
+    for amax in (1e-45, 1e-42, 1.1754942e-38, 1e-30, 1e30, 2e38, FLT_MAX):
+        check_amax(format, amax)
+
+
+def check_amax(format, amax):
+    x = torch.zeros(32, 256)
+    x[:, ::7] = amax
+    x[3, ::14] = -amax
+    q = Quantizer(format)(x)
+    values = q.dequantize()
+    assert not values.isnan().any()
+    assert q.tensor_scale.isfinite() and (q.tensor_scale > 0)
+    assert (values * x >= 0).all() and torch.equal(values[x == 0], x[x == 0])
+    scales = q.scales.float()
+    assert scales.isfinite().all() and (scales != 255).all()
+    ratio = (values[x != 0] / x[x != 0]).double()
+    if amax >= 1e-30:
+        assert (ratio > 0.7).all()
+        # A decode scale above FP32's largest divided by max may overflow by a rounding.
+        assert (ratio < 1.5).all() or amax == FLT_MAX
+    elif format in MX:  # 2**-127 times the smallest element is the least that is kept
+        smallest = format.element.min_normal * 2.0**-format.element.mantissa_bits * 2.0**-127
+        assert (ratio == 0).all() == (
+            amax <= smallest * (0.5 if not format.three_quarters else 2 / 3)
+        )
+
+
+@pytest.mark.parametrize("format", MX, ids=str)
+def test_mx_nan_and_infinity(format):
+    """A NaN is its block's; an infinity saturates with the scale of exponent 128."""
+    x = torch.ones(64, 96)
+    x[40, 40] = torch.nan
+    nan = torch.zeros(64, 96, dtype=torch.bool)
+    rows = slice(32, 64) if format.block_rows == 32 else slice(40, 41)
+    nan[rows, 32:64] = True
+    q = Quantizer(format)(x)
+    assert torch.equal(q.dequantize().isnan(), nan)
+    assert torch.equal(q.scales == 255, nan[:, ::32])
+    x[40, 40], x[40, 41] = torch.inf, -torch.inf
+    q = Quantizer(format)(x)
+    byte = {"rceil": 254}.get(format.scale_rounding, 255 - format.element.max_exponent)
+    assert (q.scales[rows, 1] == byte).all() and (q.scales != 255).all()
+    values = q.dequantize()
+    assert values[40, 40] == -values[40, 41] and values[40, 40] >= 1.7e38
+    assert torch.equal(values[~nan], x[~nan])
+    assert (values[rows, 32:40] == 0).all()  # finite neighbours vanish
+
+
+@pytest.mark.parametrize("format", EVERY, ids=str)
+@pytest.mark.parametrize("rows, columns", [(1, 1), (130, 257)])
+def test_ragged_is_the_zero_padded_tensor_sliced(format, rows, columns):
+    shape = rows, columns
+    x = randn(*shape, seed=columns)
+    padded = torch.nn.functional.pad(x, (0, -columns % format.block, 0, -rows % format.block_rows))
+    ragged, whole = Quantizer(format)(x), Quantizer(format)(padded)
+    assert ragged.shape == shape
+    assert torch.equal(bits(ragged.codes), bits(whole.codes[:rows]))
+    assert torch.equal(bits(ragged.scales), bits(whole.scales[:rows]))
+    assert torch.equal(ragged.tensor_scale, whole.tensor_scale)
+    assert torch.equal(ragged.dequantize(), whole.dequantize()[:rows, :columns])
+
+
+@pytest.mark.parametrize("format", SQUARE, ids=str)
+@pytest.mark.parametrize("shape", [(128, 256), (5, 17), (130, 257)])
+def test_square_blocks_transpose_to_the_quantized_transpose(format, shape):
+    """Same codes, same scales, same layout, and back again."""
+    x = randn(*shape, seed=3) * torch.exp2(randn(*shape, seed=4) * 5)
+    q = Quantizer(format)(x)
+    assert_same(q.transpose(), Quantizer(format)(x.t()))
+    assert torch.equal(q.transpose().dequantize(), q.dequantize().t())
+    assert_same(q.transpose().transpose(), q)
+
+
+@pytest.mark.parametrize("format", [f.name for f in FORMATS.values() if f.block_rows != f.block])
+def test_other_blocks_do_not_transpose(format):
+    with pytest.raises(ValueError, match=f"{format} has no square blocks"):
+        quantize(torch.ones(16, 16), format).transpose()
+
+
+@pytest.mark.parametrize("format", [f for f in EVERY if f.block_rows > 1], ids=str)
+def test_a_square_block_has_one_scale(format):
+    """That of its largest element, wherever it is in the block: as one row of all its elements."""
+    side = format.block
+    x = randn(2 * side, 3 * side, seed=8)
+    one_row = {"nvfp4-2d": "nvfp4", "fp8-128x128": "fp8-1x128"}
+    name = format.name.removesuffix("-2d").replace("fp8-128x128", "fp8-1x128")
+    assert name in FORMATS and (format.name in one_row or name != format.name)
+    narrow = format_by_name(name, **format.options)
+    q = Quantizer(format)(x)
+    peak = x.abs().view(2, side, 3, side).amax(-1).amax(1)
+    stand_in = peak.repeat_interleave(side, dim=1)
+    expected = Quantizer(narrow)(stand_in).scales
+    scales = q.scales if format.name.startswith("fp8") else q.scales[::side]
+    assert torch.equal(bits(scales), bits(expected))
+    if not format.name.startswith("fp8"):  # repeated for each row, as tensor cores read them
+        assert torch.equal(bits(q.scales), bits(expected.repeat_interleave(side, dim=0)))
+
+
+@pytest.mark.parametrize("format", EVERY, ids=str)
+def test_subnormals_are_not_flushed(format):
+    """A tensor 2**-20 or 2**20 times as large gives the same codes, until its scale is clamped."""
+    x = (randn(32, 256, seed=5) * 2.0**-100).clamp(-(2.0**-98), 2.0**-98)
+    x[:, ::16] = 2.0**-98
+    q, scaled = Quantizer(format)(x), Quantizer(format)(x * 2.0**-10)
+    if format.name.startswith("nvfp4"):
+        scaled = Quantizer(format)(x * 2.0**10)  # S_enc is already near FP32's largest
+    np.testing.assert_array_equal(bits(q.codes).numpy(), bits(scaled.codes).numpy())

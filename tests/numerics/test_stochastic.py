@@ -1,0 +1,169 @@
+"""Stochastic rounding is unbiased, an interval at a time and as the product of two tensors.
+
+Seeds are fixed, so each test gives the same result every time; its bound of 4 standard errors is
+what chance alone exceeds once in 16,000, for each of the values compared.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lowbit.numerics import (
+    Draw,
+    Hadamard,
+    Quantizer,
+    Rounding,
+    derive_key,
+    format_by_name,
+    gemm,
+)
+from megatron_lowbit.numerics.formats import (
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    decode,
+    encode,
+    round_to_grid,
+)
+from megatron_lowbit.numerics.philox import uniform
+
+ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2)
+INTERVALS = {"e2m1": 7, "e2m3": 31, "e3m2": 31, "e4m3": 126, "e5m2": 123}
+PARTS = (1 / 16, 1 / 3, 7 / 8)
+DRAWS = 2048
+
+
+def random_numbers(source: str, columns: int) -> torch.Tensor:
+    """(DRAWS, columns) in [0, 1): ours, or torch's own."""
+    if source == "torch":
+        return torch.rand(DRAWS, columns, generator=torch.Generator().manual_seed(columns))
+    words = Draw(derive_key("stochastic", columns)).key_words(torch.device("cpu"))
+    return uniform(words, torch.arange(DRAWS), torch.arange(-(-columns // 4)))[:, :columns]
+
+
+@pytest.mark.parametrize("source", ["philox", "torch"])
+@pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
+def test_unbiased_on_every_interval(element, source, grids):
+    """Three points in each interval, both signs: the mean of the draws is the value."""
+    grid = grids[element.name]
+    assert len(grid) - 1 == INTERVALS[element.name]
+    low, step = np.repeat(grid[:-1], len(PARTS)), np.repeat(np.diff(grid), len(PARTS))
+    x = (low + np.tile(PARTS, len(grid) - 1) * step).astype(np.float32)
+    x[1::2] *= -1
+    random = random_numbers(source, len(x))
+    part = (np.abs(x.astype(np.float64)) - low) / step
+    bound = 4 * step * np.sqrt(part * (1 - part) / DRAWS)
+    inputs = torch.from_numpy(x).expand(DRAWS, -1)
+    for values in (
+        round_to_grid(inputs, element, random),
+        decode(encode(inputs, element, random), element),
+    ):
+        magnitude = values.abs().double().numpy()
+        assert (np.sign(values[:1].numpy()) * x >= 0).all()
+        assert ((magnitude == low) | (magnitude == low + step)).all()
+        assert (np.abs(magnitude.mean(0) - np.abs(x)) < bound).all()
+    nearest = round_to_grid(inputs[:1], element).abs().double().numpy()[0]
+    assert (np.abs(nearest - np.abs(x)) > bound).mean() > 0.7  # the bound can tell
+
+
+DRAWS_OF_A_KEY = 20
+
+
+def product_errors(
+    a: torch.Tensor, b: torch.Tensor, keys: int, hadamard: Hadamard | None, **options
+) -> torch.Tensor:
+    """Mean error of ``gemm(Q(a), Q(b))`` over draws, in standard errors, (M, N).
+
+    For each key, one sign vector for both operands and 20 draws: copies of the rows, which the
+    random bits tell apart. Given the signs the product is unbiased and the draws independent.
+    """
+    rounding = Rounding(options.pop("rounding", "stochastic"))
+    quantizer = Quantizer(format_by_name("mxfp4", **options), rounding)
+    products = []
+    for key in range(keys):
+        left, right = (
+            quantizer(
+                x.repeat(DRAWS_OF_A_KEY, 1),
+                hadamard=hadamard,
+                sign_key=derive_key("signs", key),
+                draw=Draw(derive_key(role, key)),
+            )
+            for x, role in ((a, "left"), (b, "right"))
+        )
+        pairs = gemm(left, right).view(DRAWS_OF_A_KEY, len(a), DRAWS_OF_A_KEY, len(b))
+        products.append(pairs.diagonal(dim1=0, dim2=2).permute(2, 0, 1).double())
+    products = torch.cat(products)
+    assert products.shape == (keys * DRAWS_OF_A_KEY, len(a), len(b))
+    error = products.mean(0) - a.double() @ b.double().t()
+    # 2**-20 of the terms: FP32 sums, and a spread of 0 where nothing is random.
+    floor = 2.0**-20 * (a.abs().double() @ b.abs().double().t())
+    return error / (products.std(0) / len(products) ** 0.5 + floor)
+
+
+def gradient_like(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two operands of K = 128 with an amplitude for each block, and each block's amax large.
+
+    The largest of a block is 1.9 times a power of two: what FLOOR clips without 3/4.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    operands = []
+    for rows in (6, 5):
+        x = torch.rand(rows, 128, generator=generator) * 2 - 0.7
+        x[:, ::32] = 1.9
+        scale = torch.exp2(torch.randint(-6, 6, (rows, 4), generator=generator).float())
+        operands.append(x * scale.repeat_interleave(32, dim=1))
+    return operands[0], operands[1]
+
+
+RHT = Hadamard(64, signs="fresh", output="fp32")
+
+
+@pytest.mark.parametrize("hadamard", [None, RHT], ids=["plain", "rht"])
+def test_lemma_of_the_mxfp4_paper(hadamard):
+    """Lemma 3.1: with 3/4 and SR the mean of the product of the quantized is the product."""
+    errors = product_errors(*gradient_like(0), 60, hadamard, three_quarters=True)
+    assert errors.abs().max() < 4
+    assert errors.abs().mean() < 1.5  # 0.8 is a standard normal's
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"three_quarters": True, "rounding": "nearest"},
+        {"three_quarters": False},
+        {"three_quarters": False, "rounding": "nearest"},
+    ],
+    ids=["nearest", "clipped", "both"],
+)
+def test_the_lemma_needs_all_of_it(options):
+    """Rounded to nearest, or clipped without 3/4, the same product is biased."""
+    errors = product_errors(*gradient_like(0), 60, None, **options)
+    assert errors.abs().max() > 20 and (errors.abs() > 4).float().mean() > 0.5
+
+
+def test_one_sign_vector_for_both_operands():
+    """Each operand with its own: another product."""
+    a, b = gradient_like(1)
+    quantizer = Quantizer(format_by_name("mxfp4", three_quarters=True), Rounding.STOCHASTIC)
+    q = [quantizer(x, hadamard=RHT, sign_key=i, draw=Draw(i)) for i, x in enumerate((a, b))]
+    same = [quantizer(x, hadamard=RHT, sign_key=3, draw=Draw(i)) for i, x in enumerate((a, b))]
+    exact = a @ b.t()
+    assert (gemm(*q) - exact).norm() > 0.5 * exact.norm()
+    assert (gemm(*same) - exact).norm() < 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("role", ["left", "right"])
+def test_operands_need_draws_of_their_own(role):
+    """Squared: with one draw for both, E[Q(x) Q(x)] is above x * x by the variance."""
+    x = torch.full((1, 32), 0.3)
+    x[0, 0] = 1.0
+    quantizer = Quantizer(format_by_name("mxfp4", three_quarters=True), Rounding.STOCHASTIC)
+    rows = x.expand(4000, -1)
+    one = quantizer(rows, draw=Draw(derive_key(role))).dequantize().double()
+    other = quantizer(rows, draw=Draw(derive_key(role, "other"))).dequantize().double()
+    exact = x.double().square().sum()
+    shared, own = (one * one).sum(1), (one * other).sum(1)
+    assert abs(own.mean() - exact) < 4 * own.std() / 4000**0.5
+    assert shared.mean() - exact > 20 * shared.std() / 4000**0.5
