@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 
@@ -55,33 +54,30 @@ def test_zeros(format):
     torch.testing.assert_close(q.dequantize()[:, 256:], x[:, 256:], rtol=0.26, atol=0)
 
 
-def half_step(format, q, amax: float) -> float:
-    """The largest error of one element of a block with that amax, as a share of amax.
+def largest_error(format) -> float:
+    """Of one element, as a share of its block's amax: half the widest step of the grid, or a clip.
 
-    Half the widest step of the element's grid, or what a too small scale may clip; the scale may
-    be up to twice (MX) or 1/15 (E4M3) larger than need be.
+    The scale may be larger than need be: twice (MX, pow2) or, for NVFP4, a half step of E4M3,
+    1/16, which it may also be too small.
     """
     element = format.element
     widest = 2.0 ** (element.max_exponent - element.mantissa_bits)
+    rounding = 2.0**-20  # of FP32, several times
     if format in MX:
-        top = 2.0 ** (element.max_exponent + 1)
-        if format.three_quarters:
-            top *= 0.75
-        if format.scale_rounding in ("floor", "even"):
-            return max(widest / top, 1 - min(element.max / top, 1)) + 2**-20
-        # The scale is up to twice what amax needs: half of max, a step smaller, too.
-        return (
-            max(widest / element.max, 1e-9) * (1 if not format.three_quarters else 4 / 3) + 2**-20
-        )
+        margin = 0.75 if format.three_quarters else 1.0
+        if format.scale_rounding in ("ceil", "rceil"):
+            return widest / element.max / margin + rounding
+        top = 2.0 ** (element.max_exponent + 1) * margin
+        return max(widest / top, 1 - min(element.max / top, 1)) + rounding
     share = widest / 2 / element.max
     if format.name.startswith("nvfp4"):
-        return share * 1.07 + 1 / 15
-    return share * (2 if format.scale_format == "pow2" else 1) + 2**-20
+        return share * (1 + 1 / 16) + 1 / 16
+    return share * (2 if format.scale_format == "pow2" else 1) + rounding
 
 
 @pytest.mark.parametrize("format", EVERY, ids=str)
 def test_error_of_dequantization(format):
-    """Each element within half a step of its block's scale; and the bound is nearly met."""
+    """Each element within half a step of its block's scale, and a third of that is met."""
     x = randn(256, 384, seed=99) * 1e-30
     if not format.tensor_scaled:
         x[128:] = x[128:] * 1e30 * 1e30
@@ -93,7 +89,7 @@ def test_error_of_dequantization(format):
         rows, columns = format.block_rows, format.block
         amax = x.abs().view(256 // rows, rows, 384 // columns, columns).amax(-1).amax(1).double()
         amax = amax.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    bound = half_step(format, q, 1.0)
+    bound = largest_error(format)
     assert (error <= bound * amax).all()
     assert (error / amax).max() > bound / 3
     assert (q.dequantize() * x >= 0).all()
@@ -186,9 +182,7 @@ def test_a_square_block_has_one_scale(format):
     """That of its largest element, wherever it is in the block: as one row of all its elements."""
     side = format.block
     x = randn(2 * side, 3 * side, seed=8)
-    one_row = {"nvfp4-2d": "nvfp4", "fp8-128x128": "fp8-1x128"}
     name = format.name.removesuffix("-2d").replace("fp8-128x128", "fp8-1x128")
-    assert name in FORMATS and (format.name in one_row or name != format.name)
     narrow = format_by_name(name, **format.options)
     q = Quantizer(format)(x)
     peak = x.abs().view(2, side, 3, side).amax(-1).amax(1)
@@ -201,11 +195,10 @@ def test_a_square_block_has_one_scale(format):
 
 
 @pytest.mark.parametrize("format", EVERY, ids=str)
-def test_subnormals_are_not_flushed(format):
-    """A tensor 2**-20 or 2**20 times as large gives the same codes, until its scale is clamped."""
+def test_codes_do_not_depend_on_a_power_of_two(format):
+    """Small tensors, 2**-98 and 2**-108: nothing underflows before it is scaled."""
     x = (randn(32, 256, seed=5) * 2.0**-100).clamp(-(2.0**-98), 2.0**-98)
     x[:, ::16] = 2.0**-98
     q, scaled = Quantizer(format)(x), Quantizer(format)(x * 2.0**-10)
-    if format.name.startswith("nvfp4"):
-        scaled = Quantizer(format)(x * 2.0**10)  # S_enc is already near FP32's largest
-    np.testing.assert_array_equal(bits(q.codes).numpy(), bits(scaled.codes).numpy())
+    assert torch.equal(bits(q.codes), bits(scaled.codes))
+    torch.testing.assert_close(scaled.dequantize() * 2.0**10, q.dequantize(), rtol=1e-6, atol=0)

@@ -1,4 +1,8 @@
-"""NVFP4 bit for bit: Transformer Engine's golden vectors and a scalar derivation in numpy."""
+"""NVFP4 bit for bit: Transformer Engine's golden vectors and a scalar derivation in numpy.
+
+torchao's NVFP4 is no further source: it divides the amax by 6 first, clamps block scales from below
+and multiplies by (1 / tensor scale) / block scale, which gives other bits.
+"""
 
 from pathlib import Path
 

@@ -8,7 +8,9 @@ current-scaling quantizers. All scale arithmetic is FP32:
     scale  = 1 / encode          stored
 
 An amax of zero, infinity or NaN gives encode 1, and a quotient beyond FP32 its largest value: an
-infinite element saturates, a NaN stays one NaN, and its neighbours keep values up to ``max``.
+infinite element saturates, a NaN stays one NaN, and its neighbours keep values up to ``max``. At
+the very top of FP32's range a code that was rounded up may decode to infinity (with ``pow2`` scales
+the code of 3.4e38 does).
 """
 
 from dataclasses import dataclass
