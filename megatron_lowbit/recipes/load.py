@@ -41,12 +41,20 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
     """
     raw, source = _read(name_or_path)
+    raw = _unshared(raw)
     recipe = parse_recipe(raw, source, _load_target)
     for override in overrides:
         apply_override(raw, override)
         # Each on its own: the next may rely on its fields.
         recipe = parse_recipe(raw, source, _load_target)
     return recipe
+
+
+def _unshared(data: Any) -> Any:
+    """A copy in which what YAML aliases share is apart, so that an override hits one place."""
+    if isinstance(data, dict):
+        return {key: _unshared(value) for key, value in data.items()}
+    return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 def _load_target(name_or_path: str) -> Recipe:
@@ -120,8 +128,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     for section in ("matchers", "switches"):
         entries = raw.get(section) or {}
         if isinstance(entries, dict):
-            kept = [(name, entry) for name, entry in entries.items() if entry is not None]
-            raw[section] = dict(sorted(kept, key=lambda item: item[0] in known))
+            raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
+    if isinstance(raw["matchers"], dict):
+        raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
 
 
 def _paths(raw: dict[str, Any], field: str, override: str) -> list[list[str]]:
@@ -162,6 +171,6 @@ def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> No
         if not isinstance(data, dict):
             raise UserError(f"--recipe-set {override}: {key} has no fields below it")
     if last == "format":
-        for option in data.keys() - set(operand_keys(value)):
+        for option in data.keys() - set(operand_keys(str(value))):
             del data[option]
     data[last] = value

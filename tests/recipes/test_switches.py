@@ -318,3 +318,34 @@ def test_switches_to_recipes_with_switches(tmp_path):
         message = refused(lambda path=path: switched(f"{{iteration: 5, to: {path}}}"))
         assert "switches.s0.to" in message and "recipe mine has switches of its own" in message
     assert "switches.on.to" in refused(lambda: load_recipe(str(path)))  # names itself
+
+
+def test_overrides_keep_the_order_of_switches(tmp_path):
+    """Also of one that is called like a matcher: switches apply in order."""
+    overrides = [
+        "switches.linears={iteration: 5, to: bf16}",
+        "switches.later={iteration: 9, to: mxfp8}",
+        "grad.rounding=nearest",
+    ]
+    names = [switch.name for switch in load_recipe("nvfp4", overrides).switches]
+    assert names == ["linears", "later"]
+
+
+def test_an_override_hits_one_of_two_aliased_configs(tmp_path):
+    path = tmp_path / "aliased.yaml"
+    path.write_text(
+        """
+name: aliased
+configs:
+  a: &a
+    input: {format: mxfp8-e4m3}
+    weight: {format: mxfp8-e4m3}
+  b: {<<: *a, fprop: {}}
+matchers:
+  first: {type: blocks, first: 1, config: a, enabled: true}
+  rest: {type: glob, pattern: "*", config: b, enabled: true}
+"""
+    )
+    configs = load_recipe(str(path), ["configs.b.input.format=mxfp8-e5m2"]).configs
+    assert configs["a"].fprop.lhs.format.name == "mxfp8-e4m3"
+    assert configs["b"].fprop.lhs.format.name == "mxfp8-e5m2"
