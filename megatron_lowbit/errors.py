@@ -1,4 +1,4 @@
-"""The one exception that stands for bad input, and how a command ends on it."""
+"""The exceptions that stand for bad input and for a lost run, and how a command ends on them."""
 
 import sys
 from collections.abc import Callable
@@ -9,11 +9,19 @@ class UserError(ValueError):
     """Bad input. The message is one line: the argument, file or key, and what would be right."""
 
 
+class TrainingError(RuntimeError):
+    """A run that cannot go on, through no fault of its arguments. The message is one line."""
+
+
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
-    """Run ``main`` and leave the process: its return code, or ``error: ...`` and 2 on bad input."""
+    """Run ``main`` and leave the process.
+
+    The exit code is main's; ``error: ...`` goes before 2 on bad input, and before 1 where a run
+    cannot go on.
+    """
     try:
         code = main()
-    except UserError as error:
+    except (UserError, TrainingError) as error:
         print(f"error: {error}", file=sys.stderr)
-        code = 2
+        code = 2 if isinstance(error, UserError) else 1
     sys.exit(code or 0)

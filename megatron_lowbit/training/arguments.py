@@ -8,6 +8,8 @@ from difflib import get_close_matches
 from typing import NoReturn
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.training.expert_arguments import add_experts, check_experts, fill_experts
+from megatron_lowbit.training.weights_and_biases import import_wandb
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,6 +36,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
     _fill_defaults(args)
     _check_model(args)
     _check_batches(args)
+    _check_logging(args)
+    _check_checkpointing(args)
     return args
 
 
@@ -113,6 +117,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--init-method-std", type=float, default=0.02)
     group.add_argument("--hidden-dropout", type=float, default=0.0)
     group.add_argument("--attention-dropout", type=float, default=0.0)
+    add_experts(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -146,6 +151,15 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=int, default=1234)
     group.add_argument("--eval-interval", type=int, default=1000)
     group.add_argument("--eval-iters", type=int, default=100)
+    group.add_argument(
+        "--max-skipped-updates", type=int, default=3,
+        help="updates skipped in a row, for a loss or gradient that is not finite, after which "
+        "the run goes back to its last checkpoint and leaves out their data",
+    )  # fmt: skip
+    group.add_argument(
+        "--check-output-norm-interval", type=int,
+        help="name the layers whose outputs are not finite, every so many iterations",
+    )  # fmt: skip
     group.add_argument("--recompute-granularity", choices=("full", "selective"))
     group.add_argument("--recompute-method", choices=("uniform", "block"))
     group.add_argument("--recompute-num-layers", type=int)
@@ -184,12 +198,24 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
         help="on --load, the arguments' learning-rate schedule instead of the checkpoint's",
     )  # fmt: skip
     group.add_argument("--save-interval", type=int, help="default: at the end only")
+    group.add_argument(
+        "--load-latest-valid", action="store_true",
+        help="where --load's newest checkpoint is incomplete or damaged, go back to a valid one",
+    )  # fmt: skip
+    group.add_argument(
+        "--save-keep-last", type=int, metavar="N",
+        help="after a save, delete older complete checkpoints beyond N (default: keep all)",
+    )  # fmt: skip
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-interval", type=int, default=10)
     group.add_argument("--tensorboard-dir", metavar="DIR")
+    group.add_argument("--log-file-dir", metavar="DIR", help="a log file for each rank in DIR")
+    group.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
+    group.add_argument("--wandb-exp-name", metavar="NAME", help="default: wandb's choice")
+    group.add_argument("--wandb-save-dir", metavar="DIR", help="default: a folder in --save")
 
 
 def _add_parallelism(parser: argparse.ArgumentParser) -> None:
@@ -197,6 +223,8 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tensor-model-parallel-size", type=int, default=1)
     group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    group.add_argument("--expert-model-parallel-size", type=int, default=1)
+    group.add_argument("--context-parallel-size", type=int, default=1, help="1 here")
     group.add_argument("--sequence-parallel", action="store_true")
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
@@ -220,8 +248,7 @@ def _fill_defaults(args: Namespace) -> None:
         "--precision-recipe excludes --fp4-recipe and --fp8-recipe",
     )
     args.recipes = args.recipes or [args.precision_recipe or "bf16"]
-    args.context_parallel_size = 1
-    args.expert_model_parallel_size = 1
+    fill_experts(args)
     args.virtual_pipeline_model_parallel_size = None
     if args.num_layers_per_virtual_pipeline_stage:
         per_stage = args.num_layers // args.pipeline_model_parallel_size
@@ -244,6 +271,7 @@ _POSITIVE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "seq_length", "micro_batch_size", "train_iters", "log_interval", "eval_interval",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by",
+    "max_skipped_updates",
 )  # fmt: skip
 
 
@@ -270,6 +298,12 @@ def _check_model(args: Namespace) -> None:
             "--sequence-parallel needs --tensor-model-parallel-size above 1",
         )
         _require_divisible(args, "seq_length", "tensor_model_parallel_size")
+    _require(
+        args.context_parallel_size == 1,
+        f"--context-parallel-size {args.context_parallel_size}: only Transformer Engine's "
+        "attention splits a sequence; this runs megatron-core's local layers, so leave it at 1",
+    )
+    check_experts(args)
     if args.num_layers_per_virtual_pipeline_stage:
         _require(
             args.virtual_pipeline_model_parallel_size >= 2
@@ -301,6 +335,24 @@ def _check_batches(args: Namespace) -> None:
             args.recompute_method is not None and args.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
+
+
+def _check_checkpointing(args: Namespace) -> None:
+    _require(
+        args.load is not None or not args.load_latest_valid, "--load-latest-valid needs --load"
+    )
+    if args.save_keep_last is not None:
+        _require(args.save is not None, "--save-keep-last needs --save")
+        _require(args.save_keep_last >= 1, "--save-keep-last must be at least 1")
+
+
+def _check_logging(args: Namespace) -> None:
+    if args.wandb_project:
+        import_wandb()
+        return
+    for name in ("wandb_exp_name", "wandb_save_dir"):
+        option = f"--{name.replace('_', '-')}"
+        _require(getattr(args, name) is None, f"{option} needs --wandb-project")
 
 
 def resolve_batch_size(args: Namespace, data_parallel_size: int) -> None:

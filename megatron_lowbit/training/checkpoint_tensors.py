@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
@@ -31,6 +30,8 @@ from megatron.core.utils import unwrap_model
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core import amax_history
+from megatron_lowbit.training.checkpoint_pickle import CommonLoader, Reader, confined
+from megatron_lowbit.training.checkpoint_ranks import error_behind
 
 # What megatron calls content metadata: moments have their parameter's shape, whatever the layout.
 _CONTENT = {
@@ -92,12 +93,19 @@ def write(directory: Path, sharded: dict[str, Any], common: dict[str, Any]) -> N
 def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Load model and optimizer (or None) in place, after :func:`check_histories`. Collective."""
     content = _sharded(model, optimizer, is_loading=True)
-    saved = dist_checkpointing.load_tensors_metadata(str(directory))
+    saved = _saved_tensors(directory)
     # A recipe new to the run has no histories there.
     histories = {k: tensor for k, tensor in content["amax_history"].items() if k in saved}
     content["amax_history"] = histories
     # megatron would validate the layout on rank 0 alone, and leave the others waiting for it.
-    loaded = dist_checkpointing.load(content, str(directory), validate_access_integrity=False)
+    with confined():
+        loaded = dist_checkpointing.load(
+            content,
+            str(directory),
+            sharded_strategy=torch_dist.TorchDistLoadShardedStrategy(),
+            common_strategy=CommonLoader(),
+            validate_access_integrity=False,
+        )
     for key, chunk in _chunks(model):
         chunk.load_state_dict(loaded[key])
     # megatron drops an empty dictionary: that of a run, or a checkpoint, without histories.
@@ -112,7 +120,7 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
 
 def check_histories(directory: Path, model: Sequence[torch.nn.Module]) -> None:
     """Raise UserError where an amax history of this rank has another length in the checkpoint."""
-    saved = dist_checkpointing.load_tensors_metadata(str(directory))
+    saved = _saved_tensors(directory)
     histories = amax_history.sharded_state(model)
     for key in sorted(histories.keys() & saved.keys()):
         there, here = (tuple(found[key].global_shape)[1] for found in (saved, histories))
@@ -123,14 +131,10 @@ def check_histories(directory: Path, model: Sequence[torch.nn.Module]) -> None:
             )
 
 
-def os_error_behind(error: BaseException) -> OSError | None:
-    """The OSError that caused an exception, also by way of torch's; None where there is none."""
-    if isinstance(error, OSError):
-        return error
-    below = [error.__cause__, error.__context__]
-    if isinstance(error, CheckpointException):
-        below += [failure for failure, _ in error.failures.values()]
-    return next(filter(None, (os_error_behind(cause) for cause in below if cause)), None)
+def _saved_tensors(directory: Path) -> dict[str, Any]:
+    """key -> sharded tensor without data, of every tensor of a checkpoint."""
+    metadata = Reader(directory).read_metadata()
+    return torch_dist.TorchDistLoadShardedStrategy().load_tensors_metadata(directory, metadata)
 
 
 class _Writer(torch_checkpoint.FileSystemWriter):
@@ -141,7 +145,7 @@ class _Writer(torch_checkpoint.FileSystemWriter):
             return super().write_data(plan, planner)
         except Exception as error:
             # torch.save turns it into a RuntimeError, and pickling that loses the chain to it.
-            raise os_error_behind(error) or error from None
+            raise error_behind(error, OSError) or error from None
 
 
 def _chunks(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module]]:

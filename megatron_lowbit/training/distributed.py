@@ -20,6 +20,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel
 
 from megatron_lowbit.numerics.philox import derive_key
+from megatron_lowbit.training.run_log import RUN_LOG
 
 # megatron adds small offsets (tensor, expert rank) to its seed; the sum must stay below 2**63.
 _MEGATRON_SEED_MASK = 2**62 - 1
@@ -35,9 +36,18 @@ def rank() -> int:
 
 
 def print_rank0(*values: object) -> None:
-    """Print from rank 0 only, unbuffered."""
+    """Print from rank 0 only, unbuffered; every rank's log file gets it."""
+    RUN_LOG.info(" ".join(map(str, values)))
     if rank() == 0:
         print(*values, flush=True)
+
+
+def all_ranks(condition: bool) -> bool:
+    """Whether the condition holds on every rank. Collective."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    flag = torch.tensor(int(condition), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def initialize_distributed(args: Namespace) -> None:
@@ -93,10 +103,11 @@ def set_step(seed: int, iteration: int, microbatch: int) -> None:
     """Give this microbatch's forward its key: ``torch.initial_seed()`` on the default generator.
 
     A pure function of (seed, iteration, microbatch, data-parallel rank), below 2**63. Activation
-    recomputation restores the generator, and the key with it.
+    recomputation restores the generator, and the key with it. The rank is added last, by XOR:
+    experts take it out again (integrations/megatron_core/experts.py).
     """
-    key = derive_key(seed, iteration, microbatch, _data_rank())
-    torch.default_generator.manual_seed(key & _TORCH_SEED_MASK)
+    key = derive_key(seed, iteration, microbatch, 0) & _TORCH_SEED_MASK
+    torch.default_generator.manual_seed(key ^ _data_rank())
 
 
 def _join(timeout: timedelta) -> None:

@@ -1,9 +1,12 @@
 """One training iteration and one evaluation, by megatron-core's pipeline schedules."""
 
+import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,24 +20,61 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lowbit.integrations.megatron_core import amax_history
-from megatron_lowbit.training.distributed import set_iteration_seed, set_step
+from megatron_lowbit.training.distributed import all_ranks, set_iteration_seed, set_step
+from megatron_lowbit.training.sentinels import (
+    gradients_are_finite,
+    output_norms,
+    outputs_are_finite,
+)
+from megatron_lowbit.training.timers import PhaseTimer
 
 Batches = Iterator[dict[str, Tensor]]
 
 
+class StepResult(NamedTuple):
+    """Mean loss of the global batch, gradient norm, and whether the update was taken.
+
+    If it was not, loss or gradient were not finite, and the norm is NaN.
+    """
+
+    loss: float
+    grad_norm: float
+    taken: bool
+
+
 def train_step(
-    args: Namespace, iteration: int, batches: Batches | list[Batches], model, optimizer, scheduler
-) -> tuple[float, float]:
-    """Forward, backward and update; returns (mean loss of the global batch, gradient norm)."""
+    args: Namespace,
+    iteration: int,
+    batches: Batches | list[Batches],
+    model,
+    optimizer,
+    scheduler,
+    timer: PhaseTimer,
+    after_backward: Callable[[int, list], None] | None = None,
+    check_outputs: bool = False,
+) -> StepResult:
+    """Forward, backward and, if loss and gradients are finite on all ranks, the update.
+
+    ``after_backward`` is called with the iteration and the model before gradients are looked at.
+    ``check_outputs`` takes the norms of all layers' outputs and names those that are not finite.
+    """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     set_iteration_seed(args.seed, iteration)
-    losses = _run_schedule(args, iteration, batches, model, forward_only=False)
-    _, grad_norm, _ = optimizer.step()
+    watched = output_norms(model) if check_outputs else nullcontext({})
+    with timer.phase("forward_backward"), watched as norms:
+        losses = _run_schedule(args, iteration, batches, model, forward_only=False)
+    if after_backward is not None:
+        after_backward(iteration, model)
+    loss = _mean_loss(losses)
+    finite = outputs_are_finite(iteration, norms) and gradients_are_finite(model)
+    taken = all_ranks(math.isfinite(loss) and finite)
+    with timer.phase("optimizer"):
+        grad_norm = optimizer.step()[1] if taken else math.nan
     amax_history.end_step(model)
     scheduler.step(increment=args.global_batch_size)
-    return _mean_loss(losses), float(grad_norm or 0.0)
+    return StepResult(loss, float(grad_norm or 0.0), taken)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """A tiny dataset, and three ways to run pretrain_gpt.py on it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,14 +11,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 import tiny_run
-from tiny_run import Result, arguments_for, write_corpus
+from tiny_run import ENVIRONMENT, ROOT, Result, arguments_for, write_corpus
 
 import pretrain_gpt
 from megatron_lowbit.errors import exit_on_user_error
 
-ROOT = Path(__file__).parents[2]
-# One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 

@@ -5,6 +5,7 @@ As a script it is one rank of a torchrun job that makes several runs one after a
 """
 
 import json
+import os
 import random
 import shlex
 import shutil
@@ -29,11 +30,14 @@ import pretrain_gpt
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core.amax_history import PREFIX
 from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
-from megatron_lowbit.training import pretrain
+from megatron_lowbit.training import loop
 from megatron_lowbit.training.checkpoint import TRACKER
 from megatron_lowbit.training.corpus import preprocess
 from megatron_lowbit.training.tokenizer import train_tokenizer
 
+ROOT = Path(__file__).parents[2]
+# One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --ffn-hidden-size 128 --swiglu --normalization RMSNorm
@@ -128,16 +132,16 @@ def saved_histories(checkpoint: Path) -> Histories:
 def recorded_histories() -> Iterator[dict[int, Histories]]:
     """While runs are made: this rank's amax histories after each number of iterations."""
     recorded: dict[int, Histories] = {}
-    original = pretrain.train_step
+    original = loop.train_step
 
-    def train_step(args, iteration, batches, model, *rest):
+    def train_step(args, iteration, batches, model, *rest, **options):
         recorded.setdefault(iteration, _histories(model))
-        result = original(args, iteration, batches, model, *rest)
+        result = original(args, iteration, batches, model, *rest, **options)
         recorded[iteration + 1] = _histories(model)
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "train_step", train_step)
+        patch.setattr(loop, "train_step", train_step)
         yield recorded
 
 

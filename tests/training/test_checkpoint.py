@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -150,6 +151,14 @@ def test_full_disk_of_one_rank_ends_all_ranks(runs, layout):
     assert latest_iteration(runs[layout]) == 2
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_shard_ends_all_ranks(runs, layout):
+    """Both ranks name the file, though only one of them reads it."""
+    errors = [report["damaged"] for report in reports(runs[layout])]
+    assert errors[0] == errors[1]
+    assert re.search(r"__[01]_0\.distcp: its content differs from what was saved; ", errors[0])
+
+
 @pytest.mark.parametrize("layout", ["tp2", "tp2-plain"])
 def test_tensor_parallel_checkpoint_loads_in_one_process(runs, layout):
     training = Training(distributed_optimizer=layout == "tp2", seed=8)
@@ -261,7 +270,10 @@ def test_model_alone_loads(saved):
         ("", "'' is not an iteration"),
         ("12x", "'12x' is not an iteration"),
         ("-1", "'-1' is not an iteration"),
-        ("7", r"iteration 7, but .*iter_0000007/lowbit.json is missing \(present: iter_0000002\)"),
+        (
+            "7",
+            rf"iter_0000007: missing; {TRACKER} names iter_0000007 \(complete: iter_0000002; ",
+        ),
     ],
 )
 def test_tracker_that_names_no_checkpoint(tmp_path, saved, tracker, message):
@@ -278,7 +290,7 @@ def test_missing_directory(tmp_path):
         load_checkpoint(tmp_path / "nowhere", [], None, None, SHAPE)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format_version": 1, "state": {}}'])
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format_version": 2, "state": {}}'])
 def test_damaged_document(tmp_path, content):
     training = Training(distributed_optimizer=False)
     path = training.save(tmp_path, 1)
@@ -290,6 +302,6 @@ def test_damaged_document(tmp_path, content):
 def test_later_format(tmp_path):
     training = Training(distributed_optimizer=False)
     document = training.save(tmp_path, 1) / DOCUMENT
-    document.write_text(document.read_text().replace('"format_version": 1', '"format_version": 2'))
-    with pytest.raises(UserError, match="format_version 2, but"):
+    document.write_text(document.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(UserError, match="format_version 3, but"):
         training.load(tmp_path)

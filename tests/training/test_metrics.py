@@ -16,6 +16,9 @@ VALUES = {
     "learning_rate": 3e-4,
     "tokens_per_second": 12345.6,
     "consumed_tokens": 4096,
+    "model_tflops_per_second": 0.01234,
+    "memory_gib": 1.5,
+    "forward_backward_seconds": 0.2,
 }
 
 
@@ -35,15 +38,17 @@ def test_each_iteration_is_one_object_at_once(tmp_path):
     with logger(tmp_path / "save") as metrics:
         metrics.log(1, **{**VALUES, "lm_loss": torch.tensor(2.5)})
         assert records(tmp_path / "save") == [{"iteration": 1, **VALUES}]
-        metrics.log_validation(1, 2.75)
-    assert records(tmp_path / "save")[1] == {"iteration": 1, "validation_loss": 2.75}
+        metrics.log_validation(1, 2.75, 0.5)
+        metrics.log_save(1, 0.25)
+    validation = {"iteration": 1, "validation_loss": 2.75, "evaluation_seconds": 0.5}
+    assert records(tmp_path / "save")[1:] == [validation, {"iteration": 1, "save_seconds": 0.25}]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, torch.tensor(math.nan)])
 def test_non_finite_numbers_become_null(tmp_path, value):
     with logger(tmp_path, tensorboard_dir=tmp_path / "tb") as metrics:
         metrics.log(1, **{**VALUES, "lm_loss": value, "grad_norm": value})
-        metrics.log_validation(1, value)
+        metrics.log_validation(1, value, 0.5)
     assert records(tmp_path)[0]["lm_loss"] is None
     assert records(tmp_path)[0]["learning_rate"] == 3e-4
     assert records(tmp_path)[1]["validation_loss"] is None
@@ -53,7 +58,7 @@ def test_resume_drops_what_came_after_the_checkpoint(tmp_path):
     with logger(tmp_path) as metrics:
         for iteration in range(1, 6):
             metrics.log(iteration, lm_loss=float(iteration))
-            metrics.log_validation(iteration, float(iteration))
+            metrics.log_validation(iteration, float(iteration), 0.5)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 2, "lm_lo')  # a crash in the middle of a line
     with logger(tmp_path, start=3) as metrics:
@@ -67,11 +72,11 @@ def test_plain_lines_where_stdout_is_no_terminal(tmp_path, capsys):
     with logger(None) as metrics:
         metrics.message("starting [/] now")
         metrics.log(5, **VALUES)
-        metrics.log_validation(5, 2.75)
+        metrics.log_validation(5, 2.75, 0.5)
     first, second, third = capsys.readouterr().out.splitlines()
     assert first == "starting [/] now"
     line = "iteration 5/10 | loss 2.5000 | grad norm 1.250 | lr 3.000e-04 | 12,346 tokens/s | "
-    assert second == line + "0:00:00 left"
+    assert second == line + "0.0123 TFLOP/s | 1.50 GiB | 0:00:00 left"
     assert third == "iteration 5/10 | validation loss 2.7500"
 
 
@@ -98,7 +103,7 @@ def test_a_live_line_on_a_terminal(tmp_path, monkeypatch):
 def test_a_disabled_logger_does_nothing(tmp_path, capsys):
     with logger(tmp_path / "save", enabled=False, tensorboard_dir=tmp_path / "tb") as metrics:
         metrics.log(1, **VALUES)
-        metrics.log_validation(1, 1.0)
+        metrics.log_validation(1, 1.0, 0.5)
         metrics.message("hello")
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().out == ""
@@ -109,7 +114,7 @@ def test_tensorboard(tmp_path):
 
     with logger(None, tensorboard_dir=tmp_path) as metrics:
         metrics.log(3, **VALUES)
-        metrics.log_validation(3, 2.75)
+        metrics.log_validation(3, 2.75, 0.5)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm_loss")] == [(3, 2.5)]
     assert events.Scalars("validation_loss")[0].value == 2.75

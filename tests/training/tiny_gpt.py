@@ -6,6 +6,7 @@ Run as a script it is one rank of a torchrun test; see ``main``.
 import argparse
 import json
 import resource
+import shutil
 from pathlib import Path
 
 import torch
@@ -195,8 +196,20 @@ def limit_file_size(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
 
 
+def damaged_copy(directory: Path, copy: Path) -> None:
+    """Copy a checkpoint directory, with one bit of the last shard turned.
+
+    A rank whose parameters are replicas of another's has an empty one.
+    """
+    shutil.copytree(directory, copy)
+    shard = sorted(file for file in copy.glob("iter_*/*.distcp") if file.stat().st_size)[-1]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
 def main() -> None:
-    """One rank: train, save, continue; reload and continue; then save on one rank's full disk.
+    """One rank: train, save, continue; reload and continue; then damage and a full disk.
 
     Writes RANK.json (what happened) and RANK.pt (this rank's parameters and moments at the save).
     """
@@ -219,6 +232,15 @@ def main() -> None:
     training = Training(not args.plain, args.overlap, seed=8)
     training.load(args.directory)
     report["resumed"] = training.train(3, 5)
+
+    copy = args.directory / "damaged"
+    if rank == 0:
+        damaged_copy(args.directory, copy)
+    torch.distributed.barrier()
+    try:
+        training.load(copy)
+    except UserError as error:
+        report["damaged"] = str(error)
 
     if rank == args.full_disk:
         limit_file_size(20_000)

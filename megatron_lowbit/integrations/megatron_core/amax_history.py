@@ -5,7 +5,6 @@ layer or a replica of it, so that they fit any layout.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +12,9 @@ import torch.distributed as dist
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
+from megatron_lowbit.integrations.megatron_core import experts
 from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
 
 PREFIX = "amax_history."
@@ -26,26 +25,34 @@ def end_step(chunks: Iterable[torch.nn.Module]) -> None:
 
     Collective over the ranks of a pipeline stage.
     """
-    histories = [m.amax_history for m in lowbit_linears(chunks) if m.amax_history is not None]
-    if not histories:
-        return
-    steps = torch.stack([history.step for history in histories])
-    group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
-    for history, step in zip(histories, steps.unbind(), strict=True):
-        history.advance(step)
+    modules = [m for m in lowbit_linears(chunks) if m.amax_history is not None]
+    for is_expert in (False, True):
+        histories = [m.amax_history for m in modules if m.is_expert == is_expert]
+        if not histories:
+            continue
+        steps = torch.stack([history.step for history in histories])
+        for group in experts.replica_groups(is_expert):
+            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
+        for history, step in zip(histories, steps.unbind(), strict=True):
+            before = history.entries
+            history.advance(step)
+            if is_expert:
+                # One that had no tokens on any rank keeps what it knows.
+                history.entries = torch.where(step[:, None] < 0, before, history.entries)
 
 
 def sharded_state(chunks: Iterable[torch.nn.Module]) -> dict[str, ShardedTensor]:
     """The histories by checkpoint key: ``amax_history.`` and the layer's global path."""
-    replica = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(with_context_parallel=True),
-    )
-    return {
-        key: ShardedTensor.from_rank_offsets(key, entries, replica_id=replica)
-        for key, entries in _entries(chunks).items()
-    }
+    state = {}
+    for module in lowbit_linears(chunks):
+        if module.amax_history is not None:
+            key = PREFIX + module.plan.layer.path
+            state[key] = ShardedTensor.from_rank_offsets(
+                key,
+                module.amax_history.entries,
+                replica_id=experts.replica_id(module.is_expert),
+            )
+    return state
 
 
 def load_state(chunks: Iterable[torch.nn.Module], state: dict[str, torch.Tensor]) -> None:
@@ -54,11 +61,3 @@ def load_state(chunks: Iterable[torch.nn.Module], state: dict[str, torch.Tensor]
         loaded = state.get(PREFIX + module.plan.layer.path)
         if loaded is not None:
             module.amax_history.entries = loaded
-
-
-def _entries(chunks: Iterable[torch.nn.Module]) -> dict[str, Any]:
-    return {
-        PREFIX + module.plan.layer.path: module.amax_history.entries
-        for module in lowbit_linears(chunks)
-        if module.amax_history is not None
-    }

@@ -160,7 +160,7 @@ def _set_draws(state: torch.Tensor) -> None:
 
 def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.moe import token_dispatcher
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
         """megatron's tracker over torch's default CPU generator."""
@@ -187,9 +187,6 @@ def _replace_in_megatron() -> None:
 
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)
-    # The router compares this name with None, but without Transformer Engine it is not defined.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
 
 

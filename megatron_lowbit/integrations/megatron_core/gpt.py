@@ -1,6 +1,7 @@
 """Builds a GPTModel from parsed arguments, its linears under a recipe."""
 
 from argparse import Namespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_lowbit.integrations.megatron_core import experts
 from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
 from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
 from megatron_lowbit.integrations.megatron_core.specs import gpt_block_spec
@@ -51,6 +53,7 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         sequence_parallel=args.sequence_parallel,
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
+        **_expert_config(args),
         # Batched p2p with interleaved stages gives wrong gradients without an error.
         batch_p2p_comm=args.virtual_pipeline_model_parallel_size is None,
         overlap_p2p_comm=args.virtual_pipeline_model_parallel_size is not None,
@@ -61,11 +64,36 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         # flag needs Apex.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=cuda and activation is not squared_relu,
+        bias_activation_fusion=cuda and _activation_fuses(args),
         bias_dropout_fusion=cuda,
         persist_layer_norm=False,
         apply_rope_fusion=False,
     )
+
+
+def _expert_config(args: Namespace) -> dict[str, Any]:
+    """What the configuration says about experts; nothing for a dense model."""
+    if args.num_experts is None:
+        return {}
+    return {
+        "num_moe_experts": args.num_experts,
+        "moe_ffn_hidden_size": args.moe_ffn_hidden_size,
+        "moe_layer_freq": args.moe_layer_freq,
+        "moe_router_topk": args.moe_router_topk,
+        "moe_router_pre_softmax": args.moe_router_pre_softmax,
+        "moe_router_load_balancing_type": args.moe_router_load_balancing_type,
+        "moe_aux_loss_coeff": args.moe_aux_loss_coeff,
+        # BF16 scores would tie, and route a token by the order of experts.
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _activation_fuses(args: Namespace) -> bool:
+    """Whether megatron-core's fused bias and activation has this one, also in experts."""
+    if args.num_experts is not None:
+        return args.swiglu and args.disable_bias_linear
+    return not args.squared_relu
 
 
 def build_gpt(
@@ -77,6 +105,7 @@ def build_gpt(
 ) -> list[torch.nn.Module]:
     """This rank's model chunks: one, or one for each virtual pipeline stage."""
     stages = config.virtual_pipeline_model_parallel_size
+    experts.use_torch_router()
     chunks = []
     for vp_stage in range(stages or 1):
         stage = vp_stage if stages else None
@@ -86,6 +115,7 @@ def build_gpt(
             get_transformer_layer_offset(config, vp_stage=stage),
             engine,
             accumulate_main_grad=args.gradient_accumulation_fusion,
+            first_expert=experts.first_local(config),
         )
         chunk = GPTModel(
             config=config,

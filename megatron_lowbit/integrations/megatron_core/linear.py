@@ -18,6 +18,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 from megatron.core.quantization.quant_config import QuantizationConfig
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
+from megatron_lowbit.integrations.megatron_core import experts
 from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan
 from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, derive_key
@@ -33,6 +34,11 @@ class _LowbitParallelLinear:
 
     def finish_init(self, quantization_config: QuantizationConfig | None) -> None:
         """Take the layer's precision; the model calls this on every submodule that has it."""
+        if self.is_expert:
+            # megatron-core does so only where experts are spread over ranks. Doing it everywhere
+            # gives experts an optimizer of their own, and checkpoints one structure in all layouts.
+            for parameter in self.parameters():
+                parameter.allreduce = False
         if quantization_config is None:
             return
         plan: LayerPlan = quantization_config.config["plan"]
@@ -69,7 +75,8 @@ class _LowbitParallelLinear:
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any):
         """Megatron's hook around the product: the only thing that the recipe changes."""
-        if self.plan is None or self.plan.precision == HIGH_PRECISION:
+        # An expert without tokens has nothing to quantize, nor an amax to record.
+        if self.plan is None or self.plan.precision == HIGH_PRECISION or input.numel() == 0:
             return super()._forward_impl(input, weight, *args, **kwargs)
         shards = UNSHARDED
         if self.feature_numbers is not None:
@@ -79,7 +86,7 @@ class _LowbitParallelLinear:
             weight,
             self.plan.precision,
             bias=kwargs["bias"],
-            key=derive_key(torch.initial_seed(), self.key),
+            key=derive_key(experts.microbatch_key(self.is_expert), self.key),
             shards=shards,
             engine=self.plan.engine,
             accumulate_main_grad=self.plan.accumulate_main_grad,

@@ -16,6 +16,7 @@ from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
 
 _LAYER = re.compile(r"layers\.(\d+)")
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ class LayerPlan:
 class QuantRecipe(RecipeConfig):
     """The recipe for one pipeline stage (and virtual stage) of a model.
 
-    megatron-core names modules by the stage's own layer numbers. ``layer_offset`` is the number of
-    blocks before the stage, so that rules see global ones.
+    megatron-core names modules by the stage's own layer numbers and the rank's own expert numbers.
+    ``layer_offset`` is the number of blocks before the stage, ``first_expert`` the global number of
+    the rank's first expert, so that rules see global ones.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class QuantRecipe(RecipeConfig):
         layer_offset: int,
         engine: Engine,
         accumulate_main_grad: bool,
+        first_expert: int = 0,
     ) -> None:
         super().__init__(matchers=[], config_dict={})
         self.recipe = recipe
@@ -49,6 +52,7 @@ class QuantRecipe(RecipeConfig):
         self.layer_offset = layer_offset
         self.engine = engine
         self.accumulate_main_grad = accumulate_main_grad
+        self.first_expert = first_expert
 
     def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
         """The plan of the module at a path; None for a module outside the blocks."""
@@ -56,6 +60,7 @@ class QuantRecipe(RecipeConfig):
             return None
         block = operator_context.layer_number + self.layer_offset
         path = _LAYER.sub(f"layers.{block}", operator_context.module_path, count=1)
+        path = _EXPERT.sub(lambda found: str(int(found[0]) + self.first_expert), path)
         layer = Layer(path, block, self.num_blocks)
         rule = self.recipe.rule_for(layer)
         plan = LayerPlan(

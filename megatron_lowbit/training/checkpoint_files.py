@@ -1,0 +1,219 @@
+"""The files of a checkpoint directory: their names, checksums, publication and deletion.
+
+Nothing here talks to other ranks.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_lowbit.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+DOCUMENT = "lowbit.json"
+FORMAT_VERSION = 2
+_SHOWN = 5
+
+
+def iteration_directory(directory: Path, iteration: int) -> Path:
+    """Where DIR keeps this iteration."""
+    return directory / f"iter_{iteration:07d}"
+
+
+def latest_iteration(directory: str | Path) -> int | None:
+    """The iteration that DIR's tracker file names; None where there is no tracker file.
+
+    Raises UserError where the file holds anything but a decimal number.
+    """
+    tracker = Path(directory) / TRACKER
+    if not tracker.exists():
+        return None
+    text = tracker.read_text(errors="replace").strip()
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(
+            f"{tracker}: {text[:40]!r} is not an iteration; write the number of a complete "
+            f"checkpoint into it ({alternatives(tracker.parent)})"
+        )
+    return int(text)
+
+
+def iterations(directory: Path) -> list[int]:
+    """The iterations that DIR has a folder of, oldest first: complete or not, ours or not."""
+    numbers = [int(path.name[5:]) for path in directory.glob("iter_*") if _is_numbered(path)]
+    return sorted(number for number in numbers if iteration_directory(directory, number).is_dir())
+
+
+def complete_iterations(directory: Path) -> list[int]:
+    """Those whose files are all there in full length; their content is not read."""
+    return [i for i in iterations(directory) if _is_complete(iteration_directory(directory, i))]
+
+
+def alternatives(directory: Path, besides: int | None = None) -> str:
+    """The complete checkpoints of DIR and the argument that takes one, for an error message."""
+    complete = [number for number in complete_iterations(directory) if number != besides]
+    names = [iteration_directory(directory, number).name for number in complete[-_SHOWN:]]
+    if not names:
+        return "complete: none"
+    more = ["..."] if len(complete) > _SHOWN else []
+    return f"complete: {', '.join(more + names)}; --load-latest-valid goes back to a valid one"
+
+
+# -- what a checkpoint should hold -----------------------------------------------------------------
+
+
+def checksums(directory: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """name -> {"bytes", "blake2b"} of the files that this rank wrote."""
+    return {
+        path.name: {"bytes": path.stat().st_size, "blake2b": _digest(path)}
+        for path in sorted(directory.iterdir())
+        if _writer(path.name) == rank
+    }
+
+
+def write_document(directory: Path, document: dict[str, Any]) -> None:
+    """Write lowbit.json, with the format's version and a checksum of its own."""
+    content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **document}))
+    content["blake2b"] = _document_digest(content)
+    _write_text(directory / DOCUMENT, json.dumps(content, indent=1))
+
+
+def read_document(path: Path) -> dict[str, Any]:
+    """lowbit.json of a checkpoint; UserError where it is missing, damaged or of another version."""
+    file = path / DOCUMENT
+    if not path.is_dir():
+        raise UserError(f"{path}: missing")
+    if not file.is_file():
+        raise UserError(f"{file}: missing")
+    try:
+        document = json.loads(file.read_text())
+        version = document["format_version"]
+        if version == FORMAT_VERSION:
+            _ = document["state"]["model"], document["files"], document["iteration"]
+            digest = document.pop("blake2b")
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file}: damaged ({error!r}); load another checkpoint") from error
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{file}: format_version {version}, but this version of megatron-lowbit reads "
+            f"{FORMAT_VERSION}"
+        )
+    if digest != _document_digest(document):
+        raise UserError(f"{file}: its content differs from what was saved")
+    return document
+
+
+def check_files(path: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
+    """Raise UserError at the first of ``names`` that is not as lowbit.json's ``files`` says."""
+    for name in names:
+        file, expected = path / name, files[name]
+        try:
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                raise UserError(f"{file}: {size} bytes instead of {expected['bytes']}")
+            digest = _digest(file)
+        except FileNotFoundError:
+            raise UserError(f"{file}: missing") from None
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+        if digest != expected["blake2b"]:
+            raise UserError(f"{file}: its content differs from what was saved")
+
+
+def _is_numbered(path: Path) -> bool:
+    return re.fullmatch(r"iter_\d{7,}", path.name, re.ASCII) is not None
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        files = read_document(path)["files"]
+        return all((path / name).stat().st_size == files[name]["bytes"] for name in files)
+    except (UserError, OSError):
+        return False
+
+
+def _writer(name: str) -> int:
+    """The rank that writes a file: torch's shards carry it in their name; rank 0 all others."""
+    shard = re.fullmatch(r"__(\d+)_\d+\.distcp", name, re.ASCII)
+    return int(shard[1]) if shard else 0
+
+
+def _digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _document_digest(document: dict[str, Any]) -> str:
+    text = json.dumps(document, sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+# -- writing and deleting --------------------------------------------------------------------------
+
+
+def make_empty(directory: Path, partial: Path) -> None:
+    """Make DIR and in it ``partial``; remove what killed saves and deletions left."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for ending in ("partial", "replaced", "deleted"):
+        for stale in directory.glob(f".iter_*.{ending}"):
+            shutil.rmtree(stale)
+    partial.mkdir()
+
+
+def publish(partial: Path, final: Path) -> None:
+    """Let a whole checkpoint appear under its name, and the tracker file name it."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    _sync_directory(partial)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(partial, final)
+    _sync_directory(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    _replace_text(final.parent / TRACKER, str(int(final.name[5:])))
+
+
+def delete_older(directory: Path, saved: int, keep: int) -> None:
+    """Of DIR's complete checkpoints up to ``saved`` leave the newest ``keep``.
+
+    Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
+    complete checkpoint. A failure is printed, not raised: the training it would end is well.
+    """
+    older = [number for number in complete_iterations(directory) if number < saved]
+    named = latest_iteration(directory)
+    for number in older[: max(0, len(older) - (keep - 1))]:
+        path = iteration_directory(directory, number)
+        if path.is_symlink() or number == named:
+            continue
+        hidden = path.with_name(f".{path.name}.deleted")
+        try:
+            os.rename(path, hidden)
+            _sync_directory(directory)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            print(f"cannot delete the older checkpoint {path}: {error.strerror}", flush=True)
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _replace_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    _write_text(partial, text)
+    os.replace(partial, path)
+    _sync_directory(path.parent)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,137 @@
+"""The training loop: step after step, with evaluation, checkpoints, and what can go wrong."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megatron_lowbit.analysis.loss_curve import plot_loss
+from megatron_lowbit.errors import TrainingError
+from megatron_lowbit.training.checkpoint import valid_iteration
+from megatron_lowbit.training.distributed import all_ranks, print_rank0, rank
+from megatron_lowbit.training.metrics import METRICS_FILE, MetricLogger
+from megatron_lowbit.training.run import Run, batches, restore, save
+from megatron_lowbit.training.sentinels import BadSteps
+from megatron_lowbit.training.signals import StopRequest, stop_on_signals
+from megatron_lowbit.training.step import evaluate, train_step
+from megatron_lowbit.training.weights_and_biases import start_wandb
+from megatron_lowbit.training.window import LogWindow
+
+
+def train(run: Run) -> None:
+    args = run.args
+    save_dir = Path(args.save) if args.save else None
+    board = Path(args.tensorboard_dir) if args.tensorboard_dir else None
+    enabled = rank() == 0
+    wandb_run = start_wandb(args) if enabled else None
+    with MetricLogger(
+        save_dir, board, args.train_iters, run.iteration, enabled, wandb_run
+    ) as logger:
+        validation = _iterate(run, logger)
+    if validation is not None:
+        print_rank0(f"validation loss {validation:.4f} after {run.iteration} iterations")
+    if save_dir is not None and rank() == 0:
+        plot_loss({run.recipe.name: save_dir / METRICS_FILE}, save_dir / "loss.png")
+        print_rank0(f"checkpoint {save_dir}, loss curve {save_dir / 'loss.png'}")
+
+
+def _iterate(run: Run, logger: MetricLogger) -> float | None:
+    """Train to the last iteration and return the final validation loss; None if told to stop."""
+    args = run.args
+    window = LogWindow(args, logger, args.padded_vocab_size)
+    bad_steps = BadSteps(args.max_skipped_updates)
+    stream = validation = saved_at = None
+    run.set_precision()
+    with stop_on_signals() as stop:
+        while run.iteration < args.train_iters:
+            if run.data.skip_bad() or stream is None:
+                stream = batches(run, run.train_data, run.data.samples)
+            _step(run, stream, window, bad_steps)
+            if bad_steps.too_many:
+                _go_back(run, bad_steps)
+                logger.rewind(run.iteration)
+                window.restart()
+                stream = None
+                continue
+            validation = None
+            run.set_precision()
+            if run.iteration % args.eval_interval == 0:
+                validation = window.pause(lambda: _validate(run, logger))
+            if args.save and args.save_interval and run.iteration % args.save_interval == 0:
+                window.pause(lambda: save(run, logger))
+                saved_at = run.iteration
+            if not all_ranks(stop.received is None):
+                _stop(run, stop, saved_at, logger)
+                return None
+    if validation is None:
+        validation = _validate(run, logger)
+    if args.save and saved_at != run.iteration:
+        save(run, logger)
+    return validation
+
+
+def _step(run: Run, stream: Any, window: LogWindow, bad_steps: BadSteps) -> None:
+    """One iteration, counted as good or bad."""
+    args = run.args
+    interval = args.check_output_norm_interval
+    result = train_step(
+        args,
+        run.iteration,
+        stream,
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        window.timer,
+        after_backward=run.after_backward,
+        check_outputs=bool(interval) and run.iteration % interval == 0,
+    )
+    start = run.data.samples
+    run.iteration += 1
+    run.data.samples += args.global_batch_size
+    if result.taken:
+        bad_steps.good()
+        window.add(
+            run.iteration,
+            run.trained_samples,
+            result.loss,
+            result.grad_norm,
+            run.optimizer.param_groups[0]["lr"],
+        )
+    else:
+        bad_steps.bad(start, run.data.samples)
+        print_rank0(
+            f"iteration {run.iteration}: update skipped, loss {result.loss:g} or a gradient is not "
+            f"finite (samples {start} to {run.data.samples - 1})"
+        )
+
+
+def _go_back(run: Run, bad_steps: BadSteps) -> None:
+    """To the newest checkpoint of this run, and from there on without the data of the bad steps."""
+    directory, failed_at, ranges = run.args.save, run.iteration, bad_steps.ranges
+    trouble = f"iteration {failed_at}: {len(ranges)} updates in a row skipped"
+    newest = None if directory is None else valid_iteration(directory)
+    if newest is None:
+        raise TrainingError(f"{trouble}, and no checkpoint to go back to (--save, --save-interval)")
+    if bad_steps.futile:
+        raise TrainingError(f"{trouble}, again right after going back: other data does not help")
+    restore(run, directory, newest)
+    run.data.bad += ranges
+    bad_steps.gone_back()
+    print_rank0(
+        f"{trouble}: back to iteration {run.iteration}, leaving out samples {ranges[0][0]} to "
+        f"{ranges[-1][1] - 1}"
+    )
+
+
+def _stop(run: Run, stop: StopRequest, saved_at: int | None, logger: MetricLogger) -> None:
+    if run.args.save and saved_at != run.iteration:
+        save(run, logger)
+    saved = f", checkpoint in {run.args.save}" if run.args.save else ""
+    cause = stop.received or "a signal to another rank"
+    print_rank0(f"stopped by {cause} after iteration {run.iteration}{saved}")
+
+
+def _validate(run: Run, logger: MetricLogger) -> float:
+    start = time.perf_counter()
+    loss = evaluate(run.args, run.iteration, lambda: batches(run, run.valid_data, 0), run.model)
+    logger.log_validation(run.iteration, loss, time.perf_counter() - start)
+    return loss

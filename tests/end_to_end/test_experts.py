@@ -1,0 +1,151 @@
+"""Mixture of experts: expert parallelism against none, from one checkpoint; what is refused."""
+
+import argparse
+
+import pytest
+import torch
+from tiny_run import done, refused, saved_histories, start_from, steps
+
+from megatron_lowbit.training.expert_arguments import layer_frequency
+
+EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64,
+           "--moe-aux-loss-coeff", 0.01)  # fmt: skip
+NVFP4 = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
+GROUP = ("--recipe-set", "tensor_scale=group")
+SPLIT = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
+DELAYED = ("--fp8-recipe", "fp8-delayed")
+
+# Relative bounds of the first step's loss and gradient norm after a common checkpoint: two ranks
+# with two experts each against two ranks with all four. Routing drops no token, so high precision
+# differs by the order of FP32 sums. An expert of the first layout sees the tokens of both ranks at
+# once: tensor scales, wgrad's blocks along tokens and its random bits are then others, which is
+# noise of the size that quantization has against high precision anyway. Where the forward pass is
+# not quantized the loss is the same.
+PARITY = {
+    "high precision": (("--precision-recipe", "bf16"), 1e-5, 1e-5),
+    "distributed optimizer": (("--use-distributed-optimizer",), 1e-5, 1e-5),
+    "nvfp4": (NVFP4, 1e-4, 1e-2),
+    "mxfp4-backward": (("--fp4-recipe", "mxfp4-backward"), 1e-5, 1e-2),
+    "delayed": (DELAYED, 1e-4, 1e-2),
+}
+
+
+@pytest.fixture(scope="module")
+def memory() -> dict:
+    """Where the runs are, once they were made."""
+    return {}
+
+
+@pytest.fixture
+def runs(memory, pretrain_here, pretrain_two_ranks, tmp_path):
+    """(folder of the runs' folders ``NAME EP``, folder of the histories that ranks had)."""
+    if memory:
+        return memory["runs"]
+    starts = {}
+    for optimizer in ((), ("--use-distributed-optimizer",)):
+        starts[optimizer] = tmp_path / f"start {len(optimizer)}"
+        done(pretrain_here(*EXPERTS, *optimizer, "--train-iters", 2, "--save", starts[optimizer]))
+    jobs = {}
+    for name, (options, *_) in PARITY.items():
+        start = starts[options if options in starts else ()]
+        for ranks in (1, 2):
+            save = start_from(start, 2, tmp_path / f"{name} {ranks}")
+            jobs[f"{name} {ranks}"] = (
+                *EXPERTS, *options, "--expert-model-parallel-size", ranks,
+                "--train-iters", 3, "--load", save, "--save", save,
+            )  # fmt: skip
+    for layout, options in {"one": (), "split": SPLIT}.items():
+        save = start_from(starts[()], 2, tmp_path / f"tensor parallel {layout}")
+        command = (*EXPERTS, *NVFP4, *GROUP, *options, "--train-iters", 3, "--load", save)
+        jobs[f"tensor parallel {layout}"] = (*command, "--save", save)
+    done(pretrain_here(*jobs.pop("tensor parallel one")))
+    memory["runs"] = (tmp_path, pretrain_two_ranks(jobs))
+    return memory["runs"]
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_expert_parallelism_agrees(runs, name):
+    _, loss_bound, norm_bound = PARITY[name]
+    (one_loss, one_norm), (loss, norm) = (steps(runs[0] / f"{name} {ep}")[3] for ep in (1, 2))
+    assert loss == pytest.approx(one_loss, rel=loss_bound)
+    assert norm == pytest.approx(one_norm, rel=norm_bound)
+
+
+def test_tensor_parallelism_agrees(runs):
+    """With the group's scales the same tokens are quantized to the same bits."""
+    one, split = (steps(runs[0] / f"tensor parallel {layout}")[3] for layout in ("one", "split"))
+    assert split[0] == pytest.approx(one[0], rel=1e-5)
+    assert split[1] == pytest.approx(one[1], rel=1e-4)
+
+
+def test_experts_are_quantized(runs):
+    plain = steps(runs[0] / "high precision 2")[3]
+    assert steps(runs[0] / "nvfp4 2")[3][0] != pytest.approx(plain[0], rel=1e-7)
+    assert steps(runs[0] / "mxfp4-backward 2")[3][1] != pytest.approx(plain[1], rel=1e-4)
+
+
+def test_histories_belong_to_global_experts(runs):
+    folder, recorded = runs
+    saved = saved_histories(folder / "delayed 2" / "iter_0000003")
+    paths = {
+        f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{fc}"
+        for layer in range(2)
+        for expert in range(4)
+        for fc in (1, 2)
+    }
+    assert paths == {path for path in saved if "experts" in path}
+    for rank in range(2):
+        mine = torch.load(recorded / f"delayed 2.{rank}.pt")[3]
+        held = {int(path.split(".")[6]) for path in mine if "experts" in path}
+        assert held == {2 * rank, 2 * rank + 1}
+        for path, entries in mine.items():
+            assert torch.equal(entries, saved[path])
+    # Weights' amaxes of this step do not depend on tokens, nor on who holds the expert.
+    other = saved_histories(folder / "delayed 1" / "iter_0000003")
+    fprop_weight = 1
+    for path in paths:
+        assert torch.equal(saved[path][fprop_weight], other[path][fprop_weight])
+
+
+def test_experts_without_tokens(pretrain_here, tmp_path):
+    """A microbatch has 32 tokens: of 40 experts some get none."""
+    many = ("--num-layers", 1, "--num-experts", 40, "--moe-ffn-hidden-size", 32,
+            "--moe-router-topk", 1, "--moe-router-pre-softmax", "--micro-batch-size", 1,
+            "--global-batch-size", 1, "--train-iters", 2, "--save", tmp_path)  # fmt: skip
+    done(pretrain_here(*many, *DELAYED))
+    assert all(torch.isfinite(torch.tensor(step)).all() for step in steps(tmp_path).values())
+    histories = saved_histories(tmp_path / "iter_0000002")
+    known = [(history >= 0).any() for path, history in histories.items() if "experts" in path]
+    assert any(known)
+    assert not all(known)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--num-experts", 4, "--expert-model-parallel-size", 3), "4 is not divisible by"),
+        (("--num-experts", 2, "--moe-router-topk", 3), "--moe-router-topk 3 exceeds"),
+        (("--num-experts", 4, "--moe-router-topk", 1), "--moe-router-pre-softmax"),
+        (("--num-experts", 4, "--moe-layer-freq", "[1]"), "--num-layers is 4"),
+        (("--num-experts", 4, "--moe-layer-freq", "x"), "neither a positive number nor"),
+        (("--expert-model-parallel-size", 2), "needs --num-experts"),
+        (("--moe-ffn-hidden-size", 64), "needs --num-experts"),
+        (("--num-experts", 4, "--tensor-model-parallel-size", 2), "needs --sequence-parallel"),
+        (("--context-parallel-size", 2), "Transformer Engine's attention"),
+    ],
+)  # fmt: skip
+def test_refused(pretrain_here, arguments, said):
+    assert said in refused(pretrain_here("--train-iters", 1, *arguments))
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2", 2), ("[0,1]", [0, 1]), ("([0]*1+[1]*2)*2", [0, 1, 1, 0, 1, 1])]
+)
+def test_layer_frequency(text, value):
+    assert layer_frequency(text) == value
+
+
+@pytest.mark.parametrize("text", ["0", "[2]", "[]", "[1]*99999", "f()", "[1]+1", "(", "1.5"])
+def test_layer_frequency_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        layer_frequency(text)
