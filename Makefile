@@ -1,5 +1,5 @@
 # make pretrain   a small NVFP4 run from nothing: environment, data, training
-# make test       the whole test suite
+# make test       the test suite; make test-all   with what takes longest
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/nvfp4
@@ -7,7 +7,7 @@ RUN := runs/nvfp4
 STDLIB := $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packages test tests
 
-.PHONY: pretrain test
+.PHONY: pretrain test test-all
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
 	    --data-path data/stdlib --tokenizer-model data/tokenizer \
@@ -17,6 +17,9 @@ test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pytest -q
+
+test-all: test
+	$(BIN)/pytest -q -m slow
 
 data/stdlib.idx: .venv/installed
 	$(BIN)/python tools/train_tokenizer.py $(SOURCES) --vocab-size 4096 --output data/tokenizer

@@ -60,7 +60,9 @@ def uninterrupted(corpus, tmp_path_factory) -> dict[int, tuple[float, float]]:
     return losses(save)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)]
+)
 def test_told_to_stop(corpus, tmp_path, number):
     """The iteration is finished and saved, exit code 0; the next run goes on from there."""
     last = 0
@@ -76,6 +78,7 @@ def test_told_to_stop(corpus, tmp_path, number):
         assert max(losses(tmp_path)) == last
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
     """Also while it saves: the newest complete checkpoint loads, and nothing differs in the end."""
     moments = [random.uniform(0.0, 0.4) for _ in range(2)]  # others each time
