@@ -18,6 +18,12 @@ from megatron_lowbit.training.window import LogWindow
 
 
 def train(run: Run) -> None:
+    """Train a run that is built and loaded to its end, or until a signal; leave its loss curve.
+
+    Raises:
+        UserError: a checkpoint that cannot be written.
+        TrainingError: losses or gradients stay non-finite.
+    """
     args = run.args
     save_dir = Path(args.save) if args.save else None
     board = Path(args.tensorboard_dir) if args.tensorboard_dir else None
@@ -29,7 +35,8 @@ def train(run: Run) -> None:
         validation = _iterate(run, logger)
     if validation is not None:
         print_rank0(f"validation loss {validation:.4f} after {run.iteration} iterations")
-    if save_dir is not None and rank() == 0:
+    # A run that had nothing to do, or was stopped early, may have no loss to draw.
+    if save_dir is not None and enabled and "lm_loss" in (save_dir / METRICS_FILE).read_text():
         plot_loss({run.recipe.name: save_dir / METRICS_FILE}, save_dir / "loss.png")
         print_rank0(f"checkpoint {save_dir}, loss curve {save_dir / 'loss.png'}")
 
