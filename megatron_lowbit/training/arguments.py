@@ -199,6 +199,10 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--save-interval", type=int, help="default: at the end only")
     group.add_argument(
+        "--async-save", action="store_true",
+        help="write checkpoints while training goes on, from a copy in the CPU's memory",
+    )  # fmt: skip
+    group.add_argument(
         "--load-latest-valid", action="store_true",
         help="where --load's newest checkpoint is incomplete or damaged, go back to a valid one",
     )  # fmt: skip
@@ -229,7 +233,10 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--use-distributed-optimizer", action="store_true")
     group.add_argument("--overlap-grad-reduce", action="store_true")
     group.add_argument("--overlap-param-gather", action="store_true")
-    group.add_argument("--distributed-timeout-minutes", type=int, default=10)
+    group.add_argument(
+        "--distributed-timeout-minutes", type=float, default=10,
+        help="without progress for so long, a rank ends the job",
+    )  # fmt: skip
 
 
 def _fill_defaults(args: Namespace) -> None:
@@ -271,7 +278,7 @@ _POSITIVE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
     "seq_length", "micro_batch_size", "train_iters", "log_interval", "eval_interval",
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "make_vocab_size_divisible_by",
-    "max_skipped_updates",
+    "max_skipped_updates", "distributed_timeout_minutes",
 )  # fmt: skip
 
 
@@ -279,6 +286,10 @@ def _check_model(args: Namespace) -> None:
     for name in _POSITIVE:
         value = getattr(args, name)
         _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
+    _require(
+        args.distributed_timeout_minutes <= 1e6,
+        f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}: at most 1000000",
+    )
     if args.kv_channels is None:
         _require_divisible(args, "hidden_size", "num_attention_heads")
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -341,6 +352,7 @@ def _check_checkpointing(args: Namespace) -> None:
     _require(
         args.load is not None or not args.load_latest_valid, "--load-latest-valid needs --load"
     )
+    _require(args.save is not None or not args.async_save, "--async-save needs --save")
     if args.save_keep_last is not None:
         _require(args.save is not None, "--save-keep-last needs --save")
         _require(args.save_keep_last >= 1, "--save-keep-last must be at least 1")

@@ -15,9 +15,12 @@ Loading runs no code that a checkpoint may hold: lowbit.json is plain JSON, and 
 the files are read as :mod:`megatron_lowbit.training.checkpoint_pickle` says.
 """
 
+import functools
 import json
 import shutil
 from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +40,19 @@ from megatron_lowbit.training.checkpoint_ranks import same_outcome
 from megatron_lowbit.training.distributed import print_rank0
 
 __all__ = [
-    "DOCUMENT", "TRACKER", "latest_iteration", "load_checkpoint", "save_checkpoint",
-    "valid_iteration",
+    "DOCUMENT", "TRACKER", "Snapshot", "latest_iteration", "load_checkpoint", "save_checkpoint",
+    "take_snapshot", "valid_iteration", "write_snapshot",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank has to write of training after ``iteration`` steps."""
+
+    iteration: int
+    tensors: dict[str, Any]
+    common: dict[str, Any]
+    document: dict[str, Any]
 
 
 def save_checkpoint(
@@ -61,20 +74,52 @@ def save_checkpoint(
     Raises UserError on all ranks where the checkpoint cannot be written (a full disk, a missing
     permission). DIR then is as it was before.
     """
+    snapshot = take_snapshot(directory, iteration, model, optimizer, scheduler, state, copy=False)
+    return write_snapshot(directory, snapshot, keep_last)
+
+
+def take_snapshot(
+    directory: str | Path,
+    iteration: int,
+    model: Sequence[torch.nn.Module],
+    optimizer: Any,
+    scheduler: Any,
+    state: dict[str, Any],
+    copy: bool,
+) -> Snapshot:
+    """The first half of :func:`save_checkpoint`, with its arguments.
+
+    ``copy`` makes the snapshot independent of training, by a copy of it in the CPU's memory.
+    """
+    document = deepcopy(_document(iteration, optimizer, scheduler, state))
+    with same_outcome("write the checkpoint to", Path(directory)):
+        tensors, common = checkpoint_tensors.prepare(iteration, model, optimizer, copy)
+    return Snapshot(iteration, tensors, common, document)
+
+
+def write_snapshot(
+    directory: str | Path,
+    snapshot: Snapshot,
+    keep_last: int | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """The second half of :func:`save_checkpoint`; ``group`` spans all ranks.
+
+    In a thread of its own it needs a group of its own, and a snapshot that is a copy.
+    """
     directory = Path(directory)
-    final = iteration_directory(directory, iteration)
+    final = iteration_directory(directory, snapshot.iteration)
     partial = directory / f".{final.name}.partial"
-    document = _document(iteration, optimizer, scheduler, state)
+    together = functools.partial(same_outcome, "write the checkpoint to", directory, group)
     try:
-        with same_outcome("write the checkpoint to", directory):
+        with together():
             if dist.get_rank() == 0:
                 files.make_empty(directory, partial)
-            sharded, common = checkpoint_tensors.prepare(iteration, model, optimizer)
-        with same_outcome("write the checkpoint to", directory):
-            checkpoint_tensors.write(partial, sharded, common)
+        with together():
+            checkpoint_tensors.write(partial, snapshot.tensors, snapshot.common, group)
             own = files.checksums(partial, dist.get_rank())
-        document["files"] = _gathered(own)
-        with same_outcome("write the checkpoint to", directory):
+        document = snapshot.document | {"files": _gathered(own, group)}
+        with together():
             if dist.get_rank() == 0:
                 files.write_document(partial, document)
                 files.publish(partial, final)
@@ -83,7 +128,7 @@ def save_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         raise
     if keep_last is not None and dist.get_rank() == 0:
-        files.delete_older(directory, iteration, keep_last)
+        files.delete_older(directory, snapshot.iteration, keep_last)
     return final
 
 
@@ -188,10 +233,10 @@ def _verify(path: Path) -> None:
         files.check_files(path, recorded, by_size[dist.get_rank() :: dist.get_world_size()])
 
 
-def _gathered(own: dict[str, Any]) -> dict[str, Any]:
+def _gathered(own: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, Any]:
     """The union of all ranks' dictionaries."""
     parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, own)
+    dist.all_gather_object(parts, own, group)
     return {name: value for part in parts for name, value in sorted(part.items())}
 
 

@@ -14,7 +14,9 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 @contextmanager
-def same_outcome(doing: str, directory: Path) -> Iterator[None]:
+def same_outcome(
+    doing: str, directory: Path, group: dist.ProcessGroup | None = None
+) -> Iterator[None]:
     """An exception inside on any rank leaves this on every rank, so that none waits for another.
 
     UserError and whatever the operating system caused become one UserError everywhere; another
@@ -26,7 +28,8 @@ def same_outcome(doing: str, directory: Path) -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         caught = error
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, caught and _report(caught, f"cannot {doing} {directory}"))
+    report = caught and _report(caught, f"cannot {doing} {directory}")
+    dist.all_gather_object(reports, report, group)
     failed = [report for report in reports if report is not None]
     for is_user_error, message in failed:
         if is_user_error:

@@ -11,6 +11,8 @@ among the loaded tensors, and afterwards all parameters would share one ``step``
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 # isort: split
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -52,11 +55,12 @@ def kind(optimizer: Any) -> str | None:
 
 
 def prepare(
-    iteration: int, model: Sequence[torch.nn.Module], optimizer: Any
+    iteration: int, model: Sequence[torch.nn.Module], optimizer: Any, copy: bool
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What :func:`write` takes: this rank's sharded tensors, and what all ranks have in common.
+    """What :func:`write` takes: the tensors that this rank writes, and what all have in common.
 
-    Collective, but an exception may leave it on one rank alone (after its last collective).
+    With ``copy`` they are copies in the CPU's memory, which training may leave behind. Collective,
+    but an exception may leave it on one rank alone (after its last collective).
     """
     for chunk in model:
         if getattr(chunk, "ddp_config", None) and chunk.ddp_config.overlap_param_gather:
@@ -65,22 +69,34 @@ def prepare(
     content = _sharded(model, optimizer, is_loading=False)
     content |= {"iteration": iteration, "checkpoint_version": _CHECKPOINT_VERSION}
     content["content_metadata"] = dict(_CONTENT)
-    return save_preprocess(content)
+    sharded, common = save_preprocess(content)
+    tensors, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
+    if copy:
+        common = deepcopy(common)
+        for shard in chain.from_iterable(tensors.values()):
+            if isinstance(shard, ShardedTensor):
+                shard.data = shard.data.detach().to("cpu", copy=True)
+    return torch_dist.mcore_to_pyt_state_dict(tensors, False), common
 
 
-def write(directory: Path, sharded: dict[str, Any], common: dict[str, Any]) -> None:
-    """Write what :func:`prepare` gave into an empty directory. Collective.
+def write(
+    directory: Path,
+    tensors: dict[str, Any],
+    common: dict[str, Any],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write what :func:`prepare` gave into an empty directory. Collective over ``group`` (all).
 
     A failure to write tensors raises on all ranks, one to write the rest on rank 0 alone, after the
     last collective.
     """
-    tensors, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(sharded, True)
     torch_checkpoint.save(
-        torch_dist.mcore_to_pyt_state_dict(tensors, False),
+        tensors,
         storage_writer=_Writer(directory, thread_count=1),
         planner=torch_dist.MCoreSavePlanner(
             dedup_replicated_tensors=False, flatten_state_dict=False
         ),
+        process_group=group,
     )
     if dist.get_rank() == 0:
         with open(directory / "common.pt", "wb") as file:

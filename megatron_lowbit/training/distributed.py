@@ -102,23 +102,31 @@ def set_iteration_seed(seed: int, iteration: int) -> None:
 def set_step(seed: int, iteration: int, microbatch: int) -> None:
     """Give this microbatch's forward its key: ``torch.initial_seed()`` on the default generator.
 
-    A pure function of (seed, iteration, microbatch, data-parallel rank), below 2**63. Activation
-    recomputation restores the generator, and the key with it. The rank is added last, by XOR:
-    experts take it out again (integrations/megatron_core/experts.py).
+    A pure function of (seed, iteration, the microbatch's number in the global batch), below 2**63:
+    data parallelism only spreads the same microbatches over ranks. Activation recomputation
+    restores the generator, and the key with it.
+
+    With expert parallelism the ranks of an expert group count as one, and the rank within it is
+    added last, by XOR: experts take it out again (integrations/megatron_core/experts.py).
     """
-    key = derive_key(seed, iteration, microbatch, 0) & _TORCH_SEED_MASK
-    torch.default_generator.manual_seed(key ^ _data_rank())
+    replicas = parallel_state.get_expert_data_parallel_world_size()
+    number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()
+    key = derive_key(seed, iteration, number, 0) & _TORCH_SEED_MASK
+    rank_of_group = parallel_state.get_expert_model_parallel_rank()
+    torch.default_generator.manual_seed(key ^ rank_of_group)
 
 
 def _join(timeout: timedelta) -> None:
     backend = "nccl" if torch.cuda.is_available() else "gloo"
+    store, own_rank, size = dist.HashStore(), 0, 1
     if dist.is_torchelastic_launched():
         if backend == "nccl":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        store = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        launched, own_rank, size = next(dist.rendezvous("env://", timeout=timeout))
+        # A process may join several times: no group must find what the last one left in the store.
+        joined = launched.add(f"megatron_lowbit/joined/{own_rank}", 1)
+        store = dist.PrefixStore(f"megatron_lowbit/{joined}", launched)
+    dist.init_process_group(backend, store=store, rank=own_rank, world_size=size, timeout=timeout)
 
 
 def _check_sizes(args: Namespace, world_size: int) -> None:

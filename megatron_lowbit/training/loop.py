@@ -6,10 +6,11 @@ from typing import Any
 
 from megatron_lowbit.analysis.loss_curve import plot_loss
 from megatron_lowbit.errors import TrainingError
+from megatron_lowbit.training.background_saves import background_saves
 from megatron_lowbit.training.checkpoint import valid_iteration
 from megatron_lowbit.training.distributed import all_ranks, print_rank0, rank
 from megatron_lowbit.training.metrics import METRICS_FILE, MetricLogger
-from megatron_lowbit.training.run import Run, batches, restore, save
+from megatron_lowbit.training.run import Run, batches, finish_saving, restore, save, saving_failed
 from megatron_lowbit.training.sentinels import BadSteps
 from megatron_lowbit.training.signals import StopRequest, stop_on_signals
 from megatron_lowbit.training.step import evaluate, train_step
@@ -29,10 +30,11 @@ def train(run: Run) -> None:
     board = Path(args.tensorboard_dir) if args.tensorboard_dir else None
     enabled = rank() == 0
     wandb_run = start_wandb(args) if enabled else None
-    with MetricLogger(
-        save_dir, board, args.train_iters, run.iteration, enabled, wandb_run
-    ) as logger:
-        validation = _iterate(run, logger)
+    logging = MetricLogger(save_dir, board, args.train_iters, run.iteration, enabled, wandb_run)
+    saving = background_saves(args.async_save, args.distributed_timeout_minutes)
+    # First in, last out: no signal cuts off what ends a run, also after an error.
+    with stop_on_signals() as stop, logging as logger, saving as run.background:
+        validation = _iterate(run, logger, stop)
     if validation is not None:
         print_rank0(f"validation loss {validation:.4f} after {run.iteration} iterations")
     # A run that had nothing to do, or was stopped early, may have no loss to draw.
@@ -41,34 +43,34 @@ def train(run: Run) -> None:
         print_rank0(f"checkpoint {save_dir}, loss curve {save_dir / 'loss.png'}")
 
 
-def _iterate(run: Run, logger: MetricLogger) -> float | None:
+def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
     """Train to the last iteration and return the final validation loss; None if told to stop."""
     args = run.args
     window = LogWindow(args, logger, args.padded_vocab_size)
     bad_steps = BadSteps(args.max_skipped_updates)
     stream = validation = saved_at = None
     run.set_precision()
-    with stop_on_signals() as stop:
-        while run.iteration < args.train_iters:
-            if run.data.skip_bad() or stream is None:
-                stream = batches(run, run.train_data, run.data.samples)
-            _step(run, stream, window, bad_steps)
-            if bad_steps.too_many:
-                _go_back(run, bad_steps)
-                logger.rewind(run.iteration)
-                window.restart()
-                stream = None
-                continue
-            validation = None
-            run.set_precision()
-            if run.iteration % args.eval_interval == 0:
-                validation = window.pause(lambda: _validate(run, logger))
-            if args.save and args.save_interval and run.iteration % args.save_interval == 0:
-                window.pause(lambda: save(run, logger))
-                saved_at = run.iteration
-            if not all_ranks(stop.received is None):
-                _stop(run, stop, saved_at, logger)
-                return None
+    while run.iteration < args.train_iters:
+        if run.data.skip_bad() or stream is None:
+            stream = batches(run, run.train_data, run.data.samples)
+        _step(run, stream, window, bad_steps)
+        if bad_steps.too_many:
+            _go_back(run, bad_steps)
+            logger.rewind(run.iteration)
+            window.restart()
+            stream = None
+            continue
+        validation = None
+        run.set_precision()
+        if run.iteration % args.eval_interval == 0:
+            validation = window.pause(lambda: _validate(run, logger))
+        if args.save and args.save_interval and run.iteration % args.save_interval == 0:
+            window.pause(lambda: save(run, logger))
+            saved_at = run.iteration
+        if not all_ranks(stop.received is None and not saving_failed(run)):
+            finish_saving(run)
+            _stop(run, stop, saved_at, logger)
+            return None
     if validation is None:
         validation = _validate(run, logger)
     if args.save and saved_at != run.iteration:
@@ -79,6 +81,7 @@ def _iterate(run: Run, logger: MetricLogger) -> float | None:
 def _step(run: Run, stream: Any, window: LogWindow, bad_steps: BadSteps) -> None:
     """One iteration, counted as good or bad."""
     args = run.args
+    run.beat(f"iteration {run.iteration + 1}")
     interval = args.check_output_norm_interval
     result = train_step(
         args,
@@ -114,6 +117,7 @@ def _step(run: Run, stream: Any, window: LogWindow, bad_steps: BadSteps) -> None
 def _go_back(run: Run, bad_steps: BadSteps) -> None:
     """To the newest checkpoint of this run, and from there on without the data of the bad steps."""
     directory, failed_at, ranges = run.args.save, run.iteration, bad_steps.ranges
+    finish_saving(run)
     trouble = f"iteration {failed_at}: {len(ranges)} updates in a row skipped"
     newest = None if directory is None else valid_iteration(directory)
     if newest is None:
@@ -139,6 +143,12 @@ def _stop(run: Run, stop: StopRequest, saved_at: int | None, logger: MetricLogge
 
 def _validate(run: Run, logger: MetricLogger) -> float:
     start = time.perf_counter()
-    loss = evaluate(run.args, run.iteration, lambda: batches(run, run.valid_data, 0), run.model)
+    loss = evaluate(
+        run.args,
+        run.iteration,
+        lambda: batches(run, run.valid_data, 0),
+        run.model,
+        before_batch=lambda: run.beat(f"the evaluation after iteration {run.iteration}"),
+    )
     logger.log_validation(run.iteration, loss, time.perf_counter() - start)
     return loss

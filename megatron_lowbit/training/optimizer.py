@@ -8,7 +8,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import Adam, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -30,6 +30,12 @@ def wrap_data_parallel(
     for chunk in wrapped:
         chunk.broadcast_params()
     return wrapped
+
+
+def implementations(config: TransformerConfig) -> str:
+    """Which Adam megatron-core found, and who adds high-precision layers' weight gradients."""
+    fused = "Apex, fused" if config.gradient_accumulation_fusion else "torch"
+    return f"{Adam.__module__.partition('.')[0]} {Adam.__name__}, weight gradients by {fused}"
 
 
 def build_optimizer(

@@ -43,11 +43,16 @@ from megatron_lowbit.training.distributed import (
 )
 from megatron_lowbit.training.expert_arguments import EXPERT_SHAPE
 from megatron_lowbit.training.loop import train
-from megatron_lowbit.training.optimizer import build_optimizer, wrap_data_parallel
+from megatron_lowbit.training.optimizer import (
+    build_optimizer,
+    implementations,
+    wrap_data_parallel,
+)
 from megatron_lowbit.training.run import Run, restore
 from megatron_lowbit.training.run_log import RUN_LOG, rank_log_file
 from megatron_lowbit.training.step import data_parallel_size
 from megatron_lowbit.training.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
+from megatron_lowbit.training.watchdog import Watchdog, lost_ranks_named
 
 
 def pretrain(args: Namespace, after_backward: Callable[[int, list], None] | None = None) -> None:
@@ -58,7 +63,7 @@ def pretrain(args: Namespace, after_backward: Callable[[int, list], None] | None
 
     Raises:
         UserError: arguments, recipe, data or checkpoint that do not fit; nothing is left half-made.
-        TrainingError: losses or gradients stay non-finite.
+        TrainingError: losses or gradients stay non-finite, or another rank died or hangs.
     """
     load = load_recipe if len(args.recipes) == 1 else load_combined
     recipe = load(*args.recipes, args.recipe_set)
@@ -66,14 +71,15 @@ def pretrain(args: Namespace, after_backward: Callable[[int, list], None] | None
     for prefix in parse_data_path(args.data_path)[0]:
         check_dataset(prefix, tokenizer)
     initialize_distributed(args)
-    try:
-        with rank_log_file(args.log_file_dir, rank()):
-            run = _build(args, recipe, tokenizer)
-            run.after_backward = after_backward
-            _load(run)
-            train(run)
-    finally:
-        shutdown()
+    with Watchdog(args.distributed_timeout_minutes, rank()) as watchdog:
+        try:
+            with rank_log_file(args.log_file_dir, rank()), lost_ranks_named(watchdog):
+                run = _build(args, recipe, tokenizer)
+                run.after_backward, run.beat = after_backward, watchdog.beat
+                _load(run)
+                train(run)
+        finally:
+            shutdown()
 
 
 def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
@@ -93,6 +99,7 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     _announce(recipe, engine, chunks)
     model = wrap_data_parallel(args, config, chunks)
     optimizer, scheduler = build_optimizer(args, config, model)
+    print_rank0(f"optimizer: {implementations(config)}")
     _connect(args, config, model, optimizer)
     train_data, valid_data, _ = build_datasets(args, tokenizer, _sample_counts(args))
     shape = _model_shape(args, tokenizer.vocab_size)
@@ -151,6 +158,7 @@ def _load(run: Run) -> None:
     args = run.args
     if args.load is None:
         return
+    run.beat(f"looking for a checkpoint in {args.load}")
     iteration = valid_iteration(args.load, fall_back=args.load_latest_valid)
     if iteration is None:
         if args.exit_on_missing_checkpoint:

@@ -15,7 +15,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.integrations.megatron_core.linear import set_recipe
 from megatron_lowbit.recipes import Progress, Recipe
-from megatron_lowbit.training.checkpoint import load_checkpoint, save_checkpoint
+from megatron_lowbit.training.background_saves import BackgroundSaves
+from megatron_lowbit.training.checkpoint import load_checkpoint, take_snapshot, write_snapshot
 from megatron_lowbit.training.data import batch_iterator
 from megatron_lowbit.training.distributed import print_rank0
 from megatron_lowbit.training.metrics import MetricLogger
@@ -40,6 +41,8 @@ class Run:
     active_recipe: Recipe | None = None
     data: DataPosition = field(default_factory=DataPosition)
     after_backward: Callable[[int, list], None] | None = None
+    beat: Callable[[str], None] = lambda doing: None
+    background: BackgroundSaves | None = None
 
     @property
     def trained_samples(self) -> int:
@@ -62,6 +65,7 @@ class Run:
 
 def restore(run: Run, directory: str, iteration: int) -> None:
     """Go to the state of a checkpoint directory's iteration: one that valid_iteration() found."""
+    run.beat(f"loading the checkpoint of iteration {iteration}")
     # Before loading: which layers have amax histories to load depends on it.
     run.iteration = iteration
     run.set_precision()
@@ -80,8 +84,22 @@ def restore(run: Run, directory: str, iteration: int) -> None:
     run.data = DataPosition(saved["consumed_samples"], bad)
 
 
+def finish_saving(run: Run) -> None:
+    """Until every checkpoint is written; raises UserError where one cannot be."""
+    if run.background is not None:
+        run.background.wait()
+
+
+def saving_failed(run: Run) -> bool:
+    """Whether this rank knows that :func:`finish_saving` will raise."""
+    return run.background is not None and run.background.failed
+
+
 def save(run: Run, logger: MetricLogger) -> None:
+    """Save a checkpoint, or begin to where --async-save asks for it."""
     start = time.perf_counter()
+    run.beat(f"the save of iteration {run.iteration}")
+    finish_saving(run)
     state = {
         "model": run.model_shape,
         "global_batch_size": run.args.global_batch_size,
@@ -90,11 +108,19 @@ def save(run: Run, logger: MetricLogger) -> None:
         "recipes": run.args.recipes,
         "recipe_set": run.args.recipe_set,
     }
-    keep_last = run.args.save_keep_last
-    save_checkpoint(
-        run.args.save, run.iteration, run.model, run.optimizer, run.scheduler, state, keep_last
+    write = run.background.start if run.background else write_snapshot
+    snapshot = take_snapshot(
+        run.args.save,
+        run.iteration,
+        run.model,
+        run.optimizer,
+        run.scheduler,
+        state,
+        copy=run.background is not None,
     )
+    write(run.args.save, snapshot, run.args.save_keep_last)
     logger.log_save(run.iteration, time.perf_counter() - start)
+    run.beat(f"iteration {run.iteration}, saved")
 
 
 def batches(run: Run, dataset: Any, consumed_samples: int) -> Any:

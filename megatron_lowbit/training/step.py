@@ -79,7 +79,11 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    args: Namespace, iteration: int, make_batches: Callable[[], Batches | list[Batches]], model
+    args: Namespace,
+    iteration: int,
+    make_batches: Callable[[], Batches | list[Batches]],
+    model,
+    before_batch: Callable[[], None],
 ) -> float:
     """Mean loss of the same ``eval_iters`` global batches at every call."""
     for chunk in model:
@@ -87,6 +91,7 @@ def evaluate(
     batches = make_batches()
     losses = []
     for _ in range(args.eval_iters):
+        before_batch()
         losses += _run_schedule(args, iteration, batches, model, forward_only=True)
     for chunk in model:
         chunk.train()

@@ -67,25 +67,24 @@ def pretrain_command(corpus):
 
 
 @pytest.fixture
-def pretrain_two_ranks(corpus, tmp_path):
-    """Makes several runs, {name: arguments}, one after another in the same two processes.
+def pretrain_ranks(corpus, tmp_path):
+    """Makes several runs, {name: arguments}, one after another in the same processes.
 
     Returns the folder of NAME.RANK.pt, the amax histories that each rank had; see ``tiny_run``.
-    The runs named in ``refused`` must end in bad input on both ranks, and no others.
+    The runs named in ``refused`` must end in bad input on all ranks, and no others.
     """
 
-    def run(runs: dict[str, tuple], refused: tuple[str, ...] = ()) -> Path:
-        folder = tmp_path / "two-ranks"
+    def run(runs: dict[str, tuple], refused: tuple[str, ...] = (), processes: int = 2) -> Path:
+        folder = tmp_path / f"{processes}-ranks"
         folder.mkdir()
         job = {name: arguments_for(corpus, arguments) for name, arguments in runs.items()}
         (folder / "job.json").write_text(json.dumps(job))
-        command = [*TORCHRUN, "2", tiny_run.__file__, str(folder / "job.json")]
+        command = [*TORCHRUN, str(processes), tiny_run.__file__, str(folder / "job.json")]
         result = launch(command)
         assert result.returncode == 0, result.stderr[-3000:]
         errors = {path.name: path.read_text() for path in folder.glob("*.error")}
-        assert set(errors) == {f"{name}.{rank}.error" for name in refused for rank in range(2)}, (
-            errors
-        )
+        expected = {f"{name}.{rank}.error" for name in refused for rank in range(processes)}
+        assert set(errors) == expected, errors
         return folder
 
     return run

@@ -175,7 +175,7 @@ matchers:
 
 
 def test_two_ranks_load_and_keep_the_histories_of_one(
-    whole, pretrain_here, pretrain_two_ranks, train, tmp_path
+    whole, pretrain_here, pretrain_ranks, train, tmp_path
 ):
     """Each layout goes on from one process's checkpoint, its ranks' histories staying equal.
 
@@ -198,7 +198,7 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
     runs["unequal"] = ("--precision-recipe", tmp_path / "unequal.yaml", "--train-iters", 4,
                        "--load", load, "--pipeline-model-parallel-size", 2)  # fmt: skip
     # Found by one rank, told by both: neither waits for the other.
-    ranks = pretrain_two_ranks(runs, refused=("unequal",))
+    ranks = pretrain_ranks(runs, refused=("unequal",))
     for rank in range(2):
         assert "layers.2." in (ranks / f"unequal.{rank}.error").read_text()
     for name in LAYOUTS:

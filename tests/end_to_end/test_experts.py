@@ -37,7 +37,7 @@ def memory() -> dict:
 
 
 @pytest.fixture
-def runs(memory, pretrain_here, pretrain_two_ranks, tmp_path):
+def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
     """(folder of the runs' folders ``NAME EP``, folder of the histories that ranks had)."""
     if memory:
         return memory["runs"]
@@ -59,7 +59,7 @@ def runs(memory, pretrain_here, pretrain_two_ranks, tmp_path):
         command = (*EXPERTS, *NVFP4, *GROUP, *options, "--train-iters", 3, "--load", save)
         jobs[f"tensor parallel {layout}"] = (*command, "--save", save)
     done(pretrain_here(*jobs.pop("tensor parallel one")))
-    memory["runs"] = (tmp_path, pretrain_two_ranks(jobs))
+    memory["runs"] = (tmp_path, pretrain_ranks(jobs))
     return memory["runs"]
 
 

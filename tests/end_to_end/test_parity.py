@@ -37,7 +37,7 @@ def memory() -> dict:
 
 
 @pytest.fixture
-def third_step(memory, pretrain_here, pretrain_two_ranks, tmp_path) -> dict:
+def third_step(memory, pretrain_here, pretrain_ranks, tmp_path) -> dict:
     """(row, layout) to (loss, gradient norm) of the step after the common checkpoint."""
     if memory:
         return memory
@@ -53,7 +53,7 @@ def third_step(memory, pretrain_here, pretrain_two_ranks, tmp_path) -> dict:
             else:
                 command += ("--tensor-model-parallel-size", 2, *LAYOUTS[layout])
                 split[f"{name} {layout}"] = command
-    pretrain_two_ranks(split)
+    pretrain_ranks(split)
     for name in PARITY:
         for layout in ("single", *LAYOUTS):
             memory[name, layout] = steps(tmp_path / f"{name} {layout}")[3]

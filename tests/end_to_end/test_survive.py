@@ -69,7 +69,7 @@ def test_told_to_stop(corpus, tmp_path, number):
     The first time nothing was logged yet.
     """
     last = 0
-    for options in (("--log-interval", "1000"), ()):
+    for options in (("--log-interval", "1000"), ("--async-save",)):
         process = start(corpus, tmp_path, "--train-iters", "100000", *options)
         wait_for_checkpoint(process, tmp_path, above=last)
         process.send_signal(number)
@@ -82,13 +82,14 @@ def test_told_to_stop(corpus, tmp_path, number):
 
 
 @pytest.mark.slow
-def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
+@pytest.mark.parametrize("options", [(), ("--async-save",)])
+def test_killed_at_random_moments(corpus, tmp_path, uninterrupted, options):
     """Also while it saves: the newest complete checkpoint loads, and nothing differs in the end."""
     moments = [random.uniform(0.0, 0.4) for _ in range(2)]  # others each time
     print("killed after", moments)
     saved = 0
     for moment in moments:
-        process = start(corpus, tmp_path, "--train-iters", "16")
+        process = start(corpus, tmp_path, "--train-iters", "16", *options)
         wait_for_checkpoint(process, tmp_path, above=saved)
         time.sleep(moment)
         process.kill()

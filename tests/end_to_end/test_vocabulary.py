@@ -23,7 +23,7 @@ def memory() -> dict:
 
 
 @pytest.fixture
-def saved(memory, pretrain_here, pretrain_two_ranks, tmp_path) -> Path:
+def saved(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
     """Folders ``OPTIMIZER one``, ``two`` and ``back``: one checkpoint, saved, loaded and saved."""
     if memory:
         return memory["folder"]
@@ -32,7 +32,7 @@ def saved(memory, pretrain_here, pretrain_two_ranks, tmp_path) -> Path:
         done(pretrain_here(*MODEL, *optimizer, "--save", tmp_path / f"{name} one"))
         two = continued(tmp_path / f"{name} one", tmp_path / f"{name} two")
         jobs[name] = (*MODEL, *optimizer, *SPLIT, "--load", two, "--save", two)
-    pretrain_two_ranks(jobs)
+    pretrain_ranks(jobs)
     for name, optimizer in OPTIMIZERS.items():
         back = continued(tmp_path / f"{name} two", tmp_path / f"{name} back")
         done(pretrain_here(*MODEL, *optimizer, "--load", back, "--save", back))

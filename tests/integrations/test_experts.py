@@ -16,17 +16,18 @@ from megatron.core.quantization.quant_config import MatchContext
 
 @pytest.fixture
 def key_of(monkeypatch):
-    """The microbatch key of a layer on a rank of given data- and expert-data-parallel ranks."""
+    """A layer's key in a microbatch, by its rank in the expert group and among the replicas."""
 
-    def key(data_rank: int, expert_data_rank: int, is_expert: bool) -> int:
-        ranks = {
-            "get_data_parallel_rank": data_rank,
-            "get_expert_data_parallel_rank": expert_data_rank,
+    def key(expert_rank: int, replica: int, is_expert: bool, replicas=4, microbatch=2) -> int:
+        places = {
+            "get_expert_model_parallel_rank": expert_rank,
+            "get_expert_data_parallel_rank": replica,
+            "get_expert_data_parallel_world_size": replicas,
         }
-        for name, rank in ranks.items():
-            monkeypatch.setattr(parallel_state, name, lambda rank=rank, **_: rank)
+        for name, place in places.items():
+            monkeypatch.setattr(parallel_state, name, lambda place=place, **_: place)
         state = torch.get_rng_state()
-        set_step(3, 10, 2)
+        set_step(3, 10, microbatch)
         found = experts.microbatch_key(is_expert)
         torch.set_rng_state(state)
         return found
@@ -40,10 +41,16 @@ def test_an_expert_draws_the_same_wherever_it_is_held(key_of):
     assert {key_of(rank, 0, is_expert=True) for rank in range(4)} == {alone}
 
 
-def test_replicas_and_data_ranks_draw_apart(key_of):
+def test_replicas_and_ranks_of_a_group_draw_apart(key_of):
     replicas = [key_of(3, replica, is_expert=True) for replica in range(4)]
     ranks = [key_of(rank, 0, is_expert=False) for rank in range(4)]
     assert len(set(replicas)) == len(set(ranks)) == 4
+
+
+def test_a_microbatch_draws_the_same_on_whichever_data_parallel_rank(key_of):
+    alone = [key_of(0, 0, False, replicas=1, microbatch=number) for number in range(8)]
+    spread = [key_of(0, rank, False, 4, step) for step in range(2) for rank in range(4)]
+    assert spread == alone
 
 
 @pytest.mark.parametrize(("local", "seen"), [(0, 4), (1, 5), (10, 14)])

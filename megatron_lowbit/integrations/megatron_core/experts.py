@@ -31,14 +31,11 @@ def first_local(config: TransformerConfig) -> int:
 def microbatch_key(is_expert: bool) -> int:
     """The key that ``set_step`` gave to this microbatch, for one kind of layer.
 
-    An expert that sees the tokens of several data-parallel ranks takes no one's number, but that of
-    its replica: it then draws the same bits whichever rank holds it.
+    An expert sees the tokens of all ranks of its group and takes no one's number: it then draws the
+    same bits whichever rank holds it.
     """
     key = torch.initial_seed()
-    if not is_expert:
-        return key
-    data_rank = parallel_state.get_data_parallel_rank()
-    return key ^ data_rank ^ parallel_state.get_expert_data_parallel_rank()
+    return key ^ parallel_state.get_expert_model_parallel_rank() if is_expert else key
 
 
 def replica_groups(is_expert: bool) -> list[dist.ProcessGroup]:

@@ -13,6 +13,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 from megatron.core import parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -60,9 +61,11 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         recompute_granularity=args.recompute_granularity,
         recompute_method=args.recompute_method,
         recompute_num_layers=args.recompute_num_layers,
-        # Accumulation into main_grad is this project's own for quantized layers: megatron-core's
-        # flag needs Apex.
-        gradient_accumulation_fusion=False,
+        # For high-precision layers alone, and only with Apex's extension: megatron-core raises
+        # without. Quantized layers add to main_grad by themselves.
+        gradient_accumulation_fusion=(
+            args.gradient_accumulation_fusion and parallel_layers._grad_accum_fusion_available
+        ),
         masked_softmax_fusion=False,
         bias_activation_fusion=cuda and _activation_fuses(args),
         bias_dropout_fusion=cuda,
