@@ -22,6 +22,7 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     try:
         code = main()
     except (UserError, TrainingError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        # In one piece: the ranks of a node may say it at the same time.
+        sys.stderr.write(f"error: {error}\n")
         code = 2 if isinstance(error, UserError) else 1
     sys.exit(code or 0)

@@ -148,8 +148,8 @@ def load_checkpoint(
     this calls where it is None.
 
     Raises UserError where DIR holds no complete checkpoint, or holds one of another model
-    (``expected_model`` against the saved state's "model"), optimizer kind, schedule or length of
-    amax histories: all compared before any tensor is read.
+    (``expected_model`` against the saved state's "model"), optimizer kind, schedule, length of amax
+    histories or, with a plain optimizer, precision: all compared before any tensor is read.
     """
     directory = Path(directory)
     if iteration is None:
@@ -162,6 +162,7 @@ def load_checkpoint(
         _check_model(path, document["state"]["model"], expected_model)
         if optimizer is not None:
             _check_optimizer(path, document["optimizer"], checkpoint_tensors.kind(optimizer))
+            checkpoint_tensors.check_precision(path, optimizer)
         if scheduler is not None:
             _check_schedule(path, document["scheduler"], scheduler)
         checkpoint_tensors.check_histories(path, model)

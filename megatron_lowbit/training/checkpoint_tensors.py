@@ -29,6 +29,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.utils import unwrap_model
 
 from megatron_lowbit.errors import UserError
@@ -145,6 +146,24 @@ def check_histories(directory: Path, model: Sequence[torch.nn.Module]) -> None:
                 f"{directory}: {key} has {there} steps, but this run's recipe keeps {here}; set "
                 f"amax_history.length={there}"
             )
+
+
+def check_precision(directory: Path, optimizer: Any) -> None:
+    """Raise UserError where a plain optimizer cannot load what one of the other precision saved.
+
+    In BF16 it has FP32 main parameters, under keys of their own; in FP32 it has none. A distributed
+    optimizer saves FP32 parameters in both, under the same keys.
+    """
+    if kind(optimizer) != "plain":
+        return
+    there = any(key.startswith("optimizer.state.fp32_param.") for key in _saved_tensors(directory))
+    here = isinstance(_parts(optimizer)[0], Float16OptimizerWithFloat16Params)
+    if there != here:
+        saved, current = ("BF16" if has_main else "FP32" for has_main in (there, here))
+        raise UserError(
+            f"{directory}: saved by a run computing in {saved}, but this one computes in {current}; "
+            "without --use-distributed-optimizer, --bf16 must be as it was (on a CPU it is FP32)"
+        )
 
 
 def _saved_tensors(directory: Path) -> dict[str, Any]:

@@ -80,11 +80,19 @@ def initialize_distributed(args: Namespace) -> None:
     _seed_everything(args.seed)
 
 
-def shutdown() -> None:
-    """Take megatron's groups and the process group down. Harmless where there are none."""
+def shutdown(failed: bool = False) -> None:
+    """Take megatron's groups and the process group down. Harmless where there are none.
+
+    After ``failed`` this waits for no other rank, which may wait for this one.
+    """
     num_microbatches_calculator.unset_num_microbatches_calculator()
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
+    if not dist.is_initialized():
+        return
+    parallel_state.destroy_model_parallel()
+    if failed and dist.get_backend() == "nccl":
+        # NCCL's end in order is one more collective: the error would never be printed.
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()
 
 

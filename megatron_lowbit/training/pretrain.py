@@ -72,14 +72,16 @@ def pretrain(args: Namespace, after_backward: Callable[[int, list], None] | None
         check_dataset(prefix, tokenizer)
     initialize_distributed(args)
     with Watchdog(args.distributed_timeout_minutes, rank()) as watchdog:
+        failed = True
         try:
             with rank_log_file(args.log_file_dir, rank()), lost_ranks_named(watchdog):
                 run = _build(args, recipe, tokenizer)
                 run.after_backward, run.beat = after_backward, watchdog.beat
                 _load(run)
                 train(run)
+            failed = False
         finally:
-            shutdown()
+            shutdown(failed)
 
 
 def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:

@@ -70,8 +70,10 @@ class Watchdog:
                 f"rank {self.rank}: no progress for {self._minutes:g} minutes in {self.doing}, "
                 f"{_main_thread_is()}; --distributed-timeout-minutes"
             )
-            print(f"error: {line}", file=sys.stderr, flush=True)
-            faulthandler.dump_traceback()
+            # Past Python's stderr, which the main thread may hold, and in one piece on a line of
+            # its own: the ranks of a node share the pipe, and the others write their stacks to it.
+            os.write(2, f"\nerror: {line}\n".encode())
+            faulthandler.dump_traceback(file=2)
             RUN_LOG.error(line)
         finally:
             os._exit(1)

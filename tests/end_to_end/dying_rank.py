@@ -23,11 +23,13 @@ def hang() -> None:
 
 def main() -> None:
     """Train; rank 1 does itself the harm after the backward pass of that iteration (from 1)."""
-    harm, harmed = {"dies": die, "hangs": hang}[sys.argv[1]], int(sys.argv[2])
+    harms = {"dies": die, "hangs": hang, "nothing": lambda: None}
+    harm, harmed = harms[sys.argv[1]], int(sys.argv[2])
     unhurt = os.environ["RANK"] != "1" or os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
 
     def after_backward(iteration: int, model: list) -> None:
         if iteration + 1 == harmed and not unhurt:
+            print(f"harmed at {time.time()}", flush=True)
             harm()
 
     pretrain(parse_arguments(sys.argv[3:]), after_backward=after_backward)
