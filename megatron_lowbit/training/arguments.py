@@ -150,7 +150,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--clip-grad", type=float, default=1.0)
     group.add_argument("--seed", type=int, default=1234)
     group.add_argument("--eval-interval", type=int, default=1000)
-    group.add_argument("--eval-iters", type=int, default=100)
+    group.add_argument("--eval-iters", type=int, default=100, help="0: no evaluation")
     group.add_argument(
         "--max-skipped-updates", type=int, default=3,
         help="updates skipped in a row, for a loss or gradient that is not finite, after which "
@@ -325,6 +325,7 @@ def _check_model(args: Namespace) -> None:
 
 
 def _check_batches(args: Namespace) -> None:
+    _require(args.eval_iters >= 0, f"--eval-iters {args.eval_iters} is negative")
     _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} exceeds --lr {args.lr}")
     _require(
         0 <= args.lr_warmup_iters < args.lr_decay_iters,

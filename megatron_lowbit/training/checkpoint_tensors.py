@@ -133,6 +133,10 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
         for part in filter(_is_torch_adam, _parts(optimizer)):
             stack.enter_context(_own_steps(part))
         optimizer.load_state_dict(loaded["optimizer"])
+    for chunk in model:
+        if getattr(chunk, "ddp_config", None) and chunk.ddp_config.use_distributed_optimizer:
+            # From a BF16 checkpoint an FP32 run got but its own share unrounded.
+            chunk.start_param_sync(force_sync=True)
 
 
 def check_histories(directory: Path, model: Sequence[torch.nn.Module]) -> None:
@@ -161,7 +165,7 @@ def check_precision(directory: Path, optimizer: Any) -> None:
     if there != here:
         saved, current = ("BF16" if has_main else "FP32" for has_main in (there, here))
         raise UserError(
-            f"{directory}: saved by a run computing in {saved}, but this one computes in {current}; "
+            f"{directory}: saved by a run computing in {saved}, but this one is in {current}; "
             "without --use-distributed-optimizer, --bf16 must be as it was (on a CPU it is FP32)"
         )
 

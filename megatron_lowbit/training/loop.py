@@ -44,7 +44,10 @@ def train(run: Run) -> None:
 
 
 def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
-    """Train to the last iteration and return the final validation loss; None if told to stop."""
+    """Train to the last iteration and return the final validation loss.
+
+    None where the run is told to stop, or does not evaluate.
+    """
     args = run.args
     window = LogWindow(args, logger, args.padded_vocab_size)
     bad_steps = BadSteps(args.max_skipped_updates)
@@ -141,7 +144,9 @@ def _stop(run: Run, stop: StopRequest, saved_at: int | None, logger: MetricLogge
     print_rank0(f"stopped by {cause} after iteration {run.iteration}{saved}")
 
 
-def _validate(run: Run, logger: MetricLogger) -> float:
+def _validate(run: Run, logger: MetricLogger) -> float | None:
+    if run.args.eval_iters == 0:
+        return None
     start = time.perf_counter()
     loss = evaluate(
         run.args,

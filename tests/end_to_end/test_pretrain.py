@@ -46,3 +46,11 @@ def test_recomputation_replays_the_same_rounding(pretrain_here, tmp_path):
         save = tmp_path / name
         done(pretrain_here("--fp4-recipe", "nvfp4", "--train-iters", 3, "--save", save, *extra))
     assert losses(tmp_path / "plain") == losses(tmp_path / "full")
+
+
+def test_without_evaluation(pretrain_here, tmp_path):
+    result = pretrain_here("--train-iters", 2, "--eval-iters", 0, "--save", tmp_path)
+    done(result)
+    assert "validation" not in result.stdout
+    assert len(losses(tmp_path)) == 2
+    assert not any("validation_loss" in m for m in metrics(tmp_path))

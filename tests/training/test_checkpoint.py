@@ -65,6 +65,10 @@ def runs(tmp_path_factory) -> dict[str, Path]:
         directories[name] = tmp_path_factory.mktemp(name)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+        if name == "dp2-overlap":
+            training = Training(distributed_optimizer=True, bf16=True)
+            training.train(1, 2)
+            training.save(directories[name] / "bf16", 2)
         command += [tiny_gpt.__file__, str(directories[name]), *arguments]
         done = run(command)
         assert done.returncode == 0, done.stderr[-4000:]
@@ -104,8 +108,10 @@ def test_resumes_to_the_bit(tmp_path, distributed, bf16):
     assert Training(distributed, bf16=bf16, seed=8).train(4, 6) != continued
 
 
-def test_steps_are_not_shared_after_loading(tmp_path):
-    training = Training(distributed_optimizer=True)
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_steps_are_not_shared_after_loading(tmp_path, distributed, bf16):
+    training = Training(distributed, bf16=bf16)
     training.train(1, 1)
     training.save(tmp_path, 1)
     training.load(tmp_path)
@@ -196,6 +202,18 @@ def test_other_layouts_load_in_one_process(runs, layout, alone):
             assert torch.equal(whole[name]["param"], tensors["param"]), name
 
 
+def test_each_rank_gets_fp32_parameters_of_a_bf16_checkpoint(runs):
+    """The file holds them rounded to BF16 too, and each rank the exact ones of but its own part."""
+    single = Training(distributed_optimizer=True, seed=8)
+    single.load(runs["dp2-overlap"] / "bf16")
+    expected = single.parameters()
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
+    for rank in range(2):
+        found = torch.load(runs["dp2-overlap"] / f"{rank} from bf16.pt")
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), rank
+
+
 def test_full_disk_leaves_the_previous_checkpoint(tmp_path):
     """Wherever in the file it happens: torch reports it as one of several exceptions."""
     code = (
@@ -240,9 +258,46 @@ def test_another_model_is_refused_before_reading_tensors(saved):
         assert torch.equal(tensors["param"], before[name]["param"])
 
 
-def test_another_optimizer_kind_is_refused(saved):
-    with pytest.raises(UserError, match="saved with optimizer plain, but this run's is distrib"):
-        Training(distributed_optimizer=True).load(saved)
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+def test_another_optimizer_kind_is_refused(tmp_path, distributed):
+    Training(distributed).save(tmp_path, 1)
+    saved, current = ("distributed", "plain") if distributed else ("plain", "distributed")
+    said = f"saved with optimizer {saved}, but this run's is {current}; --use-distributed-optimizer"
+    with pytest.raises(UserError, match=said):
+        Training(not distributed).load(tmp_path)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["from fp32", "from bf16"])
+def test_distributed_optimizer_changes_precision_exactly(tmp_path, bf16):
+    """The FP32 main parameters and moments; parameters are those, rounded to what they are now."""
+    training = Training(distributed_optimizer=True, bf16=bf16)
+    training.train(1, 2)
+    training.save(tmp_path, 2)
+    other = Training(distributed_optimizer=True, bf16=not bf16, seed=8)
+    other.load(tmp_path)
+    expected, actual = training.tensors(), other.tensors()
+    assert actual.keys() == expected.keys()
+    for name, tensors in actual.items():
+        for key in ("main", "exp_avg", "exp_avg_sq", "step"):
+            assert tensors[key].dtype == torch.float32
+            assert torch.equal(tensors[key], expected[name][key]), (name, key)
+        param = tensors["param"]
+        assert param.dtype == (torch.float32 if bf16 else torch.bfloat16)
+        assert torch.equal(param.flatten(), tensors["main"].flatten().to(param.dtype))
+    assert other.train(3, 5) == pytest.approx(training.train(3, 5), rel=1e-3)
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["from fp32", "from bf16"])
+def test_plain_optimizer_refuses_another_precision(tmp_path, bf16):
+    Training(distributed_optimizer=False, bf16=bf16).save(tmp_path, 1)
+    other = Training(distributed_optimizer=False, bf16=not bf16, seed=8)
+    before = other.parameters()
+    saved, current = ("BF16", "FP32") if bf16 else ("FP32", "BF16")
+    said = f"saved by a run computing in {saved}, but this one is in {current}; .*--bf16"
+    with pytest.raises(UserError, match=said) as caught:
+        other.load(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(value, before[name]) for name, value in other.parameters().items())
 
 
 def test_another_schedule_is_refused(saved):

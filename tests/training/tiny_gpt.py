@@ -180,6 +180,11 @@ class Training:
             }
         return found
 
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """name -> the model's parameter, on the CPU."""
+        (model,) = unwrap_model(self.model)
+        return {name: value.detach().clone().cpu() for name, value in model.named_parameters()}
+
     def save(self, directory: Path, iteration: int) -> Path:
         state = {"model": SHAPE, "consumed_samples": iteration * BATCH * MICROBATCHES}
         return save_checkpoint(
@@ -211,7 +216,8 @@ def damaged_copy(directory: Path, copy: Path) -> None:
 def main() -> None:
     """One rank: train, save, continue; reload and continue; then damage and a full disk.
 
-    Writes RANK.json (what happened) and RANK.pt (this rank's parameters and moments at the save).
+    Writes RANK.json (what happened) and RANK.pt (this rank's parameters and moments at the save);
+    where the directory holds a checkpoint "bf16", also the parameters that this gives.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
@@ -232,6 +238,11 @@ def main() -> None:
     training = Training(not args.plain, args.overlap, seed=8)
     training.load(args.directory)
     report["resumed"] = training.train(3, 5)
+
+    if (args.directory / "bf16").exists():
+        training = Training(not args.plain, args.overlap, seed=8)
+        training.load(args.directory / "bf16")
+        torch.save(training.parameters(), args.directory / f"{rank} from bf16.pt")
 
     copy = args.directory / "damaged"
     if rank == 0:

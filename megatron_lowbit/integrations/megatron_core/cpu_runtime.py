@@ -7,6 +7,7 @@ imported itself. On a CPU it
   "torch.cuda.FloatTensor" and the like from ``Tensor.type()``;
 - turns ``Tensor.cuda``, ``Module.cuda``, ``torch.cuda.synchronize`` and streams into no-ops, and
   ``torch.cuda.current_device`` into the CPU, for every caller;
+- gathers and reduce-scatters unequal parts, which experts exchange and gloo refuses;
 - keeps the random states that megatron calls CUDA's in torch's default CPU generator, so
   ``torch.cuda.manual_seed`` seeds that one and ``model_parallel_cuda_manual_seed`` works;
 - replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler.
@@ -144,6 +145,34 @@ def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
+def _with_uneven_parts(exchange: Callable[..., Any], uneven: Callable[..., Any]) -> Callable:
+    """megatron's collective along the first axis; gloo's own refuses parts of unequal sizes."""
+
+    def call(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> Any:
+        if sizes is None or group.size() == 1:
+            return exchange(x, group, sizes, *rest)
+        return uneven(x.contiguous(), group, [int(size) for size in sizes])
+
+    return call
+
+
+def _gather_parts(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """Every rank's part (its size, ...) to the whole (sum of sizes, ...)."""
+    ranks = group.size()
+    whole = x.new_empty((sum(sizes), *x.shape[1:]))
+    copies = x.expand(ranks, *x.shape).flatten(0, 1)
+    torch.distributed.all_to_all_single(whole, copies, sizes, [len(x)] * ranks, group=group)
+    return whole
+
+
+def _reduce_scatter_parts(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
+    """The whole (sum of sizes, ...) of each rank to this rank's part of their sum."""
+    ranks, own = group.size(), sizes[group.rank()]
+    parts = x.new_empty((ranks * own, *x.shape[1:]))
+    torch.distributed.all_to_all_single(parts, x, [own] * ranks, sizes, group=group)
+    return parts.unflatten(0, (ranks, own)).sum(dim=0)
+
+
 def _set_draws(state: torch.Tensor) -> None:
     """Set what torch's CPU generator draws next, but leave ``torch.initial_seed()`` as it is.
 
@@ -159,7 +188,7 @@ def _set_draws(state: torch.Tensor) -> None:
 
 
 def _replace_in_megatron() -> None:
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
@@ -188,6 +217,11 @@ def _replace_in_megatron() -> None:
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
+    for name, uneven in (
+        ("_gather_along_first_dim", _gather_parts),
+        ("_reduce_scatter_along_first_dim", _reduce_scatter_parts),
+    ):
+        setattr(mappings, name, _with_uneven_parts(getattr(mappings, name), uneven))
 
 
 def _install() -> None:

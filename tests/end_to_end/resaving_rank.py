@@ -1,0 +1,52 @@
+"""One rank of a torchrun job that passes checkpoints on: ``resaving_rank.py JOB.json``.
+
+JOB is a list of [arguments, {source folder: target folder}]. Each run is built once, and loads and
+saves each of its sources without a step of training or evaluation. Without sources it trains.
+"""
+
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_lowbit.training import pretrain as pretraining
+from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.training.checkpoint import valid_iteration
+from megatron_lowbit.training.run import Run, restore, save
+
+
+def scramble(run: Run) -> None:
+    """Overwrite what a checkpoint must bring back, so that nothing can be left of the last one."""
+    for chunk in run.model:
+        for parameter in chunk.parameters():
+            parameter.data.fill_(math.nan)
+    for part in run.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            for main in group["params"]:
+                main.data.fill_(math.nan)
+                for value in part.optimizer.state.get(main, {}).values():
+                    value.fill_(99)
+
+
+def pass_on(run: Run, copies: dict[str, str]) -> None:
+    logger = SimpleNamespace(log_save=lambda *_: None)
+    for source, target in copies.items():
+        scramble(run)
+        restore(run, source, valid_iteration(source))
+        run.args.save = target
+        save(run, logger)
+
+
+def main() -> None:
+    for arguments, copies in json.loads(Path(sys.argv[1]).read_text()):
+        with pytest.MonkeyPatch.context() as patch:
+            if copies:
+                patch.setattr(pretraining, "train", lambda run, c=copies: pass_on(run, c))
+            pretraining.pretrain(parse_arguments(arguments))
+
+
+if __name__ == "__main__":
+    main()
