@@ -1,4 +1,5 @@
 # make pretrain   a small NVFP4 run from nothing: environment, data, training
+# make parity     layouts x recipes against one process, into docs/parallelism.md
 # make test       the test suite; make test-all   with what takes longest
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,11 +8,15 @@ RUN := runs/nvfp4
 STDLIB := $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packages test tests
 
-.PHONY: pretrain test test-all
+.PHONY: pretrain parity test test-all
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
 	    --data-path data/stdlib --tokenizer-model data/tokenizer \
 	    --save $(RUN) --tensorboard-dir $(RUN)/tensorboard
+
+parity: .venv/installed data/stdlib.idx
+	$(BIN)/python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer \
+	    --output benchmarks/results/parity.json --document docs/parallelism.md
 
 test: .venv/installed
 	$(BIN)/ruff check .

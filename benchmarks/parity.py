@@ -1,0 +1,407 @@
+"""Layouts against one process: losses and gradient norms from a common checkpoint, by recipe.
+
+    python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer
+
+One process trains 2 iterations in high precision. From that checkpoint every layout goes on under
+every recipe, and so does the single process; the losses of all iterations and the gradient norm of
+the first one are compared. A checkpoint, because layouts draw other initial weights. `make parity`
+keeps the figures in benchmarks/results/parity.json and the table in docs/parallelism.md.
+
+On a GPU host `--against` compares the losses with those of such a file, cell by cell, if both began
+at the same checkpoints: copy the folder of `--start`.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- parity: made by `make parity` -->", "<!-- /parity -->"
+START_ITERATIONS = 2
+
+# 2 tensor-parallel ranks hold whole blocks of 128 of every weight, 4 ranks whole blocks of 64. 4
+# microbatches, so that 2 data-parallel ranks still add up gradients. Nothing is clipped: torch's
+# norm sums in FP32 on a CPU, which for a million elements is off by 1e-5, another way in every
+# layout, and clipping would hand that on to later iterations.
+MODEL = """
+    --num-layers 4 --hidden-size 256 --num-attention-heads 4
+    --ffn-hidden-size 512 --swiglu --normalization RMSNorm --disable-bias-linear
+    --position-embedding-type rope --seq-length 64 --micro-batch-size 2 --global-batch-size 8
+    --lr 1e-3 --clip-grad 1e6 --lr-decay-iters 100 --log-interval 1 --eval-iters 0
+"""
+UNTIED = "--untie-embeddings-and-output-weights"
+MODELS = {
+    "dense": UNTIED,
+    "tied": "",
+    "experts": f"{UNTIED} --num-layers 2 --num-experts 4 --moe-ffn-hidden-size 256 "
+    "--moe-aux-loss-coeff 0.01",
+}
+
+
+class Layout(NamedTuple):
+    """How many processes make a run, with which arguments, of which model."""
+
+    processes: int
+    options: str
+    model: str = "dense"
+
+    @property
+    def start(self) -> str:
+        """Its checkpoint's name. Optimizers of the two kinds do not load each other's."""
+        distributed = "--use-distributed-optimizer" in self.options
+        return f"{self.model}-distributed-optimizer" if distributed else self.model
+
+    @property
+    def kind(self) -> str:
+        """What it does to a layer: "experts" are spread over ranks, "split" is it, or "whole"."""
+        if "--expert-model-parallel-size" in self.options:
+            return "experts"
+        return "split" if "--tensor-model-parallel-size" in self.options else "whole"
+
+
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+SP2 = f"{TP2} --sequence-parallel"
+EP2 = "--expert-model-parallel-size 2"
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+LAYOUTS = {
+    "recompute-full": Layout(1, RECOMPUTE),
+    "recompute-selective": Layout(1, "--recompute-granularity selective"),
+    "TP2": Layout(2, TP2),
+    "TP2+SP": Layout(2, SP2),
+    "PP2": Layout(2, PP2),
+    "PP2-interleaved": Layout(2, f"{PP2} --num-layers-per-virtual-pipeline-stage 1"),
+    "PP2-recompute": Layout(2, f"{PP2} {RECOMPUTE}"),
+    "PP2-tied": Layout(2, PP2, "tied"),
+    "DP2": Layout(2, ""),
+    "DP2-distributed": Layout(2, DISTRIBUTED),
+    "EP2": Layout(2, EP2, "experts"),
+    "TP2+SP-PP2": Layout(4, f"{SP2} {PP2}"),
+    "TP2-DP2-distributed": Layout(4, f"{TP2} {DISTRIBUTED}"),
+    "PP2-DP2": Layout(4, PP2),
+    "TP4+SP": Layout(4, "--tensor-model-parallel-size 4 --sequence-parallel"),
+    "EP2-TP2+SP": Layout(4, f"{EP2} {SP2}", "experts"),
+    "EP2-PP2": Layout(4, f"{EP2} {PP2}", "experts"),
+}
+
+
+class Bounds(NamedTuple):
+    """Largest relative differences: the losses of all iterations, the first gradient norm."""
+
+    loss: float
+    norm: float
+
+
+# Sums in another order, and what torch's norm is off by.
+SUMS = Bounds(1e-6, 1e-4)
+# The first iteration quantizes to the same bits, but gradients are added up in another order. That
+# moves a few values over a rounding threshold in later iterations, each a whole step, which moves
+# many in the layers around it: a relative change of 1e-7 of one process's own first gradients
+# changes the third gradient norm of mxfp4-backward by 1%.
+WHOLE = Bounds(1e-4, 1e-4)
+# A sum split over ranks does so in the first iteration already.
+FLIPS = Bounds(5e-4, 1e-3)
+# Other scales or random numbers, by design: noise as large as quantization's own.
+OTHER = Bounds(2e-3, 3e-2)
+
+
+class Recipe(NamedTuple):
+    """Its arguments, and the bounds of each kind of layout."""
+
+    options: str
+    whole: Bounds = WHOLE
+    split: Bounds = FLIPS
+    experts: Bounds = OTHER
+
+
+NVFP4 = "--fp4-recipe nvfp4 --recipe-set bf16_blocks=none"
+GROUP = "--recipe-set tensor_scale=group"
+# A short history, so that scales come from it before the run ends.
+DELAYED = f"--fp8-recipe fp8-delayed --recipe-set amax_history.length=1 {GROUP}"
+RECIPES = {
+    "bf16": Recipe("--precision-recipe bf16", SUMS, SUMS, SUMS),
+    "nvfp4-group": Recipe(f"{NVFP4} {GROUP}"),
+    # Other tensor scales: another draw of the noise that moves this norm by 2% from bf16's.
+    "nvfp4-shard": Recipe(NVFP4, split=Bounds(2e-3, 5e-2)),
+    # Moving one process's own norm weights by 1e-7 changes this gradient norm by up to 1.3e-3 (in 4
+    # draws; nvfp4-group's by 3e-4), and fp8-delayed's, where one flip in the largest element moves
+    # the whole tensor, by up to 2.4e-3.
+    "mxfp4-backward": Recipe("--fp4-recipe mxfp4-backward", split=Bounds(5e-4, 5e-3)),
+    "fp8-tile": Recipe("--fp8-recipe fp8-tile"),
+    "fp8-delayed": Recipe(DELAYED, split=Bounds(5e-4, 5e-3)),
+}
+
+
+@dataclass
+class Cell:
+    """What a layout's run under a recipe measured, and how far that is from other runs."""
+
+    layout: str
+    recipe: str
+    losses: list[float]
+    norms: list[float]
+    difference: Bounds | None = None
+    against: Bounds | None = None
+
+    def distance(self, losses: Sequence[float], norms: Sequence[float]) -> Bounds:
+        """Relative differences from another run."""
+        pairs = zip(self.losses, losses, strict=True)
+        loss = max(abs(here - there) / abs(there) for here, there in pairs)
+        return Bounds(loss, abs(self.norms[0] - norms[0]) / norms[0])
+
+    def complaint(self, layouts: Mapping[str, Layout], recipes: Mapping[str, Recipe]) -> str | None:
+        """What is wrong with it, if something is."""
+        if min(self.norms) <= 0:
+            return f"{self.layout} {self.recipe}: a gradient norm is {min(self.norms)}"
+        if self.difference is None:
+            return None
+        bounds = getattr(recipes[self.recipe], layouts[self.layout].kind)
+        for name, difference, bound in zip(Bounds._fields, self.difference, bounds, strict=True):
+            if not difference <= bound:
+                return f"{self.layout} {self.recipe}: {name} off by {difference:.1e} > {bound:.0e}"
+        return None
+
+
+def measure(
+    layouts: Mapping[str, Layout],
+    recipes: Mapping[str, Recipe],
+    common: Sequence[str],
+    iterations: int,
+    start: Path,
+    work: Path,
+) -> list[Cell]:
+    """All cells, the single process's first; ``start`` gets the checkpoints that it lacks.
+
+    Runs with one number of processes share a job: much of the time of a run of its own would go
+    into importing torch and compiling. ``common`` are arguments of all runs.
+    """
+    models = dict.fromkeys(layout.model for layout in layouts.values())
+    layouts = {f"single-{model}": Layout(1, "", model) for model in models} | dict(layouts)
+    starts = {layout.start: layout for layout in layouts.values()}
+    jobs = {
+        1: [_start(x, common, start) for x in starts.values() if not (start / x.start).is_dir()]
+    }
+    length = ("--train-iters", str(START_ITERATIONS + iterations))
+    for name, layout in layouts.items():
+        for recipe, (options, *_) in recipes.items():
+            arguments = [*_arguments(layout), *layout.options.split(), *options.split(), *common]
+            arguments += [*length, "--load", str(start / layout.start)]
+            save = work / f"{name} {recipe}"
+            run = {"arguments": [*arguments, "--save", str(save)], "save": str(save), "keep": False}
+            jobs.setdefault(layout.processes, []).append(run)
+    for processes, runs in sorted(jobs.items()):
+        _launch(processes, runs, work)
+    cells = [_cell(name, recipe, work) for name in layouts for recipe in recipes]
+    single = {(cell.layout, cell.recipe): cell for cell in cells}
+    for cell in cells[len(models) * len(recipes) :]:
+        other = single[f"single-{layouts[cell.layout].model}", cell.recipe]
+        cell.difference = cell.distance(other.losses, other.norms)
+    return cells
+
+
+def _arguments(layout: Layout) -> list[str]:
+    return shlex.split(MODEL + MODELS[layout.model])
+
+
+def _start(layout: Layout, common: Sequence[str], start: Path) -> dict:
+    """The run that makes a layout's checkpoint."""
+    optimizer = ["--use-distributed-optimizer"] if layout.start != layout.model else []
+    save = str(start / layout.start)
+    length = ["--train-iters", str(START_ITERATIONS), "--save", save]
+    return {"arguments": [*_arguments(layout), *optimizer, *common, *length], "save": save,
+            "keep": True}  # fmt: skip
+
+
+def _cell(layout: str, recipe: str, work: Path) -> Cell:
+    lines = (work / f"{layout} {recipe}" / "metrics.jsonl").read_text().splitlines()
+    steps = [step for step in map(json.loads, lines) if "lm_loss" in step]
+    losses, norms = ([step[name] for step in steps] for name in ("lm_loss", "grad_norm"))
+    return Cell(layout, recipe, losses, norms)
+
+
+def _launch(processes: int, runs: list[dict], work: Path) -> None:
+    job = work / f"{processes}.json"
+    job.write_text(json.dumps(runs))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *torchrun, __file__, "--worker", str(job)]
+    # One thread: threads divide sums, and with them their last bits.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    with job.with_suffix(".log").open("w") as log:
+        if subprocess.run(command, stdout=log, env=environment, check=False).returncode:
+            sys.exit(f"error: a run on {processes} processes failed")
+
+
+def work_off(job: Path) -> None:
+    """One process's part in a job's runs, one after another."""
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
+    from megatron_lowbit.training.arguments import parse_arguments
+    from megatron_lowbit.training.pretrain import pretrain
+
+    for run in json.loads(job.read_text()):
+        begin = time.monotonic()
+        pretrain(parse_arguments(run["arguments"]))
+        if os.environ["RANK"] == "0":
+            save = Path(run["save"])
+            print(f"{save.name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+            if not run["keep"]:
+                for checkpoint in save.glob("iter_*"):
+                    shutil.rmtree(checkpoint)
+
+
+def table(cells: Sequence[Cell], layouts: Mapping[str, Layout], part: str = "difference") -> str:
+    """Differences as a Markdown table: a row for each layout, a column for each recipe."""
+    recipes = list(dict.fromkeys(cell.recipe for cell in cells))
+    shown = {(cell.layout, cell.recipe): getattr(cell, part) for cell in cells}
+    lines = ["| layout | processes | " + " | ".join(f"`{name}`" for name in recipes) + " |"]
+    lines.append("| --- " * (len(recipes) + 2) + "|")
+    for name in dict.fromkeys(layout for layout, _ in shown):
+        row = [shown[name, recipe] for recipe in recipes]
+        if all(row):
+            processes = str(layouts[name].processes if name in layouts else 1)
+            lines.append(f"| {' | '.join((name, processes, *map(_short, row)))} |")
+    for kind in ("whole", "split", "experts") if part == "difference" else ():
+        bounds = [_short(getattr(RECIPES[name], kind)) for name in recipes]
+        lines.append(f"| bounds, {kind} | | {' | '.join(bounds)} |")
+    return "\n".join(lines)
+
+
+def _short(pair: Bounds) -> str:
+    return " / ".join("0" if x == 0 else f"{x:.0e}".replace("e-0", "e-") for x in pair)
+
+
+def machine() -> dict[str, str | int]:
+    """Hardware and versions that the figures belong to."""
+    names = (
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    cuda = torch.cuda.is_available()
+    return {
+        "cpu": next(names, platform.processor()),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": version("megatron-core"),
+        "date": date.today().isoformat(),
+        "commit": commit,
+    }
+
+
+def compare(cells: Sequence[Cell], file: Path) -> dict:
+    """Set the cells' distances from another machine's; returns which machine that was."""
+    other = json.loads(file.read_text())
+    known = {(cell["layout"], cell["recipe"]): cell for cell in other["cells"]}
+    for cell in cells:
+        if (there := known.get((cell.layout, cell.recipe))) is not None:
+            if len(there["losses"]) != len(cell.losses):
+                sys.exit(f"error: --against {file}: {len(there['losses'])} iterations a run there")
+            cell.against = cell.distance(there["losses"], there["norms"])
+    return other["machine"]
+
+
+def write(file: Path, head: dict, cells: Sequence[Cell]) -> None:
+    """The JSON: a line for each cell."""
+    body = ",\n".join(
+        f"  {json.dumps({k: v for k, v in asdict(cell).items() if v is not None})}"
+        for cell in cells
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n{body}\n ]\n}}\n')
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-path", required=True, metavar="PREFIX")
+    parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
+    parser.add_argument(
+        "--layouts", nargs="+", choices=LAYOUTS, metavar="NAME", help="default: all that fit"
+    )
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="NAME")
+    parser.add_argument("--iterations", type=int, default=3, help="of each run (default: 3)")
+    parser.add_argument("--start", type=Path, metavar="DIR", help="checkpoints: read, or made here")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep all figures")
+    parser.add_argument("--document", type=Path, metavar="FILE.md", help="keep the table")
+    parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
+    parser.add_argument(
+        "--report-only", action="store_true",
+        help="exceed bounds without an error: for --extra --bf16, which has none",
+    )  # fmt: skip
+    parser.add_argument(
+        "--extra", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT",
+        help="all that follows goes to every run, such as --bf16",
+    )  # fmt: skip
+    return parser
+
+
+def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Layout]:
+    """The layouts asked for, or all that this machine has the devices for."""
+    cuda = torch.cuda.is_available()
+    devices = torch.cuda.device_count() if cuda else 4
+    for name in args.layouts or ():
+        if LAYOUTS[name].processes > devices:
+            parser.error(f"--layouts {name}: {LAYOUTS[name].processes} GPUs, there are {devices}")
+    names = args.layouts or [n for n, layout in LAYOUTS.items() if layout.processes <= devices]
+    return {name: LAYOUTS[name] for name in names}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, keep them; exit with 1 where a bound is exceeded."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    layouts, begin, head = _chosen(parser, args), time.monotonic(), {"machine": machine()}
+    if args.iterations < 1:
+        parser.error("--iterations: at least 1")
+    common = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model, *args.extra]
+    with tempfile.TemporaryDirectory() as work:
+        start = args.start or Path(work) / "start"
+        recipes = {name: RECIPES[name] for name in args.recipes}
+        cells = measure(layouts, recipes, common, args.iterations, start, Path(work))
+    head["seconds"] = round(time.monotonic() - begin)
+    head |= {"arguments": {"model": MODEL.split(), "models": MODELS, "extra": args.extra}}
+    head |= {"layouts": {name: layout._asdict() for name, layout in layouts.items()}}
+    head |= {"recipes": {name: recipe._asdict() for name, recipe in recipes.items()}}
+    print(table(cells, layouts))
+    if args.against is not None:
+        head["against"] = compare(cells, args.against)
+        print(table(cells, layouts, "against"))
+    if args.output is not None:
+        write(args.output, head, cells)
+    if args.document is not None:
+        text = args.document.read_text()
+        before, after = text.split(BEGIN)[0], text.split(END)[1]
+        args.document.write_text(f"{before}{BEGIN}\n{table(cells, layouts)}\n{END}{after}")
+    complaints = [text for cell in cells if (text := cell.complaint(layouts, recipes))]
+    if complaints and not args.report_only:
+        sys.exit("\n".join(complaints))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        from megatron_lowbit.errors import exit_on_user_error
+
+        exit_on_user_error(lambda: work_off(Path(sys.argv[2])))
+    main()
