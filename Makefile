@@ -21,7 +21,7 @@ parity: .venv/installed data/stdlib.idx
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 test-all: test
 	$(BIN)/pytest -q -m slow
