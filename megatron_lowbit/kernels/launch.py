@@ -1,0 +1,246 @@
+"""Launches the quantization kernels: formats and options as their constexprs, outputs allocated."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from megatron_lowbit.kernels import scales
+from megatron_lowbit.kernels.elements import Element
+from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
+from megatron_lowbit.kernels.quantize import MAX_POINTS, Side, amax_kernel, quantize_kernel
+from megatron_lowbit.numerics import Hadamard, QuantizedTensor, Quantizer, Rounding, derive_key
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
+from megatron_lowbit.numerics.formats import E4M3, ElementFormat
+from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
+from megatron_lowbit.numerics.philox import WORDS, Draw
+
+_SCALE_ROUNDINGS = {"floor": scales.FLOOR, "rceil": scales.RCEIL, "ceil": scales.CEIL,
+                    "even": scales.EVEN}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """A quantizer, and the options of ``Quantizer.__call__``."""
+
+    quantizer: Quantizer
+    hadamard: Hadamard | None = None
+    sign_key: int = 0
+    scale_amax: Callable[[Tensor], Tensor] | None = None
+    draw: Draw | None = None
+
+
+def quantize_both(
+    x: Tensor, row: Request | None, col: Request | None
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """x (R, C) as ``row`` says and its transpose as ``col`` says, from one pass over x.
+
+    A format with a tensor scale takes a pass of its own for the amax. Bit for bit what
+    ``row.quantizer(x, ...)`` and ``col.quantizer(x.t(), ...)`` give.
+    """
+    if not x.numel():
+        return _reference(x, row), _reference(x.t(), col)
+    amaxes = _amaxes(x, row, col)
+    row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], transposed=False)
+    col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], transposed=True)
+    tile, warps = _tile(row_side, col_side)
+    quantize_kernel[_grid(x, tile)](
+        x, *x.stride(), *x.shape, *row_arguments, *col_arguments,
+        *tile, row_side, col_side, _is_even(x, tile), num_warps=warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return by_row, by_col
+
+
+def _reference(x: Tensor, request: Request | None) -> QuantizedTensor | None:
+    if request is None:
+        return None
+    options = {
+        name: getattr(request, name) for name in ("hadamard", "sign_key", "scale_amax", "draw")
+    }
+    return request.quantizer(x, **options)
+
+
+def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
+    """The amax that each side's tensor scale is made from; None for a side without one."""
+    scaled = [r if r and r.quantizer.format.tensor_scaled else None for r in (row, col)]
+    if not any(scaled):
+        return [None, None]
+    found = torch.zeros(2, dtype=torch.int32, device=x.device)
+    outs = [found[i] if request else None for i, request in enumerate(scaled)]
+    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
+    transforms = [_transform(r.hadamard) if r else None for r in scaled]
+    largest = max([64, *(transform.points for transform in transforms if transform)])
+    tile = (largest, max(128, largest))
+    amax_kernel[_grid(x, tile)](
+        x, *x.stride(), *x.shape, outs[0], signs[0], outs[1], signs[1],
+        *tile, *transforms, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    values = found.view(torch.float32)
+    return [
+        None if r is None else r.scale_amax(values[i]) if r.scale_amax else values[i]
+        for i, r in enumerate(scaled)
+    ]
+
+
+def _outputs(
+    request: Request | None, x: Tensor, amax: Tensor | None, transposed: bool
+) -> tuple[tuple, Side | None, QuantizedTensor | None]:
+    """One side's kernel arguments, its constexpr, and the tensor that it fills."""
+    if request is None:
+        return (0, None, None, None, None, 0, None, None, 0), None, None
+    format, hadamard, draw = request.quantizer.format, request.hadamard, request.draw
+    rows, columns = x.shape
+    if hadamard is not None:
+        columns = _round_up(columns, hadamard.size)
+    padded = _round_up(columns, format.block)
+    new = partial(torch.empty, device=x.device)
+    packed = format.element.bits == 4
+    codes = new((rows, padded // 2 if packed else padded), dtype=torch.uint8)
+    shape, dtype = _scales_of(format, rows, padded)
+    stored, tensor_scale = new(shape, dtype=dtype), new((), dtype=torch.float32)
+    side = _side(request.quantizer, hadamard, transposed)
+    key, numbers = 0, (None, None)
+    if side.stochastic:
+        if draw is None:
+            raise ValueError("stochastic rounding needs a Draw: which random bits to use")
+        key, numbers = draw.key, _numbers(draw, rows, columns, padded, x.device)
+    arguments = (
+        padded, amax, codes.view(torch.int32) if side.points else codes,
+        _as_bytes(stored) if stored.numel() else None, tensor_scale, _signed(key), *numbers,
+        _signs(hadamard, request.sign_key),
+    )  # fmt: skip
+    codes = codes.view(format.element.dtype or torch.uint8)
+    return arguments, side, QuantizedTensor(codes, stored, tensor_scale, format, (rows, columns))
+
+
+@cache
+def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool) -> Side:
+    format = quantizer.format
+    function, options = _scale_function(format)
+    points = 0
+    if transposed and format.block_rows == 1 and 1 < format.block < FP8_TILE:
+        points = max(format.block, hadamard.size if hadamard else 0)
+    return Side(
+        scales=function,
+        block_rows=format.block_rows,
+        block=format.block,
+        element=_element(format.element),
+        options=options,
+        stochastic=quantizer.rounding is Rounding.STOCHASTIC,
+        transform=_transform(hadamard),
+        points=points if points <= MAX_POINTS.value else 0,
+    )
+
+
+def _scale_function(format: BlockFormat) -> tuple[Callable, tuple]:
+    """A format's scale function and its options, one line a format class."""
+    match format:
+        case NVFP4():
+            return scales.nvfp4_scales, _element(E4M3)
+        case MX():
+            rounding = _SCALE_ROUNDINGS[format.scale_rounding].value
+            emax = format.element.max_exponent
+            return scales.mx_scales, (rounding, int(format.three_quarters), emax)
+        case FP8Tile():
+            return scales.fp8_tile_scales, (int(format.scale_format == "pow2"),)
+        case FP8Tensor():
+            return scales.fp8_tensor_scales, (int(format.scale_format == "pow2"),)
+    raise NotImplementedError(f"no kernel for format {format.name}")
+
+
+def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype of the stored block scales."""
+    match format:
+        case FP8Tensor():
+            return (rows, 0), torch.float32
+        case FP8Tile():
+            return (-(-rows // format.block_rows), columns // format.block), torch.float32
+        case MX():
+            return (rows, columns // format.block), torch.uint8
+    return (rows, columns // format.block), torch.float8_e4m3fn
+
+
+def _element(element: ElementFormat) -> Element:
+    min_exponent = 127 + round(math.log2(element.min_normal))
+    nan_code = 0x7F if element.dtype else 0
+    return Element(element.bits, element.mantissa_bits, min_exponent, element.max, nan_code)
+
+
+def _transform(hadamard: Hadamard | None) -> Transform | None:
+    if hadamard is None:
+        return None
+    kind = DRAWN_SIGNS.value
+    if hadamard.signs == "none":
+        kind = NO_SIGNS.value
+    elif hadamard.signs == "fixed" and hadamard.size == len(FIXED_SIGNS_16):
+        kind = FIXED_SIGNS.value
+    factor = 1.0 / math.sqrt(hadamard.size)
+    return Transform(hadamard.size, kind, factor, int(hadamard.output == "bf16"))
+
+
+def _signs(hadamard: Hadamard | None, sign_key: int) -> int:
+    """Set bits for minus, or the key that ``Hadamard.sign_vector`` draws from."""
+    if hadamard is None or hadamard.signs == "none":
+        return 0
+    if hadamard.signs == "fresh":
+        return _signed(sign_key)
+    if hadamard.signs != "fixed":
+        return _signed(derive_key(hadamard.signs))
+    if hadamard.size == len(FIXED_SIGNS_16):
+        return sum(1 << i for i, sign in enumerate(FIXED_SIGNS_16) if sign < 0)
+    return 0
+
+
+def _numbers(
+    draw: Draw, rows: int, columns: int, padded: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Global row and quad numbers, where they do not count from zero; as many as kernels read."""
+    given_rows, given_quads = draw.rows, draw.quads
+    if given_rows is None and given_quads is None:
+        return None, None
+    all_rows, all_quads = draw.counters(rows, columns, device)
+    all_quads = F.pad(all_quads, (0, padded // WORDS - len(all_quads)))
+    return all_rows, all_quads
+
+
+def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], int]:
+    """Rows and columns of the tile, and warps."""
+    height, width = 32, 128
+    if row is not None:
+        height = max(height, row.block_rows)
+        width = max(width, row.block, row.transform.points if row.transform else 0)
+    if col is not None:
+        height = max(64, height, col.block, col.transform.points if col.transform else 0)
+        width = max(width, col.block_rows)
+    return (height, width), min(16, max(4, height * width // 2048))
+
+
+def _signed(key: int) -> int:
+    """64 bits as a signed number, which kernels take."""
+    key %= 2**64
+    return key - 2**64 if key >= 2**63 else key
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _grid(x: Tensor, tile: tuple[int, int]) -> tuple[int]:
+    return (triton.cdiv(x.shape[0], tile[0]) * triton.cdiv(x.shape[1], tile[1]),)
+
+
+def _is_even(x: Tensor, tile: tuple[int, int]) -> bool:
+    return x.shape[0] % tile[0] == 0 and x.shape[1] % tile[1] == 0

@@ -1,0 +1,93 @@
+"""Device functions: each format's scales from its block amaxes, as ``numerics/block_formats`` says.
+
+A function takes block amaxes, the tensor's amax, the element format and the format's options, all
+of one shape for one format, and gives (what is stored, what elements are multiplied by, the tensor
+scale). NaN amaxes give NaN factors.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_lowbit.kernels.elements import abs_bits, on_grid
+
+FLT_MAX = tl.constexpr(3.4028234663852886e38)
+SIXTH = tl.constexpr(0.1666666716337204)  # 1 / 6 in FP32
+FOUR_THIRDS = tl.constexpr(1.3333333730697632)
+
+FLOOR = tl.constexpr(0)
+RCEIL = tl.constexpr(1)
+CEIL = tl.constexpr(2)
+EVEN = tl.constexpr(3)
+
+
+@triton.jit
+def _quotient(numerator, denominator):
+    """IEEE division of a number by a tensor or scalar, saturating; NaN stays NaN."""
+    ratio = tl.div_rn(tl.zeros_like(denominator) + numerator, denominator)
+    return tl.where(ratio > FLT_MAX, FLT_MAX, ratio)
+
+
+@triton.jit
+def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """E4M3 codes (int32), 1 / (scale * tensor scale), the tensor's decode scale. OPTIONS: E4M3."""
+    s_enc = _quotient(2688.0, amax)
+    s_enc = tl.where((amax == 0.0) | (s_enc == 0.0), 1.0, s_enc)
+    s_dec = _quotient(1.0, s_enc)
+    scale = most * (s_enc * SIXTH)
+    nan = scale != scale
+    code, value = on_grid(scale, scale, OPTIONS, False)
+    value = tl.where(nan, scale, value)
+    return tl.where(nan, OPTIONS.nan_code, code), _quotient(1.0, value * s_dec), s_dec
+
+
+@triton.jit
+def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """E8M0 bytes (int32), their reciprocals (times 3/4), 1 or 4/3.
+
+    OPTIONS: (rounding of the scale, three quarters, exponent of the largest magnitude).
+    """
+    if OPTIONS[0] == RCEIL:
+        ratio = tl.div_rn(most, tl.zeros_like(most) + E.max)
+        bits = ratio.to(tl.int32, bitcast=True)
+        byte = tl.where(bits <= (1 << 22), 0, (bits + 0x7FFFFF) >> 23)
+    else:
+        bits = most.to(tl.int32, bitcast=True)
+        if OPTIONS[0] == EVEN:
+            bits += 1 << (22 - E.mantissa_bits)
+        elif OPTIONS[0] == CEIL:
+            bits += 0x7FFFFF
+        byte = (bits >> 23) - OPTIONS[2]
+    byte = tl.minimum(tl.maximum(byte, 0), 254)
+    nan = most != most
+    byte = tl.where(nan, 255, byte)
+    # The reciprocal's exponent field; 2**-127 is subnormal.
+    inverse = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
+    factor = tl.where(nan, most, inverse.to(tl.float32, bitcast=True))
+    if OPTIONS[1]:
+        return byte, factor * 0.75, FOUR_THIRDS
+    else:
+        return byte, factor, 1.0
+
+
+@triton.jit
+def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
+    scale = _quotient(E.max, amax)
+    bits = abs_bits(amax)
+    scale = tl.where((bits == 0) | (bits >= 0x7F800000), 1.0, scale)
+    if POW2:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """FP32 decode scales, encode scales, 1. OPTIONS: (power-of-two scales,)."""
+    scale = _fp8_scale(most, E, OPTIONS[0])
+    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale), scale, 1.0
+
+
+@triton.jit
+def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """Nothing stored; the encode scale, the decode scale. OPTIONS: (power-of-two scales,)."""
+    scale = _fp8_scale(amax, E, OPTIONS[0])
+    return None, scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

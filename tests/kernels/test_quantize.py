@@ -1,0 +1,92 @@
+"""The Triton kernels against the reference arithmetic, bit for bit; in the interpreter on a CPU."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.launch import Request, quantize_both
+from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, QuantizedTensor, Quantizer, Rounding
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+OPTIONS = {
+    "mxfp4 three quarters": ("mxfp4", {"three_quarters": True}),
+    "mxfp8 rceil": ("mxfp8-e4m3", {"scale_rounding": "rceil"}),
+    "mxfp8 ceil": ("mxfp8-e4m3", {"scale_rounding": "ceil"}),
+    "mxfp8 even": ("mxfp8-e4m3", {"scale_rounding": "even"}),
+    "fp8 pow2": ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
+}  # fmt: skip
+ALL = FORMATS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
+TRANSFORMS = (Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Hadamard(4, "none"))
+
+
+def values(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Many magnitudes; a block of zeros, and in FP32 an infinity."""
+    generator = torch.Generator().manual_seed(rows)
+    x, spread = (torch.randn(rows, columns, generator=generator) for _ in range(2))
+    x = (x * torch.exp(2 * spread)).to(dtype)
+    x[0, :16] = 0
+    x[1, 3] = torch.inf if dtype is torch.float32 else 5
+    return x
+
+
+def check_same(made: QuantizedTensor, expected: QuantizedTensor) -> None:
+    assert made.shape == expected.shape
+    for name in ("codes", "scales", "tensor_scale"):
+        mine, reference = getattr(made, name).cpu(), getattr(expected, name)
+        assert mine.dtype == reference.dtype
+        if mine.element_size() == 1:
+            mine, reference = mine.view(torch.uint8), reference.view(torch.uint8)
+        assert torch.equal(mine, reference), name
+
+
+def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> None:
+    """Both sides, with random words of their own; the row side's from other row numbers."""
+    draws = (None, None)
+    if quantizer.rounding is Rounding.STOCHASTIC:
+        draws = (Draw(2**63 + 12345, rows=3 * torch.arange(len(x))), Draw(77777777777))
+    row, col = (Request(quantizer, hadamard, 5 + i, None, draws[i]) for i in range(2))
+    by_row, by_col = quantize_both(x.to(DEVICE), row, col)
+    check_same(by_row, quantizer(x, hadamard=hadamard, sign_key=5, draw=draws[0]))
+    check_same(by_col, quantizer(x.t(), hadamard=hadamard, sign_key=6, draw=draws[1]))
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize("name", ALL)
+def test_equals_the_reference(name, rounding):
+    check(values(72, 200, torch.float32), Quantizer(ALL[name], rounding), None)
+
+
+@pytest.mark.parametrize("hadamard", TRANSFORMS, ids=str)
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8-tensor-e5m2"]
+)
+def test_with_a_transform(name, hadamard):
+    check(values(72, 200, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-128x128-e4m3", "mxfp4-2d"])
+def test_whole_tiles_and_one_side(name):
+    x, quantizer = values(128, 256, torch.bfloat16), Quantizer(ALL[name])
+    by_row, by_col = quantize_both(x.to(DEVICE), Request(quantizer), None)
+    check_same(by_row, quantizer(x))
+    assert by_col is None
+    by_row, by_col = quantize_both(x.to(DEVICE).t(), None, Request(quantizer))
+    check_same(by_col, quantizer(x))
+
+
+def test_the_amax_that_makes_the_scale_may_be_another():
+    x, quantizer = values(32, 64, torch.float32).clamp(-50, 50), Quantizer(FORMATS["nvfp4"])
+    request = Request(quantizer, scale_amax=lambda amax: 2 * amax)
+    check_same(
+        quantize_both(x.to(DEVICE), request, None)[0], quantizer(x, scale_amax=lambda a: 2 * a)
+    )
+
+
+def test_no_elements():
+    x, quantizer = torch.zeros(0, 64), Quantizer(FORMATS["mxfp4"])
+    check_same(quantize_both(x.to(DEVICE), Request(quantizer), None)[0], quantizer(x))
+
+
+def test_stochastic_rounding_needs_to_know_its_words():
+    quantizer = Quantizer(FORMATS["mxfp4"], Rounding.STOCHASTIC)
+    with pytest.raises(ValueError, match="needs a Draw"):
+        quantize_both(torch.ones(32, 32, device=DEVICE), Request(quantizer), None)
