@@ -9,17 +9,17 @@ minute of the machine hits all of them, and writes medians over the iterations a
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+
+from megatron_lowbit.analysis.machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "cpu_iteration.json"
@@ -51,28 +51,6 @@ def iteration_seconds(setting: list[str], data: list[str]) -> list[float]:
     return [TOKENS / speed for speed in speeds[WARMUP:]]
 
 
-def machine() -> dict[str, str | int]:
-    """Hardware and versions that the figures belong to."""
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-         if line.startswith("model name")),
-        platform.processor(),
-    )  # fmt: skip
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "cpu": model,
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron_core": version("megatron-core"),
-        "date": date.today().isoformat(),
-        "commit": commit,
-    }
-
-
 def main() -> None:
     """Measure, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -95,7 +73,8 @@ def main() -> None:
         for name, seconds in times.items()
     }
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": machine(), "settings": rows}, indent=1) + "\n")
+    measured_on = machine(threads=torch.get_num_threads(), megatron_core=version("megatron-core"))
+    RESULT.write_text(json.dumps({"machine": measured_on, "settings": rows}, indent=1) + "\n")
     for name, row in rows.items():
         print(f"{name:26} {row['median_s'] * 1e3:7.0f} ms  {row['over_fp32']:.2f} x FP32")
 

@@ -14,7 +14,6 @@ at the same checkpoints: copy the folder of `--start`.
 import argparse
 import json
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -24,12 +23,13 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from megatron_lowbit.analysis.machine import machine
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- parity: made by `make parity` -->", "<!-- /parity -->"
@@ -286,27 +286,10 @@ def _short(pair: Bounds) -> str:
     return " / ".join("0" if x == 0 else f"{x:.0e}".replace("e-0", "e-") for x in pair)
 
 
-def machine() -> dict[str, str | int]:
-    """Hardware and versions that the figures belong to."""
-    names = (
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+def _machine() -> dict[str, str | int]:
     cuda = torch.cuda.is_available()
-    return {
-        "cpu": next(names, platform.processor()),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "gpus": f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "none",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron_core": version("megatron-core"),
-        "date": date.today().isoformat(),
-        "commit": commit,
-    }
+    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "none"
+    return machine(gpus=gpus, megatron_core=version("megatron-core"))
 
 
 def compare(cells: Sequence[Cell], file: Path) -> dict:
@@ -372,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, keep them; exit with 1 where a bound is exceeded."""
     parser = _parser()
     args = parser.parse_args(argv)
-    layouts, begin, head = _chosen(parser, args), time.monotonic(), {"machine": machine()}
+    layouts, begin, head = _chosen(parser, args), time.monotonic(), {"machine": _machine()}
     if args.iterations < 1:
         parser.error("--iterations: at least 1")
     common = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model, *args.extra]

@@ -12,12 +12,9 @@ benchmarks/results/rht_variance.json and docs/images/rht_variance.png.
 import argparse
 import json
 import math
-import platform
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,6 +28,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
+from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.numerics import (
     Draw,
@@ -255,28 +253,6 @@ def table(lines: Sequence[Line]) -> Table:
     return result
 
 
-def machine() -> dict[str, str | int]:
-    """Hardware and versions that the figures belong to."""
-    names = (
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "cpu": next(names, platform.processor()),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "arithmetic": f"reference: {_NO_COMPILER}" if _NO_COMPILER else "compiled",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "date": date.today().isoformat(),
-        "commit": commit,
-    }
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -321,7 +297,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     console.print(table(lines))
     arguments = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
     head = {
-        "machine": machine(),
+        "machine": machine(
+            threads=torch.get_num_threads(),
+            arithmetic=f"reference: {_NO_COMPILER}" if _NO_COMPILER else "compiled",
+        ),
         "arguments": arguments,
         "seconds": round(time.monotonic() - start),
     }
