@@ -1,5 +1,6 @@
 # make pretrain   a small NVFP4 run from nothing: environment, data, training
 # make parity     layouts x recipes against one process, into docs/parallelism.md
+# make performance-page   what benchmarks measured on a GPU, into docs/performance.md
 # make test       the test suite; make test-all   with what takes longest
 PYTHON ?= python3
 BIN := .venv/bin
@@ -8,7 +9,7 @@ RUN := runs/nvfp4
 STDLIB := $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 SOURCES := --input $(STDLIB) --pattern '*.py' --exclude site-packages dist-packages test tests
 
-.PHONY: pretrain parity test test-all
+.PHONY: pretrain parity performance-page test test-all
 pretrain: .venv/installed data/stdlib.idx
 	$(BIN)/python pretrain_gpt.py @examples/gpt-7m-cpu.args --fp4-recipe nvfp4 \
 	    --data-path data/stdlib --tokenizer-model data/tokenizer \
@@ -17,6 +18,9 @@ pretrain: .venv/installed data/stdlib.idx
 parity: .venv/installed data/stdlib.idx
 	$(BIN)/python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer \
 	    --output benchmarks/results/parity.json --document docs/parallelism.md
+
+performance-page: .venv/installed
+	$(BIN)/python benchmarks/performance_page.py
 
 test: .venv/installed
 	$(BIN)/ruff check .

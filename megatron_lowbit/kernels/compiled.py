@@ -18,7 +18,12 @@ from torch._inductor import cpp_builder, exc
 from megatron_lowbit.numerics.gemm import Accumulation
 from megatron_lowbit.numerics.gemm import gemm as reference_gemm
 from megatron_lowbit.numerics.philox import uniform
-from megatron_lowbit.numerics.quantizer import Arithmetic, QuantizedTensor, Quantizer
+from megatron_lowbit.numerics.quantizer import (
+    Arithmetic,
+    QuantizedTensor,
+    Request,
+    quantize_both,
+)
 
 _VERSIONS = 256
 
@@ -62,9 +67,14 @@ def _is_empty(arguments: list) -> bool:
     return next(x.numel() == 0 for x in arguments if isinstance(x, Tensor))
 
 
-def quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:
-    """``quantizer(x, **options)`` by the fused functions."""
-    return quantizer(x, **options, arithmetic=arithmetic(type(quantizer.format)))
+def quantize(
+    x: Tensor, row: Request | None, col: Request | None
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """:func:`megatron_lowbit.numerics.quantize_both` by the fused functions."""
+    sides = [side for side in (row, col) if side is not None]
+    if len({type(side.quantizer.format) for side in sides}) == 2:
+        return quantize(x, row, None)[0], quantize(x, None, col)[1]
+    return quantize_both(x, row, col, arithmetic(type(sides[0].quantizer.format)))
 
 
 def gemm(
@@ -72,9 +82,10 @@ def gemm(
     rhs: Tensor | QuantizedTensor,
     bias: Tensor | None = None,
     accumulation: Accumulation | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The reference GEMM on operands that the fused functions dequantize."""
-    return reference_gemm(_dense(lhs), _dense(rhs), bias, accumulation)
+    return reference_gemm(_dense(lhs), _dense(rhs), bias, accumulation, out_dtype)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:

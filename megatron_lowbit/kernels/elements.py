@@ -1,14 +1,15 @@
-"""Device functions: element codes, block amaxes and scales spread over their blocks.
+"""Device functions: rounding to an element's grid, codes and values, block amaxes.
 
-All of it FP32 and integer arithmetic in the reference's order, nothing left to a cast: hardware and
-Triton's interpreter round 8-bit casts differently, additions they round alike.
-
+FP32 arithmetic in the reference's order. Casts to narrower types are the GPU's own instructions;
+Triton's interpreter rounds those otherwise and takes arithmetic that gives the same bits.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+HARDWARE_CASTS = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 class Element(NamedTuple):
@@ -28,51 +29,73 @@ def abs_bits(x):
 
 
 @triton.jit
-def on_grid(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Magnitudes of x, not NaN, rounded to E's grid: (codes, rounded magnitudes).
+def with_sign(magnitude, x):
+    """magnitude with the sign of x."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
-    Adding a number whose ulp is the grid's step rounds to nearest-even, and the sum's low bits
-    count the steps. ``words`` are the random uint32 of stochastic rounding.
+
+@triton.jit
+def on_grid(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Magnitudes of x, not NaN, rounded to E's grid and no larger than its largest.
+
+    Adding a number whose ulp is the grid's step rounds to nearest-even. ``words`` are the random
+    uint32 of stochastic rounding. Every difference here is exact.
     """
+    ANCHOR: tl.constexpr = 1.5 * 2.0 ** (23 - E.mantissa_bits)
     magnitude = tl.minimum(tl.abs(x), E.max)
-    exponent = tl.maximum(magnitude.to(tl.int32, bitcast=True) >> 23, E.min_exponent)
-    anchor_bits = (exponent << 23) + (((23 - E.mantissa_bits) << 23) + 0x400000)
-    anchor = anchor_bits.to(tl.float32, bitcast=True)
-    total = magnitude + anchor
-    rounded = total - anchor
-    codes = (
-        total.to(tl.int32, bitcast=True)
-        - anchor_bits
-        + ((exponent - E.min_exponent) << E.mantissa_bits)
-    )
+    bits = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.maximum(bits, E.min_exponent << 23).to(tl.float32, bitcast=True)
+    rounded = tl.fma(power, -ANCHOR, tl.fma(power, tl.full((), ANCHOR, tl.float32), magnitude))
     if STOCHASTIC:
-        # To the neighbour below, then up by chance; every difference here is exact.
-        step = ((exponent - E.mantissa_bits) << 23).to(tl.float32, bitcast=True)
-        over = rounded > magnitude
-        rounded = tl.where(over, rounded - step, rounded)
-        codes = tl.where(over, codes - 1, codes)
-        per_step = ((254 + 24 + E.mantissa_bits - exponent) << 23).to(
-            tl.float32, bitcast=True
-        )  # 2**24 / step
-        up = (words >> 8).to(tl.int32).to(tl.float32) < (magnitude - rounded) * per_step
-        codes = tl.where(up, codes + 1, codes)
-    return codes, rounded
+        # Down to the neighbour below, then up by chance: with u = word / 2**24, up where
+        # u < (magnitude - below) / step. That is u - 1 < (magnitude - above) / step.
+        STEP: tl.constexpr = 2.0 ** (-E.mantissa_bits)
+        off = magnitude - rounded
+        count = (words >> 8).to(tl.int32).to(tl.float32)
+        count = tl.where(off < 0.0, count - 16777216.0, count)
+        step = power * STEP
+        below = tl.where(off < 0.0, rounded - step, rounded)
+        rounded = tl.where(count * (power * (STEP * 2.0**-24)) < off, below + step, below)
+    return rounded
+
+
+@triton.jit
+def magnitude_codes(rounded, E: tl.constexpr):
+    """Codes (int32) of magnitudes on E's grid: FP32's bits, once exponents begin where E's do."""
+    REBASE: tl.constexpr = 2.0 ** (1 - E.min_exponent)
+    return (rounded * REBASE).to(tl.int32, bitcast=True) >> (23 - E.mantissa_bits)
 
 
 @triton.jit
 def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes (int32) of x in E, the sign in the top bit of E's width."""
-    codes, _ = on_grid(x, words, E, STOCHASTIC)
-    sign = (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))
-    return tl.where(x != x, E.nan_code, codes | sign)
+    if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
+        if E.mantissa_bits == 3:
+            code = x.to(tl.float8e4nv)
+        else:
+            code = x.to(tl.float8e5)
+        code = code.to(tl.uint8, bitcast=True).to(tl.int32)
+        # Saturating: the conversion to E5M2 may leave infinities.
+        if E.mantissa_bits == 2:
+            code = tl.where((code & 0x7F) == 0x7C, code - 1, code)
+            code = tl.where(x != x, E.nan_code, code)
+        return code
+    else:
+        code = magnitude_codes(on_grid(x, words, E, STOCHASTIC), E)
+        sign = (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))
+        return tl.where(x != x, E.nan_code, code | sign)
 
 
 @triton.jit
 def bf16_values(x):
     """x rounded to BF16, as FP32."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-    return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+    if HARDWARE_CASTS:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
 
 
 @triton.jit

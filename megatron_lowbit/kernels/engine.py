@@ -1,4 +1,4 @@
-"""The one table: where the formats' arithmetic runs, by device, with the reason for it."""
+"""The one table of engines: where the formats' arithmetic runs, by device, with the reason."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,31 +8,35 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.numerics import gemm as reference_gemm
-from megatron_lowbit.numerics.quantizer import QuantizedTensor, Quantizer
+from megatron_lowbit.numerics import quantize_both
+from megatron_lowbit.numerics.block_format import BlockFormat
 
 
 @dataclass(frozen=True)
 class Engine:
     """The functions a linear layer calls.
 
-    ``quantize(quantizer, x, **options)`` takes the options of ``Quantizer.__call__``;
-    ``gemm(lhs, rhs, bias=None, accumulation=None)`` is :func:`megatron_lowbit.numerics.gemm`.
-    ``reason`` says why this engine.
+    ``quantize(x, row, col)`` is :func:`megatron_lowbit.numerics.quantize_both`, but an operand that
+    is not kept may come in whatever form ``gemm`` takes; ``gemm(lhs, rhs, bias, accumulation,
+    out_dtype)`` is :func:`megatron_lowbit.numerics.gemm`. ``describe(lhs, rhs)`` says in words how
+    formats (None: high precision) are multiplied. ``folds()`` gives how many operand values were
+    rounded when they were folded, of how many, since it was last called. ``reason`` says why this
+    engine.
     """
 
     name: str
-    quantize: Callable[..., QuantizedTensor]
+    quantize: Callable[..., tuple]
     gemm: Callable[..., Tensor]
     reason: str
-
-
-def _reference_quantize(quantizer: Quantizer, x: Tensor, **options) -> QuantizedTensor:
-    return quantizer(x, **options)
+    describe: Callable[[BlockFormat | None, BlockFormat | None], str] = lambda lhs, rhs: (
+        "dequantized to FP32, FP32 sums"
+    )
+    folds: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
 
 def reference(reason: str) -> Engine:
     """The reference arithmetic in eager torch, on any device."""
-    return Engine("reference", _reference_quantize, reference_gemm, reason)
+    return Engine("reference", quantize_both, reference_gemm, reason)
 
 
 def select_engine(device: torch.device, request: str = "auto") -> Engine:
@@ -49,4 +53,24 @@ def select_engine(device: torch.device, request: str = "auto") -> Engine:
         if missing is None:
             return Engine("compiled", compiled.quantize, compiled.gemm, "CPU with a C++ compiler")
         return reference(missing)
-    return reference(f"no fused kernels for {device.type} yet")
+    if device.type == "cuda":
+        return _for_gpu(torch.cuda.get_device_capability(device))
+    return reference(f"no fused kernels for {device.type}")
+
+
+def _for_gpu(capability: tuple[int, int]) -> Engine:
+    # Triton is there wherever torch has CUDA, and on few other machines.
+    from megatron_lowbit.kernels.fused import MIN_CAPABILITY, FusedEngine
+
+    shown = ".".join(map(str, capability))
+    if capability < MIN_CAPABILITY:
+        needed = ".".join(map(str, MIN_CAPABILITY))
+        return reference(f"compute capability {shown}; fused kernels need {needed}")
+    engine = FusedEngine(capability)
+
+    def describe(lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
+        route = engine.route(lhs, rhs)
+        return f"{route.name}, {route.accumulation}"
+
+    reason = f"GPU of compute capability {shown}"
+    return Engine("fused", engine.quantize, engine.gemm, reason, describe, engine.folded.take)

@@ -1,7 +1,9 @@
 """Device functions: the block random Hadamard transform, as ``numerics/hadamard.py`` says.
 
-A butterfly over distances 1, 2, 4, ...: the order of the FP32 sums is the reference's. ``signs`` is
-an int64: with FIXED_SIGNS bits that are set where a sign is minus, with DRAWN_SIGNS a Philox key.
+A butterfly over distances 1, 2, 4, ...: the order of the FP32 sums is the reference's. In registers
+that is log2(points) additions a value, and the same bits: a tensor core's product would differ, and
+its accumulators would have to be spread over threads again. ``signs`` (int64) is the Philox key of
+DRAWN_SIGNS.
 """
 
 from typing import NamedTuple
@@ -18,36 +20,34 @@ DRAWN_SIGNS = tl.constexpr(2)
 
 
 class Transform(NamedTuple):
-    """A transform as a constexpr: 4 to 256 points, ``factor`` 1 / sqrt(points)."""
+    """A transform as a constexpr: 4 to 256 points, ``factor`` 1 / sqrt(points).
+
+    ``minus``, of FIXED_SIGNS: bits that are set where a sign is minus.
+    """
 
     points: int
     signs: int
+    minus: int
     factor: float
     to_bf16: bool
 
 
 @triton.jit
-def _sign_bits(signs, first: tl.constexpr, H: tl.constexpr):
-    """The sign bits (int32) to flip of points first to first + 4."""
-    if H.signs == FIXED_SIGNS:
-        s0 = (signs >> first) & 1
-        s1 = (signs >> (first + 1)) & 1
-        s2 = (signs >> (first + 2)) & 1
-        s3 = (signs >> (first + 3)) & 1
-    else:
-        quad = tl.full((), first // 4, tl.int32)
-        s0, s1, s2, s3 = philox(signs, quad, tl.full((), H.points, tl.int32))
-        s0, s1, s2, s3 = s0 >> 31, s1 >> 31, s2 >> 31, s3 >> 31
+def _sign_bits(key, first: tl.constexpr, H: tl.constexpr):
+    """The drawn sign bits (int32) to flip of points first to first + 4."""
+    quad = tl.full((), first // 4, tl.int32)
+    s0, s1, s2, s3 = philox(key, quad, tl.full((), H.points, tl.int32))
     return (
-        s0.to(tl.int32) << 31,
-        s1.to(tl.int32) << 31,
-        s2.to(tl.int32) << 31,
-        s3.to(tl.int32) << 31,
+        (s0 >> 31).to(tl.int32) << 31,
+        (s1 >> 31).to(tl.int32) << 31,
+        (s2 >> 31).to(tl.int32) << 31,
+        (s3 >> 31).to(tl.int32) << 31,
     )
 
 
 @triton.jit
-def _finish(y, H: tl.constexpr):
+def finish(y, H: tl.constexpr):
+    """What follows the sums: the factor and, where the transform says so, rounding to BF16."""
     y = y * H.factor
     if H.to_bf16:
         y = bf16_values(y)
@@ -57,21 +57,35 @@ def _finish(y, H: tl.constexpr):
 @triton.jit
 def transform_points(points, signs, N: tl.constexpr, H: tl.constexpr):
     """Points as a tuple of N tensors of one shape: one or several transforms."""
+    sums = butterfly_points(points, signs, N, H)
+    zs = ()
+    for i in tl.static_range(N):
+        zs = zs + (finish(sums[i], H),)
+    return zs
+
+
+@triton.jit
+def butterfly_points(points, signs, N: tl.constexpr, H: tl.constexpr):
+    """The sums of a transform alone, still to be finished."""
     ys = points
-    if H.signs != NO_SIGNS:
+    if H.signs == DRAWN_SIGNS:
         ys = ()
         for first in tl.static_range(0, N, 4):
             bits = _sign_bits(signs, first % H.points, H)
             for i in tl.static_range(4):
                 flipped = points[first + i].to(tl.int32, bitcast=True) ^ bits[i]
                 ys = ys + (flipped.to(tl.float32, bitcast=True),)
+    elif H.signs == FIXED_SIGNS:
+        ys = ()
+        for i in tl.static_range(N):
+            if (H.minus >> (i % H.points)) & 1:
+                ys = ys + (-points[i],)
+            else:
+                ys = ys + (points[i],)
     for stage in tl.static_range(8):
         if (1 << stage) < H.points:
             ys = _butterfly_points(ys, N, 1 << stage)
-    zs = ()
-    for i in tl.static_range(N):
-        zs = zs + (_finish(ys[i], H),)
-    return zs
+    return ys
 
 
 @triton.jit
@@ -91,7 +105,7 @@ def transform_tile(x, signs, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
     N: tl.constexpr = H.points
     if H.signs != NO_SIGNS:
         if H.signs == FIXED_SIGNS:
-            minus = ((signs >> tl.arange(0, N)) & 1) != 0
+            minus = ((H.minus >> tl.arange(0, N)) & 1) != 0
         else:
             row = tl.full((N // 4,), N, tl.int32)
             w0, w1, w2, w3 = philox(signs, tl.arange(0, N // 4), row)
@@ -102,7 +116,7 @@ def transform_tile(x, signs, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
     for stage in tl.static_range(8):
         if (1 << stage) < N:
             x = _butterfly_tile(x, A, B, 1 << stage)
-    return _finish(x, H)
+    return finish(x, H)
 
 
 @triton.jit

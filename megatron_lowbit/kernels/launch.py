@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -11,16 +10,25 @@ import triton
 from torch import Tensor
 
 from megatron_lowbit.kernels import scales
-from megatron_lowbit.kernels.elements import Element
+from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
-from megatron_lowbit.kernels.quantize import MAX_POINTS, Side, amax_kernel, quantize_kernel
-from megatron_lowbit.numerics import Hadamard, QuantizedTensor, Quantizer, Rounding, derive_key
+from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
+from megatron_lowbit.kernels.quantize import Side, quantize_kernel
+from megatron_lowbit.numerics import (
+    Hadamard,
+    QuantizedTensor,
+    Quantizer,
+    Request,
+    Rounding,
+    derive_key,
+)
+from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.formats import E4M3, ElementFormat
+from megatron_lowbit.numerics.formats import E4M3
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.philox import WORDS, Draw
 
@@ -28,30 +36,25 @@ _SCALE_ROUNDINGS = {"floor": scales.FLOOR, "rceil": scales.RCEIL, "ceil": scales
                     "even": scales.EVEN}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Request:
-    """A quantizer, and the options of ``Quantizer.__call__``."""
-
-    quantizer: Quantizer
-    hadamard: Hadamard | None = None
-    sign_key: int = 0
-    scale_amax: Callable[[Tensor], Tensor] | None = None
-    draw: Draw | None = None
-
-
 def quantize_both(
-    x: Tensor, row: Request | None, col: Request | None
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    x: Tensor, row: Request | None, col: Request | None, values: tuple[bool, bool] = (False, False)
+) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
     """x (R, C) as ``row`` says and its transpose as ``col`` says, from one pass over x.
 
     A format with a tensor scale takes a pass of its own for the amax. Bit for bit what
-    ``row.quantizer(x, ...)`` and ``col.quantizer(x.t(), ...)`` give.
+    :func:`megatron_lowbit.numerics.quantize_both` gives; a side with ``values`` comes as BF16
+    numbers in place of its codes and scales.
+
+    Raises:
+        TypeError: x is neither FP32 nor BF16.
     """
+    if x.dtype not in (torch.float32, torch.bfloat16):
+        raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
-        return _reference(x, row), _reference(x.t(), col)
+        return reference(x, row, col)
     amaxes = _amaxes(x, row, col)
-    row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], transposed=False)
-    col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], transposed=True)
+    row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], False, values[0])
+    col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], True, values[1])
     tile, warps = _tile(row_side, col_side)
     quantize_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, *row_arguments, *col_arguments,
@@ -60,17 +63,10 @@ def quantize_both(
     return by_row, by_col
 
 
-def _reference(x: Tensor, request: Request | None) -> QuantizedTensor | None:
-    if request is None:
-        return None
-    options = {
-        name: getattr(request, name) for name in ("hadamard", "sign_key", "scale_amax", "draw")
-    }
-    return request.quantizer(x, **options)
-
-
 def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
     """The amax that each side's tensor scale is made from; None for a side without one."""
+    if col is row:
+        return _amaxes(x, row, None)[:1] * 2
     scaled = [r if r and r.quantizer.format.tensor_scaled else None for r in (row, col)]
     if not any(scaled):
         return [None, None]
@@ -92,9 +88,9 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
 
 
 def _outputs(
-    request: Request | None, x: Tensor, amax: Tensor | None, transposed: bool
-) -> tuple[tuple, Side | None, QuantizedTensor | None]:
-    """One side's kernel arguments, its constexpr, and the tensor that it fills."""
+    request: Request | None, x: Tensor, amax: Tensor | None, transposed: bool, values: bool
+) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
+    """One side's kernel arguments, its constexpr, and the operand that it fills."""
     if request is None:
         return (0, None, None, None, None, 0, None, None, 0), None, None
     format, hadamard, draw = request.quantizer.format, request.hadamard, request.draw
@@ -102,42 +98,57 @@ def _outputs(
     if hadamard is not None:
         columns = _round_up(columns, hadamard.size)
     padded = _round_up(columns, format.block)
-    new = partial(torch.empty, device=x.device)
-    packed = format.element.bits == 4
-    codes = new((rows, padded // 2 if packed else padded), dtype=torch.uint8)
-    shape, dtype = _scales_of(format, rows, padded)
-    stored, tensor_scale = new(shape, dtype=dtype), new((), dtype=torch.float32)
-    side = _side(request.quantizer, hadamard, transposed)
+    side = _side(request.quantizer, hadamard, transposed, values)
+    tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
+    if values:
+        shape = (columns, rows) if transposed else (rows, columns)
+        codes = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+        scale = tensor_scale if has_tensor_scale(format) else None
+        made = Values(codes.t() if transposed else codes, scale)
+        pointers = (columns, amax, codes, None, tensor_scale)
+    else:
+        made = _codes(format, rows, columns, padded, tensor_scale)
+        codes = made.codes.view(torch.uint8)
+        scales = _as_bytes(made.scales) if made.scales.numel() else None
+        pointers = (padded, amax, codes.view(torch.int32) if side.points else codes, scales,
+                    tensor_scale)  # fmt: skip
     key, numbers = 0, (None, None)
     if side.stochastic:
         if draw is None:
             raise ValueError("stochastic rounding needs a Draw: which random bits to use")
         key, numbers = draw.key, _numbers(draw, rows, columns, padded, x.device)
-    arguments = (
-        padded, amax, codes.view(torch.int32) if side.points else codes,
-        _as_bytes(stored) if stored.numel() else None, tensor_scale, _signed(key), *numbers,
-        _signs(hadamard, request.sign_key),
-    )  # fmt: skip
+    arguments = (*pointers, _signed(key), *numbers, _signs(hadamard, request.sign_key))
+    return arguments, side, made
+
+
+def _codes(
+    format: BlockFormat, rows: int, columns: int, padded: int, tensor_scale: Tensor
+) -> QuantizedTensor:
+    """A quantized tensor (rows, columns) still to be filled."""
+    new = partial(torch.empty, device=tensor_scale.device)
+    codes = new((rows, padded // 2 if format.element.bits == 4 else padded), dtype=torch.uint8)
+    shape, dtype = _scales_of(format, rows, padded)
     codes = codes.view(format.element.dtype or torch.uint8)
-    return arguments, side, QuantizedTensor(codes, stored, tensor_scale, format, (rows, columns))
+    return QuantizedTensor(codes, new(shape, dtype=dtype), tensor_scale, format, (rows, columns))
 
 
 @cache
-def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool) -> Side:
+def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, values: bool) -> Side:
     format = quantizer.format
     function, options = _scale_function(format)
     points = 0
-    if transposed and format.block_rows == 1 and 1 < format.block < FP8_TILE:
+    if format.block_rows == 1 and 1 < format.block < FP8_TILE:
         points = max(format.block, hadamard.size if hadamard else 0)
     return Side(
         scales=function,
         block_rows=format.block_rows,
         block=format.block,
-        element=_element(format.element),
+        element=element(format.element),
         options=options,
         stochastic=quantizer.rounding is Rounding.STOCHASTIC,
         transform=_transform(hadamard),
         points=points if points <= MAX_POINTS.value else 0,
+        values=values,
     )
 
 
@@ -145,7 +156,7 @@ def _scale_function(format: BlockFormat) -> tuple[Callable, tuple]:
     """A format's scale function and its options, one line a format class."""
     match format:
         case NVFP4():
-            return scales.nvfp4_scales, _element(E4M3)
+            return scales.nvfp4_scales, element(E4M3)
         case MX():
             rounding = _SCALE_ROUNDINGS[format.scale_rounding].value
             emax = format.element.max_exponent
@@ -169,35 +180,28 @@ def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int,
     return (rows, columns // format.block), torch.float8_e4m3fn
 
 
-def _element(element: ElementFormat) -> Element:
-    min_exponent = 127 + round(math.log2(element.min_normal))
-    nan_code = 0x7F if element.dtype else 0
-    return Element(element.bits, element.mantissa_bits, min_exponent, element.max, nan_code)
-
-
 def _transform(hadamard: Hadamard | None) -> Transform | None:
     if hadamard is None:
         return None
-    kind = DRAWN_SIGNS.value
+    kind, minus = DRAWN_SIGNS.value, 0
     if hadamard.signs == "none":
         kind = NO_SIGNS.value
-    elif hadamard.signs == "fixed" and hadamard.size == len(FIXED_SIGNS_16):
+    elif _has_known_signs(hadamard):
         kind = FIXED_SIGNS.value
+        minus = sum(1 << i for i, sign in enumerate(FIXED_SIGNS_16) if sign < 0)
     factor = 1.0 / math.sqrt(hadamard.size)
-    return Transform(hadamard.size, kind, factor, int(hadamard.output == "bf16"))
+    return Transform(hadamard.size, kind, minus, factor, int(hadamard.output == "bf16"))
+
+
+def _has_known_signs(hadamard: Hadamard) -> bool:
+    return hadamard.signs == "fixed" and hadamard.size == len(FIXED_SIGNS_16)
 
 
 def _signs(hadamard: Hadamard | None, sign_key: int) -> int:
-    """Set bits for minus, or the key that ``Hadamard.sign_vector`` draws from."""
-    if hadamard is None or hadamard.signs == "none":
+    """The key that ``Hadamard.sign_vector`` draws from, if it draws."""
+    if hadamard is None or hadamard.signs in ("none", "fixed"):
         return 0
-    if hadamard.signs == "fresh":
-        return _signed(sign_key)
-    if hadamard.signs != "fixed":
-        return _signed(derive_key(hadamard.signs))
-    if hadamard.size == len(FIXED_SIGNS_16):
-        return sum(1 << i for i, sign in enumerate(FIXED_SIGNS_16) if sign < 0)
-    return 0
+    return _signed(sign_key if hadamard.signs == "fresh" else derive_key(hadamard.signs))
 
 
 def _numbers(

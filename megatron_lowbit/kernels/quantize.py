@@ -1,8 +1,8 @@
 """Quantization on a GPU: a matrix and its transpose in one pass, bit for bit as ``numerics/`` says.
 
-A program takes a tile of the matrix. For the matrix itself (blocks along its rows' elements) the
-tile is one tensor; for the transpose (blocks along its columns) every row of a block, or of a
-transform, is a tensor of its own, so that amaxes and butterflies stay within a thread.
+A program takes a tile of the matrix. A side whose blocks are short is computed on points (see
+``tiles.py``): amaxes, butterflies and random words then stay within a thread. Square blocks, tiles
+of 128 and long transforms are computed on the tile as one tensor.
 """
 
 from collections.abc import Callable
@@ -16,21 +16,29 @@ from megatron_lowbit.kernels.elements import (
     abs_bits,
     block_amax,
     encode,
+    on_grid,
     over_block,
     over_rows,
+    with_sign,
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
-from megatron_lowbit.kernels.random_words import numbers, philox, word_tile
-
-MAX_POINTS = tl.constexpr(64)
-"""Of more rows than this a block of the transpose is not taken apart: too much code."""
+from megatron_lowbit.kernels.random_words import number, philox, word_tile
+from megatron_lowbit.kernels.tiles import (
+    load_column_points,
+    load_row_points,
+    load_tile,
+    side_by_side,
+    store_groups,
+    store_tile,
+)
 
 
 class Side(NamedTuple):
     """How one side is quantized, as a constexpr.
 
-    ``block`` is 1 for a format without block scales. ``points``: how many rows of the matrix go
-    together as tensors of their own; 0 for a tile as one tensor.
+    ``block`` is 1 for a format without block scales. ``points``: the neighbours that make a group;
+    0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
+    own layout on both sides, in place of codes and scales.
     """
 
     scales: Callable
@@ -41,6 +49,7 @@ class Side(NamedTuple):
     stochastic: bool
     transform: Transform | None
     points: int
+    values: bool
 
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
@@ -59,116 +68,127 @@ def quantize_kernel(
     tiles = tl.cdiv(C, TN)
     row0 = (tl.program_id(0) // tiles) * TM
     col0 = (tl.program_id(0) % tiles) * TN
+    first = (row0 == 0) & (col0 == 0)
     if ROW is not None:
-        tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        _tile_side(
-            tile, row0, col0, R, C,
-            r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_quads, r_signs,
-            TM, TN, ROW, EVEN,
-        )  # fmt: skip
-    if COL is not None:
-        if COL.points > 0:
-            POINTS: tl.constexpr = COL.points
-            points = load_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, POINTS, EVEN)
-            _points_side(
-                points, row0, col0, R, C,
-                c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_quads,
-                c_signs, TM, TN, COL, EVEN,
+        if ROW.points > 0:
+            P: tl.constexpr = ROW.points
+            points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+            place = tl.arange(0, TM * TN // P)
+            r, group = place // (TN // P), place % (TN // P)
+            outs, stored, decode = _quantize_points(
+                points, r_amax, r_key, number(r_rows, row0 + r, R), col0 // P + group,
+                r_columns, r_quads, r_signs, ROW,
             )  # fmt: skip
+            _store_sides(outs, stored, row0, r, col0, group, R, r_columns, r_codes, r_scales, ROW,
+                         EVEN)  # fmt: skip
+            if first:
+                tl.store(r_tensor_scale, decode)
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             _tile_side(
-                tl.trans(tile), col0, row0, C, R,
-                c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_quads,
-                c_signs, TN, TM, COL, EVEN,
+                tile, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key,
+                r_rows, r_quads, r_signs, TM, TN, ROW, False, EVEN,
+            )  # fmt: skip
+    if COL is not None:
+        if COL.points > 0:
+            Q: tl.constexpr = COL.points
+            points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+            place = tl.arange(0, TM // Q * TN)
+            group, c = place // TN, place % TN
+            outs, stored, decode = _quantize_points(
+                points, c_amax, c_key, number(c_rows, col0 + c, C), row0 // Q + group,
+                c_columns, c_quads, c_signs, COL,
+            )  # fmt: skip
+            if COL.values:
+                for i in tl.static_range(Q):
+                    store_groups(c_codes, outs[i][:, None], row0, group * Q + i, col0, c,
+                                 c_columns, C, EVEN)  # fmt: skip
+            else:
+                _store_sides(outs, stored, col0, c, row0, group, C, c_columns, c_codes, c_scales,
+                             COL, EVEN)  # fmt: skip
+            if first:
+                tl.store(c_tensor_scale, decode)
+        else:
+            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            _tile_side(
+                tl.trans(tile), col0, row0, C, c_columns, c_amax, c_codes, c_scales,
+                c_tensor_scale, c_key, c_rows, c_quads, c_signs, TN, TM, COL, True, EVEN,
             )  # fmt: skip
 
 
 @triton.jit
-def amax_kernel(
-    x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
-    TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Largest magnitudes, as FP32 bits, of x (R, C) and its transpose, each after its transform.
-
-    They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
-    counts; ``row_amax`` or ``col_amax`` may be None.
-    """
-    tiles = tl.cdiv(C, TN)
-    row0 = (tl.program_id(0) // tiles) * TM
-    col0 = (tl.program_id(0) % tiles) * TN
-    if row_amax is not None:
-        tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        if ROW is not None:
-            tile = transform_tile(tile, row_signs, TM, TN, ROW)
-        tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
-    if col_amax is not None:
-        if COL is None or COL.points > MAX_POINTS:
-            tile = tl.trans(load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
-            if COL is not None:
-                tile = transform_tile(tile, col_signs, TN, TM, COL)
-            most = abs_bits(tile)
-        else:
-            POINTS: tl.constexpr = COL.points
-            points = load_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, POINTS, EVEN)
-            points = transform_points(points, col_signs, POINTS, COL)
-            most = abs_bits(points[0])
-            for i in tl.static_range(1, POINTS):
-                most = tl.maximum(most, abs_bits(points[i]))
-        tl.atomic_max(col_amax, tl.max(tl.max(most, 1), 0))
-
-
-@triton.jit
-def load_tile(
-    x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
+def _quantize_points(
+    points, amax, key, row_numbers, groups, columns, quads, signs, S: tl.constexpr
 ):
-    """x's tile at (row0, col0) in FP32, [TM, TN]; zeros outside of x."""
-    r, c = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
-    at = (
-        x
-        + row0.to(tl.int64) * stride_r
-        + col0.to(tl.int64) * stride_c
-        + r * stride_r
-        + c * stride_c
-    )
-    if EVEN:
-        return tl.load(at).to(tl.float32)
-    else:
-        inside = (row0 + r < R) & (col0 + c < C)
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    """Quantize groups given as tensors of points, of rows ``row_numbers``, the ``groups``-th there.
+
+    Gives the outputs, BF16 values or int32 words of several codes each; the stored scales of each
+    block; the tensor's decode scale.
+    """
+    SCALES: tl.constexpr = S.scales
+    E: tl.constexpr = S.element
+    OPTIONS: tl.constexpr = S.options
+    H: tl.constexpr = S.transform
+    P: tl.constexpr = S.points
+    BLOCK: tl.constexpr = S.block
+    PER: tl.constexpr = 8 if E.bits == 4 else 4  # codes an int32 word of the output
+    if S.transform is not None:
+        points = transform_points(points, signs, P, H)
+    amax = tl.load(amax) if amax is not None else 0.0
+    outs, scales = (), ()
+    for first in tl.static_range(0, P, BLOCK):
+        most = abs_bits(points[first])
+        for i in tl.static_range(1, BLOCK):
+            most = tl.maximum(most, abs_bits(points[first + i]))
+        stored, factor, scale, decode = SCALES(most.to(tl.float32, bitcast=True), amax, E, OPTIONS)
+        scales = scales + (stored,)
+        words = (stored, stored, stored, stored)
+        word = stored
+        for i in tl.static_range(BLOCK):
+            if S.stochastic and i % 4 == 0:
+                quad = groups * (P // 4) + (first + i) // 4
+                words = philox(key, number(quads, quad, tl.cdiv(columns, 4)), row_numbers)
+            x = points[first + i] * factor
+            if S.values:
+                value = with_sign(on_grid(x, words[i % 4], E, S.stochastic) * scale, x)
+                outs = outs + (value.to(tl.bfloat16),)
+            else:
+                code = encode(x, words[i % 4], E, S.stochastic)
+                if i % PER == 0:
+                    word = code
+                else:
+                    word = word | (code << ((i % PER) * (32 // PER)))
+                if i % PER == PER - 1:
+                    outs = outs + (word,)
+    return outs, scales, decode
 
 
 @triton.jit
-def load_points(
-    x, stride_r, stride_c, row0, col0, R, C,
-    TM: tl.constexpr, TN: tl.constexpr, POINTS: tl.constexpr, EVEN: tl.constexpr,
+def _store_sides(
+    outs, stored, row0, r, col0, group, rows, columns, codes, scales,
+    S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same tile as a tuple of [TM // POINTS, TN]: i of it holds rows i, i + POINTS, ..."""
-    r, c = tl.arange(0, TM // POINTS)[:, None] * POINTS, tl.arange(0, TN)[None, :]
-    at = (
-        x
-        + row0.to(tl.int64) * stride_r
-        + col0.to(tl.int64) * stride_c
-        + r * stride_r
-        + c * stride_c
-    )
-    points = ()
-    for i in tl.static_range(POINTS):
-        if EVEN:
-            point = tl.load(at + i * stride_r)
-        else:
-            inside = (row0 + r + i < R) & (col0 + c < C)
-            point = tl.load(at + i * stride_r, mask=inside, other=0.0)
-        points = points + (point.to(tl.float32),)
-    return points
+    """Write what :func:`_quantize_points` made of ``group`` of ``r`` to rows of blocks."""
+    P: tl.constexpr = S.points
+    if S.values:
+        store_groups(codes, side_by_side(outs, P), row0, r, col0, group, rows, columns, EVEN)
+    else:
+        PER: tl.constexpr = 8 if S.element.bits == 4 else 4
+        words = side_by_side(outs, P // PER)
+        store_groups(codes, words, row0, r, col0 // PER, group, rows, columns // PER, EVEN)
+        blocks = side_by_side(stored, P // S.block)
+        store_groups(
+            scales, blocks, row0, r, col0 // S.block, group, rows, columns // S.block, EVEN
+        )
 
 
 @triton.jit
 def _tile_side(
-    x, row0, col0, R, C, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
-    A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
+    x, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
+    A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile [A, B] whose blocks run along its rows' elements."""
+    """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows."""
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
@@ -177,99 +197,36 @@ def _tile_side(
         x = transform_tile(x, signs, A, B, H)
     words = x
     if S.stochastic:
-        words = word_tile(
-            key, numbers(rows, row0, R, A), numbers(quads, col0 // 4, columns // 4, B // 4), A, B
-        )
+        row_numbers = number(rows, row0 + tl.arange(0, A), R)
+        quad_numbers = number(quads, col0 // 4 + tl.arange(0, B // 4), tl.cdiv(columns, 4))
+        words = word_tile(key, row_numbers, quad_numbers, A, B)
     amax = tl.load(amax) if amax is not None else 0.0
     if S.block > 1:
         most = block_amax(x, A, B, S.block_rows, S.block)
-        stored, factor, decode = SCALES(most, amax, E, OPTIONS)
+        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
         x = x * over_block(factor, A, B, S.block_rows, S.block)
-        if stored.dtype == tl.int32:
-            stored = over_rows(stored, A, B // S.block, S.block_rows)
-        step: tl.constexpr = A // stored.shape[0]
-        _store(scales, stored, row0 // step, col0 // S.block, tl.cdiv(R, step),
-               columns // S.block, EVEN)  # fmt: skip
+        if S.values:
+            wide = over_block(scale, A, B, S.block_rows, S.block)
+            value = with_sign(on_grid(x, words, E, S.stochastic) * wide, x).to(tl.bfloat16)
+            if TRANSPOSED:
+                store_tile(codes, tl.trans(value), col0, row0, columns, R, EVEN)
+            else:
+                store_tile(codes, value, row0, col0, R, columns, EVEN)
+        else:
+            if stored.dtype == tl.int32:
+                stored = over_rows(stored, A, B // S.block, S.block_rows)
+            step: tl.constexpr = A // stored.shape[0]
+            store_tile(scales, stored, row0 // step, col0 // S.block, tl.cdiv(R, step),
+                       columns // S.block, EVEN)  # fmt: skip
     else:
-        _, factor, decode = SCALES(amax, amax, E, OPTIONS)
+        _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
-    values = encode(x, words, E, S.stochastic)
-    if E.bits == 4:
-        low, high = tl.split(tl.reshape(values, (A, B // 2, 2)))
-        _store(codes, low | (high << 4), row0, col0 // 2, R, columns // 2, EVEN)
-    else:
-        _store(codes, values, row0, col0, R, columns, EVEN)
-    if (row0 == 0) & (col0 == 0):
-        tl.store(tensor_scale, decode)
-
-
-@triton.jit
-def _store(base, tile, row0, col0, rows, columns, EVEN: tl.constexpr):
-    """Write a tile of a contiguous matrix (rows, columns)."""
-    r, c = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
-    at = base + (row0.to(tl.int64) * columns + col0) + (r * columns + c)
-    tile = tile.to(base.dtype.element_ty)
-    if EVEN:
-        tl.store(at, tile)
-    else:
-        tl.store(at, tile, mask=(row0 + r < rows) & (col0 + c < columns))
-
-
-@triton.jit
-def _store_transposed(base, tile, at, col0, rows, columns, EVEN: tl.constexpr):
-    """Write a tile [G, N] to rows col0 to col0 + N, elements ``at`` [G, 1], of (rows, columns)."""
-    r = col0 + tl.arange(0, tile.shape[1])[None, :]
-    where = base + r.to(tl.int64) * columns + at
-    tile = tile.to(base.dtype.element_ty)
-    if EVEN:
-        tl.store(where, tile)
-    else:
-        tl.store(where, tile, mask=(r < rows) & (at < columns))
-
-
-@triton.jit
-def _points_side(
-    points, row0, col0, R, C, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
-    TM: tl.constexpr, TN: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Quantize the transpose of a tile given as tensors of rows, [G, TN] each.
-
-    ``codes`` is a pointer to int32: several codes of a row are written at once.
-    """
-    SCALES: tl.constexpr = S.scales
-    E: tl.constexpr = S.element
-    OPTIONS: tl.constexpr = S.options
-    H: tl.constexpr = S.transform
-    BLOCK: tl.constexpr = S.block
-    POINTS: tl.constexpr = S.points
-    G: tl.constexpr = TM // POINTS
-    PER: tl.constexpr = 8 if E.bits == 4 else 4  # codes an int32 word of the output
-    if S.transform is not None:
-        points = transform_points(points, signs, POINTS, H)
-    amax = tl.load(amax) if amax is not None else 0.0
-    row_numbers = numbers(rows, col0, C, TN)[None, :]
-    for first in tl.static_range(0, POINTS, BLOCK):
-        most = abs_bits(points[first])
-        for i in tl.static_range(1, BLOCK):
-            most = tl.maximum(most, abs_bits(points[first + i]))
-        stored, factor, decode = SCALES(most.to(tl.float32, bitcast=True), amax, E, OPTIONS)
-        at = row0 + tl.arange(0, G)[:, None] * POINTS + first
-        block = ()
-        words = (stored, stored, stored, stored)
-        for i in tl.static_range(BLOCK):
-            if S.stochastic and i % 4 == 0:
-                quad = (at + i) // 4
-                if quads is not None:
-                    quad = tl.load(quads + quad, mask=quad * 4 < columns, other=0).to(tl.int32)
-                words = philox(
-                    key, tl.broadcast_to(quad, (G, TN)), tl.broadcast_to(row_numbers, (G, TN))
-                )
-            block = block + (encode(points[first + i] * factor, words[i % 4], E, S.stochastic),)
-        for word in tl.static_range(BLOCK // PER):
-            packed = block[word * PER]
-            for j in tl.static_range(1, PER):
-                packed = packed | (block[word * PER + j] << (j * (32 // PER)))
-            _store_transposed(codes, packed, at // PER + word, col0, C, columns // PER, EVEN)
-        _store_transposed(scales, stored, at // BLOCK, col0, C, columns // BLOCK, EVEN)
+    if not S.values:
+        code = encode(x, words, E, S.stochastic)
+        if E.bits == 4:
+            low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))
+            store_tile(codes, low | (high << 4), row0, col0 // 2, R, columns // 2, EVEN)
+        else:
+            store_tile(codes, code, row0, col0, R, columns, EVEN)
     if (row0 == 0) & (col0 == 0):
         tl.store(tensor_scale, decode)

@@ -39,9 +39,8 @@ def word_tile(key, rows, quads, A: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def numbers(pointer, first, count, N: tl.constexpr):
-    """Global numbers (int32) of rows or quads first to first + N; their own without a pointer."""
-    local = first + tl.arange(0, N)
+def number(pointer, local, count):
+    """Global numbers (int32) of rows or quads, of ``count`` that there are; their own without."""
     if pointer is None:
         return local
     else:

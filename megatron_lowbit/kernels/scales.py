@@ -1,14 +1,14 @@
 """Device functions: each format's scales from its block amaxes, as ``numerics/block_formats`` says.
 
 A function takes block amaxes, the tensor's amax, the element format and the format's options, all
-of one shape for one format, and gives (what is stored, what elements are multiplied by, the tensor
-scale). NaN amaxes give NaN factors.
+of one shape for one format, and gives (what is stored, what elements are multiplied by, the block's
+decode scale, the tensor's decode scale). NaN amaxes give NaN factors and scales.
 """
 
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import abs_bits, on_grid
+from megatron_lowbit.kernels.elements import abs_bits, magnitude_codes, on_grid
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1 / 6 in FP32
@@ -29,20 +29,21 @@ def _quotient(numerator, denominator):
 
 @triton.jit
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """E4M3 codes (int32), 1 / (scale * tensor scale), the tensor's decode scale. OPTIONS: E4M3."""
+    """E4M3 codes (int32), 1 / (scale * tensor scale), scales, the tensor's. OPTIONS: E4M3."""
     s_enc = _quotient(2688.0, amax)
     s_enc = tl.where((amax == 0.0) | (s_enc == 0.0), 1.0, s_enc)
     s_dec = _quotient(1.0, s_enc)
     scale = most * (s_enc * SIXTH)
     nan = scale != scale
-    code, value = on_grid(scale, scale, OPTIONS, False)
+    value = on_grid(scale, scale, OPTIONS, False)
+    code = tl.where(nan, OPTIONS.nan_code, magnitude_codes(value, OPTIONS))
     value = tl.where(nan, scale, value)
-    return tl.where(nan, OPTIONS.nan_code, code), _quotient(1.0, value * s_dec), s_dec
+    return code, _quotient(1.0, value * s_dec), value, s_dec
 
 
 @triton.jit
 def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """E8M0 bytes (int32), their reciprocals (times 3/4), 1 or 4/3.
+    """E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
 
     OPTIONS: (rounding of the scale, three quarters, exponent of the largest magnitude).
     """
@@ -59,14 +60,16 @@ def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
         byte = (bits >> 23) - OPTIONS[2]
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     nan = most != most
-    byte = tl.where(nan, 255, byte)
-    # The reciprocal's exponent field; 2**-127 is subnormal.
+    # Exponent fields; 2**-127 is subnormal.
     inverse = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
     factor = tl.where(nan, most, inverse.to(tl.float32, bitcast=True))
+    power = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
+    power = tl.where(nan, most, power)
+    byte = tl.where(nan, 255, byte)
     if OPTIONS[1]:
-        return byte, factor * 0.75, FOUR_THIRDS
+        return byte, factor * 0.75, power, FOUR_THIRDS
     else:
-        return byte, factor, 1.0
+        return byte, factor, power, 1.0
 
 
 @triton.jit
@@ -81,13 +84,14 @@ def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """FP32 decode scales, encode scales, 1. OPTIONS: (power-of-two scales,)."""
+    """FP32 decode scales, encode scales, decode scales, 1. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(most, E, OPTIONS[0])
-    return tl.div_rn(tl.zeros_like(scale) + 1.0, scale), scale, 1.0
+    decode = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return decode, scale, decode, 1.0
 
 
 @triton.jit
 def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """Nothing stored; the encode scale, the decode scale. OPTIONS: (power-of-two scales,)."""
+    """Nothing stored; the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
-    return None, scale, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return None, scale, 1.0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

@@ -4,13 +4,17 @@
     dgrad  dX (M, K) = dY (M, N) . W^T(K, N)^T    blocks along N
     wgrad  dW (N, K) = dY^T(N, M) . X^T(K, M)^T   blocks along tokens M
 
-What wgrad needs of X is quantized in forward and kept packed; a weight in 16x16 blocks is quantized
-once and serves fprop and dgrad with the same bits. Nothing here asks which recipe it is.
+A tensor that two GEMMs take is quantized for both at once, in one pass over it where the engine has
+one. What wgrad needs of X is quantized in forward and kept packed; a weight in 16x16 blocks is
+quantized once and serves fprop and dgrad with the same bits. A weight that no random number touches
+is quantized once for all microbatches of a step. Nothing here asks which recipe it is.
 """
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +27,24 @@ from megatron_lowbit.numerics import (
     AmaxHistory,
     Hadamard,
     Operand,
-    QuantizedTensor,
     Quantizer,
+    Request,
     Rounding,
     derive_key,
 )
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.philox import WORDS
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
+
+_SAVED = object()
+"""In place of a tensor that autograd keeps."""
+
+
+@dataclass
+class WeightCache:
+    """A weight quantized for fprop and dgrad; who changes the weight sets it to None again."""
+
+    operands: tuple | None = None
 
 
 @dataclass(frozen=True)
@@ -46,10 +60,11 @@ class _Call:
     keep_input: bool
     operand: Operand | None
     amax_history: AmaxHistory | None
+    weight_cache: WeightCache | None
 
-    def gemm(self, name: str, lhs: Tensor | QuantizedTensor, rhs, bias=None) -> Tensor:
+    def gemm(self, name: str, lhs: Any, rhs: Any, dtype: torch.dtype, bias=None) -> Tensor:
         accumulation = self.precision.gemms[name].accumulation
-        return self.engine.gemm(lhs, rhs, bias, accumulation)
+        return self.engine.gemm(lhs, rhs, bias, accumulation, dtype)
 
     def quantizer(self, gemm: str, role: str) -> Quantizer | None:
         precision = self.precision.gemms[gemm]
@@ -58,22 +73,37 @@ class _Call:
     def hadamard(self, gemm: str) -> Hadamard | None:
         return self.precision.gemms[gemm].hadamard
 
-    def quantize(self, gemm: str, role: str, x: Tensor, tokens: int) -> Tensor | QuantizedTensor:
-        """An operand with its block axis last, quantized if the recipe wants it so."""
+    def request(self, gemm: str, role: str, tokens: int, *, kept: bool = False) -> Request | None:
+        """How an operand is quantized, if the recipe wants it so."""
         quantizer = self.quantizer(gemm, role)
         if quantizer is None:
-            return x
-        transform = self.hadamard(gemm)
-        options = {
-            "hadamard": transform,
-            # Without the role: both operands of a GEMM take the same signs.
-            "sign_key": derive_key(self.key, "signs", gemm),
-            "scale_amax": partial(self._scale_amax, gemm, role),
-        }
+            return None
+        precision = self.precision.gemms[gemm]
+        transform, draw = precision.hadamard, None
         if quantizer.rounding is Rounding.STOCHASTIC:
             points = transform.size if transform else 1
-            options["draw"] = self.shards.draw(self.key, gemm, role, tokens, points)
-        return self.engine.quantize(quantizer, x, **options)
+            draw = self.shards.draw(self.key, gemm, role, tokens, points)
+        other = precision.rhs if role == GEMM_ROLES[gemm][0] else precision.lhs
+        return Request(
+            quantizer,
+            hadamard=transform,
+            # Without the role: both operands of a GEMM take the same signs.
+            sign_key=derive_key(self.key, "signs", gemm),
+            scale_amax=partial(self._scale_amax, gemm, role),
+            draw=draw,
+            other=None if other is None else other.format,
+            kept=kept or precision.accumulation is not None,
+        )
+
+    def quantize(self, x: Tensor, row: Request | None, col: Request | None) -> tuple:
+        """x for the GEMM that contracts its columns, and for the one that contracts its rows.
+
+        A side without a request stays x, or its transpose: its GEMM runs in high precision.
+        """
+        by_row, by_col = None, None
+        if row is not None or col is not None:
+            by_row, by_col = self.engine.quantize(x, row, col)
+        return x if row is None else by_row, x.t() if col is None else by_col
 
     def _scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
         """The amax that a tensor's scale is made from, given its own."""
@@ -119,6 +149,22 @@ class _Call:
             and self._same_tensor_scale(fprop.format)
         )
 
+    @property
+    def caches_weight(self) -> bool:
+        """Whether the weight's bits are the same in every microbatch of a step."""
+        return all(
+            quantizer is None
+            or (quantizer.rounding is Rounding.NEAREST_EVEN and not self._is_redrawn(gemm))
+            for gemm in ("fprop", "dgrad")
+            for quantizer in [self.quantizer(gemm, "weight")]
+        )
+
+    def _is_redrawn(self, gemm: str) -> bool:
+        """Whether signs are fresh, or amaxes recorded, in each microbatch."""
+        precision = self.precision.gemms[gemm]
+        fresh = precision.hadamard is not None and precision.hadamard.signs == "fresh"
+        return fresh or precision.delayed is not None
+
     def _same_tensor_scale(self, format: BlockFormat) -> bool:
         """Whether fprop and dgrad make a weight's tensor scale, if there is one, alike."""
         fprop, dgrad = self.precision.fprop, self.precision.dgrad
@@ -131,10 +177,12 @@ class _LowbitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        fprop_weight = call.quantize("fprop", "weight", weight, 0)
-        y = call.gemm("fprop", _fprop_input(call, x2d), fprop_weight, bias).to(x.dtype)
-        kept_input = _kept_input(call, x2d) if call.keep_input else None
-        _keep(ctx, kept_input, fprop_weight if call.weight_serves_dgrad else None)
+        fprop_input, kept_input = _quantize_input(call, x2d)
+        fprop_weight, dgrad_weight = _quantize_weight(call, weight)
+        y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
+        if not (call.training and x.requires_grad):
+            dgrad_weight = None
+        _keep(ctx, kept_input, dgrad_weight)
         # Without the operand: its source would live until backward beside what is kept of it.
         ctx.call = replace(call, operand=None)
         ctx.weight, ctx.x_shape, ctx.has_bias = weight, x.shape, bias is not None
@@ -146,72 +194,95 @@ class _LowbitLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_output: Tensor):
         call, weight = ctx.call, ctx.weight
-        kept_input, fprop_weight = _kept(ctx)
+        kept_input, dgrad_weight = _kept(ctx)
         grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
+        by_row, by_col = _quantize_grad(call, grad, *ctx.needs_input_grad[:2])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
-            dgrad, handle = _reduce(call.shards, _dgrad(call, grad, weight, fprop_weight))
+            if dgrad_weight is None:
+                _, dgrad_weight = call.quantize(weight, None, call.request("dgrad", "weight", 0))
+            dgrad = call.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
+            by_row = dgrad_weight = None
+            dgrad, handle = _reduce(call.shards, dgrad)
         if ctx.needs_input_grad[1]:
-            wgrad = _deliver_wgrad(call, weight, _wgrad(call, grad, kept_input))
+            wgrad = _deliver_wgrad(call, weight, by_col, kept_input)
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if handle is not None:
             handle.wait()
         return None if dgrad is None else dgrad.view(ctx.x_shape), wgrad, bias_grad, None
 
 
-def _fprop_input(call: _Call, x: Tensor) -> Tensor | QuantizedTensor:
-    """fprop's input, of all tokens: gathered as codes where blocks stay whole."""
-    if call.operand is not None and call.operand.row is not None:
-        local = call.operand.row
-    elif call.shards.sequence_parallel and not call.gathers_codes("fprop", x.shape[0]):
-        return _quantize_gathered(call, "fprop", x)
-    else:
-        local = call.quantize("fprop", "input", x, x.shape[0])
-    return gather_rows(local, call.shards.group) if call.shards.sequence_parallel else local
+def _quantize_input(call: _Call, x: Tensor) -> tuple:
+    """fprop's input of all tokens, and what wgrad needs of this rank's input (R, K).
+
+    That is its transpose (K, R) quantized, or x itself. Tokens that sequence parallelism splits are
+    gathered as codes where blocks stay whole, else in their own precision.
+    """
+    sequence_parallel, tokens = call.shards.sequence_parallel, x.shape[0]
+    given = call.operand or Operand(None, None, x)
+    row = col = None
+    if given.row is None and not (sequence_parallel and not call.gathers_codes("fprop", tokens)):
+        row = call.request("fprop", "input", tokens, kept=sequence_parallel)
+    splits_blocks = sequence_parallel and not call.gathers_codes("wgrad", tokens)
+    if call.keep_input and given.col is None and not splits_blocks:
+        col = call.request("wgrad", "input", tokens, kept=True)
+    by_row, by_col = call.quantize(x, row, col)
+    by_row = by_row if given.row is None else given.row
+    kept = None
+    if call.keep_input:
+        kept = given.col if given.col is not None else x if col is None else by_col
+    if not sequence_parallel:
+        return by_row, kept
+    if row is None and given.row is None:
+        return _quantize_gathered(call, "fprop", x), kept
+    return gather_rows(by_row, call.shards.group), kept
 
 
-def _kept_input(call: _Call, x: Tensor) -> Tensor | QuantizedTensor:
-    """What wgrad needs of this rank's input (R, K): its transpose (K, R) quantized, or itself."""
-    if call.operand is not None and call.operand.col is not None:
-        return call.operand.col
-    if call.shards.sequence_parallel and not call.gathers_codes("wgrad", x.shape[0]):
-        return x
-    if call.quantizer("wgrad", "input") is None:
-        return x
-    return call.quantize("wgrad", "input", x.t(), x.shape[0])
-
-
-def _quantize_gathered(call: _Call, gemm: str, x: Tensor) -> Tensor | QuantizedTensor:
+def _quantize_gathered(call: _Call, gemm: str, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
     total = gather_rows(x, call.shards.group)
     shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
-    whole = replace(call, shards=shards)
-    operand = total if gemm == "fprop" else total.t()
-    return whole.quantize(gemm, "input", operand, total.shape[0])
+    request = replace(call, shards=shards).request(gemm, "input", total.shape[0])
+    if gemm == "fprop":
+        return call.quantize(total, request, None)[0]
+    return call.quantize(total, None, request)[1]
 
 
-def _dgrad(
-    call: _Call, grad: Tensor, weight: Tensor, fprop_weight: QuantizedTensor | None
-) -> Tensor:
-    """dX (M, K) of this rank's features, in grad's dtype."""
-    if fprop_weight is not None:
-        dgrad_weight = fprop_weight.transpose()
-    else:
-        dgrad_weight = call.quantize("dgrad", "weight", weight.t(), 0)
-    lhs = call.quantize("dgrad", "grad", grad, grad.shape[0])
-    return call.gemm("dgrad", lhs, dgrad_weight).to(grad.dtype)
+def _quantize_weight(call: _Call, weight: Tensor) -> tuple:
+    """A weight (N, K) for fprop, and its transpose for dgrad: None where backward quantizes it."""
+    cache = call.weight_cache if call.caches_weight else None
+    if cache is not None and cache.operands is not None:
+        return cache.operands
+    serves_both = call.weight_serves_dgrad
+    row = call.request("fprop", "weight", 0, kept=serves_both or call.caches_weight)
+    col = None
+    if call.training and serves_both:
+        col = row
+    elif call.training and call.caches_weight:
+        col = call.request("dgrad", "weight", 0, kept=True)
+    by_row, by_col = call.quantize(weight, row, col)
+    operands = by_row, None if col is None else by_col
+    if cache is not None and call.training:
+        cache.operands = operands
+    return operands
 
 
-def _wgrad(call: _Call, grad: Tensor, kept: Tensor | QuantizedTensor) -> Tensor:
-    """dW (N, K)."""
-    if isinstance(kept, QuantizedTensor):
+def _quantize_grad(call: _Call, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool) -> tuple:
+    """dY (M, N) for dgrad, and its transpose for wgrad."""
+    row = call.request("dgrad", "grad", grad.shape[0]) if needs_dgrad else None
+    col = call.request("wgrad", "grad", grad.shape[0]) if needs_wgrad else None
+    return call.quantize(grad, row, col)
+
+
+def _wgrad(call: _Call, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
+    """dW (N, K), of dY's transpose (N, M)."""
+    if not isinstance(kept, Tensor):
         rhs = gather_columns(kept, call.shards.group) if call.shards.sequence_parallel else kept
     elif call.shards.sequence_parallel:
         rhs = _quantize_gathered(call, "wgrad", kept)
     else:
-        rhs = call.quantize("wgrad", "input", kept.t(), kept.shape[0])
-    lhs = call.quantize("wgrad", "grad", grad.t(), grad.shape[0])
-    return call.gemm("wgrad", lhs, rhs)
+        rhs = kept.t()
+    return call.gemm("wgrad", lhs, rhs, dtype)
 
 
 def _reduce(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
@@ -226,40 +297,47 @@ def _reduce(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
     return dgrad, None
 
 
-def _deliver_wgrad(call: _Call, weight: Tensor, wgrad: Tensor) -> Tensor:
+def _deliver_wgrad(call: _Call, weight: Tensor, lhs: Any, kept: Any) -> Tensor:
     """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add."""
     if not (call.accumulate_main_grad and hasattr(weight, "main_grad")):
-        return wgrad.to(weight.dtype)
-    weight.main_grad.add_(wgrad)
+        return _wgrad(call, lhs, kept, weight.dtype)
+    weight.main_grad.add_(_wgrad(call, lhs, kept, torch.float32))
     weight.grad_added_to_main_grad = True
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)
     return torch.empty_like(weight)
 
 
-def _keep(ctx, *operands: Tensor | QuantizedTensor | None) -> None:
-    """Save operands for backward; a quantized one as its three tensors and what describes it."""
-    tensors, described = [], []
-    for operand in operands:
-        if isinstance(operand, QuantizedTensor):
-            tensors += [operand.codes, operand.scales, operand.tensor_scale]
-            described.append((operand.format, operand.shape))
-        else:
-            tensors.append(operand)
-            described.append(None)
+def _keep(ctx, *operands: Any) -> None:
+    """Save operands for backward: tensors, None, and dataclasses of tensors and other things."""
+    tensors: list[Tensor] = []
+    ctx.described = [_take_apart(operand, tensors) for operand in operands]
     ctx.save_for_backward(*tensors)
-    ctx.described = described
 
 
-def _kept(ctx) -> list[Tensor | QuantizedTensor | None]:
+def _take_apart(part: Any, tensors: list[Tensor]) -> Any:
+    """What puts a part together again, once its tensors, appended to ``tensors``, are back."""
+    if isinstance(part, Tensor):
+        tensors.append(part)
+        return _SAVED
+    if is_dataclass(part) and not isinstance(part, BlockFormat):
+        return type(part), [_take_apart(getattr(part, f.name), tensors) for f in fields(part)]
+    return part
+
+
+def _kept(ctx) -> list:
     """What :func:`_keep` saved."""
     tensors = iter(ctx.saved_tensors)
-    return [
-        next(tensors)
-        if description is None
-        else QuantizedTensor(next(tensors), next(tensors), next(tensors), *description)
-        for description in ctx.described
-    ]
+    return [_put_together(description, tensors) for description in ctx.described]
+
+
+def _put_together(description: Any, tensors: Iterator[Tensor]) -> Any:
+    if description is _SAVED:
+        return next(tensors)
+    if isinstance(description, tuple) and description and isinstance(description[0], type):
+        kind, parts = description
+        return kind(*(_put_together(part, tensors) for part in parts))
+    return description
 
 
 def lowbit_linear(
@@ -273,6 +351,7 @@ def lowbit_linear(
     engine: Engine | None = None,
     accumulate_main_grad: bool = False,
     amax_history: AmaxHistory | None = None,
+    weight_cache: WeightCache | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with each of the three GEMMs in the given precision.
 
@@ -291,6 +370,7 @@ def lowbit_linear(
             megatron-core's DistributedDataParallel expects of fused accumulation.
         amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
             and written where autograd records. Whoever owns it ends its steps.
+        weight_cache: keeps the quantized weight for the next call, where autograd records.
 
     Returns:
         (..., N) in x's dtype.
@@ -310,5 +390,6 @@ def lowbit_linear(
         keep_input=torch.is_grad_enabled() and weight.requires_grad,
         operand=operand,
         amax_history=amax_history,
+        weight_cache=weight_cache,
     )
     return _LowbitLinear.apply(source, weight, bias, call)

@@ -9,9 +9,11 @@ from megatron_lowbit.numerics.quantizer import (
     Operand,
     QuantizedTensor,
     Quantizer,
+    Request,
     Rounding,
     format_by_name,
     quantize,
+    quantize_both,
 )
 
 __all__ = [
@@ -24,10 +26,12 @@ __all__ = [
     "Operand",
     "QuantizedTensor",
     "Quantizer",
+    "Request",
     "Rounding",
     "derive_key",
     "format_by_name",
     "gemm",
     "hadamard_transform",
     "quantize",
+    "quantize_both",
 ]

@@ -35,6 +35,7 @@ def gemm(
     rhs: Tensor | QuantizedTensor,
     bias: Tensor | None = None,
     accumulation: Accumulation | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``lhs @ rhs.T + bias``: both operands have the contraction axis last, as quantized blocks do.
 
@@ -44,12 +45,23 @@ def gemm(
         bias: (N,), added before the product is rounded to a narrower dtype.
         accumulation: how to sum along K, one product after another; None multiplies in FP32 in
             the order that torch's matrix product takes.
+        out_dtype: what the product is rounded to at last; None leaves it as it is.
 
     Returns:
         (M, N). Operands that are both high precision multiply in their own dtype, unless an
         accumulation is given; a quantized operand is dequantized to FP32, which makes the product
         FP32.
     """
+    product = _product(lhs, rhs, bias, accumulation)
+    return product if out_dtype is None else product.to(out_dtype)
+
+
+def _product(
+    lhs: Tensor | QuantizedTensor,
+    rhs: Tensor | QuantizedTensor,
+    bias: Tensor | None,
+    accumulation: Accumulation | None,
+) -> Tensor:
     if isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and accumulation is None:
         return F.linear(lhs, rhs, bias)
     left, right = (

@@ -164,6 +164,48 @@ class Quantizer:
         return QuantizedTensor(codes[:count], scales[:count], tensor_scale, self.format, shape)
 
 
+@dataclass(frozen=True)
+class Request:
+    """One side of a tensor to quantize: a quantizer and the options of its call.
+
+    ``other`` is the format of the operand that it will be multiplied with, None for one in high
+    precision. ``kept``: it will be saved or sent, so that codes and scales are wanted; else an
+    engine may give whatever its GEMM takes.
+    """
+
+    quantizer: Quantizer
+    hadamard: Hadamard | None = None
+    sign_key: int = 0
+    scale_amax: Callable[[Tensor], Tensor] | None = None
+    draw: Draw | None = None
+    other: BlockFormat | None = None
+    kept: bool = False
+
+    def __call__(self, x: Tensor, arithmetic: Arithmetic = REFERENCE) -> QuantizedTensor:
+        """x (..., K) with blocks along its last axis."""
+        return self.quantizer(
+            x,
+            hadamard=self.hadamard,
+            sign_key=self.sign_key,
+            scale_amax=self.scale_amax,
+            draw=self.draw,
+            arithmetic=arithmetic,
+        )
+
+
+def quantize_both(
+    x: Tensor, row: Request | None, col: Request | None, arithmetic: Arithmetic = REFERENCE
+) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+    """x (R, C) as ``row`` says, and its transpose as ``col`` says; None for None.
+
+    ``col`` may be ``row`` itself, of square blocks: the transpose then takes row's very bits.
+    """
+    by_row = None if row is None else row(x, arithmetic)
+    if col is None:
+        return by_row, None
+    return by_row, by_row.transpose() if col is row else col(x.t(), arithmetic)
+
+
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
     """x with zeros up to the given size."""
     bottom, right = rows - x.shape[0], columns - x.shape[1]

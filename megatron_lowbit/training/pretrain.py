@@ -23,6 +23,7 @@ from megatron_lowbit.integrations.megatron_core.gpt import (
 )
 from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.recipes import (
+    Layer,
     Recipe,
     load_combined,
     load_recipe,
@@ -120,9 +121,26 @@ def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
             console.print(f"switch {switch}")
         if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
             console.print(f"quantization engine: {engine.name} ({engine.reason})")
+            for line in _products(recipe, engine, layers):
+                console.print(line)
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         console.print(f"parameters on rank 0: {parameters:,}")
         RUN_LOG.info("model and recipe\n" + console.export_text().rstrip())
+
+
+def _products(recipe: Recipe, engine: Engine, layers: list[Layer]) -> list[str]:
+    """How the engine multiplies each pair of formats that the recipe asks for."""
+    lines = {}
+    for layer in layers:
+        for precision in recipe.precision_for(layer).gemms.values():
+            sides = (precision.lhs, precision.rhs)
+            lhs, rhs = (None if side is None else side.format for side in sides)
+            if precision.quantized:
+                pair = " x ".join(
+                    "bf16" if format is None else format.name for format in (lhs, rhs)
+                )
+                lines[f"  {pair}: {engine.describe(lhs, rhs)}"] = None
+    return list(lines)
 
 
 def _connect(args: Namespace, config: TransformerConfig, model: list, optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowbit.integrations.megatron_core.linear import set_recipe
+from megatron_lowbit.integrations.megatron_core.linear import forget_quantized_weights, set_recipe
 from megatron_lowbit.recipes import Progress, Recipe
 from megatron_lowbit.training.background_saves import BackgroundSaves
 from megatron_lowbit.training.checkpoint import load_checkpoint, take_snapshot, write_snapshot
@@ -74,6 +74,7 @@ def restore(run: Run, directory: str, iteration: int) -> None:
     loaded = load_checkpoint(
         directory, run.model, run.optimizer, run.scheduler, run.model_shape, iteration
     )
+    forget_quantized_weights(run.model)
     saved = loaded["state"]
     if saved["global_batch_size"] != run.args.global_batch_size:
         raise UserError(

@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_lowbit.integrations.megatron_core import amax_history
+from megatron_lowbit.integrations.megatron_core.linear import forget_quantized_weights
 from megatron_lowbit.training.distributed import all_ranks, set_iteration_seed, set_step
 from megatron_lowbit.training.sentinels import (
     gradients_are_finite,
@@ -72,6 +73,7 @@ def train_step(
     taken = all_ranks(math.isfinite(loss) and finite)
     with timer.phase("optimizer"):
         grad_norm = optimizer.step()[1] if taken else math.nan
+    forget_quantized_weights(model)
     amax_history.end_step(model)
     scheduler.step(increment=args.global_batch_size)
     return StepResult(loss, float(grad_norm or 0.0), taken)

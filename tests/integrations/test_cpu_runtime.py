@@ -2,37 +2,20 @@
 
 import subprocess
 import sys
-from argparse import Namespace
 
 import pytest
 import torch
 
-from megatron_lowbit.training.distributed import initialize_distributed, set_step, shutdown
+from megatron_lowbit.training.distributed import set_step
 
 # isort: split
 from megatron.core import tensor_parallel
 from megatron.core.transformer.utils import get_default_causal_mask
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="replaces CUDA where it is absent"
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_process():
-    initialize_distributed(
-        Namespace(
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            virtual_pipeline_model_parallel_size=None,
-            context_parallel_size=1,
-            expert_model_parallel_size=1,
-            distributed_timeout_minutes=1,
-            seed=5,
-        )
-    )
-    yield
-    shutdown()
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="replaces CUDA where it is absent"),
+    pytest.mark.usefixtures("single_process"),
+]
 
 
 def called_from(module: str, code: str) -> object:

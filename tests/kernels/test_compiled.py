@@ -20,6 +20,7 @@ from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
     Quantizer,
+    Request,
     Rounding,
     format_by_name,
     gemm,
@@ -95,7 +96,7 @@ def bits(x):
 def assert_same(quantizer, x, **options):
     """The engine's result, once it and its values are found to be the reference's."""
     expected = quantizer(x, **options)
-    result = compiled.quantize(quantizer, x, **options)
+    result, _ = compiled.quantize(x, Request(quantizer, **options), None)
     for name in ("codes", "scales", "tensor_scale"):
         ours, theirs = getattr(result, name), getattr(expected, name)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -184,7 +185,7 @@ def test_shard(quantizer):
 def test_golden_codes(name):
     """Straight against the golden arrays: no step of ours in between."""
     for key, format in (("nvfp4_1x16", "nvfp4"), ("nvfp4_16x16", "nvfp4-2d")):
-        q = compiled.quantize(Quantizer(FORMATS[format]), golden_input(name))
+        q, _ = compiled.quantize(golden_input(name), Request(Quantizer(FORMATS[format])), None)
         np.testing.assert_array_equal(q.codes.numpy(), GOLDEN[f"{name}/{key}/row_codes"])
         np.testing.assert_array_equal(
             q.scales.view(torch.uint8).numpy(), GOLDEN[f"{name}/{key}/row_scales_e4m3"]
@@ -202,8 +203,8 @@ def test_gemm():
     """Same operands, same matmul: equal, not close."""
     a = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
     b = torch.randn(30, 50, generator=torch.Generator().manual_seed(2))
-    left = compiled.quantize(Quantizer(FORMATS["nvfp4"]), a)
-    right = compiled.quantize(Quantizer(FORMATS["nvfp4-2d"]), b)
+    left, _ = compiled.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
+    right, _ = compiled.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
     for operands in ((left, right), (left, b), (a, right), (a, b)):
         assert torch.equal(compiled.gemm(*operands), gemm(*operands))
     assert compiled.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
@@ -220,9 +221,8 @@ def test_other_sizes_and_views_do_not_recompile():
     stochastic = Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
 
     def use(x, key):
-        compiled.quantize(stochastic, x, draw=Draw(key)).dequantize(
-            compiled.arithmetic(type(stochastic.format))
-        )
+        q, _ = compiled.quantize(x, Request(stochastic, draw=Draw(key)), None)
+        q.dequantize(compiled.arithmetic(type(stochastic.format)))
 
     use(torch.ones(48, 96), 1)
     use(torch.ones(64, 112), 2)

@@ -5,7 +5,7 @@ import torch
 
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.kernels.engine import reference, select_engine
-from megatron_lowbit.numerics import FORMATS, Quantizer, gemm
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request, gemm
 
 CPU = torch.device("cpu")
 
@@ -54,7 +54,8 @@ def test_reference_is_the_quantizer_itself(options):
     engine = reference("why")
     x = torch.randn(20, 40, generator=torch.Generator().manual_seed(0))
     quantizer = Quantizer(FORMATS["nvfp4"])
-    q, expected = engine.quantize(quantizer, x, **options), quantizer(x, **options)
-    assert torch.equal(q.codes, expected.codes)
-    assert torch.equal(q.tensor_scale, expected.tensor_scale)
+    row, col = engine.quantize(x, Request(quantizer, **options), Request(quantizer, **options))
+    for q, expected in ((row, quantizer(x, **options)), (col, quantizer(x.t(), **options))):
+        assert torch.equal(q.codes, expected.codes)
+        assert torch.equal(q.tensor_scale, expected.tensor_scale)
     assert engine.gemm is gemm and engine.reason == "why"

@@ -3,8 +3,16 @@
 import pytest
 import torch
 
-from megatron_lowbit.kernels.launch import Request, quantize_both
-from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, QuantizedTensor, Quantizer, Rounding
+from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Draw,
+    Hadamard,
+    QuantizedTensor,
+    Quantizer,
+    Request,
+    Rounding,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {

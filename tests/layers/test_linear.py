@@ -208,13 +208,14 @@ class Recorder:
         self.quantized, self.multiplied = [], []
         self.engine = dataclasses.replace(ENGINE, quantize=self.quantize, gemm=self.gemm)
 
-    def quantize(self, quantizer, x, **options):
-        self.quantized.append((quantizer.format.name, tuple(x.shape)))
-        return ENGINE.quantize(quantizer, x, **options)
+    def quantize(self, x, row, col):
+        sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
+        self.quantized += [(side.quantizer.format.name, tuple(s)) for side, s in sides if side]
+        return ENGINE.quantize(x, row, col)
 
-    def gemm(self, lhs, rhs, bias=None, accumulation=None):
+    def gemm(self, lhs, rhs, *options):
         self.multiplied.append((lhs, rhs))
-        return ENGINE.gemm(lhs, rhs, bias, accumulation)
+        return ENGINE.gemm(lhs, rhs, *options)
 
 
 def test_square_weight_is_quantized_once():

@@ -19,16 +19,31 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_lowbit.integrations.megatron_core import experts
+from megatron_lowbit.integrations.megatron_core.cross_entropy import vocab_parallel_cross_entropy
 from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
 from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
+from megatron_lowbit.integrations.megatron_core.rope import use_fused_rope
 from megatron_lowbit.integrations.megatron_core.specs import gpt_block_spec
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.recipes import Layer, Recipe
 
 
+class LowbitGPTModel(GPTModel):
+    """megatron-core's model, with a loss that makes no FP32 copy of the logits."""
+
+    def compute_language_model_loss(
+        self, labels: torch.Tensor, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses (b, s) in FP32 of labels (b, s) and logits (s, b, this rank's vocabulary)."""
+        losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), self.tp_group)
+        return losses.transpose(0, 1).contiguous()
+
+
 def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of the model that the arguments describe."""
     cuda = torch.cuda.is_available()
+    if cuda:
+        use_fused_rope()
     activation = F.silu if args.swiglu else squared_relu if args.squared_relu else F.gelu
     return TransformerConfig(
         num_layers=args.num_layers,
@@ -70,7 +85,7 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         bias_activation_fusion=cuda and _activation_fuses(args),
         bias_dropout_fusion=cuda,
         persist_layer_norm=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=cuda,
     )
 
 
@@ -120,7 +135,7 @@ def build_gpt(
             accumulate_main_grad=args.gradient_accumulation_fusion,
             first_expert=experts.first_local(config),
         )
-        chunk = GPTModel(
+        chunk = LowbitGPTModel(
             config=config,
             transformer_layer_spec=gpt_block_spec(config, stage),
             vocab_size=padded_vocab_size,

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_lowbit.integrations.megatron_core import experts
 from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan
-from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
+from megatron_lowbit.layers import UNSHARDED, Shards, WeightCache, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, derive_key
 from megatron_lowbit.numerics.philox import WORDS
 from megatron_lowbit.recipes import HIGH_PRECISION, OPERANDS, LinearPrecision, Recipe
@@ -44,12 +44,14 @@ class _LowbitParallelLinear:
         plan: LayerPlan = quantization_config.config["plan"]
         self.plan = plan
         self.key = derive_key(plan.layer.path)
+        self.weight_cache = WeightCache()
         self.feature_numbers = self._feature_numbers()
         self.set_precision(plan.precision)
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on; recorded amaxes stay where they are used."""
         self.plan = replace(self.plan, precision=precision)
+        self.weight_cache.operands = None
         length = precision.history_length
         if length == 0:
             self.amax_history = None
@@ -91,6 +93,7 @@ class _LowbitParallelLinear:
             engine=self.plan.engine,
             accumulate_main_grad=self.plan.accumulate_main_grad,
             amax_history=self.amax_history,
+            weight_cache=self.weight_cache,
         )
 
 
@@ -143,3 +146,9 @@ def set_recipe(chunks: Iterable[torch.nn.Module], recipe: Recipe) -> None:
     """Let every linear layer compute as the recipe says from now on."""
     for module in lowbit_linears(chunks):
         module.set_precision(recipe.precision_for(module.plan.layer))
+
+
+def forget_quantized_weights(chunks: Iterable[torch.nn.Module]) -> None:
+    """To be called whenever weights have changed: they are then quantized anew."""
+    for module in lowbit_linears(chunks):
+        module.weight_cache.operands = None

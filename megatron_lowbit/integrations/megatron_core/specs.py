@@ -1,4 +1,4 @@
-"""Model specs: megatron-core's own, with their linears and norms swapped for this project's."""
+"""Model specs: megatron-core's own, with linears, norms and attention swapped for others here."""
 
 import dataclasses
 from typing import Any
@@ -10,11 +10,13 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 # isort: split
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lowbit.integrations.megatron_core.attention import TorchAttention
 from megatron_lowbit.integrations.megatron_core.linear import (
     LowbitColumnParallelLinear,
     LowbitRowParallelLinear,
@@ -47,6 +49,7 @@ _SWAPS = {
     ColumnParallelLinear: LowbitColumnParallelLinear,
     RowParallelLinear: LowbitRowParallelLinear,
     WrappedTorchNorm: TorchNorm,
+    DotProductAttention: TorchAttention,
 }
 
 

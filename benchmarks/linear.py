@@ -1,0 +1,370 @@
+"""Forward and backward of one linear layer: recipes, Transformer Engine and torchao in turns.
+
+    python benchmarks/linear.py            16384 tokens, 4096 -> 14336
+    python benchmarks/linear.py --sweep    ten more sizes, one of them ragged
+
+BF16 input and weight, gradients of both in BF16 by plain autograd. A recipe computes as it does in
+a block in the middle of a model. The bound is counted: FLOPs of the three GEMMs at the rates
+measured for their operand formats, plus the bytes that quantization must read and write at the rate
+of a copy. Bytes kept are what forward leaves allocated for backward, without the output: the
+input's share grows with the tokens, the rest is the weight's.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import timing
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from timing import Ceilings, Step
+from torch import Tensor, nn
+
+from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.numerics import AmaxHistory, Quantizer
+from megatron_lowbit.recipes import (
+    OPERANDS,
+    GemmPrecision,
+    Layer,
+    LinearPrecision,
+    load_recipe,
+)
+
+
+class Size(NamedTuple):
+    """Tokens, input features and output features."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+
+    @property
+    def flops(self) -> int:
+        """Of one GEMM; all three have as many."""
+        return 2 * self.tokens * self.inputs * self.outputs
+
+    def __str__(self) -> str:
+        return f"{self.tokens} x {self.inputs} -> {self.outputs}"
+
+
+DEFAULT = Size(16384, 4096, 14336)
+SWEEP = [
+    DEFAULT,
+    *(
+        Size(tokens, *features)
+        for tokens in (4096, 16384, 65536)
+        for features in ((1024, 4096), (4096, 14336), (8192, 8192))
+        if (tokens, *features) != DEFAULT
+    ),
+    Size(4024, 4104, 1000),
+]
+
+
+class Built(NamedTuple):
+    """A layer that is ready to run, and its weight."""
+
+    forward: Callable[[Tensor], Tensor]
+    weight: Tensor
+
+
+class Contender(NamedTuple):
+    """How a layer is made, and the recipe whose arithmetic counts its bound (None: no bound).
+
+    What is ``compiled`` is measured at the default size alone: compiling takes longest of all.
+    """
+
+    make: Callable[[Size], Built]
+    like: str | None
+    compiled: bool = False
+
+
+def middle_precision(recipe: str) -> LinearPrecision:
+    """The precision of a shipped recipe in a block in the middle of a model."""
+    return load_recipe(recipe).precision_for(Layer("decoder.layers.16.mlp.linear_fc1", 16, 32))
+
+
+def _module(size: Size) -> nn.Linear:
+    return nn.Linear(
+        size.inputs, size.outputs, bias=False, dtype=torch.bfloat16, device=timing.device()
+    )
+
+
+def _bf16(size: Size) -> Built:
+    weight = _module(size).weight
+    return Built(lambda x: F.linear(x, weight), weight)
+
+
+def _recipe(name: str, size: Size) -> Built:
+    weight, precision = _module(size).weight, middle_precision(name)
+    history = None
+    if precision.history_length:
+        history = AmaxHistory(len(OPERANDS), precision.history_length, weight.device)
+        # Of as many steps as count: scales come from the history, as in all but the first steps.
+        history.entries.fill_(5.0)
+    forward = partial(
+        lowbit_linear,
+        weight=weight,
+        precision=precision,
+        key=1234,
+        engine=select_engine(weight.device),
+        amax_history=history,
+    )
+    return Built(forward, weight)
+
+
+def _transformer_engine(recipe: str | None, size: Size) -> Built:
+    import transformer_engine.pytorch as te
+    from transformer_engine.common import recipe as te_recipes
+
+    layer = te.Linear(size.inputs, size.outputs, bias=False, params_dtype=torch.bfloat16)
+    chosen = getattr(te_recipes, recipe)() if recipe else None
+
+    def forward(x: Tensor) -> Tensor:
+        with te.autocast(enabled=chosen is not None, recipe=chosen):
+            return layer(x)
+
+    return Built(forward, layer.weight)
+
+
+def _torchao_blockwise(size: Size) -> Built:
+    from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinear
+
+    layer = Float8BlockwiseLinear.from_float(_module(size))
+    return Built(layer, layer.weight)
+
+
+def _torchao_float8(recipe: str, size: Size) -> Built:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    layer = convert_to_float8_training(_module(size), config=config)
+    return Built(torch.compile(layer, dynamic=False), layer.weight)
+
+
+RECIPES = ("fp8-tile", "fp8-delayed", "mxfp8", "mxfp4-backward", "nvfp4")
+CONTENDERS = {
+    "BF16": Contender(_bf16, "bf16"),
+    **{name: Contender(partial(_recipe, name), name) for name in RECIPES},
+    "TE BF16": Contender(partial(_transformer_engine, None), "bf16"),
+    "TE blockwise": Contender(partial(_transformer_engine, "Float8BlockScaling"), "fp8-tile"),
+    "TE delayed": Contender(partial(_transformer_engine, "DelayedScaling"), "fp8-delayed"),
+    "TE current": Contender(partial(_transformer_engine, "Float8CurrentScaling"), "fp8-tensorwise"),
+    "torchao blockwise": Contender(_torchao_blockwise, "fp8-tile"),
+    "torchao rowwise": Contender(partial(_torchao_float8, "rowwise"), None, compiled=True),
+    "torchao tensorwise": Contender(
+        partial(_torchao_float8, "tensorwise"), "fp8-tensorwise", compiled=True
+    ),
+}
+
+# The fastest GEMM that takes a pair of formats exactly; any other pair is multiplied in BF16. MXFP4
+# is E4M3 with one scale a row: an element times its block's power of two is an E4M3 value.
+_RATES = {
+    ("fp8-128x128", "fp8-1x128"): "fp8 1x128 . 128x128",
+    ("fp8-1x128", "fp8-1x128"): "fp8 1x128 . 1x128",
+    ("fp8-tensor", "fp8-tensor"): "fp8 per tensor",
+    ("mxfp4", "mxfp4"): "fp8 per row",
+}
+
+
+def gemm_kind(precision: GemmPrecision) -> str:
+    """Which of the measured GEMMs carries a GEMM out."""
+    sides = (precision.lhs, precision.rhs)
+    names = (side.format.name.partition("-e")[0] for side in sides if side is not None)
+    return _RATES.get(tuple(sorted(name.removesuffix("-2d") for name in names)), "bf16")
+
+
+def _kept_bytes(quantizer: Quantizer) -> float:
+    """Bytes an element, as it is kept until backward."""
+    format = quantizer.format
+    return (format.element.bits + format.scale_bits / (format.block * format.block_rows)) / 8
+
+
+def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, float]:
+    """The least bytes that quantization reads and writes in forward and in backward.
+
+    A BF16 source is read once for all its operands, and once more where a tensor scale needs its
+    own amax; each operand is written in the form that its GEMM takes, scales not counted.
+    """
+    delayed = precision.history_length > 0
+    forms = {name: 2 if gemm_kind(p) == "bf16" else 1 for name, p in precision.gemms.items()}
+    elements = {
+        "input": size.tokens * size.inputs,
+        "weight": size.inputs * size.outputs,
+        "grad": size.tokens * size.outputs,
+    }
+    quantizers = {(gemm, role): q for gemm, role, q in precision.operands() if q is not None}
+
+    def source(role: str, *gemms: str) -> float:
+        found = [quantizers[gemm, role] for gemm in gemms if (gemm, role) in quantizers]
+        passes = bool(found) + any(q.format.tensor_scaled and not delayed for q in found)
+        return 2 * passes * elements[role]
+
+    def written(gemm: str, role: str) -> float:
+        return forms[gemm] * elements[role] if (gemm, role) in quantizers else 0
+
+    forward = source("input", "fprop", "wgrad") + source("weight", "fprop")
+    forward += written("fprop", "input") + written("fprop", "weight")
+    backward = source("grad", "dgrad", "wgrad")
+    backward += written("dgrad", "grad") + written("wgrad", "grad")
+    if (kept := quantizers.get(("wgrad", "input"))) is not None:
+        forward += _kept_bytes(kept) * elements["input"]
+        if kept.format.element.bits != 8 * forms["wgrad"]:
+            backward += (_kept_bytes(kept) + forms["wgrad"]) * elements["input"]
+    if ("dgrad", "weight") in quantizers:
+        fprop = quantizers.get(("fprop", "weight"))
+        square = fprop is not None and fprop.format.block_rows == fprop.format.block
+        if not (square and fprop == quantizers["dgrad", "weight"]):
+            backward += source("weight", "dgrad") + written("dgrad", "weight")
+        elif forms["dgrad"] == 1:  # 8-bit GEMMs read both operands along K: a transposed copy
+            backward += written("dgrad", "weight")
+    return forward, backward
+
+
+def bound(precision: LinearPrecision, size: Size, limits: Ceilings) -> dict[str, float] | None:
+    """Least times in ms by FLOPs and bytes; None where the device lacks a GEMM."""
+    seconds = {g: limits.seconds(size.flops, gemm_kind(p)) for g, p in precision.gemms.items()}
+    if None in seconds.values():
+        return None
+    moved = [count / limits.copy for count in quantization_bytes(precision, size)]
+    forward = 1e3 * (seconds["fprop"] + moved[0])
+    backward = 1e3 * (seconds["dgrad"] + seconds["wgrad"] + moved[1])
+    return {"forward": forward, "backward": backward, "both": forward + backward}
+
+
+def kept_bytes(built: Built, size: Size, times: int = 1) -> int:
+    """Bytes that forward leaves allocated for backward, the output not counted."""
+    tokens = times * size.tokens
+    leaf = torch.randn(tokens, size.inputs, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    # Not a leaf: its memory is free unless the layer keeps it.
+    x = leaf.clone()
+    before = torch.cuda.memory_allocated() - x.nbytes
+    y = built.forward(x)
+    del x
+    return torch.cuda.memory_allocated() - before - y.nbytes
+
+
+def _kept(contender: Contender, built: Built, size: Size) -> dict[str, float]:
+    if not torch.cuda.is_available() or contender.compiled:
+        return {}
+    once, twice = (kept_bytes(built, size, times) for times in (1, 2))
+    per_element = (twice - once) / (size.tokens * size.inputs)
+    weight = (2 * once - twice) / (size.inputs * size.outputs)
+    return {
+        "kept_bytes_per_input_element": round(per_element, 4),
+        "kept_bytes_per_weight_element": round(weight, 4),
+    }
+
+
+def _step(built: Built, x: Tensor, grad: Tensor) -> Step:
+    def step(mark: timing.Mark) -> None:
+        x.grad = built.weight.grad = None
+        y = built.forward(x)
+        mark()
+        y.backward(grad)
+
+    return step
+
+
+def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
+    """Rows of one size: times, rates and bytes of each contender, or why it refuses."""
+    options = {"dtype": torch.bfloat16, "device": timing.device()}
+    x = torch.randn(size.tokens, size.inputs, **options, requires_grad=True)
+    grad = torch.randn(size.tokens, size.outputs, **options)
+    kept: dict[str, dict] = {}
+
+    def builder(name: str) -> Step:
+        contender = CONTENDERS[name]
+        if contender.compiled and size != DEFAULT:
+            raise RuntimeError(f"compiled for {DEFAULT} only")
+        built = contender.make(size)
+        built.forward(x)  # libraries allocate their workspaces in the first call
+        kept[name] = _kept(contender, built, size)
+        return _step(built, x, grad)
+
+    steps, refused = timing.build({name: partial(builder, name) for name in names})
+    laps = timing.measure(steps, seconds)
+    rows = [_row(name, size, laps[name], limits) | kept[name] for name in steps]
+    _add_ratios(rows)
+    head = {"size": list(size)}
+    return [head | row for row in rows] + [
+        head | {"contender": name, "refused": why} for name, why in refused.items()
+    ]
+
+
+def _row(name: str, size: Size, laps: list[list[float]], limits: Ceilings) -> dict:
+    phases = {
+        "forward": [lap[0] for lap in laps],
+        "backward": [lap[1] for lap in laps],
+        "both": [sum(lap) for lap in laps],
+    }
+    row = {"contender": name} | {phase: timing.spread(times) for phase, times in phases.items()}
+    rate = 3 * size.flops / (row["both"]["median_ms"] / 1e3)
+    row["tflop_per_s"] = round(rate / 1e12, 4)
+    row["of_bf16_gemm"] = round(rate / limits.gemms["bf16"], 3)
+    like = CONTENDERS[name].like
+    if like is not None and (least := bound(middle_precision(like), size, limits)) is not None:
+        row["bound_ms"] = {phase: round(value, 4) for phase, value in least.items()}
+        row["over_bound"] = {p: round(row[p]["median_ms"] / v, 3) for p, v in least.items()}
+    return row
+
+
+def _add_ratios(rows: list[dict]) -> None:
+    """How many times as fast as BF16 and as Transformer Engine's blockwise FP8."""
+    for key, name in (("times_bf16", "BF16"), ("times_te_blockwise", "TE blockwise")):
+        other = next((row for row in rows if row["contender"] == name), None)
+        for row in rows if other is not None else ():
+            row[key] = {
+                phase: round(other[phase]["median_ms"] / row[phase]["median_ms"], 3)
+                for phase in ("forward", "backward", "both")
+            }
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """What is worth a look while measuring."""
+    shown = Table(title=str(Size(*rows[0]["size"])))
+    for heading in ("contender", "forward ms", "backward ms", "both ms", "x BF16", "over bound"):
+        shown.add_column(heading)
+    for row in rows:
+        if "refused" in row:
+            shown.add_row(row["contender"], row["refused"])
+            continue
+        times = [f"{row[phase]['median_ms']:.3f}" for phase in ("forward", "backward", "both")]
+        ratios = [row.get(key, {}).get("both", "") for key in ("times_bf16", "over_bound")]
+        shown.add_row(row["contender"], *times, *map(str, ratios))
+    return shown
+
+
+def _size(text: str) -> Size:
+    return Size(*map(int, text.split("x")))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    sizes = parser.add_mutually_exclusive_group()
+    sizes.add_argument("--sweep", action="store_true", help="eleven sizes")
+    sizes.add_argument("--sizes", nargs="+", type=_size, metavar="TOKENSxINPUTSxOUTPUTS")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
+    parser.add_argument("--seconds", type=float, default=0.15, help="of each contender and size")
+    timing.add_output(parser, "linear")
+    args = parser.parse_args(argv)
+    begin, console, rows = time.monotonic(), Console(width=130), []
+    torch.manual_seed(1234)
+    limits = timing.ceilings()
+    console.print(limits.as_json())
+    for size in args.sizes or (SWEEP if args.sweep else [DEFAULT]):
+        found = run(size, args.contenders, limits, args.seconds)
+        console.print(table(found))
+        rows += found
+    timing.write(args.output, limits, rows, begin)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""A whole model, forward and backward: this project's stack against megatron-core's TE layers.
+
+    python benchmarks/model.py
+
+Four layers of Llama-3-8B, vocabulary 32000, 4 sequences of 4096 random tokens; gradients in BF16 by
+plain autograd, no optimizer. Recipes quantize all four layers. A process for each contender, one
+after another, so that memory is its own; they import side by side. The bound counts FLOPs only: of
+the blocks' linear layers at the rates measured for their operand formats, of attention and the
+output layer at BF16's.
+"""
+
+import argparse
+import dataclasses
+import json
+import shlex
+import subprocess
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import timing
+import torch
+from linear import gemm_kind, middle_precision
+from rich.console import Console
+from rich.table import Table
+from timing import Ceilings
+from torch import nn
+
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --rotary-base 500000
+    --untie-embeddings-and-output-weights --seq-length 4096 --micro-batch-size 4
+    --bf16 --no-gradient-accumulation-fusion
+    --train-iters 1 --lr 1e-4 --data-path unused
+""")
+VOCABULARY = 32000
+SECONDS = 2.0  # of measured steps
+PATIENCE_S = 240
+
+
+class Contender(NamedTuple):
+    """How a model is made from arguments, which recipe it computes like, arguments it adds."""
+
+    build: Callable[[Namespace], nn.Module]
+    like: str
+    arguments: tuple[str, ...] = ()
+
+
+def _ours(args: Namespace) -> nn.Module:
+    from megatron_lowbit.integrations.megatron_core.gpt import build_gpt
+    from megatron_lowbit.kernels.engine import select_engine
+    from megatron_lowbit.recipes import load_recipe
+
+    recipe = load_recipe(*args.recipes, args.recipe_set)
+    return build_gpt(args, _config(args), recipe, select_engine(timing.device()), VOCABULARY)[0]
+
+
+def _config(args: Namespace):
+    from megatron_lowbit.integrations.megatron_core.gpt import transformer_config
+
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return transformer_config(args, dtype)
+
+
+def _transformer_engine(fp8_recipe: str | None, args: Namespace) -> nn.Module:
+    import transformer_engine.pytorch  # noqa: F401  megatron-core's own error does not say so
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.transformer.module import Float16Module
+
+    spec = get_gpt_layer_with_transformer_engine_spec()
+    config = dataclasses.replace(
+        _config(args),
+        apply_rope_fusion=True,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te",
+        **({"fp8": "hybrid", "fp8_recipe": fp8_recipe} if fp8_recipe else {}),
+    )
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCABULARY,
+        max_sequence_length=args.max_position_embeddings,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type=args.position_embedding_type,
+        rotary_base=args.rotary_base,
+    )
+    return Float16Module(config, model.to(timing.device()))
+
+
+CONTENDERS = {
+    "bf16": Contender(_ours, "bf16", ("--precision-recipe", "bf16")),
+    "fp8-tile": Contender(_ours, "fp8-tile", ("--fp8-recipe", "fp8-tile")),
+    "mxfp4-backward": Contender(_ours, "mxfp4-backward", ("--fp4-recipe", "mxfp4-backward")),
+    "nvfp4": Contender(
+        _ours, "nvfp4", ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
+    ),
+    "TE BF16": Contender(partial(_transformer_engine, None), "bf16"),
+    "TE blockwise": Contender(partial(_transformer_engine, "blockwise"), "fp8-tile"),
+    "TE delayed": Contender(partial(_transformer_engine, "delayed"), "fp8-delayed"),
+}
+
+
+def work(name: str, extra: Sequence[str]) -> None:
+    """One contender in this process: import, wait for a line, build, measure, print a JSON line."""
+    warnings.filterwarnings(
+        "ignore", module=r"megatron\.core|torch\.distributed|transformer_engine"
+    )
+    from megatron_lowbit.integrations.megatron_core import gpt  # noqa: F401  the slowest import
+    from megatron_lowbit.training.arguments import parse_arguments
+    from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+
+    contender = CONTENDERS[name]
+    args = parse_arguments([*MODEL, *contender.arguments, *extra])
+    sys.stdin.readline()
+    initialize_distributed(args)
+    step = _step(contender.build(args), args)
+    step(lambda: None)  # compilation and workspaces: not part of the memory that a run takes
+    timing.synchronize()
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    laps = timing.measure({name: step}, SECONDS, flush=False)[name]
+    peak = torch.cuda.max_memory_allocated() if cuda else None
+    phases = {
+        "forward": [lap[0] for lap in laps],
+        "backward": [lap[1] for lap in laps],
+        "both": [sum(lap) for lap in laps],
+    }
+    row = {phase: timing.spread(times) for phase, times in phases.items()}
+    row["tokens"] = args.micro_batch_size * args.seq_length
+    row["peak_gb"] = round(peak / 1e9, 2) if cuda else None
+    print(json.dumps(row | _flops(args)))
+    shutdown()
+
+
+def _step(model: nn.Module, args: Namespace) -> timing.Step:
+    shape = (args.micro_batch_size, args.seq_length)
+    device = timing.device()
+    tokens, labels = torch.randint(VOCABULARY, (2, *shape), device=device).unbind()
+    positions = torch.arange(args.seq_length, device=device).expand(shape)
+
+    def step(mark: timing.Mark) -> None:
+        model.zero_grad(set_to_none=True)
+        loss = model(tokens, positions, attention_mask=None, labels=labels).mean()
+        mark()
+        loss.backward()
+
+    return step
+
+
+def _flops(args: Namespace) -> dict[str, int]:
+    """FLOPs of a step: of all, and of them those outside the blocks' linear layers."""
+    from megatron_lowbit.training.flops import sample_flops
+
+    scores = args.num_layers * args.seq_length * args.num_attention_heads * args.kv_channels
+    outside = 6 * (args.hidden_size * VOCABULARY + scores) * args.seq_length
+    flops = {"flops": sample_flops(args, VOCABULARY), "flops_outside": outside}
+    return {key: args.micro_batch_size * count for key, count in flops.items()}
+
+
+def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceilings]:
+    """A row for each contender, and the ceilings, measured before the first of them."""
+    workers = {name: _start(name, extra) for name in names}
+    try:
+        limits = timing.ceilings()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        rows = [_finish(name, worker, limits) for name, worker in workers.items()]
+    finally:
+        for worker in workers.values():
+            worker.kill()
+    base = next((row for row in rows if row["contender"] == "TE BF16"), {})
+    for row in rows if "both" in base else ():
+        if "both" in row:
+            ratio = base["both"]["median_ms"] / row["both"]["median_ms"]
+            row["times_te_bf16"] = round(ratio, 3)
+    return rows, limits
+
+
+def _start(name: str, extra: Sequence[str]) -> subprocess.Popen:
+    command = [sys.executable, __file__, "--worker", name, "--extra", *extra]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+
+
+def _finish(name: str, worker: subprocess.Popen, limits: Ceilings) -> dict:
+    """Let a worker go on, and make a row of what it says."""
+    try:
+        output, errors = worker.communicate("go\n", timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        return {"contender": name, "refused": f"no result within {PATIENCE_S} s"}
+    if worker.returncode:
+        # Destructors may go on printing after the exception that ended the process.
+        named = [line for line in errors.splitlines() if "Error: " in line or "Exception: " in line]
+        last = (named or errors.splitlines() or [f"exit status {worker.returncode}"])[-1]
+        return {"contender": name, "refused": last.removeprefix("[rank0]: ").strip()[:200]}
+    # Libraries may print as well.
+    row = json.loads(next(line for line in output.splitlines() if line.startswith('{"forward"')))
+    seconds = row["both"]["median_ms"] / 1e3
+    row["tokens_per_s"] = round(row["tokens"] / seconds, 1)
+    row["tflop_per_s"] = round(row["flops"] / seconds / 1e12, 3)
+    row["of_bf16_gemm"] = round(row["flops"] / seconds / limits.gemms["bf16"], 3)
+    least = _bound(CONTENDERS[name].like, row, limits)
+    if least is not None:
+        row["bound_ms"] = round(1e3 * least, 3)
+        row["over_bound"] = round(seconds / least, 3)
+    return {"contender": name} | row
+
+
+def _bound(recipe: str, row: dict, limits: Ceilings) -> float | None:
+    gemms = middle_precision(recipe).gemms.values()
+    share = (row["flops"] - row["flops_outside"]) / 3
+    seconds = [limits.seconds(share, gemm_kind(precision)) for precision in gemms]
+    if None in seconds:
+        return None
+    return sum(seconds) + row["flops_outside"] / limits.gemms["bf16"]
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """What is worth a look while measuring."""
+    shown = Table(title="forward and backward")
+    for heading in ("contender", "ms", "tokens/s", "x TE BF16", "peak GB", "over bound"):
+        shown.add_column(heading)
+    for row in rows:
+        if "refused" in row:
+            shown.add_row(row["contender"], row["refused"])
+            continue
+        keys = ("tokens_per_s", "times_te_bf16", "peak_gb", "over_bound")
+        values = [row["both"]["median_ms"], *(row.get(key, "") for key in keys)]
+        shown.add_row(row["contender"], *map(str, values))
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
+    parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
+    timing.add_output(parser, "model")
+    parser.add_argument(
+        "--extra", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT",
+        help="all that follows goes to every model, such as --num-layers 8",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.worker is not None:
+        work(args.worker, args.extra)
+        return
+    begin, console = time.monotonic(), Console(width=130)
+    rows, limits = run(args.contenders, args.extra)
+    console.print(limits.as_json())
+    console.print(table(rows))
+    timing.write(args.output, limits, rows, begin, arguments=[*MODEL, *args.extra])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Times of contenders taken in turns, the ceilings they are set against, and where they ran.
+
+A contender is a step: a function that does the work once and calls ``mark()`` between its phases.
+On a GPU phases are timed by CUDA events, with the second-level cache flushed before every step;
+elsewhere by the CPU's clock, which is for trying the scripts out.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lowbit.analysis.machine import machine
+from megatron_lowbit.kernels.engine import select_engine
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+Mark = Callable[[], None]
+Step = Callable[[Mark], None]
+
+TURNS = 10
+WARMUP = 3
+MOST = 200
+# Far above the cache, and long enough that the CPU has launched the step before the GPU is done:
+# what is timed is the GPU's work, as in training, where launches run ahead.
+FLUSH_BYTES = 2**30
+
+
+def device() -> torch.device:
+    """The GPU, or the CPU where there is none."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    """Wait for the GPU, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class Stopwatch:
+    """Moments of one step: when it began, its marks, its end."""
+
+    def __init__(self) -> None:
+        self.moments: list = []
+
+    def mark(self) -> None:
+        """Record this moment, on the GPU's own time line where there is one."""
+        if torch.cuda.is_available():
+            moment = torch.cuda.Event(enable_timing=True)
+            moment.record()
+        else:
+            moment = time.perf_counter()
+        self.moments.append(moment)
+
+    def laps(self) -> list[float]:
+        """Milliseconds between the moments; synchronize before."""
+        pairs = zip(self.moments, self.moments[1:], strict=False)
+        if torch.cuda.is_available():
+            return [begin.elapsed_time(end) for begin, end in pairs]
+        return [1e3 * (end - begin) for begin, end in pairs]
+
+
+def _timed(step: Step, flush: Tensor | None = None) -> Stopwatch:
+    if flush is not None:
+        flush.zero_()
+    watch = Stopwatch()
+    watch.mark()
+    step(watch.mark)
+    watch.mark()
+    return watch
+
+
+def measure(
+    steps: dict[str, Step], seconds: float = 0.15, flush: bool = True
+) -> dict[str, list[list[float]]]:
+    """The laps in ms of every repetition of every step.
+
+    Each step is repeated for about ``seconds`` after its warm-up, spread over turns in which all
+    contenders come one after another: clocks and temperature drift alike for all.
+    """
+    cold = None
+    if flush and torch.cuda.is_available():
+        cold = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    counts = {name: _repetitions(step, seconds, cold) for name, step in steps.items()}
+    laps: dict[str, list[list[float]]] = {name: [] for name in steps}
+    for turn in range(TURNS):
+        for name, step in steps.items():
+            share = counts[name] * (turn + 1) // TURNS - counts[name] * turn // TURNS
+            watches = [_timed(step, cold) for _ in range(share)]
+            synchronize()
+            laps[name] += [watch.laps() for watch in watches]
+    return laps
+
+
+def _repetitions(step: Step, seconds: float, cold: Tensor | None) -> int:
+    for _ in range(WARMUP):
+        last = _timed(step, cold)
+        synchronize()
+    return min(MOST, max(3, math.ceil(1e3 * seconds / max(sum(last.laps()), 1e-3))))
+
+
+def spread(milliseconds: Iterable[float]) -> dict[str, float]:
+    """Median and interquartile range of repetitions."""
+    values = list(milliseconds)
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return {
+        "median_ms": round(middle, 4),
+        "iqr_ms": round(high - low, 4),
+        "repetitions": len(values),
+    }
+
+
+def build(builders: dict[str, Callable[[], Step]]) -> tuple[dict[str, Step], dict[str, str]]:
+    """The steps that run once, and of the others why they do not."""
+    steps, refused = {}, {}
+    for name, builder in builders.items():
+        # Whatever is raised where a contender is absent or does not take the case is its reason.
+        try:
+            step = builder()
+            step(lambda: None)
+            synchronize()
+        except Exception as error:
+            refused[name] = reason(error)
+        else:
+            steps[name] = step
+    return steps, refused
+
+
+def reason(error: Exception) -> str:
+    """Why something refuses, in one line that names no folder of this machine."""
+    lines = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {lines[0] if lines else ''}".replace(f"{ROOT}/", "")
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+class Ceilings(NamedTuple):
+    """What the device reaches in this run: bytes read and written a second, GEMMs' FLOPs a second.
+
+    ``refused`` names the GEMMs that the device has not, with the reason.
+    """
+
+    copy: float
+    gemms: dict[str, float]
+    refused: dict[str, str]
+
+    def seconds(self, flops: float, gemm: str) -> float | None:
+        """The least time of so many operations in a kind of GEMM; None where it is absent."""
+        return flops / self.gemms[gemm] if gemm in self.gemms else None
+
+    def as_json(self) -> dict:
+        """In TB/s and TFLOP/s."""
+        gemms = {name: round(rate / 1e12, 4) for name, rate in self.gemms.items()}
+        copy = round(self.copy / 1e12, 4)
+        return {"copy_tb_per_s": copy, "gemm_tflop_per_s": gemms, "refused": self.refused}
+
+
+def ceilings() -> Ceilings:
+    """Measure the device: a copy of 1 GiB, and products of two 8192 x 8192 matrices."""
+    size, bytes_copied = (8192, 2**30) if torch.cuda.is_available() else (256, 2**20)
+    builders = {name: partial(builder, size) for name, builder in _GEMMS.items()}
+    builders = {"copy": partial(_copy, bytes_copied), **builders}
+    steps, refused = build(builders)
+    medians = {
+        name: statistics.median(sum(lap) for lap in laps) / 1e3
+        for name, laps in measure(steps).items()
+    }
+    rates = {name: 2 * size**3 / seconds for name, seconds in medians.items() if name != "copy"}
+    return Ceilings(2 * bytes_copied / medians["copy"], rates, refused)
+
+
+def _copy(size: int) -> Step:
+    source, target = torch.ones(2, size, dtype=torch.uint8, device=device()).unbind()
+    return lambda mark: target.copy_(source)
+
+
+def _bf16_gemm(size: int) -> Step:
+    a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device()).unbind()
+    return lambda mark: torch.mm(a, b.t())
+
+
+def _fp8_operands(size: int) -> tuple[Tensor, Tensor]:
+    """Row-major times column-major, as the GEMMs take them; E4M3 values of N(0, 1)."""
+    a, b = (torch.randn(size, size, device=device()).to(torch.float8_e4m3fn) for _ in range(2))
+    return a, b.t()
+
+
+def _tile_gemm(size: int, rhs_rows: int) -> Step:
+    """lhs in 1x128 tiles, rhs in 1x128 or 128x128 tiles, FP32 sums promoted every 128."""
+    a, b = _fp8_operands(size)
+    blocks = size // 128
+    # Both layouts are the library's own: outer blocks stored last, 128x128 padded to fours along K.
+    scale_a = torch.ones(blocks, size, device=a.device).t()
+    scale_b, kind = scale_a, F.ScalingType.BlockWise1x128
+    if rhs_rows == 128:
+        scale_b = torch.ones(blocks, -(-blocks // 4) * 4, device=a.device).t()
+        kind = F.ScalingType.BlockWise128x128
+    lhs_kind = F.ScalingType.BlockWise1x128
+    return lambda mark: F.scaled_mm(a, b, scale_a, lhs_kind, scale_b, kind)
+
+
+def _scaled_gemm(size: int, scales: int) -> Step:
+    """One scale for each row of the operands, or (``scales`` 1) for each tensor."""
+    a, b = _fp8_operands(size)
+    scale_a = torch.ones(scales, 1, device=a.device)
+    scale_b = scale_a.t().contiguous()
+    if scales == 1:
+        scale_a = scale_b = torch.ones((), device=a.device)
+    return lambda mark: torch._scaled_mm(
+        a, b, scale_a, scale_b, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+_GEMMS: dict[str, Callable[[int], Step]] = {
+    "bf16": _bf16_gemm,
+    "fp8 1x128 . 128x128": lambda size: _tile_gemm(size, 128),
+    "fp8 1x128 . 1x128": lambda size: _tile_gemm(size, 1),
+    "fp8 per row": lambda size: _scaled_gemm(size, size),
+    "fp8 per tensor": lambda size: _scaled_gemm(size, 1),
+}
+
+
+def gpu_name() -> str:
+    """The GPU's name, or ``cpu``."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+def description() -> dict[str, str | int]:
+    """The machine, and the versions of everything that takes part."""
+    packages = {
+        "triton": "triton",
+        "transformer_engine": "transformer-engine",
+        "torchao": "torchao",
+        "megatron_core": "megatron-core",
+    }
+    versions = {key: _version(package) for key, package in packages.items()}
+    return machine(gpu=gpu_name(), driver=_driver(), **versions)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    if not torch.cuda.is_available():
+        return "none"
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return answer.partition("\n")[0] or "unknown"
+
+
+def add_output(parser: argparse.ArgumentParser, benchmark: str) -> None:
+    """The ``--output`` argument: by default a file named after the benchmark and the GPU."""
+    slug = gpu_name().lower().removeprefix("nvidia ").replace(" ", "-")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", default=RESULTS / f"{benchmark}-{slug}.json",
+        help="default: %(default)s",
+    )  # fmt: skip
+
+
+def write(file: Path, limits: Ceilings, rows: list[dict], begin: float, **more) -> None:
+    """The JSON: the machine, the recipes' engine, the ceilings, and a line for each row."""
+    engine = select_engine(device())
+    head = {"machine": description(), "engine": f"{engine.name} ({engine.reason})"}
+    head |= {"seconds": round(time.monotonic() - begin), "ceilings": limits.as_json(), **more}
+    body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
+    print(file)

@@ -1,0 +1,69 @@
+"""The amax of a matrix and of its transpose in one pass, each after its transform.
+
+A transform's last steps, scaling and rounding to BF16, keep the order of magnitudes: they are left
+to the largest one.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_lowbit.kernels.elements import abs_bits
+from megatron_lowbit.kernels.hadamard import butterfly_points, finish, transform_tile
+from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
+
+MAX_POINTS = tl.constexpr(64)
+"""A longer transform is not taken apart into points: too much code."""
+
+
+@triton.jit(do_not_specialize=["row_signs", "col_signs"])
+def amax_kernel(
+    x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
+    TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitudes, as FP32 bits, of x (R, C) and its transpose, after ROW and COL.
+
+    They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
+    counts; ``row_amax`` or ``col_amax`` may be None.
+    """
+    tiles = tl.cdiv(C, TN)
+    row0 = (tl.program_id(0) // tiles) * TM
+    col0 = (tl.program_id(0) % tiles) * TN
+    PLAIN: tl.constexpr = (row_amax is not None and ROW is None) or (
+        col_amax is not None and COL is None
+    )
+    if PLAIN:
+        tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+        most = tl.max(tl.max(abs_bits(tile), 1), 0)
+        if row_amax is not None and ROW is None:
+            tl.atomic_max(row_amax, most)
+        if col_amax is not None and COL is None:
+            tl.atomic_max(col_amax, most)
+    if row_amax is not None and ROW is not None:
+        if ROW.points <= MAX_POINTS and ROW.points >= 8:
+            P: tl.constexpr = ROW.points
+            points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+            tl.atomic_max(row_amax, _most_of_points(points, row_signs, ROW))
+        else:
+            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            tile = transform_tile(tile, row_signs, TM, TN, ROW)
+            tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
+    if col_amax is not None and COL is not None:
+        if COL.points <= MAX_POINTS:
+            Q: tl.constexpr = COL.points
+            points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+            tl.atomic_max(col_amax, _most_of_points(points, col_signs, COL))
+        else:
+            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            tile = transform_tile(tl.trans(tile), col_signs, TN, TM, COL)
+            tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
+
+
+@triton.jit
+def _most_of_points(points, signs, H: tl.constexpr):
+    N: tl.constexpr = H.points
+    points = butterfly_points(points, signs, N, H)
+    most = abs_bits(points[0])
+    for i in tl.static_range(1, N):
+        most = tl.maximum(most, abs_bits(points[i]))
+    most = tl.max(most, 0).to(tl.float32, bitcast=True)
+    return abs_bits(finish(most, H))

@@ -1,0 +1,91 @@
+"""The engine of NVIDIA GPUs: fused quantization, and the GEMM that the table of routes says."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lowbit.kernels.gemm import (
+    FoldedProduct,
+    Format,
+    GpuOperand,
+    Route,
+    plain,
+    routes,
+)
+from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.numerics import Accumulation, QuantizedTensor, Request
+from megatron_lowbit.numerics import gemm as reference
+
+MIN_CAPABILITY = (8, 9)
+"""From here on GPUs cast to FP8 and multiply it."""
+
+
+class FusedEngine:
+    """What a linear layer calls on one kind of device. ``folded`` counts what did not fold."""
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.capability = capability
+        self.folded = FoldedProduct()
+        self._routes = routes(self.folded)
+
+    def route(self, lhs: Format, rhs: Format) -> Route:
+        """How a pair of formats, one of them at least quantized, is multiplied; in any order."""
+        return next(r for r in self._routes if r.takes(lhs, rhs, self.capability))
+
+    def quantize(
+        self, x: Tensor, row: Request | None, col: Request | None
+    ) -> tuple[GpuOperand | None, GpuOperand | None]:
+        """:func:`megatron_lowbit.numerics.quantize_both` in one pass, each side as its GEMM wants.
+
+        x may have any strides. Of square blocks that serve both sides the codes are made once.
+        """
+        exact = [r is not None and self._is_exact(r, x.dtype) for r in (row, col)]
+        values = [is_exact and not r.kept for is_exact, r in zip(exact, (row, col), strict=True)]
+        if col is row and exact[0]:
+            by_row, _ = quantize_both(x, row, None, (values[0], False))
+            if isinstance(by_row, Values):
+                return by_row, Values(by_row.values.t(), by_row.tensor_scale)
+            return by_row, Transposed(by_row)
+        return quantize_both(x, row, col, (values[0], values[1]))
+
+    def _is_exact(self, request: Request, dtype: torch.dtype) -> bool:
+        """Whether the GEMM takes BF16 numbers: not beside an operand that stays in FP32."""
+        if request.other is None and dtype is not torch.bfloat16:
+            return False
+        return self.route(request.quantizer.format, request.other).values
+
+    def gemm(
+        self,
+        lhs: GpuOperand,
+        rhs: GpuOperand,
+        bias: Tensor | None = None,
+        accumulation: Accumulation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """:func:`megatron_lowbit.numerics.gemm` on tensor cores; an accumulation is emulated."""
+        if accumulation is not None or _are_empty_codes(lhs, rhs):
+            return reference(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
+        if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
+            y = F.linear(lhs, rhs, bias)
+            return y if out_dtype is None else y.to(out_dtype)
+        multiply = self._multiply(lhs, rhs)
+        return multiply(lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
+
+    def _multiply(self, lhs: GpuOperand, rhs: GpuOperand):
+        formats = []
+        for operand in (lhs, rhs):
+            if isinstance(operand, Values | Transposed):
+                return self._named("exact BF16")
+            if isinstance(operand, Tensor) and operand.dtype is not torch.bfloat16:
+                return self._named("dequantized to FP32")
+            formats.append(None if isinstance(operand, Tensor) else operand.format)
+        return self.route(*formats).multiply
+
+    def _named(self, name: str):
+        return next(r.multiply for r in self._routes if r.name == name)
+
+
+def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:
+    both = isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor)
+    return both and 0 in (*lhs.shape, *rhs.shape)

@@ -1,0 +1,210 @@
+"""GEMMs on a GPU: which tensor cores multiply a pair of formats, and how exactly they add up.
+
+:func:`routes` is the table: the first route that takes both formats on a device is the pair's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.functional import ScalingType
+
+from megatron_lowbit.kernels.operands import Folded, Transposed, Values, exact_values, fold
+from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.numerics import gemm as reference
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
+from megatron_lowbit.numerics.formats import E2M1, E5M2
+
+GpuOperand = Tensor | QuantizedTensor | Values | Transposed
+Format = BlockFormat | None
+"""A format, or None for an operand in BF16."""
+
+_ALIGNMENT = 16
+"""cuBLAS takes FP8 matrices whose sizes are multiples of this."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to multiply.
+
+    ``takes(lhs, rhs, capability)`` says for which formats and devices. ``values``: operands that
+    are used at once are best quantized to BF16 numbers. ``multiply(lhs, rhs, bias, out_dtype)``.
+    """
+
+    name: str
+    accumulation: str
+    takes: Callable[[Format, Format, tuple[int, int]], bool]
+    multiply: Callable[[GpuOperand, GpuOperand, Tensor | None, torch.dtype], Tensor]
+    values: bool = False
+
+
+def exact_product(
+    lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """BF16 GEMM of exact operands; tensor scales are applied to the product."""
+    left, right = _as_values(lhs), _as_values(rhs)
+    a, b = left.values, right.values.t()
+    if out_dtype is torch.float32:
+        y = torch.mm(a, b, out_dtype=torch.float32)
+    else:
+        y = torch.mm(a, b)
+    scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
+    if scales:
+        y.mul_(torch.stack(scales).prod())
+    if bias is not None:
+        y.add_(bias)
+    return y if y.dtype is out_dtype else y.to(out_dtype)
+
+
+def _as_values(operand: GpuOperand) -> Values:
+    return Values(operand, None) if isinstance(operand, Tensor) else exact_values(operand)
+
+
+def tile_product(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """FP8 GEMM of 1x128 and 128x128 tiles; cuBLAS adds up 128 products, scales and adds in FP32."""
+    (a, scale_a, kind_a), (b, scale_b, kind_b) = map(_tile_operand, (lhs, rhs))
+    y = F.scaled_mm(
+        a, b.t(), scale_a, kind_a, scale_b.t() if kind_b is _TILE_1 else scale_b, kind_b,
+        output_dtype=_fp8_output(out_dtype),
+    )  # fmt: skip
+    return _finish(y, lhs, rhs, bias, out_dtype)
+
+
+_TILE_1, _TILE_128 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+
+
+def _tile_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor, ScalingType]:
+    """Codes, and scales as cuBLAS reads them: along K last, in another layout for either kind."""
+    codes = _aligned(operand.codes)
+    if operand.format.block_rows == 1:
+        scales = F.pad(operand.scales, (0, 0, 0, len(codes) - len(operand.scales)), value=1.0)
+        return codes, scales.t().contiguous().t(), _TILE_1
+    columns = operand.scales.shape[1]
+    return codes, F.pad(operand.scales, (0, -columns % 4)).t(), _TILE_128
+
+
+def tensor_product(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """FP8 GEMM with a scale a tensor."""
+    a, b = _aligned(lhs.codes, 1), _aligned(rhs.codes, 1)
+    one = ScalingType.TensorWise
+    y = F.scaled_mm(
+        a, b.t(), lhs.tensor_scale, one, rhs.tensor_scale, one, output_dtype=_fp8_output(out_dtype)
+    )
+    return _finish(y, lhs, rhs, bias, out_dtype)
+
+
+class FoldedProduct:
+    """FP8 GEMM of MXFP4 folded to E4M3 with a power of two a row; counts what did not fold.
+
+    ``inexact`` and ``values`` are how many operand values were rounded, of how many.
+    """
+
+    def __init__(self) -> None:
+        self.inexact: Tensor | int = 0
+        self.values = 0
+
+    def __call__(
+        self, lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        """The product, in BF16 from the tensor cores."""
+        left, right = fold(lhs), fold(rhs)
+        self.inexact = self.inexact + left.inexact + right.inexact
+        self.values += left.codes.numel() + right.codes.numel()
+        a, b = _aligned_rows(left), _aligned_rows(right)
+        rows = ScalingType.RowWise
+        y = F.scaled_mm(
+            a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows,
+            output_dtype=torch.bfloat16, use_fast_accum=True,
+        )  # fmt: skip
+        return _finish(y, lhs, rhs, bias, out_dtype)
+
+    def take(self) -> tuple[int, int]:
+        """Values rounded, of how many, since the last call."""
+        counts = int(self.inexact), self.values
+        self.inexact, self.values = 0, 0
+        return counts
+
+
+def _aligned_rows(folded: Folded) -> Folded:
+    codes = _aligned(folded.codes)
+    missing = len(codes) - len(folded.scales)
+    scales = F.pad(folded.scales, (0, 0, 0, missing), value=1.0) if missing else folded.scales
+    return Folded(codes, scales, folded.inexact)
+
+
+def dequantized_product(
+    lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """The reference: FP32 GEMM of dequantized operands."""
+    return reference(plain(lhs), plain(rhs), bias, out_dtype=out_dtype)
+
+
+def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
+    """The operand as the reference takes it; not for BF16 numbers."""
+    return operand.of.transpose() if isinstance(operand, Transposed) else operand
+
+
+def _aligned(codes: Tensor, *axes: int) -> Tensor:
+    """Codes (R, K) with rows of zeros, and columns where axis 1 is named, to whole alignments."""
+    bottom = -codes.shape[0] % _ALIGNMENT
+    right = -codes.shape[1] % _ALIGNMENT if axes else 0
+    if not bottom and not right:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, right, 0, bottom)).view(codes.dtype)
+
+
+def _fp8_output(out_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if out_dtype is torch.float32 else torch.bfloat16
+
+
+def _finish(
+    y: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Cut off what was added for alignment; add the bias."""
+    y = y[: lhs.shape[0], : rhs.shape[0]]
+    if bias is not None:
+        y = y + bias
+    return y.to(dtype).contiguous()
+
+
+def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)
+    return (
+        both
+        and capability[0] == 9
+        and 1 in (lhs.block_rows, rhs.block_rows)
+        and not lhs.element == rhs.element == E5M2
+    )
+
+
+def _takes_tensors(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    both = isinstance(lhs, FP8Tensor) and isinstance(rhs, FP8Tensor)
+    return both and not lhs.element == rhs.element == E5M2
+
+
+def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    return all(isinstance(f, MX) and f.element == E2M1 for f in (lhs, rhs))
+
+
+def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    return all(f is None or isinstance(f, NVFP4 | MX | FP8Tensor) for f in (lhs, rhs))
+
+
+def routes(folded: FoldedProduct) -> tuple[Route, ...]:
+    """The table, in order of preference."""
+    return (
+        Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles, tile_product),
+        Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors, tensor_product),
+        Route("MXFP4 folded to FP8", "FP8 tensor cores' sums", _takes_folded, folded),
+        Route("exact BF16", "FP32", _takes_exact, exact_product, values=True),
+        Route("dequantized to FP32", "FP32", lambda *_: True, dequantized_product),
+    )

@@ -1,0 +1,182 @@
+"""What a GEMM on a GPU takes: codes as they are, exact BF16 numbers, or MXFP4 folded into E4M3."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lowbit.kernels.elements import Element, encode, on_grid, over_block
+from megatron_lowbit.kernels.tiles import store_tile
+from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
+from megatron_lowbit.numerics.formats import E4M3, ElementFormat, decode_e8m0
+
+FOLD = 6
+"""Binades that a row's largest block is raised by: E2M1's 6 becomes 384, E4M3's largest is 448."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """An operand as BF16 numbers (R, K), any strides: times ``tensor_scale`` they are exact.
+
+    ``tensor_scale`` is an FP32 scalar, or None for 1.
+    """
+
+    values: Tensor
+    tensor_scale: Tensor | None
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """The transpose of an operand in square blocks, which it shares its codes with."""
+
+    of: QuantizedTensor
+
+
+class Folded(NamedTuple):
+    """An MXFP4 operand in E4M3 codes (R, K) with one FP32 scale a row, (R, 1).
+
+    Source: NUMERICS, power-of-two folding. Exact while a block's scale lies within 14 binades of
+    the row's largest; ``inexact`` (int64 scalar) counts values of smaller blocks that were rounded.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    inexact: Tensor
+
+
+def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
+    """BF16 numbers of codes of at most 4 significant bits and scales of at most 4."""
+    if isinstance(operand, Values):
+        return operand
+    if isinstance(operand, Transposed):
+        whole = exact_values(operand.of)
+        return Values(whole.values.t(), whole.tensor_scale)
+    rows, columns = operand.codes.shape[0], _columns(operand)
+    values = torch.empty((rows, columns), dtype=torch.bfloat16, device=operand.codes.device)
+    if operand.scales.shape[1]:
+        _launch(operand, values, None, None)
+    else:
+        values.copy_(operand.codes)
+    values = values[:, : operand.shape[-1]]
+    return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
+
+
+def fold(operand: QuantizedTensor) -> Folded:
+    """MXFP4 codes and scales as E4M3 with one power of two a row, times the tensor scale."""
+    device = operand.codes.device
+    codes = torch.empty(
+        (operand.codes.shape[0], _columns(operand)), dtype=torch.float8_e4m3fn, device=device
+    )
+    largest = operand.scales.amax(1)
+    inexact = torch.zeros((), dtype=torch.int64, device=device)
+    _launch(operand, codes.view(torch.uint8), largest, inexact)
+    scales = decode_e8m0(largest) * 2.0**-FOLD * operand.tensor_scale
+    return Folded(codes, scales[:, None], inexact)
+
+
+def has_tensor_scale(format: BlockFormat) -> bool:
+    """Whether the tensor scale may be another than 1."""
+    return format.tensor_scaled or "three_quarters" in format.options
+
+
+def _columns(operand: QuantizedTensor) -> int:
+    return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
+
+
+def _launch(
+    operand: QuantizedTensor, out: Tensor, largest: Tensor | None, inexact: Tensor | None
+) -> None:
+    rows, columns = out.shape
+    if not out.numel():
+        return
+    tile = (16, 256)
+    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+    even = rows % tile[0] == 0 and columns % tile[1] == 0
+    _decode_kernel[grid](
+        operand.codes.view(torch.uint8), operand.scales.view(torch.uint8), out, largest, inexact,
+        rows, columns, *tile, operand.format.block, element(operand.format.element),
+        element(E4M3) if isinstance(operand.format, NVFP4) else None, element(E4M3), even,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def element(format: ElementFormat) -> Element:
+    """An element format as the kernels take it."""
+    smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
+    nan_code = 0x7F if format.dtype else 0
+    return Element(format.bits, format.mantissa_bits, smallest, format.max, nan_code)
+
+
+@triton.jit
+def _decode_kernel(
+    codes, scales, out, largest, inexact, R, K,
+    TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, SCALE: tl.constexpr, E4M3: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Codes (R, K) with scales (R, K // BLOCK) to BF16, or to E4M3 codes where ``largest`` is.
+
+    SCALE is the scales' element format, None for E8M0. ``largest``: E8M0 bytes (R,).
+    """
+    tiles = tl.cdiv(K, TN)
+    row0 = (tl.program_id(0) // tiles) * TM
+    col0 = (tl.program_id(0) % tiles) * TN
+    if E.bits == 4:
+        pairs = _load(codes, row0, col0 // 2, R, K // 2, TM, TN // 2, EVEN)
+        code = tl.reshape(tl.join(pairs & 15, pairs >> 4), (TM, TN))
+    else:
+        code = _load(codes, row0, col0, R, K, TM, TN, EVEN)
+    stored = _load(scales, row0, col0 // BLOCK, R, K // BLOCK, TM, TN // BLOCK, EVEN)
+    if largest is None:
+        if SCALE is None:
+            scale = _power(stored + 0)
+        else:
+            scale = _decode(stored, SCALE)
+        value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
+        store_tile(out, value.to(tl.bfloat16), row0, col0, R, K, EVEN)
+    else:
+        r = row0 + tl.arange(0, TM)
+        most = tl.load(largest + r, mask=r < R, other=0).to(tl.int32)
+        shift = stored - most[:, None] + 6
+        scale = tl.where(stored == 255, float("nan"), _power(shift + 127))
+        value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
+        store_tile(out, encode(value, code, E4M3, False), row0, col0, R, K, EVEN)
+        if tl.min(tl.min(shift, 1), 0) < -8:
+            lost = (on_grid(value, value, E4M3, False) != tl.abs(value)) & (value == value)
+            tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
+
+
+@triton.jit
+def _load(base, row0, col0, rows, columns, A: tl.constexpr, B: tl.constexpr, EVEN: tl.constexpr):
+    r, c = tl.arange(0, A)[:, None], tl.arange(0, B)[None, :]
+    at = base + (row0.to(tl.int64) * columns + col0) + (r * columns + c)
+    if EVEN:
+        return tl.load(at).to(tl.int32)
+    else:
+        return tl.load(at, mask=(row0 + r < rows) & (col0 + c < columns), other=0).to(tl.int32)
+
+
+@triton.jit
+def _power(byte):
+    """2 ** (byte - 127) in FP32, down to its smallest subnormal; 255 is NaN."""
+    normal = byte << 23
+    subnormal = 1 << tl.maximum(22 + byte, 0)
+    bits = tl.where(byte > 0, normal, tl.where(byte < -22, 0, subnormal))
+    return tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _decode(code, E: tl.constexpr):
+    """Codes (int32) to FP32."""
+    LARGEST: tl.constexpr = (1 << (E.bits - 1)) - 1
+    UNBASE: tl.constexpr = 2.0 ** (E.min_exponent - 1)
+    magnitude = (code & LARGEST) << (23 - E.mantissa_bits)
+    value = magnitude.to(tl.float32, bitcast=True) * UNBASE
+    if E.nan_code != 0:
+        value = tl.where(value > E.max, float("nan"), value)
+    sign = (code >> (E.bits - 1)) << 31
+    return (value.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)

@@ -1,0 +1,121 @@
+"""Device functions: reading tiles of a matrix, and writing tiles of it or of its transpose.
+
+A matrix is read as one tensor, or as ``points``: a tuple of P tensors, one for each place in a
+group of P neighbours along a column or along a row. Whatever goes together in a group, such as the
+values of a block or of a transform, then stays within a thread.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_tile(
+    x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
+):
+    """x's tile at (row0, col0) in FP32, [TM, TN]; zeros outside of x."""
+    r, c = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
+    at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
+    if EVEN:
+        return tl.load(at).to(tl.float32)
+    else:
+        inside = (row0 + r < R) & (col0 + c < C)
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_column_points(
+    x, stride_r, stride_c, row0, col0, R, C,
+    TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
+    place = tl.arange(0, TM // P * TN)
+    r, c = place // TN * P, place % TN
+    at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
+    points = ()
+    for i in tl.static_range(P):
+        if EVEN:
+            point = tl.load(at + i * stride_r)
+        else:
+            inside = (row0 + r + i < R) & (col0 + c < C)
+            point = tl.load(at + i * stride_r, mask=inside, other=0.0)
+        points = points + (point.to(tl.float32),)
+    return points
+
+
+@triton.jit
+def load_row_points(
+    x, stride_r, stride_c, row0, col0, R, C,
+    TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same tile as P tensors [TM * TN // P], rows slowest; the i-th: columns i, i + P, ..."""
+    N: tl.constexpr = TM * TN // P
+    place = tl.arange(0, N)[:, None]
+    r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
+    at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
+    points = ()
+    for chunk in tl.static_range(0, P, 8):
+        if EVEN:
+            eight = tl.load(at + chunk * stride_c)
+        else:
+            inside = (row0 + r < R) & (col0 + c + chunk < C)
+            eight = tl.load(at + chunk * stride_c, mask=inside, other=0.0)
+        even, odd = tl.split(tl.reshape(eight.to(tl.float32), (N, 4, 2)))
+        p04, p26 = tl.split(tl.reshape(even, (N, 2, 2)))
+        p15, p37 = tl.split(tl.reshape(odd, (N, 2, 2)))
+        p0, p4 = tl.split(p04)
+        p1, p5 = tl.split(p15)
+        p2, p6 = tl.split(p26)
+        p3, p7 = tl.split(p37)
+        points = points + (p0, p1, p2, p3, p4, p5, p6, p7)
+    return points
+
+
+@triton.jit
+def side_by_side(points, N: tl.constexpr):
+    """N tensors [A], N a power of two, as one [A, N]."""
+    if N == 1:
+        return points[0][:, None]
+    else:
+        evens, odds = (), ()
+        for i in tl.static_range(0, N, 2):
+            evens = evens + (points[i],)
+            odds = odds + (points[i + 1],)
+        pairs = tl.join(side_by_side(evens, N // 2), side_by_side(odds, N // 2))
+        return tl.reshape(pairs, (points[0].shape[0], N))
+
+
+@triton.jit
+def store_groups(
+    base, groups, row0, rows_of, column0, columns_of, rows, columns, EVEN: tl.constexpr
+):
+    """Write [A, N] to a contiguous matrix (rows, columns).
+
+    Group i goes to row row0 + rows_of[i], elements column0 + columns_of[i] * N and the next.
+    """
+    N: tl.constexpr = groups.shape[1]
+    r = rows_of[:, None]
+    c = columns_of[:, None] * N + tl.arange(0, N)[None, :]
+    at = base + (row0.to(tl.int64) * columns + column0) + (r.to(tl.int64) * columns + c)
+    groups = groups.to(base.dtype.element_ty)
+    if EVEN:
+        tl.store(at, groups)
+    else:
+        tl.store(at, groups, mask=(row0 + r < rows) & (column0 + c < columns))
+
+
+@triton.jit
+def store_tile(base, tile, row0, col0, rows, columns, EVEN: tl.constexpr):
+    """Write a tile [A, B] of a contiguous matrix (rows, columns)."""
+    r, c = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+    at = base + (row0.to(tl.int64) * columns + col0) + (r * columns + c)
+    tile = tile.to(base.dtype.element_ty)
+    if EVEN:
+        tl.store(at, tile)
+    else:
+        tl.store(at, tile, mask=(row0 + r < rows) & (col0 + c < columns))
+
+
+@triton.jit
+def _offset(first, stride):
+    return first.to(tl.int64) * stride

@@ -1,0 +1,127 @@
+"""The engine of GPUs against the reference: which route, and products to a stated bound."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.engine import reference, select_engine
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request, gemm
+from megatron_lowbit.recipes import Layer, load_recipe
+
+HOPPER = (9, 0)
+PAIRS = {
+    ("fp8-1x128-e4m3", "fp8-128x128-e4m3"): "FP8 tiles",
+    ("fp8-1x128-e5m2", "fp8-1x128-e4m3"): "FP8 tiles",
+    ("fp8-tensor-e5m2", "fp8-tensor-e4m3"): "FP8 tensors",
+    ("mxfp4", "mxfp4"): "MXFP4 folded to FP8",
+    ("nvfp4", "nvfp4-2d"): "exact BF16",
+    ("mxfp8-e4m3", "mxfp8-e5m2"): "exact BF16",
+    ("mxfp4", "mxfp8-e4m3"): "exact BF16",
+    ("mxfp6-e2m3", None): "exact BF16",
+    ("fp8-1x128-e4m3", None): "dequantized to FP32",
+    ("fp8-1x128-e5m2", "fp8-1x128-e5m2"): "dequantized to FP32",
+    ("fp8-128x128-e4m3", "fp8-128x128-e4m3"): "dequantized to FP32",
+}
+# Sums in another order, or promoted each 128 products, of FP32; Hopper's FP8 tensor cores keep
+# fewer bits while they add up. Of the sum of magnitudes, before rounding to BF16.
+BOUNDS = {"FP8 tiles": 1e-4, "FP8 tensors": 1e-3, "MXFP4 folded to FP8": 1e-3, "exact BF16": 1e-5,
+          "dequantized to FP32": 1e-5}  # fmt: skip
+
+
+def names(pair):
+    return [None if name is None else FORMATS[name] for name in pair]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_routes(pair):
+    engine = FusedEngine(HOPPER)
+    assert engine.route(*names(pair)).name == PAIRS[pair]
+    assert engine.route(*reversed(names(pair))).name == PAIRS[pair]
+
+
+def test_tiles_have_tensor_cores_on_hopper_only():
+    tiles = names(("fp8-1x128-e4m3", "fp8-128x128-e4m3"))
+    assert FusedEngine((8, 9)).route(*tiles).name == "dequantized to FP32"
+    assert FusedEngine((10, 0)).route(*tiles).name == "dequantized to FP32"
+
+
+def matrix(rows, columns, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(rows, columns, generator=generator, device="cuda").bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(256, 384, 512), (250, 77, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_products(pair, dtype, shape):
+    rows, columns, length = shape
+    a, b = matrix(rows, length, 0), matrix(columns, length, 1)
+    lhs, rhs = names(pair)
+    engine = select_engine(a.device)
+    left, _ = engine.quantize(a, Request(Quantizer(lhs), other=rhs), None)
+    right = b
+    if rhs is not None:
+        right, _ = engine.quantize(b, Request(Quantizer(rhs), other=lhs), None)
+    bias = torch.randn(columns, device="cuda")
+    seen = engine.gemm(left, right, bias, None, dtype)
+    assert seen.dtype is dtype and seen.shape == (rows, columns)
+    exact = [Quantizer(lhs)(a).dequantize().double()]
+    exact.append(b.double() if rhs is None else Quantizer(rhs)(b).dequantize().double())
+    expected = exact[0] @ exact[1].t() + bias
+    magnitude = exact[0].abs() @ exact[1].abs().t() + bias.abs()
+    # The tensor cores' result may be rounded to BF16 twice: before and after scales and bias.
+    rounding = 2.0**-7 * expected.abs() + 2.0**-8 * bias.abs()
+    if dtype is torch.float32 and PAIRS[pair] != "MXFP4 folded to FP8":
+        rounding = 0
+    assert ((seen.double() - expected).abs() <= BOUNDS[PAIRS[pair]] * magnitude + rounding).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed"])
+def test_a_linear_layer_is_the_references(recipe):
+    precision = load_recipe(recipe).precision_for(Layer("decoder.layers.5.mlp.linear_fc1", 5, 30))
+    if precision.history_length:
+        pytest.skip("delayed scaling needs its history")
+    results = []
+    for engine in (reference("as the test's"), select_engine(torch.device("cuda"))):
+        x, weight = matrix(512, 384, 2).requires_grad_(), matrix(256, 384, 3).requires_grad_()
+        y = lowbit_linear(x, weight, precision, key=11, engine=engine)
+        y.backward(matrix(512, 256, 4))
+        results.append([y.detach().float(), x.grad.float(), weight.grad.float()])
+    for expected, seen in zip(*results, strict=True):
+        assert (seen - expected).norm() <= 4e-3 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_unsupported_input_has_one_clear_line():
+    engine, request = select_engine(torch.device("cuda")), Request(Quantizer(FORMATS["nvfp4"]))
+    with pytest.raises(TypeError, match=r"float32 or bfloat16, not torch\.float16"):
+        engine.quantize(torch.ones(16, 16, device="cuda").half(), request, None)
+
+
+@pytest.mark.gpu
+def test_no_tokens():
+    engine = select_engine(torch.device("cuda"))
+    empty, weight = torch.zeros(0, 64, device="cuda").bfloat16(), matrix(32, 64, 0)
+    for pair in PAIRS:
+        lhs, rhs = names(pair)
+        left, _ = engine.quantize(empty, Request(Quantizer(lhs), other=rhs), None)
+        right = weight
+        if rhs is not None:
+            right, _ = engine.quantize(weight, Request(Quantizer(rhs), other=lhs), None)
+        assert engine.gemm(left, right).shape == gemm(empty, weight).shape
+
+
+@pytest.mark.gpu
+def test_more_elements_than_31_bits_count():
+    x = torch.empty(2**15 + 64, 2**16, dtype=torch.bfloat16, device="cuda")
+    x[:-64] = 1
+    x[-64:] = matrix(64, 2**16, 0)
+    engine, request = select_engine(x.device), Request(Quantizer(FORMATS["mxfp4"]), kept=True)
+    row, col = engine.quantize(x, request, request.__class__(request.quantizer, kept=True))
+    for seen, tail in ((row, x[-64:]), (col, x[-64:].t())):
+        expected = request.quantizer(tail)
+        part = (slice(-64, None),) if seen is row else (slice(None), slice(-32, None))
+        assert torch.equal(seen.codes[part], expected.codes)

@@ -1,0 +1,96 @@
+"""What GEMMs get: the same numbers as the codes and scales, exactly or counted."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.operands import Transposed, exact_values, fold
+from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXACT = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128"))]
+
+
+def values(rows=48, columns=200, spread=2.0):
+    generator = torch.Generator().manual_seed(rows)
+    x, wide = (torch.randn(rows, columns, generator=generator) for _ in range(2))
+    return (x * torch.exp(spread * wide)).bfloat16().to(DEVICE)
+
+
+def numbers(operand) -> torch.Tensor:
+    """An operand's FP32 numbers."""
+    scale = 1.0 if operand.tensor_scale is None else operand.tensor_scale
+    return operand.values.float() * scale
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_bf16_numbers_are_exact(name):
+    q = Quantizer(FORMATS[name])(values())
+    assert torch.equal(numbers(exact_values(q)), q.dequantize())
+
+
+def test_square_blocks_serve_the_transpose():
+    q = Quantizer(FORMATS["nvfp4-2d"])(values())
+    assert torch.equal(numbers(exact_values(Transposed(q))), q.dequantize().t())
+
+
+def test_not_a_number_stays_one():
+    x = values()
+    x[3, 5] = torch.nan
+    for name in ("mxfp4", "mxfp8-e4m3", "mxfp8-e5m2"):
+        q = Quantizer(FORMATS[name])(x)
+        expected, seen = q.dequantize(), exact_values(q).values.float()
+        assert expected.isnan().any() and torch.equal(expected.isnan(), seen.isnan())
+
+
+@pytest.mark.parametrize("rounding", Rounding)
+@pytest.mark.parametrize(
+    "name, hadamard",
+    [("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None)],
+    ids=str,
+)
+def test_quantized_to_numbers_at_once(name, hadamard, rounding):
+    x, quantizer = values(64, 128), Quantizer(FORMATS[name], rounding)
+    draw = Draw(5) if rounding is Rounding.STOCHASTIC else None
+    request = Request(quantizer, hadamard, draw=draw)
+    for tensor in (x, x[:50, :120]):
+        at_once = quantize_both(tensor, request, request, (True, True))
+        packed = quantize_both(tensor, request, request)
+        for seen, codes in zip(at_once, packed, strict=True):
+            assert torch.equal(numbers(seen), codes.dequantize())
+
+
+@pytest.mark.parametrize("three_quarters", [False, True])
+@pytest.mark.parametrize("columns", [256, 200])
+def test_folding_is_exact_in_a_row_of_like_magnitudes(three_quarters, columns):
+    format = FORMATS["mxfp4"].with_options(three_quarters=three_quarters)
+    q = Quantizer(format)(values(48, columns, spread=0.5))
+    folded = fold(q)
+    seen = folded.codes.float()[:, :columns] * folded.scales
+    assert torch.equal(seen, q.dequantize())
+    assert folded.inexact == 0
+
+
+def test_folding_counts_what_it_rounds():
+    x = values(48, 256)
+    x[::2, :32] *= 2.0**12
+    x[1::3, 64:96] *= 2.0**-20
+    q = Quantizer(FORMATS["mxfp4"])(x)
+    folded = fold(q)
+    wrong = folded.codes.float() * folded.scales != q.dequantize()
+    assert folded.inexact == wrong.sum() > 0
+    largest = q.scales.amax(1, keepdim=True).int() - q.scales.int()
+    assert not wrong.unflatten(1, (-1, 32)).any(2)[largest <= 14].any()
+
+
+def test_folding_a_row_that_is_not_a_number():
+    x = values(16, 64)
+    x[3, 5] = torch.nan
+    folded = fold(Quantizer(FORMATS["mxfp4"])(x))
+    rows = (folded.codes.float() * folded.scales).isnan()
+    assert rows[3].all() and not rows[:3].any() and not rows[4:].any()
+
+
+def test_folding_zeros():
+    folded = fold(Quantizer(FORMATS["mxfp4"])(torch.zeros(4, 64, device=DEVICE)))
+    assert not (folded.codes.float() * folded.scales).any()
