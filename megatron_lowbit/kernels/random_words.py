@@ -10,6 +10,7 @@ def philox(key, quad, row):
 
     Products as 64-bit ones: that is one instruction for both halves.
     """
+    key = key.to(tl.int64)  # a small one comes as int32
     k0 = key.to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
     c0 = quad.to(tl.uint32)

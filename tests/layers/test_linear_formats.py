@@ -61,14 +61,15 @@ class Recorder:
         self.quantized, self.multiplied, self.accumulations = [], [], []
         self.engine = dataclasses.replace(ENGINE, quantize=self.quantize, gemm=self.gemm)
 
-    def quantize(self, quantizer, x, **options):
-        self.quantized.append(tuple(x.shape))
-        return ENGINE.quantize(quantizer, x, **options)
+    def quantize(self, x, row, col):
+        sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
+        self.quantized += [tuple(shape) for side, shape in sides if side]
+        return ENGINE.quantize(x, row, col)
 
-    def gemm(self, lhs, rhs, bias=None, accumulation=None):
+    def gemm(self, lhs, rhs, bias=None, accumulation=None, out_dtype=None):
         self.multiplied.append((lhs, rhs))
         self.accumulations.append(accumulation)
-        return ENGINE.gemm(lhs, rhs, bias, accumulation)
+        return ENGINE.gemm(lhs, rhs, bias, accumulation, out_dtype)
 
 
 # Formats

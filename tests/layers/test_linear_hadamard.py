@@ -92,8 +92,11 @@ def test_other_signs_on_one_side_give_another_product():
     x, weight, dy = leaves()
     wrong = iter(range(6))
 
-    def quantize(quantizer, x, sign_key, **options):
-        return quantizer(x, sign_key=derive_key(sign_key, next(wrong)), **options)
+    def respelled(side):
+        return side and dataclasses.replace(side, sign_key=derive_key(side.sign_key, next(wrong)))
+
+    def quantize(x, row, col):
+        return ENGINE.quantize(x, respelled(row), respelled(col))
 
     spoiled = dataclasses.replace(ENGINE, quantize=quantize)
     results = run(x, weight, dy, everywhere(Hadamard(64, "fresh", "fp32")), engine=spoiled)
@@ -119,13 +122,13 @@ def keys_of(precision, **options):
     """The sign keys that each GEMM's operands are quantized with."""
     keys = []
 
-    def quantize(quantizer, x, sign_key, **options):
-        keys.append(sign_key)
-        return quantizer(x, sign_key=sign_key, **options)
+    def quantize(x, row, col):
+        keys.extend(side.sign_key for side in (row, col) if side)
+        return ENGINE.quantize(x, row, col)
 
     run(*leaves(), precision, engine=dataclasses.replace(ENGINE, quantize=quantize), **options)
-    # In forward the weight, the input, and wgrad's input; then both of dgrad; then wgrad's grad.
-    weight, inputs, kept, dgrad_weight, dgrad_grad, wgrad_grad = keys
+    # In forward the input for fprop and wgrad, then the weight; in backward both grads first.
+    inputs, kept, weight, dgrad_grad, wgrad_grad, dgrad_weight = keys
     return {
         "fprop": (inputs, weight),
         "dgrad": (dgrad_grad, dgrad_weight),

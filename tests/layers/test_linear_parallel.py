@@ -69,9 +69,9 @@ class Recorder:
         self.product = engine.gemm
         self.engine = dataclasses.replace(engine, gemm=self.gemm)
 
-    def gemm(self, lhs, rhs, bias=None, accumulation=None):
+    def gemm(self, lhs, rhs, *options):
         self.operands.append((lhs, rhs))
-        return self.product(lhs, rhs, bias, accumulation)
+        return self.product(lhs, rhs, *options)
 
 
 def run(x, weight, dy, how, shards=UNSHARDED, history=None):
