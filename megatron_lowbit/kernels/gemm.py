@@ -70,10 +70,7 @@ def tile_product(
 ) -> Tensor:
     """FP8 GEMM of 1x128 and 128x128 tiles; cuBLAS adds up 128 products, scales and adds in FP32."""
     (a, scale_a, kind_a), (b, scale_b, kind_b) = map(_tile_operand, (lhs, rhs))
-    y = F.scaled_mm(
-        a, b.t(), scale_a, kind_a, scale_b.t() if kind_b is _TILE_1 else scale_b, kind_b,
-        output_dtype=_fp8_output(out_dtype),
-    )  # fmt: skip
+    y = F.scaled_mm(a, b.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=_fp8_output(out_dtype))
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
@@ -81,7 +78,7 @@ _TILE_1, _TILE_128 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
 
 
 def _tile_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor, ScalingType]:
-    """Codes, and scales as cuBLAS reads them: along K last, in another layout for either kind."""
+    """Codes, and scales as cuBLAS reads them: rows of tiles fastest for 1x128, else K fastest."""
     codes = _aligned(operand.codes)
     if operand.format.block_rows == 1:
         scales = F.pad(operand.scales, (0, 0, 0, len(codes) - len(operand.scales)), value=1.0)
