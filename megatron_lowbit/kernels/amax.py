@@ -31,7 +31,8 @@ def amax_kernel(
     PLAIN: tl.constexpr = (row_amax is not None and ROW is None) or (
         col_amax is not None and COL is None
     )
-    if PLAIN:
+    COLUMNS: tl.constexpr = COL is not None and COL.points <= MAX_POINTS
+    if PLAIN and not COLUMNS:
         tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         most = tl.max(tl.max(abs_bits(tile), 1), 0)
         if row_amax is not None and ROW is None:
@@ -42,28 +43,34 @@ def amax_kernel(
         if ROW.points <= MAX_POINTS and ROW.points >= 8:
             P: tl.constexpr = ROW.points
             points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
-            tl.atomic_max(row_amax, _most_of_points(points, row_signs, ROW))
+            tl.atomic_max(row_amax, _most_of_sums(points, row_signs, ROW))
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile = transform_tile(tile, row_signs, TM, TN, ROW)
             tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
-    if col_amax is not None and COL is not None:
-        if COL.points <= MAX_POINTS:
-            Q: tl.constexpr = COL.points
-            points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
-            tl.atomic_max(col_amax, _most_of_points(points, col_signs, COL))
-        else:
-            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-            tile = transform_tile(tl.trans(tile), col_signs, TN, TM, COL)
-            tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
+    if COLUMNS:
+        Q: tl.constexpr = COL.points
+        points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+        if PLAIN:
+            tl.atomic_max(row_amax, tl.max(_most(points, Q), 0))
+        tl.atomic_max(col_amax, _most_of_sums(points, col_signs, COL))
+    elif col_amax is not None and COL is not None:
+        tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+        tile = transform_tile(tl.trans(tile), col_signs, TN, TM, COL)
+        tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
 
 
 @triton.jit
-def _most_of_points(points, signs, H: tl.constexpr):
-    N: tl.constexpr = H.points
-    points = butterfly_points(points, signs, N, H)
+def _most(points, N: tl.constexpr):
     most = abs_bits(points[0])
     for i in tl.static_range(1, N):
         most = tl.maximum(most, abs_bits(points[i]))
-    most = tl.max(most, 0).to(tl.float32, bitcast=True)
+    return most
+
+
+@triton.jit
+def _most_of_sums(points, signs, H: tl.constexpr):
+    N: tl.constexpr = H.points
+    sums = butterfly_points(points, signs, N, H)
+    most = tl.max(_most(sums, N), 0).to(tl.float32, bitcast=True)
     return abs_bits(finish(most, H))

@@ -43,10 +43,11 @@ class FusedEngine:
         exact = [r is not None and self._is_exact(r, x.dtype) for r in (row, col)]
         values = [is_exact and not r.kept for is_exact, r in zip(exact, (row, col), strict=True)]
         if col is row and exact[0]:
-            by_row, _ = quantize_both(x, row, None, (values[0], False))
-            if isinstance(by_row, Values):
-                return by_row, Values(by_row.values.t(), by_row.tensor_scale)
-            return by_row, Transposed(by_row)
+            # Blocks along columns stay within a thread: the cheaper side.
+            _, by_col = quantize_both(x, None, col, (False, values[1]))
+            if isinstance(by_col, Values):
+                return Values(by_col.values.t(), by_col.tensor_scale), by_col
+            return Transposed(by_col), by_col
         return quantize_both(x, row, col, (values[0], values[1]))
 
     def _is_exact(self, request: Request, dtype: torch.dtype) -> bool:

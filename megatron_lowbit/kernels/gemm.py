@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from megatron_lowbit.kernels.epilogue import scaled
 from megatron_lowbit.kernels.operands import Folded, Transposed, Values, exact_values, fold
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
@@ -46,7 +47,10 @@ class Route:
 def exact_product(
     lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """BF16 GEMM of exact operands; tensor scales are applied to the product."""
+    """BF16 GEMM of exact operands.
+
+    Tensor scales are applied to the product, which a BF16 result is then rounded to twice.
+    """
     left, right = _as_values(lhs), _as_values(rhs)
     a, b = left.values, right.values.t()
     if out_dtype is torch.float32:
@@ -54,11 +58,7 @@ def exact_product(
     else:
         y = torch.mm(a, b)
     scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
-    if scales:
-        y.mul_(torch.stack(scales).prod())
-    if bias is not None:
-        y.add_(bias)
-    return y if y.dtype is out_dtype else y.to(out_dtype)
+    return scaled(y, scales, bias).to(out_dtype)
 
 
 def _as_values(operand: GpuOperand) -> Values:
@@ -69,22 +69,20 @@ def tile_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """FP8 GEMM of 1x128 and 128x128 tiles; cuBLAS adds up 128 products, scales and adds in FP32."""
-    (a, scale_a, kind_a), (b, scale_b, kind_b) = map(_tile_operand, (lhs, rhs))
-    y = F.scaled_mm(a, b.t(), scale_a, kind_a, scale_b, kind_b, output_dtype=_fp8_output(out_dtype))
+    a, scale_a = _tile_operand(lhs)
+    b, scale_b = _tile_operand(rhs)
+    # torch.nn.functional.scaled_mm takes tiles of E4M3 alone.
+    y = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=_fp8_output(out_dtype))
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-_TILE_1, _TILE_128 = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
-
-
-def _tile_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor, ScalingType]:
+def _tile_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Codes, and scales as cuBLAS reads them: rows of tiles fastest for 1x128, else K fastest."""
     codes = _aligned(operand.codes)
     if operand.format.block_rows == 1:
         scales = F.pad(operand.scales, (0, 0, 0, len(codes) - len(operand.scales)), value=1.0)
-        return codes, scales.t().contiguous().t(), _TILE_1
-    columns = operand.scales.shape[1]
-    return codes, F.pad(operand.scales, (0, -columns % 4)).t(), _TILE_128
+        return codes, scales.t().contiguous().t()
+    return codes, F.pad(operand.scales, (0, -operand.scales.shape[1] % 4))
 
 
 def tensor_product(
@@ -112,7 +110,7 @@ class FoldedProduct:
     def __call__(
         self, lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
-        """The product, in BF16 from the tensor cores."""
+        """The product."""
         left, right = fold(lhs), fold(rhs)
         self.inexact = self.inexact + left.inexact + right.inexact
         self.values += left.codes.numel() + right.codes.numel()
@@ -120,7 +118,7 @@ class FoldedProduct:
         rows = ScalingType.RowWise
         y = F.scaled_mm(
             a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows,
-            output_dtype=torch.bfloat16, use_fast_accum=True,
+            output_dtype=_fp8_output(out_dtype), use_fast_accum=True,
         )  # fmt: skip
         return _finish(y, lhs, rhs, bias, out_dtype)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import scales
 from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
+from megatron_lowbit.kernels.fp8_tiles import fp8_tiles_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
 from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
@@ -34,6 +35,8 @@ from megatron_lowbit.numerics.philox import WORDS, Draw
 
 _SCALE_ROUNDINGS = {"floor": scales.FLOOR, "rceil": scales.RCEIL, "ceil": scales.CEIL,
                     "even": scales.EVEN}  # fmt: skip
+_NOTHING = (0, None, None, None, None, 0, None, None, 0)
+"""A kernel's arguments for a side that is not wanted."""
 
 
 def quantize_both(
@@ -55,12 +58,42 @@ def quantize_both(
     amaxes = _amaxes(x, row, col)
     row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], False, values[0])
     col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], True, values[1])
+    if all(side is None or _is_plain_tile(side) for side in (row_side, col_side)):
+        _quantize_fp8_tiles(x, row_side, row_arguments, col_side, col_arguments)
+        return by_row, by_col
     tile, warps = _tile(row_side, col_side)
     quantize_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, *row_arguments, *col_arguments,
         *tile, row_side, col_side, _is_even(x, tile), num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return by_row, by_col
+
+
+def _is_plain_tile(side: Side) -> bool:
+    """Whether a side is FP8 tiles of 128, nearest and as they are: these have their own kernel."""
+    special = side.stochastic or side.transform or side.values
+    return side.scales is scales.fp8_tile_scales and not special
+
+
+def _quantize_fp8_tiles(
+    x: Tensor, row: Side | None, row_arguments: tuple, col: Side | None, col_arguments: tuple
+) -> None:
+    sides = [side for side in (row, col) if side is not None]
+    if len({(side.element, side.options) for side in sides}) == 2:
+        _quantize_fp8_tiles(x, row, row_arguments, None, _NOTHING)
+        _quantize_fp8_tiles(x, None, _NOTHING, col, col_arguments)
+        return
+    (r_columns, _, r_codes, r_scales, r_one, *_), (c_columns, _, c_codes, c_scales, c_one, *_) = (
+        row_arguments,
+        col_arguments,
+    )
+    tile = (FP8_TILE, FP8_TILE)
+    fp8_tiles_kernel[_grid(x, tile)](
+        x, *x.stride(), *x.shape, r_codes, r_scales,
+        None if c_codes is None else c_codes.view(torch.int32), c_scales, r_one, c_one,
+        r_columns, c_columns, row.block_rows if row else 0, col.block_rows if col else 0,
+        sides[0].element, sides[0].options, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
@@ -92,7 +125,7 @@ def _outputs(
 ) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
     """One side's kernel arguments, its constexpr, and the operand that it fills."""
     if request is None:
-        return (0, None, None, None, None, 0, None, None, 0), None, None
+        return _NOTHING, None, None
     format, hadamard, draw = request.quantizer.format, request.hadamard, request.draw
     rows, columns = x.shape
     if hadamard is not None:
@@ -137,7 +170,7 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
     format = quantizer.format
     function, options = _scale_function(format)
     points = 0
-    if format.block_rows == 1 and 1 < format.block < FP8_TILE:
+    if 1 < format.block < FP8_TILE:
         points = max(format.block, hadamard.size if hadamard else 0)
     return Side(
         scales=function,

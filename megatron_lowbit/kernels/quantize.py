@@ -1,8 +1,8 @@
 """Quantization on a GPU: a matrix and its transpose in one pass, bit for bit as ``numerics/`` says.
 
 A program takes a tile of the matrix. A side whose blocks are short is computed on points (see
-``tiles.py``): amaxes, butterflies and random words then stay within a thread. Square blocks, tiles
-of 128 and long transforms are computed on the tile as one tensor.
+``tiles.py``): amaxes, butterflies and random words then stay within a thread. Blocks of 128 and
+longer transforms are computed on the tile as one tensor.
 """
 
 from collections.abc import Callable
@@ -68,21 +68,16 @@ def quantize_kernel(
     tiles = tl.cdiv(C, TN)
     row0 = (tl.program_id(0) // tiles) * TM
     col0 = (tl.program_id(0) % tiles) * TN
-    first = (row0 == 0) & (col0 == 0)
     if ROW is not None:
         if ROW.points > 0:
             P: tl.constexpr = ROW.points
             points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
             place = tl.arange(0, TM * TN // P)
-            r, group = place // (TN // P), place % (TN // P)
-            outs, stored, decode = _quantize_points(
-                points, r_amax, r_key, number(r_rows, row0 + r, R), col0 // P + group,
-                r_columns, r_quads, r_signs, ROW,
+            _points_side(
+                points, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
+                r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_quads, r_signs,
+                TN // P, ROW, False, EVEN,
             )  # fmt: skip
-            _store_sides(outs, stored, row0, r, col0, group, R, r_columns, r_codes, r_scales, ROW,
-                         EVEN)  # fmt: skip
-            if first:
-                tl.store(r_tensor_scale, decode)
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             _tile_side(
@@ -94,20 +89,11 @@ def quantize_kernel(
             Q: tl.constexpr = COL.points
             points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
             place = tl.arange(0, TM // Q * TN)
-            group, c = place // TN, place % TN
-            outs, stored, decode = _quantize_points(
-                points, c_amax, c_key, number(c_rows, col0 + c, C), row0 // Q + group,
-                c_columns, c_quads, c_signs, COL,
+            _points_side(
+                points, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
+                c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_quads, c_signs,
+                1, COL, True, EVEN,
             )  # fmt: skip
-            if COL.values:
-                for i in tl.static_range(Q):
-                    store_groups(c_codes, outs[i][:, None], row0, group * Q + i, col0, c,
-                                 c_columns, C, EVEN)  # fmt: skip
-            else:
-                _store_sides(outs, stored, col0, c, row0, group, C, c_columns, c_codes, c_scales,
-                             COL, EVEN)  # fmt: skip
-            if first:
-                tl.store(c_tensor_scale, decode)
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             _tile_side(
@@ -117,13 +103,13 @@ def quantize_kernel(
 
 
 @triton.jit
-def _quantize_points(
-    points, amax, key, row_numbers, groups, columns, quads, signs, S: tl.constexpr
-):
-    """Quantize groups given as tensors of points, of rows ``row_numbers``, the ``groups``-th there.
+def _points_side(
+    points, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
+    NEXT_ROW: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Quantize groups of points: the ``group``-th of row ``r`` of x, or of its TRANSPOSED.
 
-    Gives the outputs, BF16 values or int32 words of several codes each; the stored scales of each
-    block; the tensor's decode scale.
+    ``NEXT_ROW`` is how many groups further the same group of the next row is.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
@@ -131,23 +117,29 @@ def _quantize_points(
     H: tl.constexpr = S.transform
     P: tl.constexpr = S.points
     BLOCK: tl.constexpr = S.block
+    SQUARE: tl.constexpr = S.block_rows
+    N: tl.constexpr = r.shape[0]
     PER: tl.constexpr = 8 if E.bits == 4 else 4  # codes an int32 word of the output
     if S.transform is not None:
         points = transform_points(points, signs, P, H)
     amax = tl.load(amax) if amax is not None else 0.0
-    outs, scales = (), ()
+    row_number = number(rows, r, R)
     for first in tl.static_range(0, P, BLOCK):
         most = abs_bits(points[first])
         for i in tl.static_range(1, BLOCK):
             most = tl.maximum(most, abs_bits(points[first + i]))
+        if SQUARE > 1:
+            shape: tl.constexpr = (N // (SQUARE * NEXT_ROW), SQUARE, NEXT_ROW)
+            most = tl.max(tl.reshape(most, shape), 1)
+            most = tl.reshape(tl.broadcast_to(most[:, None, :], shape), (N,))
         stored, factor, scale, decode = SCALES(most.to(tl.float32, bitcast=True), amax, E, OPTIONS)
-        scales = scales + (stored,)
         words = (stored, stored, stored, stored)
         word = stored
+        outs = ()
         for i in tl.static_range(BLOCK):
             if S.stochastic and i % 4 == 0:
-                quad = groups * (P // 4) + (first + i) // 4
-                words = philox(key, number(quads, quad, tl.cdiv(columns, 4)), row_numbers)
+                quad = number(quads, group * (P // 4) + (first + i) // 4, tl.cdiv(columns, 4))
+                words = philox(key, quad, row_number)
             x = points[first + i] * factor
             if S.values:
                 value = with_sign(on_grid(x, words[i % 4], E, S.stochastic) * scale, x)
@@ -160,26 +152,19 @@ def _quantize_points(
                     word = word | (code << ((i % PER) * (32 // PER)))
                 if i % PER == PER - 1:
                     outs = outs + (word,)
-    return outs, scales, decode
-
-
-@triton.jit
-def _store_sides(
-    outs, stored, row0, r, col0, group, rows, columns, codes, scales,
-    S: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Write what :func:`_quantize_points` made of ``group`` of ``r`` to rows of blocks."""
-    P: tl.constexpr = S.points
-    if S.values:
-        store_groups(codes, side_by_side(outs, P), row0, r, col0, group, rows, columns, EVEN)
-    else:
-        PER: tl.constexpr = 8 if S.element.bits == 4 else 4
-        words = side_by_side(outs, P // PER)
-        store_groups(codes, words, row0, r, col0 // PER, group, rows, columns // PER, EVEN)
-        blocks = side_by_side(stored, P // S.block)
-        store_groups(
-            scales, blocks, row0, r, col0 // S.block, group, rows, columns // S.block, EVEN
-        )
+        at = group * P + first
+        if S.values and TRANSPOSED:
+            for i in tl.static_range(BLOCK):
+                store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
+        elif S.values:
+            store_groups(codes, side_by_side(outs, BLOCK), r, at, R, columns, EVEN)
+        else:
+            packed = side_by_side(outs, BLOCK // PER)
+            store_groups(codes, packed, r, at // PER, R, columns // PER, EVEN)
+            store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
+    # Every program has the same; the first writes it.
+    if tl.program_id(0) == 0:
+        tl.store(tensor_scale, decode)
 
 
 @triton.jit
@@ -228,5 +213,5 @@ def _tile_side(
             store_tile(codes, low | (high << 4), row0, col0 // 2, R, columns // 2, EVEN)
         else:
             store_tile(codes, code, row0, col0, R, columns, EVEN)
-    if (row0 == 0) & (col0 == 0):
+    if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)

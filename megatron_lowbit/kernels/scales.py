@@ -92,6 +92,6 @@ def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """Nothing stored; the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
+    """1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
-    return None, scale, 1.0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return 1.0, scale, 1.0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

@@ -86,22 +86,15 @@ def side_by_side(points, N: tl.constexpr):
 
 
 @triton.jit
-def store_groups(
-    base, groups, row0, rows_of, column0, columns_of, rows, columns, EVEN: tl.constexpr
-):
-    """Write [A, N] to a contiguous matrix (rows, columns).
-
-    Group i goes to row row0 + rows_of[i], elements column0 + columns_of[i] * N and the next.
-    """
-    N: tl.constexpr = groups.shape[1]
-    r = rows_of[:, None]
-    c = columns_of[:, None] * N + tl.arange(0, N)[None, :]
-    at = base + (row0.to(tl.int64) * columns + column0) + (r.to(tl.int64) * columns + c)
+def store_groups(base, groups, r, c, rows, columns, EVEN: tl.constexpr):
+    """Write [A, N] to a contiguous matrix (rows, columns), group i to row r[i] from column c[i]."""
+    c = c[:, None] + tl.arange(0, groups.shape[1])[None, :]
+    at = base + r.to(tl.int64)[:, None] * columns + c
     groups = groups.to(base.dtype.element_ty)
     if EVEN:
         tl.store(at, groups)
     else:
-        tl.store(at, groups, mask=(row0 + r < rows) & (column0 + c < columns))
+        tl.store(at, groups, mask=(r < rows)[:, None] & (c < columns))
 
 
 @triton.jit

@@ -124,5 +124,6 @@ def test_same_loss_as_megatrons(case):
     expected.backward(grad)
     group = parallel_state.get_tensor_model_parallel_group()
     losses, gradient = computed(*case, group)
-    assert torch.equal(losses, expected)
+    # A compiled kernel contracts multiply-adds, as FP32 rounding goes.
+    torch.testing.assert_close(losses, expected, rtol=1e-6 if losses.is_cuda else 0, atol=0)
     torch.testing.assert_close(gradient, x.grad, rtol=1e-6, atol=1e-8)
