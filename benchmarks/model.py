@@ -111,6 +111,9 @@ def work(name: str, extra: Sequence[str]) -> None:
     warnings.filterwarnings(
         "ignore", module=r"megatron\.core|torch\.distributed|transformer_engine"
     )
+    if CONTENDERS[name].build is _ours:
+        # megatron-core would use Transformer Engine's rope where it finds it.
+        sys.modules["transformer_engine"] = None
     from megatron_lowbit.integrations.megatron_core import gpt  # noqa: F401  the slowest import
     from megatron_lowbit.training.arguments import parse_arguments
     from megatron_lowbit.training.distributed import initialize_distributed, shutdown

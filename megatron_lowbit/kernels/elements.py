@@ -70,8 +70,14 @@ def magnitude_codes(rounded, E: tl.constexpr):
 @triton.jit
 def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes (int32) of x in E, the sign in the top bit of E's width."""
-    if HARDWARE_CASTS and E.bits == 8 and E.mantissa_bits == 3 and not STOCHASTIC:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
+    if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
+        if E.mantissa_bits == 3:
+            code = x.to(tl.float8e4nv)
+        else:
+            # This one does not saturate infinities.
+            x = tl.minimum(x, E.max, propagate_nan=tl.PropagateNan.ALL)
+            code = tl.maximum(x, -E.max, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
+        return code.to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         code = magnitude_codes(on_grid(x, words, E, STOCHASTIC), E)
         sign = (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))

@@ -37,56 +37,62 @@ def fp8_tiles_kernel(
     col0 = (tl.program_id(0) % tiles) * TILE
     G: tl.constexpr = TILE // 4
     r, c = row0 + tl.arange(0, G) * 4, col0 + tl.arange(0, TILE)
-    quarters, largest = (), tl.zeros((G, TILE), tl.int32)
+    largest = tl.zeros((G, TILE), tl.int32)
     for i in tl.static_range(4):
         quarter = load_tile(x + i * stride_r, stride_r * 4, stride_c, row0 // 4, col0,
                             tl.cdiv(R - i, 4), C, G, TILE, EVEN)  # fmt: skip
-        quarters = quarters + (quarter,)
         largest = tl.maximum(largest, abs_bits(quarter))
+        if ROW == 1:
+            most = tl.max(abs_bits(quarter), 1).to(tl.float32, bitcast=True)
+            stored, factor, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
+            at = r_scales + (r + i).to(tl.int64) * (r_columns // TILE) + col0 // TILE
+            tl.store(at, stored, mask=r + i < R)
+            code = encode(quarter * factor[:, None], largest, E, False)
+            _store_row(r_codes, code, r + i, c, R, r_columns, EVEN)
     by_column = tl.max(largest, 0)
+    if COL == 1:
+        most = by_column.to(tl.float32, bitcast=True)
+        stored, along, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
+        at = c_scales + c.to(tl.int64) * (c_columns // TILE) + row0 // TILE
+        tl.store(at, stored, mask=c < C)
+        along = along[None, :]
     if ROW == 128 or COL == 128:
         most = (tl.zeros((1,), tl.int32) + tl.max(by_column, 0)).to(tl.float32, bitcast=True)
         stored, square, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
+        at = tl.arange(0, 1)
         if ROW == 128:
-            at = r_scales + row0 // TILE * (r_columns // TILE) + col0 // TILE
-            tl.store(at + tl.arange(0, 1), stored)
+            tl.store(r_scales + row0 // TILE * (r_columns // TILE) + col0 // TILE + at, stored)
         if COL == 128:
-            at = c_scales + col0 // TILE * (c_columns // TILE) + row0 // TILE
-            tl.store(at + tl.arange(0, 1), stored)
-    if COL == 1:
-        stored, along, _, _ = fp8_tile_scales(
-            by_column.to(tl.float32, bitcast=True), 0.0, E, OPTIONS
-        )
-        at = c_scales + c.to(tl.int64) * (c_columns // TILE) + row0 // TILE
-        tl.store(at, stored, mask=c < C)
-    word = tl.zeros((G, TILE), tl.int32)
-    for i in tl.static_range(4):
-        if ROW > 0:
-            if ROW == 1:
-                most = tl.max(abs_bits(quarters[i]), 1).to(tl.float32, bitcast=True)
-                stored, factor, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
-                at = r_scales + (r + i).to(tl.int64) * (r_columns // TILE) + col0 // TILE
-                tl.store(at, stored, mask=r + i < R)
-                code = encode(quarters[i] * factor[:, None], quarters[i], E, False)
-            else:
-                code = encode(quarters[i] * square[:, None], quarters[i], E, False)
-            at = r_codes + (r + i).to(tl.int64)[:, None] * r_columns + c[None, :]
-            inside = (r + i < R)[:, None] & (c < r_columns)[None, :]
-            if EVEN:
-                tl.store(at, code.to(tl.uint8))
-            else:
-                tl.store(at, code.to(tl.uint8), mask=inside)
-        if COL == 1:
-            code = encode(quarters[i] * along[None, :], quarters[i], E, False)
-        elif COL == 128:
-            code = encode(quarters[i] * square[:, None], quarters[i], E, False)
-        if COL > 0:
-            word = word | (code << (8 * i))
+            tl.store(c_scales + col0 // TILE * (c_columns // TILE) + row0 // TILE + at, stored)
+        square = square[:, None]
+    if COL > 0 or ROW == 128:
+        word = tl.zeros((G, TILE), tl.int32)
+        for i in tl.static_range(4):
+            # Once more, from the cache: held in registers they would leave room for one program.
+            quarter = load_tile(x + i * stride_r, stride_r * 4, stride_c, row0 // 4, col0,
+                                tl.cdiv(R - i, 4), C, G, TILE, EVEN)  # fmt: skip
+            if ROW == 128:
+                code = encode(quarter * square, word, E, False)
+                _store_row(r_codes, code, r + i, c, R, r_columns, EVEN)
+            if COL > 0:
+                if COL == 1:
+                    code = encode(quarter * along, word, E, False)
+                else:
+                    code = encode(quarter * square, word, E, False)
+                word = word | (code << (8 * i))
     if COL > 0:
-        g = tl.arange(0, G)
-        at = c_codes + c.to(tl.int64)[:, None] * (c_columns // 4) + (row0 // 4 + g)[None, :]
+        g = row0 // 4 + tl.arange(0, G)
+        at = c_codes + c.to(tl.int64)[:, None] * (c_columns // 4) + g[None, :]
         if EVEN:
             tl.store(at, tl.trans(word))
         else:
-            inside = (c < C)[:, None] & (row0 // 4 + g < c_columns // 4)[None, :]
-            tl.store(at, tl.trans(word), mask=inside)
+            tl.store(at, tl.trans(word), mask=(c < C)[:, None] & (g < c_columns // 4)[None, :])
+
+
+@triton.jit
+def _store_row(base, code, r, c, rows, columns, EVEN: tl.constexpr):
+    at = base + r.to(tl.int64)[:, None] * columns + c[None, :]
+    if EVEN:
+        tl.store(at, code.to(tl.uint8))
+    else:
+        tl.store(at, code.to(tl.uint8), mask=(r < rows)[:, None] & (c < columns)[None, :])

@@ -83,10 +83,20 @@ def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
 
 
 @triton.jit
+def _inverse(scale, POW2: tl.constexpr):
+    """1 / scale, of a power of two by its exponent; 2**-127 is subnormal."""
+    if POW2:
+        bits = scale.to(tl.int32, bitcast=True)
+        return tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits).to(tl.float32, bitcast=True)
+    else:
+        return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+
+
+@triton.jit
 def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """FP32 decode scales, encode scales, decode scales, 1. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(most, E, OPTIONS[0])
-    decode = tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    decode = _inverse(scale, OPTIONS[0])
     return decode, scale, decode, 1.0
 
 
@@ -94,4 +104,4 @@ def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
-    return 1.0, scale, 1.0, tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
+    return 1.0, scale, 1.0, _inverse(scale, OPTIONS[0])
