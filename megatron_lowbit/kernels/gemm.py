@@ -77,12 +77,16 @@ def tile_product(
 
 
 def _tile_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Codes, and scales as cuBLAS reads them: rows of tiles fastest for 1x128, else K fastest."""
+    """Codes, and scales as cuBLAS reads them.
+
+    Of 1x128 tiles rows come fastest; of 128x128 tiles K does, in rows of 16 whole bytes.
+    """
     codes = _aligned(operand.codes)
     if operand.format.block_rows == 1:
         scales = F.pad(operand.scales, (0, 0, 0, len(codes) - len(operand.scales)), value=1.0)
         return codes, scales.t().contiguous().t()
-    return codes, F.pad(operand.scales, (0, -operand.scales.shape[1] % 4))
+    columns = operand.scales.shape[1]
+    return codes, F.pad(operand.scales, (0, -columns % 4))[:, :columns]
 
 
 def tensor_product(
