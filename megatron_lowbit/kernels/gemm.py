@@ -16,7 +16,7 @@ from megatron_lowbit.kernels.operands import Folded, Transposed, Values, exact_v
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E2M1, E5M2
@@ -69,31 +69,31 @@ def tile_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """FP8 GEMM of 1x128 and 128x128 tiles; cuBLAS adds up 128 products, scales and adds in FP32."""
-    a, scale_a = _tile_operand(lhs)
-    b, scale_b = _tile_operand(rhs)
-    # torch.nn.functional.scaled_mm takes tiles of E4M3 alone.
+    # cuBLAS reads square tiles' scales in rows of 16 bytes, and torch takes no padding there: K is
+    # padded instead. torch.nn.functional.scaled_mm would, but takes tiles of E4M3 alone.
+    square = TILE in (lhs.format.block_rows, rhs.format.block_rows)
+    tiles = 4 if square else 1
+    a, scale_a = _tile_operand(lhs, tiles)
+    b, scale_b = _tile_operand(rhs, tiles)
     y = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=_fp8_output(out_dtype))
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-def _tile_operand(operand: QuantizedTensor) -> tuple[Tensor, Tensor]:
-    """Codes, and scales as cuBLAS reads them.
-
-    Of 1x128 tiles rows come fastest; of 128x128 tiles K does, in rows of 16 whole bytes.
-    """
-    codes = _aligned(operand.codes)
-    if operand.format.block_rows == 1:
-        scales = F.pad(operand.scales, (0, 0, 0, len(codes) - len(operand.scales)), value=1.0)
-        return codes, scales.t().contiguous().t()
-    columns = operand.scales.shape[1]
-    return codes, F.pad(operand.scales, (0, -columns % 4))[:, :columns]
+def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]:
+    """Codes, whole groups of ``tiles`` along K, and scales: of 1x128 tiles rows come fastest."""
+    codes = _aligned(operand.codes, tiles * TILE)
+    missing = codes.shape[1] // TILE - operand.scales.shape[1]
+    if operand.format.block_rows == TILE:
+        return codes, F.pad(operand.scales, (0, missing), value=1.0).contiguous()
+    scales = F.pad(operand.scales, (0, missing, 0, len(codes) - len(operand.scales)), value=1.0)
+    return codes, scales.t().contiguous().t()
 
 
 def tensor_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """FP8 GEMM with a scale a tensor."""
-    a, b = _aligned(lhs.codes, 1), _aligned(rhs.codes, 1)
+    a, b = _aligned(lhs.codes), _aligned(rhs.codes)
     one = ScalingType.TensorWise
     y = F.scaled_mm(
         a, b.t(), lhs.tensor_scale, one, rhs.tensor_scale, one, output_dtype=_fp8_output(out_dtype)
@@ -152,10 +152,9 @@ def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 
 
-def _aligned(codes: Tensor, *axes: int) -> Tensor:
-    """Codes (R, K) with rows of zeros, and columns where axis 1 is named, to whole alignments."""
-    bottom = -codes.shape[0] % _ALIGNMENT
-    right = -codes.shape[1] % _ALIGNMENT if axes else 0
+def _aligned(codes: Tensor, columns: int = _ALIGNMENT) -> Tensor:
+    """Codes (R, K) with zeros below and to the right, to whole alignments and whole ``columns``."""
+    bottom, right = -codes.shape[0] % _ALIGNMENT, -codes.shape[1] % columns
     if not bottom and not right:
         return codes
     return F.pad(codes.view(torch.uint8), (0, right, 0, bottom)).view(codes.dtype)

@@ -1,0 +1,26 @@
+"""Quantized weights are kept over the microbatches of a step and made anew after it."""
+
+import pytest
+from tiny_run import done, losses
+
+from megatron_lowbit.layers import linear
+
+RECIPE = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none", "--train-iters", 3)
+
+
+def test_same_losses_as_without(pretrain_here, tmp_path, monkeypatch):
+    done(pretrain_here(*RECIPE, "--save", tmp_path / "kept"))
+    monkeypatch.setattr(linear._Call, "caches_weight", property(lambda call: False))
+    done(pretrain_here(*RECIPE, "--save", tmp_path / "anew"))
+    kept, anew = losses(tmp_path / "kept"), losses(tmp_path / "anew")
+    assert len(kept) == 3 and kept == anew
+
+
+def test_the_comparison_can_fail(pretrain_here, tmp_path, monkeypatch):
+    done(pretrain_here(*RECIPE, "--save", tmp_path / "right"))
+    for module in ("step", "run"):
+        target = f"megatron_lowbit.training.{module}.forget_quantized_weights"
+        monkeypatch.setattr(target, lambda chunks: None)
+    done(pretrain_here(*RECIPE, "--save", tmp_path / "stale"))
+    with pytest.raises(AssertionError):
+        assert losses(tmp_path / "right") == losses(tmp_path / "stale")

@@ -1,0 +1,82 @@
+"""A weight is quantized once for all microbatches of a step, unless its bits are redrawn."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers import WeightCache, lowbit_linear
+from megatron_lowbit.recipes import Layer, load_recipe
+
+ENGINE = reference("as the tests")
+LAYER = Layer("decoder.layers.5.mlp.linear_fc1", 5, 30)
+
+
+def tensors():
+    generator = torch.Generator().manual_seed(3)
+    x, weight, dy = (
+        torch.randn(*shape, generator=generator) for shape in ((32, 64), (48, 64), (32, 48))
+    )
+    return x.requires_grad_(), weight.requires_grad_(), dy
+
+
+def run(recipe, overrides, cache, microbatches=2):
+    """Results of all microbatches, and how often the weight was quantized."""
+    x, weight, dy = tensors()
+    times, results = 0, []
+
+    def quantize(tensor, row, col):
+        nonlocal times
+        times += tensor is weight
+        return ENGINE.quantize(tensor, row, col)
+
+    engine = dataclasses.replace(ENGINE, quantize=quantize)
+    precision = load_recipe(recipe, overrides).precision_for(LAYER)
+    for key in range(microbatches):
+        y = lowbit_linear(x, weight, precision, key=key, engine=engine, weight_cache=cache)
+        results += [y, *torch.autograd.grad(y, (x, weight), dy)]
+    return results, times
+
+
+@pytest.mark.parametrize(
+    "recipe, overrides",
+    [("nvfp4", []), ("fp8-tile", []), ("mxfp8", []), ("nvfp4", ["weight.format=nvfp4"])],
+    ids=str,
+)
+def test_once_for_all_microbatches_with_the_same_bits(recipe, overrides):
+    apart, each = run(recipe, overrides, None)
+    together, once = run(recipe, overrides, WeightCache())
+    assert (each, once) == (2, 1)
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+
+
+def test_a_weight_whose_bits_are_redrawn_is_not_kept():
+    cache = WeightCache()
+    _, times = run("mxfp4-backward", [], cache)
+    assert times == 2 and cache.operands is None
+
+
+def test_what_autograd_does_not_record_is_not_kept():
+    x, weight, _ = tensors()
+    cache = WeightCache()
+    precision = load_recipe("nvfp4", []).precision_for(LAYER)
+    with torch.no_grad():
+        lowbit_linear(x, weight, precision, key=0, engine=ENGINE, weight_cache=cache)
+    assert cache.operands is None
+
+
+def test_a_changed_weight_needs_the_cache_emptied():
+    x, weight, _ = tensors()
+    cache = WeightCache()
+    precision = load_recipe("nvfp4", []).precision_for(LAYER)
+
+    def product():
+        return lowbit_linear(x, weight, precision, key=0, engine=ENGINE, weight_cache=cache)
+
+    before = product()
+    with torch.no_grad():
+        weight.mul_(-1)
+    assert torch.equal(product(), before)
+    cache.operands = None
+    assert torch.equal(product(), -before)
