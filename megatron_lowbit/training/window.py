@@ -17,11 +17,17 @@ class LogWindow:
     """Means over ``--log-interval`` iterations, and their speed without evaluation and saving.
 
     ``timer`` is for the phases of an iteration. The spike score is that of the iterations that this
-    process has made.
+    process has made. ``folds`` is the quantization engine's.
     """
 
-    def __init__(self, args: Namespace, logger: MetricLogger, padded_vocab_size: int) -> None:
-        self.timer = PhaseTimer()
+    def __init__(
+        self,
+        args: Namespace,
+        logger: MetricLogger,
+        padded_vocab_size: int,
+        folds: Callable[[], tuple[int, int]],
+    ) -> None:
+        self.timer, self._folds = PhaseTimer(), folds
         self._args, self._logger = args, logger
         self._sample_flops = sample_flops(args, padded_vocab_size) / dist.get_world_size()
         self._all_losses: list[float] = []
@@ -62,8 +68,14 @@ class LogWindow:
             spike_score=spike_score(self._all_losses),
             memory_gib=memory_gib(),
             **self._speed(iterations),
+            **self._folding(),
         )
         self.restart()
+
+    def _folding(self) -> dict[str, float]:
+        """The share of folded MXFP4 values that E4M3 could not hold, where any were folded."""
+        inexact, values = self._folds()
+        return {"folded_inexactly": inexact / values} if values else {}
 
     def _speed(self, iterations: int) -> dict[str, float]:
         """Tokens a second in total, model TFLOP a second by process, mean seconds of phases."""

@@ -49,10 +49,10 @@ def clock(monkeypatch):
     return clock
 
 
-def train(clock, losses):
+def train(clock, losses, folds=lambda: (0, 0)):
     """One iteration a loss, of 3 seconds forward and backward, 1 of the optimizer, 1 of others."""
     recorder = Recorder()
-    log = LogWindow(ARGS, recorder, VOCABULARY)
+    log = LogWindow(ARGS, recorder, VOCABULARY, folds)
     for iteration, loss in enumerate(losses, start=1):
         with log.timer.phase("forward_backward"):
             clock.now += 3
@@ -72,6 +72,12 @@ def test_means_over_the_interval(clock):
     assert [values["grad_norm"] for values in logged.values()] == [1.5, 1.0, 1.0]
     assert [values["consumed_tokens"] for values in logged.values()] == [512, 1024, 1280]
     assert logged[10]["spike_score"] == spike_score(losses)
+
+
+def test_values_that_did_not_fold(clock):
+    counts = iter([(0, 0), (3, 400), (0, 400)])
+    logged = train(clock, [1.0] * 10, lambda: next(counts))
+    assert [values.get("folded_inexactly") for values in logged.values()] == [None, 3 / 400, 0]
 
 
 def test_speed_leaves_out_what_paused(clock):

@@ -1,0 +1,111 @@
+"""Loss curves of a 30M-parameter GPT by recipe and seed, and whether two machines' agree.
+
+    python benchmarks/loss_curves.py --data-path data/stdlib --tokenizer-model data/tokenizer \
+        --output benchmarks/results/loss-curves-cpu.json
+    python benchmarks/loss_curves.py ... --seeds 1 2 3 4 --output gpu.json \
+        --against benchmarks/results/loss-curves-cpu.json
+
+A seed draws other weights on a GPU than on a CPU, and low precision amplifies any difference, so
+curves are compared as draws: each one of the other machine's with the spread over this machine's
+seeds, in windows of 50 iterations. The file is written after every run; runs that it holds already
+are not repeated.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_lowbit.analysis.machine import machine
+
+ROOT = Path(__file__).parents[1]
+RECIPES = {
+    "fp8-tile": ("--fp8-recipe", "fp8-tile"),
+    "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
+    "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
+    "bf16": ("--precision-recipe", "bf16"),
+}
+WINDOW = 50
+
+
+def train(recipe: str, seed: int, common: Sequence[str]) -> list[float]:
+    """The losses that one run logs."""
+    with tempfile.TemporaryDirectory() as save:
+        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *common, *RECIPES[recipe]]
+        command += [f"@{ROOT / 'examples' / 'gpt-30m.args'}", "--bf16", "--seed", str(seed)]
+        command += ["--save", save]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            sys.exit(f"error: {recipe}, seed {seed}: the run failed")
+        lines = (Path(save) / "metrics.jsonl").read_text().splitlines()
+    return [step["lm_loss"] for step in map(json.loads, lines) if "lm_loss" in step]
+
+
+def windows(losses: Sequence[float], interval: int) -> list[float]:
+    """Means over windows of iterations."""
+    width = WINDOW // interval
+    return [
+        statistics.fmean(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)
+    ]
+
+
+def compare(here: list[dict], there: list[dict], interval: int) -> Table:
+    """Each run of another machine against this one's seeds."""
+    table = Table(title="in standard deviations of a further seed, by window")
+    for name in ("recipe", "seed there", "largest", "root mean square", "last loss there", "here"):
+        table.add_column(name)
+    for run in there:
+        seeds = [windows(r["losses"], interval) for r in here if r["recipe"] == run["recipe"]]
+        if len(seeds) < 3:
+            continue
+        off = []
+        for value, *others in zip(windows(run["losses"], interval), *seeds, strict=True):
+            spread = statistics.stdev(others) * (1 + 1 / len(others)) ** 0.5
+            off.append((value - statistics.fmean(others)) / spread)
+        last = statistics.fmean(seed[-1] for seed in seeds)
+        table.add_row(
+            run["recipe"], str(run["seed"]), f"{max(map(abs, off)):.1f}",
+            f"{statistics.fmean(x * x for x in off) ** 0.5:.2f}",
+            f"{windows(run['losses'], interval)[-1]:.4f}", f"{last:.4f}",
+        )  # fmt: skip
+    return table
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train what the file lacks, then compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-path", required=True, metavar="PREFIX")
+    parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
+    args = parser.parse_args(argv)
+    common = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model]
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    data = {"machine": machine(gpu=gpu), "log_interval": 5, "runs": []}
+    if args.output.is_file():
+        data = json.loads(args.output.read_text())
+    for recipe in args.recipes:
+        for seed in args.seeds:
+            if any((r["recipe"], r["seed"]) == (recipe, seed) for r in data["runs"]):
+                continue
+            losses = train(recipe, seed, common)
+            data["runs"].append({"recipe": recipe, "seed": seed, "losses": losses})
+            args.output.write_text(json.dumps(data, indent=1) + "\n")
+    if args.against is not None:
+        there = json.loads(args.against.read_text())["runs"]
+        Console(width=120).print(compare(data["runs"], there, data["log_interval"]))
+
+
+if __name__ == "__main__":
+    main()
