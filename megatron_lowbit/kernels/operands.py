@@ -15,7 +15,7 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat, decode_e8m0
 
-FOLD = 6
+FOLD = tl.constexpr(6)
 """Binades that a row's largest block is raised by: E2M1's 6 becomes 384, E4M3's largest is 448."""
 
 
@@ -75,7 +75,7 @@ def fold(operand: QuantizedTensor) -> Folded:
     largest = operand.scales.amax(1)
     inexact = torch.zeros((), dtype=torch.int64, device=device)
     _launch(operand, codes.view(torch.uint8), largest, inexact)
-    scales = decode_e8m0(largest) * 2.0**-FOLD * operand.tensor_scale
+    scales = decode_e8m0(largest) * 2.0**-FOLD.value * operand.tensor_scale
     return Folded(codes, scales[:, None], inexact)
 
 
@@ -141,10 +141,11 @@ def _decode_kernel(
     else:
         r = row0 + tl.arange(0, TM)
         most = tl.load(largest + r, mask=r < R, other=0).to(tl.int32)
-        shift = stored - most[:, None] + 6
+        shift = stored - most[:, None] + FOLD
         scale = tl.where(stored == 255, float("nan"), _power(shift + 127))
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, code, E4M3, False), row0, col0, R, K, EVEN)
+        # E2M1 times a power of two down to 2 ** -8 is exact in E4M3.
         if tl.min(tl.min(shift, 1), 0) < -8:
             lost = (on_grid(value, value, E4M3, False) != tl.abs(value)) & (value == value)
             tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))

@@ -23,6 +23,8 @@ OPTIONS = {
     "fp8 pow2": ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
 }  # fmt: skip
 ALL = FORMATS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
+# The interpreter takes a second for a tile of 64 rows: there one of them, not whole, is enough.
+RAGGED = (72 if DEVICE == "cuda" else 40, 200)
 TRANSFORMS = (Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Hadamard(4, "none"))
 
 
@@ -60,7 +62,7 @@ def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> N
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("name", ALL)
 def test_equals_the_reference(name, rounding):
-    check(values(72, 200, torch.float32), Quantizer(ALL[name], rounding), None)
+    check(values(*RAGGED, torch.float32), Quantizer(ALL[name], rounding), None)
 
 
 @pytest.mark.parametrize("hadamard", TRANSFORMS, ids=str)
@@ -68,7 +70,7 @@ def test_equals_the_reference(name, rounding):
     "name", ["nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8-tensor-e5m2"]
 )
 def test_with_a_transform(name, hadamard):
-    check(values(72, 200, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
+    check(values(*RAGGED, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8-128x128-e4m3", "mxfp4-2d"])
