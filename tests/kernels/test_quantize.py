@@ -1,5 +1,8 @@
 """The Triton kernels against the reference arithmetic, bit for bit; in the interpreter on a CPU."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +17,8 @@ from megatron_lowbit.numerics import (
     Rounding,
 )
 
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "quantizers.npz")
+GOLDEN_INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 OPTIONS = {
     "mxfp4 three quarters": ("mxfp4", {"three_quarters": True}),
@@ -81,6 +86,16 @@ def test_whole_tiles_and_one_side(name):
     assert by_col is None
     by_row, by_col = quantize_both(x.to(DEVICE).t(), None, Request(quantizer))
     check_same(by_col, quantizer(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hadamard", [None, Hadamard(16)], ids=str)
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("case", GOLDEN_INPUTS)
+def test_golden_inputs(case, name, hadamard):
+    """Ties, tiny, huge and whatever else the reference is itself held to others' results on."""
+    bits = torch.from_numpy(GOLDEN[f"{case}/input_bf16_bits"].astype(np.int16))
+    check(bits.view(torch.bfloat16), Quantizer(ALL[name]), hadamard)
 
 
 def test_the_amax_that_makes_the_scale_may_be_another():
