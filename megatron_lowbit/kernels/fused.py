@@ -70,21 +70,25 @@ class FusedEngine:
         if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
             y = F.linear(lhs, rhs, bias)
             return y if out_dtype is None else y.to(out_dtype)
-        multiply = self._multiply(lhs, rhs)
-        return multiply(lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
+        route = self.route_of(lhs, rhs)
+        if not route.values:
+            lhs, rhs = plain(lhs), plain(rhs)
+        return route.multiply(lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
 
-    def _multiply(self, lhs: GpuOperand, rhs: GpuOperand):
+    def route_of(self, lhs: GpuOperand, rhs: GpuOperand) -> Route:
+        """The route of two operands, one of them at least quantized."""
         formats = []
         for operand in (lhs, rhs):
-            if isinstance(operand, Values | Transposed):
+            if isinstance(operand, Values):
                 return self._named("exact BF16")
             if isinstance(operand, Tensor) and operand.dtype is not torch.bfloat16:
                 return self._named("dequantized to FP32")
+            operand = operand.of if isinstance(operand, Transposed) else operand
             formats.append(None if isinstance(operand, Tensor) else operand.format)
-        return self.route(*formats).multiply
+        return self.route(*formats)
 
-    def _named(self, name: str):
-        return next(r.multiply for r in self._routes if r.name == name)
+    def _named(self, name: str) -> Route:
+        return next(r for r in self._routes if r.name == name)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

@@ -5,6 +5,7 @@ import torch
 
 from megatron_lowbit.kernels.engine import reference, select_engine
 from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.kernels.operands import Transposed
 from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, gemm
 from megatron_lowbit.recipes import Layer, load_recipe
@@ -51,6 +52,16 @@ def test_tiles_have_tensor_cores_on_hopper_only():
     tiles = names(("fp8-1x128-e4m3", "fp8-128x128-e4m3"))
     assert FusedEngine((8, 9)).route(*tiles).name == "dequantized to FP32"
     assert FusedEngine((10, 0)).route(*tiles).name == "dequantized to FP32"
+
+
+def test_a_shared_weight_takes_the_route_of_each_of_its_gemms():
+    engine = FusedEngine(HOPPER)
+    weight = Transposed(Quantizer(FORMATS["nvfp4-2d"])(torch.ones(32, 32)))
+    for name, route in (("nvfp4", "exact BF16"), ("fp8-1x128-e4m3", "dequantized to FP32")):
+        other = Quantizer(FORMATS[name])(torch.ones(32, 32))
+        assert engine.route_of(other, weight).name == route
+    assert engine.route_of(torch.ones(32, 32), weight).name == "dequantized to FP32"
+    assert engine.route_of(torch.ones(32, 32).bfloat16(), weight).name == "exact BF16"
 
 
 def matrix(rows, columns, seed):
