@@ -10,8 +10,6 @@ of a copy. Bytes kept are what forward leaves allocated for backward, without th
 input's share grows with the tokens, the rest is the weight's.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -19,7 +17,6 @@ from typing import NamedTuple
 import timing
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor, nn
@@ -339,31 +336,10 @@ def table(rows: Sequence[dict]) -> Table:
     return shown
 
 
-def _size(text: str) -> Size:
-    return Size(*map(int, text.split("x")))
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--sweep", action="store_true", help="eleven sizes")
-    sizes.add_argument("--sizes", nargs="+", type=_size, metavar="TOKENSxINPUTSxOUTPUTS")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
-    parser.add_argument("--seconds", type=float, default=0.15, help="of each contender and size")
-    timing.add_output(parser, "linear")
-    args = parser.parse_args(argv)
-    begin, console, rows = time.monotonic(), Console(width=130), []
-    torch.manual_seed(1234)
-    limits = timing.ceilings()
-    console.print(limits.as_json())
-    for size in args.sizes or (SWEEP if args.sweep else [DEFAULT]):
-        found = run(size, args.contenders, limits, args.seconds)
-        console.print(table(found))
-        rows += found
-    timing.write(args.output, limits, rows, begin)
+    form = "TOKENSxINPUTSxOUTPUTS"
+    timing.over_sizes("linear", __doc__, argv, CONTENDERS, SWEEP, form, run, table)
 
 
 if __name__ == "__main__":

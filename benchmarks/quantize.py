@@ -10,8 +10,6 @@ second read that a tensor scale's amax takes is counted apart. The bound is both
 copy.
 """
 
-import argparse
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -20,7 +18,6 @@ from typing import Any, NamedTuple
 import timing
 import torch
 from linear import middle_precision
-from rich.console import Console
 from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor
@@ -210,32 +207,9 @@ def table(rows: Sequence[dict]) -> Table:
     return shown
 
 
-def _size(text: str) -> tuple[int, int]:
-    rows, columns = map(int, text.split("x"))
-    return rows, columns
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    sizes = parser.add_mutually_exclusive_group()
-    sizes.add_argument("--sweep", action="store_true", help="five sizes")
-    sizes.add_argument("--sizes", nargs="+", type=_size, metavar="ROWSxCOLUMNS")
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
-    parser.add_argument("--seconds", type=float, default=0.15, help="of each contender and size")
-    timing.add_output(parser, "quantize")
-    args = parser.parse_args(argv)
-    begin, console, rows = time.monotonic(), Console(width=150), []
-    torch.manual_seed(1234)
-    limits = timing.ceilings()
-    console.print(limits.as_json())
-    for size in args.sizes or (SWEEP if args.sweep else [DEFAULT]):
-        found = run(size, args.contenders, limits, args.seconds)
-        console.print(table(found))
-        rows += found
-    timing.write(args.output, limits, rows, begin)
+    timing.over_sizes("quantize", __doc__, argv, CONTENDERS, SWEEP, "ROWSxCOLUMNS", run, table)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from megatron_lowbit.analysis.machine import machine
@@ -273,6 +275,48 @@ def add_output(parser: argparse.ArgumentParser, benchmark: str) -> None:
         "--output", type=Path, metavar="FILE.json", default=RESULTS / f"{benchmark}-{slug}.json",
         help="default: %(default)s",
     )  # fmt: skip
+
+
+def over_sizes(
+    benchmark: str,
+    doc: str | None,
+    argv: Sequence[str] | None,
+    contenders: Iterable[str],
+    sizes: Sequence[tuple],
+    form: str,
+    run: Callable[[tuple, Sequence[str], Ceilings, float], list[dict]],
+    table: Callable[[Sequence[dict]], Table],
+) -> None:
+    """The command of a benchmark over sizes: measure, print the tables, write the JSON.
+
+    The first of ``sizes`` is the default one, all are the sweep; ``form`` is how one is written.
+    """
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    chosen, names, kind = parser.add_mutually_exclusive_group(), list(contenders), type(sizes[0])
+
+    def size(text: str) -> tuple:
+        numbers = tuple(map(int, text.split("x")))
+        if len(numbers) != len(sizes[0]):
+            raise ValueError
+        return numbers if kind is tuple else kind(*numbers)
+
+    chosen.add_argument("--sweep", action="store_true", help=f"{len(sizes)} sizes")
+    chosen.add_argument("--sizes", nargs="+", type=size, metavar=form)
+    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
+    parser.add_argument("--seconds", type=float, default=0.15, help="of each contender and size")
+    add_output(parser, benchmark)
+    args = parser.parse_args(argv)
+    begin, console, rows = time.monotonic(), Console(width=150), []
+    torch.manual_seed(1234)
+    limits = ceilings()
+    console.print(limits.as_json())
+    for one in args.sizes or (sizes if args.sweep else sizes[:1]):
+        found = run(one, args.contenders, limits, args.seconds)
+        console.print(table(found))
+        rows += found
+    write(args.output, limits, rows, begin)
 
 
 def write(file: Path, limits: Ceilings, rows: list[dict], begin: float, **more) -> None:

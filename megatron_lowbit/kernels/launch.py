@@ -256,9 +256,7 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
     if all(side.points for side in sides):
         # Fewer values a thread, so that more threads hide each other's waiting.
         waits = any(side.transform or side.block_rows > 1 for side in sides)
-        if waits and not any(side.stochastic for side in sides):
-            height, width = height, 64
-        width = max(width, *(side.points for side in sides), 32)
+        width = 64 if waits and not any(side.stochastic for side in sides) else 128
         return (height, width), {"num_warps": 4}
     for side, is_col in ((row, False), (col, True)):
         if side is not None:

@@ -221,10 +221,10 @@ def _quantize_input(call: _Call, x: Tensor) -> tuple:
     sequence_parallel, tokens = call.shards.sequence_parallel, x.shape[0]
     given = call.operand or Operand(None, None, x)
     row = col = None
-    if given.row is None and not (sequence_parallel and not call.gathers_codes("fprop", tokens)):
+    here = {g: not sequence_parallel or call.gathers_codes(g, tokens) for g in ("fprop", "wgrad")}
+    if given.row is None and here["fprop"]:
         row = call.request("fprop", "input", tokens, kept=sequence_parallel)
-    splits_blocks = sequence_parallel and not call.gathers_codes("wgrad", tokens)
-    if call.keep_input and given.col is None and not splits_blocks:
+    if call.keep_input and given.col is None and here["wgrad"]:
         col = call.request("wgrad", "input", tokens, kept=True)
     by_row, by_col = call.quantize(x, row, col)
     by_row = by_row if given.row is None else given.row
