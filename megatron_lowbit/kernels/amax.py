@@ -11,7 +11,7 @@ from megatron_lowbit.kernels.elements import abs_bits
 from megatron_lowbit.kernels.hadamard import butterfly_points, finish, transform_tile
 from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
 
-MAX_POINTS = tl.constexpr(32)
+MAX_POINTS = tl.constexpr(64)
 """A longer transform is not taken apart into points: too much code."""
 
 

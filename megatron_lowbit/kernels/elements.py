@@ -1,7 +1,7 @@
 """Device functions: rounding to an element's grid, codes and values, block amaxes.
 
-FP32 arithmetic in the reference's order. Casts to narrower types are the GPU's own instructions;
-Triton's interpreter rounds those otherwise and takes arithmetic that gives the same bits.
+FP32 arithmetic that gives the reference's bits. Casts to narrower types and upward rounding are the
+GPU's own instructions; Triton's interpreter lacks them and takes longer ways to the same bits.
 """
 
 from typing import NamedTuple
@@ -36,28 +36,57 @@ def with_sign(magnitude, x):
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of two magnitudes; NaN wins."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def on_grid(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Magnitudes of x, not NaN, rounded to E's grid and no larger than its largest.
 
-    Adding a number whose ulp is the grid's step rounds to nearest-even. ``words`` are the random
-    uint32 of stochastic rounding. Every difference here is exact.
+    Adding an anchor, whose ulp is the grid's step, rounds to the grid; taking it away is exact.
+    ``words`` are the random uint32 of stochastic rounding.
     """
     ANCHOR: tl.constexpr = 1.5 * 2.0 ** (23 - E.mantissa_bits)
     magnitude = tl.minimum(tl.abs(x), E.max)
     bits = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(bits, E.min_exponent << 23).to(tl.float32, bitcast=True)
-    rounded = tl.fma(power, -ANCHOR, tl.fma(power, tl.full((), ANCHOR, tl.float32), magnitude))
     if STOCHASTIC:
-        # Down to the neighbour below, then up by chance: with u = word / 2**24, up where
-        # u < (magnitude - below) / step. That is u - 1 < (magnitude - above) / step.
-        STEP: tl.constexpr = 2.0 ** (-E.mantissa_bits)
-        off = magnitude - rounded
-        count = (words >> 8).to(tl.int32).to(tl.float32)
+        return _by_chance(magnitude, power, words, E.mantissa_bits, ANCHOR)
+    else:
+        return _to_nearest(magnitude, power, ANCHOR)
+
+
+@triton.jit
+def _to_nearest(magnitude, power, ANCHOR: tl.constexpr):
+    anchored = tl.fma(power, tl.full((), ANCHOR, tl.float32), magnitude)
+    return tl.fma(power, -ANCHOR, anchored)
+
+
+@triton.jit
+def _by_chance(magnitude, power, words, M: tl.constexpr, ANCHOR: tl.constexpr):
+    """Up where u = word / 2**24 < (magnitude - below) / step, below the next neighbour down."""
+    STEP: tl.constexpr = 2.0**-M
+    count = (words >> 8).to(tl.int32).to(tl.float32)
+    if HARDWARE_CASTS:
+        # That is where magnitude - u * step > below. Rounding up to FP32, then up to the grid, is
+        # rounding up to the grid at once.
+        anchor = power * ANCHOR
+        rounded = tl.inline_asm_elementwise(
+            "{.reg .f32 l; fma.rp.f32 l, $1, $2, $3; add.rp.f32 $0, l, $4;}", "=r,r,r,r,r",
+            [count, power * (-STEP * 2.0**-24), magnitude, anchor],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        return rounded - anchor
+    else:
+        nearest = _to_nearest(magnitude, power, ANCHOR)
+        off = magnitude - nearest
+        # Where nearest is above: u - 1 < (magnitude - above) / step.
         count = tl.where(off < 0.0, count - 16777216.0, count)
         step = power * STEP
-        below = tl.where(off < 0.0, rounded - step, rounded)
-        rounded = tl.where(count * (power * (STEP * 2.0**-24)) < off, below + step, below)
-    return rounded
+        below = tl.where(off < 0.0, nearest - step, nearest)
+        return tl.where(count * (power * (STEP * 2.0**-24)) < off, below + step, below)
 
 
 @triton.jit
@@ -78,10 +107,42 @@ def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
             x = tl.minimum(x, E.max, propagate_nan=tl.PropagateNan.ALL)
             code = tl.maximum(x, -E.max, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
         return code.to(tl.uint8, bitcast=True).to(tl.int32)
+    elif HARDWARE_CASTS and E.nan_code == 0:
+        # NaN is positive as it comes from a multiplication; the larger of it and 0 is 0.
+        code = magnitude_codes(on_grid(tl.maximum(tl.abs(x), 0.0), words, E, STOCHASTIC), E)
+        return code | _sign_bit(x, E)
     else:
         code = magnitude_codes(on_grid(x, words, E, STOCHASTIC), E)
-        sign = (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))
-        return tl.where(x != x, E.nan_code, code | sign)
+        return tl.where(x != x, E.nan_code, code | _sign_bit(x, E))
+
+
+@triton.jit
+def encode_pair(low, high, E: tl.constexpr):
+    """Codes of 8 bits of two tensors as one of int16, rounded to nearest."""
+    if HARDWARE_CASTS:
+        CAST: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
+        return tl.inline_asm_elementwise(
+            "cvt.rn.satfinite." + CAST + ".f32 $0, $2, $1;", "=h,r,r", [low, high],
+            dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        high = encode(high, high, E, False) << 8
+        return (encode(low, low, E, False) | high).to(tl.int16)
+
+
+@triton.jit
+def _sign_bit(x, E: tl.constexpr):
+    return (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))
+
+
+@triton.jit
+def exact_bf16(x, E: tl.constexpr):
+    """x, an element of E times its block's scale, as BF16."""
+    if E.bits == 4:
+        # Never more than BF16's bits: no need to round.
+        return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
 
 
 @triton.jit

@@ -1,15 +1,16 @@
 """FP8 tiles of 128 on a GPU: a matrix and its transpose from one read, rounded to nearest.
 
-A program takes 128 x 128 elements, as four tensors of every fourth row: four codes of a column then
-make one word of the transpose, which is four times less to move between threads.
+A program takes 128 x 128 elements as eight tensors [32, 64]: of every fourth row the even columns
+and the odd ones. Two codes of a row are then made by one cast, and four of a column make one word
+of the transpose, which is four times less to move between threads.
 """
 
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import abs_bits, encode
+from megatron_lowbit.kernels.elements import encode_pair, larger
 from megatron_lowbit.kernels.scales import fp8_tile_scales
-from megatron_lowbit.kernels.tiles import load_tile
+from megatron_lowbit.kernels.tiles import load_raw
 
 TILE = tl.constexpr(128)
 
@@ -24,8 +25,9 @@ def fp8_tiles_kernel(
     """Codes and scales of x (R, C) and of its transpose.
 
     ROW and COL are rows of a tile, 1 or 128, or 0 for a side that is not wanted. ``one`` are their
-    tensor scales, ``columns`` the lengths of their rows of codes; c_codes points to int32, four
-    codes each.
+    tensor scales, ``columns`` the lengths of their rows of codes. r_codes points to int16, two
+    codes each, c_codes to int32, four. Of 1x128 tiles the scales of a column come one after
+    another, of square ones those of a row.
     """
     if tl.program_id(0) == 0:
         if ROW > 0:
@@ -36,63 +38,76 @@ def fp8_tiles_kernel(
     row0 = (tl.program_id(0) // tiles) * TILE
     col0 = (tl.program_id(0) % tiles) * TILE
     G: tl.constexpr = TILE // 4
-    r, c = row0 + tl.arange(0, G) * 4, col0 + tl.arange(0, TILE)
-    largest = tl.zeros((G, TILE), tl.int32)
+    r, c = row0 + tl.arange(0, G) * 4, col0 + tl.arange(0, TILE // 2) * 2
+    evens, odds = _halves(x, stride_r, stride_c, row0, col0, R, C, EVEN)
+    by_row = ()
+    even_most, odd_most = tl.abs(evens[0].to(tl.float32)), tl.abs(odds[0].to(tl.float32))
     for i in tl.static_range(4):
-        quarter = load_tile(x + i * stride_r, stride_r * 4, stride_c, row0 // 4, col0,
-                            tl.cdiv(R - i, 4), C, G, TILE, EVEN)  # fmt: skip
-        largest = tl.maximum(largest, abs_bits(quarter))
-        if ROW == 1:
-            most = tl.max(abs_bits(quarter), 1).to(tl.float32, bitcast=True)
-            stored, factor, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
-            at = r_scales + (r + i).to(tl.int64) * (r_columns // TILE) + col0 // TILE
-            tl.store(at, stored, mask=r + i < R)
-            code = encode(quarter * factor[:, None], largest, E, False)
-            _store_row(r_codes, code, r + i, c, R, r_columns, EVEN)
-    by_column = tl.max(largest, 0)
+        even, odd = tl.abs(evens[i].to(tl.float32)), tl.abs(odds[i].to(tl.float32))
+        by_row = by_row + (tl.reduce(larger(even, odd), 1, larger),)
+        even_most, odd_most = larger(even_most, even), larger(odd_most, odd)
+    even_most, odd_most = tl.reduce(even_most, 0, larger), tl.reduce(odd_most, 0, larger)
+    even_factor, odd_factor = 1.0, 1.0
     if COL == 1:
-        most = by_column.to(tl.float32, bitcast=True)
-        stored, along, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
-        at = c_scales + c.to(tl.int64) * (c_columns // TILE) + row0 // TILE
-        tl.store(at, stored, mask=c < C)
-        along = along[None, :]
+        even_stored, even_factor, _, _ = fp8_tile_scales(even_most, 0.0, E, OPTIONS)
+        odd_stored, odd_factor, _, _ = fp8_tile_scales(odd_most, 0.0, E, OPTIONS)
+        at = c_scales + (row0 // TILE).to(tl.int64) * C + c
+        tl.store(at, even_stored, mask=c < C)
+        tl.store(at + 1, odd_stored, mask=c + 1 < C)
+        even_factor, odd_factor = even_factor[None, :], odd_factor[None, :]
+    factor = 1.0
     if ROW == 128 or COL == 128:
-        most = (tl.zeros((1,), tl.int32) + tl.max(by_column, 0)).to(tl.float32, bitcast=True)
+        most = tl.reduce(larger(even_most, odd_most), 0, larger) + tl.zeros((1,), tl.float32)
         stored, square, _, _ = fp8_tile_scales(most, 0.0, E, OPTIONS)
         at = tl.arange(0, 1)
         if ROW == 128:
             tl.store(r_scales + row0 // TILE * (r_columns // TILE) + col0 // TILE + at, stored)
+            factor = square[:, None]
         if COL == 128:
             tl.store(c_scales + col0 // TILE * (c_columns // TILE) + row0 // TILE + at, stored)
-        square = square[:, None]
-    if COL > 0 or ROW == 128:
-        word = tl.zeros((G, TILE), tl.int32)
-        for i in tl.static_range(4):
-            # Once more, from the cache: held in registers they would leave room for one program.
-            quarter = load_tile(x + i * stride_r, stride_r * 4, stride_c, row0 // 4, col0,
-                                tl.cdiv(R - i, 4), C, G, TILE, EVEN)  # fmt: skip
-            if ROW == 128:
-                code = encode(quarter * square, word, E, False)
-                _store_row(r_codes, code, r + i, c, R, r_columns, EVEN)
-            if COL > 0:
-                if COL == 1:
-                    code = encode(quarter * along, word, E, False)
-                else:
-                    code = encode(quarter * square, word, E, False)
-                word = word | (code << (8 * i))
+            even_factor, odd_factor = square[:, None], square[:, None]
+    for i in tl.static_range(4):
+        if ROW == 1:
+            stored, factor, _, _ = fp8_tile_scales(by_row[i], 0.0, E, OPTIONS)
+            at = r_scales + (col0 // TILE).to(tl.int64) * R + r + i
+            tl.store(at, stored, mask=r + i < R)
+            factor = factor[:, None]
+        if ROW > 0:
+            even, odd = evens[i].to(tl.float32) * factor, odds[i].to(tl.float32) * factor
+            at = (r + i).to(tl.int64)[:, None] * (r_columns // 2)
+            at += (col0 // 2 + tl.arange(0, TILE // 2))[None, :]
+            pair = encode_pair(even, odd, E)
+            if EVEN:
+                tl.store(r_codes + at, pair)
+            else:
+                tl.store(r_codes + at, pair, mask=(r + i < R)[:, None])
     if COL > 0:
-        g = row0 // 4 + tl.arange(0, G)
-        at = c_codes + c.to(tl.int64)[:, None] * (c_columns // 4) + g[None, :]
+        words = tl.join(_four_rows(evens, even_factor, E), _four_rows(odds, odd_factor, E))
+        words = tl.reshape(tl.permute(words, (1, 2, 0)), (TILE, G))
+        c = col0 + tl.arange(0, TILE)
+        at = c.to(tl.int64)[:, None] * (c_columns // 4) + (row0 // 4 + tl.arange(0, G))[None, :]
         if EVEN:
-            tl.store(at, tl.trans(word))
+            tl.store(c_codes + at, words)
         else:
-            tl.store(at, tl.trans(word), mask=(c < C)[:, None] & (g < c_columns // 4)[None, :])
+            tl.store(c_codes + at, words, mask=(c < C)[:, None])
 
 
 @triton.jit
-def _store_row(base, code, r, c, rows, columns, EVEN: tl.constexpr):
-    at = base + r.to(tl.int64)[:, None] * columns + c[None, :]
-    if EVEN:
-        tl.store(at, code.to(tl.uint8))
-    else:
-        tl.store(at, code.to(tl.uint8), mask=(r < rows)[:, None] & (c < columns)[None, :])
+def _halves(x, stride_r, stride_c, row0, col0, R, C, EVEN: tl.constexpr):
+    """Even and odd columns of rows i, i + 4, ..., for i from 0 to 3, in x's dtype."""
+    G: tl.constexpr = TILE // 4
+    evens, odds = (), ()
+    for i in tl.static_range(4):
+        rows = load_raw(x + i * stride_r, stride_r * 4, stride_c, row0 // 4, col0,
+                        tl.cdiv(R - i, 4), C, G, TILE, EVEN)  # fmt: skip
+        even, odd = tl.split(tl.reshape(rows, (G, TILE // 2, 2)))
+        evens, odds = evens + (even,), odds + (odd,)
+    return evens, odds
+
+
+@triton.jit
+def _four_rows(rows, factor, E: tl.constexpr):
+    """Codes of four neighbours along a column as words (int32)."""
+    low = encode_pair(rows[0].to(tl.float32) * factor, rows[1].to(tl.float32) * factor, E)
+    high = encode_pair(rows[2].to(tl.float32) * factor, rows[3].to(tl.float32) * factor, E)
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)

@@ -81,12 +81,13 @@ def tile_product(
 
 def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]:
     """Codes, whole groups of ``tiles`` along K, and scales: of 1x128 tiles rows come fastest."""
-    codes = _aligned(operand.codes, tiles * TILE)
-    missing = codes.shape[1] // TILE - operand.scales.shape[1]
-    if operand.format.block_rows == TILE:
-        return codes, F.pad(operand.scales, (0, missing), value=1.0).contiguous()
-    scales = F.pad(operand.scales, (0, missing, 0, len(codes) - len(operand.scales)), value=1.0)
-    return codes, scales.t().contiguous().t()
+    codes, scales = _aligned(operand.codes, tiles * TILE), operand.scales
+    square = operand.format.block_rows == TILE
+    right = codes.shape[1] // TILE - scales.shape[1]
+    bottom = 0 if square else len(codes) - len(scales)
+    if right or bottom:
+        scales = F.pad(scales, (0, right, 0, bottom), value=1.0)
+    return codes, scales.contiguous() if square else scales.t().contiguous().t()
 
 
 def tensor_product(

@@ -33,16 +33,12 @@ class Transform(NamedTuple):
 
 
 @triton.jit
-def _sign_bits(key, first: tl.constexpr, H: tl.constexpr):
-    """The drawn sign bits (int32) to flip of points first to first + 4."""
-    quad = tl.full((), first // 4, tl.int32)
-    s0, s1, s2, s3 = philox(key, quad, tl.full((), H.points, tl.int32))
-    return (
-        (s0 >> 31).to(tl.int32) << 31,
-        (s1 >> 31).to(tl.int32) << 31,
-        (s2 >> 31).to(tl.int32) << 31,
-        (s3 >> 31).to(tl.int32) << 31,
-    )
+def _minus_bits(key, H: tl.constexpr):
+    """The drawn signs of a transform as bits (int64), set where a sign is minus."""
+    quad = tl.arange(0, H.points // 4)
+    s0, s1, s2, s3 = philox(key, quad, tl.full((H.points // 4,), H.points, tl.int32))
+    four = (s0 >> 31) | (s1 >> 31) << 1 | (s2 >> 31) << 2 | (s3 >> 31) << 3
+    return tl.sum(four.to(tl.int64) << (4 * quad), 0)
 
 
 @triton.jit
@@ -70,11 +66,12 @@ def butterfly_points(points, signs, N: tl.constexpr, H: tl.constexpr):
     ys = points
     if H.signs == DRAWN_SIGNS:
         ys = ()
-        for first in tl.static_range(0, N, 4):
-            bits = _sign_bits(signs, first % H.points, H)
-            for i in tl.static_range(4):
-                flipped = points[first + i].to(tl.int32, bitcast=True) ^ bits[i]
-                ys = ys + (flipped.to(tl.float32, bitcast=True),)
+        minus = _minus_bits(signs, H)
+        lower, upper = minus.to(tl.int32), (minus >> 32).to(tl.int32)
+        for i in tl.static_range(N):
+            bits = upper if i % H.points >= 32 else lower
+            flip = (bits << (31 - i % 32)) & -0x80000000
+            ys = ys + ((points[i].to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
     elif H.signs == FIXED_SIGNS:
         ys = ()
         for i in tl.static_range(N):

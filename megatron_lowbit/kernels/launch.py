@@ -56,9 +56,10 @@ def quantize_both(
     if not x.numel():
         return reference(x, row, col)
     amaxes = _amaxes(x, row, col)
-    row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], False, values[0])
-    col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], True, values[1])
-    if all(side is None or _is_plain_tile(side) for side in (row_side, col_side)):
+    tiles = not any(values) and all(r is None or _is_plain_tile(r) for r in (row, col))
+    row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], False, values[0], tiles)
+    col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], True, values[1], tiles)
+    if tiles:
         _quantize_fp8_tiles(x, row_side, row_arguments, col_side, col_arguments)
         return by_row, by_col
     tile, options = _tile(row_side, col_side)
@@ -69,10 +70,11 @@ def quantize_both(
     return by_row, by_col
 
 
-def _is_plain_tile(side: Side) -> bool:
+def _is_plain_tile(request: Request) -> bool:
     """Whether a side is FP8 tiles of 128, nearest and as they are: these have their own kernel."""
-    special = side.stochastic or side.transform or side.values
-    return side.scales is scales.fp8_tile_scales and not special
+    quantizer = request.quantizer
+    nearest = quantizer.rounding is not Rounding.STOCHASTIC
+    return isinstance(quantizer.format, FP8Tile) and nearest and request.hadamard is None
 
 
 def _quantize_fp8_tiles(
@@ -89,7 +91,8 @@ def _quantize_fp8_tiles(
     )
     tile = (FP8_TILE, FP8_TILE)
     fp8_tiles_kernel[_grid(x, tile)](
-        x, *x.stride(), *x.shape, r_codes, r_scales,
+        x, *x.stride(), *x.shape,
+        None if r_codes is None else r_codes.view(torch.int16), r_scales,
         None if c_codes is None else c_codes.view(torch.int32), c_scales, r_one, c_one,
         r_columns, c_columns, row.block_rows if row else 0, col.block_rows if col else 0,
         sides[0].element, sides[0].options, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
@@ -121,9 +124,17 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
 
 
 def _outputs(
-    request: Request | None, x: Tensor, amax: Tensor | None, transposed: bool, values: bool
+    request: Request | None,
+    x: Tensor,
+    amax: Tensor | None,
+    transposed: bool,
+    values: bool,
+    tiles: bool,
 ) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
-    """One side's kernel arguments, its constexpr, and the operand that it fills."""
+    """One side's kernel arguments, its constexpr, and the operand that it fills.
+
+    ``tiles``: by the kernel of FP8 tiles.
+    """
     if request is None:
         return _NOTHING, None, None
     format, hadamard, draw = request.quantizer.format, request.hadamard, request.draw
@@ -140,7 +151,7 @@ def _outputs(
         made = Values(codes.t() if transposed else codes, scale)
         pointers = (columns, amax, codes, None, tensor_scale)
     else:
-        made = _codes(format, rows, columns, padded, tensor_scale)
+        made = _codes(format, rows, columns, padded, tensor_scale, tiles)
         codes = made.codes.view(torch.uint8)
         scales = _as_bytes(made.scales) if made.scales.numel() else None
         pointers = (padded, amax, codes.view(torch.int32) if side.points else codes, scales,
@@ -155,14 +166,22 @@ def _outputs(
 
 
 def _codes(
-    format: BlockFormat, rows: int, columns: int, padded: int, tensor_scale: Tensor
+    format: BlockFormat, rows: int, columns: int, padded: int, tensor_scale: Tensor, tiles: bool
 ) -> QuantizedTensor:
-    """A quantized tensor (rows, columns) still to be filled."""
+    """A quantized tensor (rows, columns) still to be filled.
+
+    Its scales are contiguous, but the kernel of ``tiles`` writes those of 1x128 as cuBLAS reads
+    them, with rows fastest.
+    """
     new = partial(torch.empty, device=tensor_scale.device)
     codes = new((rows, padded // 2 if format.element.bits == 4 else padded), dtype=torch.uint8)
     shape, dtype = _scales_of(format, rows, padded)
     codes = codes.view(format.element.dtype or torch.uint8)
-    return QuantizedTensor(codes, new(shape, dtype=dtype), tensor_scale, format, (rows, columns))
+    if tiles and format.block_rows == 1:
+        scales = new(shape[::-1], dtype=dtype).t()
+    else:
+        scales = new(shape, dtype=dtype)
+    return QuantizedTensor(codes, scales, tensor_scale, format, (rows, columns))
 
 
 @cache
@@ -254,6 +273,8 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
     if all(side.points for side in sides):
+        if any(side.points == 64 for side in sides):
+            return (64, 128), {"num_warps": 4}
         # Fewer values a thread, so that more threads hide each other's waiting.
         waits = any(side.transform or side.block_rows > 1 for side in sides)
         width = 64 if waits and not any(side.stochastic for side in sides) else 128

@@ -16,6 +16,8 @@ from megatron_lowbit.kernels.elements import (
     abs_bits,
     block_amax,
     encode,
+    exact_bf16,
+    larger,
     on_grid,
     over_block,
     over_rows,
@@ -125,14 +127,15 @@ def _points_side(
     amax = tl.load(amax) if amax is not None else 0.0
     row_number = number(rows, r, R)
     for first in tl.static_range(0, P, BLOCK):
-        most = abs_bits(points[first])
+        most = tl.abs(points[first])
         for i in tl.static_range(1, BLOCK):
-            most = tl.maximum(most, abs_bits(points[first + i]))
+            most = larger(most, tl.abs(points[first + i]))
         if SQUARE > 1:
             shape: tl.constexpr = (N // (SQUARE * NEXT_ROW), SQUARE, NEXT_ROW)
-            most = tl.max(tl.reshape(most, shape), 1)
-            most = tl.reshape(tl.broadcast_to(most[:, None, :], shape), (N,))
-        stored, factor, scale, decode = SCALES(most.to(tl.float32, bitcast=True), amax, E, OPTIONS)
+            bits = tl.max(tl.reshape(abs_bits(most), shape), 1)
+            bits = tl.reshape(tl.broadcast_to(bits[:, None, :], shape), (N,))
+            most = bits.to(tl.float32, bitcast=True)
+        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
         words = (stored, stored, stored, stored)
         word = stored
         outs = ()
@@ -143,7 +146,7 @@ def _points_side(
             x = points[first + i] * factor
             if S.values:
                 value = with_sign(on_grid(x, words[i % 4], E, S.stochastic) * scale, x)
-                outs = outs + (value.to(tl.bfloat16),)
+                outs = outs + (exact_bf16(value, E),)
             else:
                 code = encode(x, words[i % 4], E, S.stochastic)
                 if i % PER == 0:
@@ -192,7 +195,8 @@ def _tile_side(
         x = x * over_block(factor, A, B, S.block_rows, S.block)
         if S.values:
             wide = over_block(scale, A, B, S.block_rows, S.block)
-            value = with_sign(on_grid(x, words, E, S.stochastic) * wide, x).to(tl.bfloat16)
+            value = with_sign(on_grid(x, words, E, S.stochastic) * wide, x)
+            value = exact_bf16(value, E)
             if TRANSPOSED:
                 store_tile(codes, tl.trans(value), col0, row0, columns, R, EVEN)
             else:

@@ -74,12 +74,16 @@ def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
-    scale = _quotient(E.max, amax)
     bits = abs_bits(amax)
-    scale = tl.where((bits == 0) | (bits >= 0x7F800000), 1.0, scale)
     if POW2:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return scale
+        # The quotient's exponent field: both elements' largest is 1.75 times a power of two, and
+        # above 1.75 times another the quotient is below a power of two.
+        TOP: tl.constexpr = 262 if E.mantissa_bits == 3 else 269
+        field = tl.minimum(TOP - ((bits + 0x1FFFFF) >> 23), 254)
+        scale = (field << 23).to(tl.float32, bitcast=True)
+    else:
+        scale = _quotient(E.max, amax)
+    return tl.where((bits == 0) | (bits >= 0x7F800000), 1.0, scale)
 
 
 @triton.jit

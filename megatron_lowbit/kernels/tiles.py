@@ -14,13 +14,20 @@ def load_tile(
     x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
 ):
     """x's tile at (row0, col0) in FP32, [TM, TN]; zeros outside of x."""
+    return load_raw(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN).to(tl.float32)
+
+
+@triton.jit
+def load_raw(
+    x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
+):
+    """The same tile in x's own dtype."""
     r, c = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     if EVEN:
-        return tl.load(at).to(tl.float32)
+        return tl.load(at)
     else:
-        inside = (row0 + r < R) & (col0 + c < C)
-        return tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        return tl.load(at, mask=(row0 + r < R) & (col0 + c < C), other=0.0)
 
 
 @triton.jit
@@ -32,13 +39,31 @@ def load_column_points(
     place = tl.arange(0, TM // P * TN)
     r, c = place // TN * P, place % TN
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
+    r, c = row0 + r, col0 + c
+    if P <= 32:
+        return _column_points(at, stride_r, r, c, R, C, P, EVEN)
+    else:
+        # A loop, not 64 loads: Triton's time to place loads grows with the square of their number.
+        upper = _column_points(at, stride_r, r, c, R, C, P // 2, EVEN)
+        lower = upper
+        for i in range(2):
+            upper, lower = (
+                lower,
+                _column_points(
+                    at + i * (P // 2) * stride_r, stride_r, r + i * (P // 2), c, R, C, P // 2, EVEN
+                ),
+            )
+        return upper + lower
+
+
+@triton.jit
+def _column_points(at, stride_r, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
     points = ()
     for i in tl.static_range(P):
         if EVEN:
             point = tl.load(at + i * stride_r)
         else:
-            inside = (row0 + r + i < R) & (col0 + c < C)
-            point = tl.load(at + i * stride_r, mask=inside, other=0.0)
+            point = tl.load(at + i * stride_r, mask=(r + i < R) & (c < C), other=0.0)
         points = points + (point.to(tl.float32),)
     return points
 
