@@ -5,13 +5,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
-from megatron_lowbit.kernels.epilogue import scaled
+from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.operands import Folded, Transposed, Values, exact_values, fold
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
@@ -47,18 +48,18 @@ class Route:
 def exact_product(
     lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """BF16 GEMM of exact operands.
-
-    Tensor scales are applied to the product, which a BF16 result is then rounded to twice.
-    """
+    """BF16 GEMM of exact operands; tensor scales multiply its sums."""
     left, right = _as_values(lhs), _as_values(rhs)
-    a, b = left.values, right.values.t()
-    if out_dtype is torch.float32:
-        y = torch.mm(a, b, out_dtype=torch.float32)
-    else:
-        y = torch.mm(a, b)
     scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
-    return scaled(y, scales, bias).to(out_dtype)
+    fp32 = out_dtype is torch.float32
+    if scales:
+        product_dtype = torch.float32 if fp32 else torch.bfloat16
+        y = scaled_matmul(left.values, right.values, reduce(torch.mul, scales), product_dtype)
+    elif fp32:
+        y = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
+    else:
+        y = torch.mm(left.values, right.values.t())
+    return (y if bias is None else y + bias).to(out_dtype)
 
 
 def _as_values(operand: GpuOperand) -> Values:

@@ -95,7 +95,7 @@ def _quantize_fp8_tiles(
         None if r_codes is None else r_codes.view(torch.int16), r_scales,
         None if c_codes is None else c_codes.view(torch.int32), c_scales, r_one, c_one,
         r_columns, c_columns, row.block_rows if row else 0, col.block_rows if col else 0,
-        sides[0].element, sides[0].options, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
+        sides[0].element, sides[0].options, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -276,9 +276,10 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
         if any(side.points == 64 for side in sides):
             return (64, 128), {"num_warps": 4}
         # Fewer values a thread, so that more threads hide each other's waiting.
+        if any(side.stochastic for side in sides):
+            return (32, 128), {"num_warps": 4}
         waits = any(side.transform or side.block_rows > 1 for side in sides)
-        width = 64 if waits and not any(side.stochastic for side in sides) else 128
-        return (height, width), {"num_warps": 4}
+        return (height, 64 if waits else 128), {"num_warps": 4}
     for side, is_col in ((row, False), (col, True)):
         if side is not None:
             along = max(side.block, side.transform.points if side.transform else 0, side.points)

@@ -1,0 +1,153 @@
+"""A BF16 GEMM whose factor lies in device memory, which cuBLASLt takes and torch does not pass on.
+
+NVFP4's tensor scales are made on the device. Multiplied into the sums here they cost nothing; a pass
+of their own over the product takes a tenth of the GEMM's time. Numbers are those of cublasLt.h.
+"""
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 14}  # cudaDataType_t
+_COMPUTE_FP32 = 68
+_POINTER_MODE, _TRANSA, _TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
+_ON_DEVICE = 1
+_WORKSPACE_LIMIT, _ALIGNMENTS = 1, (5, 6, 7, 8)  # cublasLtMatmulPreferenceAttributes_t
+_WORKSPACE = 32 * 2**20
+
+
+class _Heuristic(ctypes.Structure):
+    _fields_ = (
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+class _Matrix(NamedTuple):
+    """A matrix as cuBLAS sees it, columns first: size, distance of columns, alignment in bytes."""
+
+    rows: int
+    columns: int
+    step: int
+    transposed: bool
+    alignment: int
+
+
+class _Plan(NamedTuple):
+    """What a call of one kind needs: description, three layouts, algorithm, workspace in bytes."""
+
+    description: c_void_p
+    layouts: tuple[c_void_p, c_void_p, c_void_p]
+    choice: _Heuristic
+
+
+def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """``factor * a @ b.T``, summed in FP32 and rounded once.
+
+    Args:
+        a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU.
+        factor: FP32 scalar on the same GPU.
+        out_dtype: Of the result (M, N): BF16 or FP32.
+
+    Raises:
+        RuntimeError: cuBLASLt has no algorithm for these matrices, or fails.
+    """
+    y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    if not a.numel() or not b.numel():
+        return y.zero_()
+    a, b = _dense(a), _dense(b)
+    # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
+    plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), out_dtype, a.device)
+    workspace = torch.empty(plan.choice.workspace, dtype=torch.uint8, device=a.device)
+    zero = _zero(a.device)
+    left, right, out = plan.layouts
+    _call(
+        "cublasLtMatmul", c_void_p(torch.cuda.current_blas_handle()), plan.description,
+        c_void_p(factor.data_ptr()), c_void_p(b.data_ptr()), left, c_void_p(a.data_ptr()), right,
+        c_void_p(zero.data_ptr()), c_void_p(y.data_ptr()), out, c_void_p(y.data_ptr()), out,
+        byref(plan.choice), c_void_p(workspace.data_ptr()), c_size_t(plan.choice.workspace),
+        c_void_p(torch.cuda.current_stream(a.device).cuda_stream),
+    )  # fmt: skip
+    return y
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x, copied unless its rows or its columns are contiguous and apart from each other."""
+    (rows, columns), (down, across) = x.shape, x.stride()
+    by_rows, by_columns = across == 1 and down >= columns, down == 1 and across >= rows
+    return x if by_rows or by_columns else x.contiguous()
+
+
+def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
+    """x (R, C), or its transpose, as an operand that cuBLAS is to transpose from x's own layout."""
+    by_rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    rows, columns = x.shape[::-1] if by_rows else x.shape
+    step = x.stride(0) if by_rows else x.stride(1)
+    alignment = next(n for n in (256, 128, 64, 32, 16, 8, 4, 2) if x.data_ptr() % n == 0)
+    return _Matrix(rows, columns, step, by_rows is not transposed, alignment)
+
+
+@cache
+def _plan(
+    left: _Matrix, right: _Matrix, out: _Matrix, out_dtype: torch.dtype, device: torch.device
+) -> _Plan:
+    description = c_void_p()
+    _call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_FP32), c_int(0))
+    for name, value in (
+        (_POINTER_MODE, _ON_DEVICE),
+        (_TRANSA, left.transposed),
+        (_TRANSB, right.transposed),
+    ):
+        value = c_int32(value)
+        _call("cublasLtMatmulDescSetAttribute", description, c_int(name), byref(value), c_size_t(4))
+    layouts = tuple(
+        _layout(matrix, dtype)
+        for matrix, dtype in ((left, torch.bfloat16), (right, torch.bfloat16), (out, out_dtype))
+    )
+    preference = c_void_p()
+    _call("cublasLtMatmulPreferenceCreate", byref(preference))
+    limits = [(_WORKSPACE_LIMIT, c_uint64(_WORKSPACE))]
+    for name, matrix in zip(_ALIGNMENTS, (left, right, out, out), strict=True):
+        limits.append((name, ctypes.c_uint32(matrix.alignment)))
+    for name, value in limits:
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(name), byref(value),
+              c_size_t(ctypes.sizeof(value)))  # fmt: skip
+    choice, found = _Heuristic(), c_int()
+    _call(
+        "cublasLtMatmulAlgoGetHeuristic", c_void_p(torch.cuda.current_blas_handle()), description,
+        layouts[0], layouts[1], layouts[2], layouts[2], preference, c_int(1), byref(choice),
+        byref(found),
+    )  # fmt: skip
+    _call("cublasLtMatmulPreferenceDestroy", preference)
+    return _Plan(description, layouts, choice)
+
+
+def _layout(matrix: _Matrix, dtype: torch.dtype) -> c_void_p:
+    layout = c_void_p()
+    _call("cublasLtMatrixLayoutCreate", byref(layout), c_int(_TYPES[dtype]), c_uint64(matrix.rows),
+          c_uint64(matrix.columns), c_int64(matrix.step))  # fmt: skip
+    return layout
+
+
+@cache
+def _zero(device: torch.device) -> Tensor:
+    return torch.zeros((), device=device)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    # The one that torch has loaded, found by its name.
+    return ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+
+
+def _call(name: str, *arguments: object) -> None:
+    status = getattr(_library(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} failed with cublasStatus_t {status}")

@@ -1,0 +1,45 @@
+"""The BF16 GEMM with a factor in device memory, against FP64."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.cublas import scaled_matmul
+
+LAYOUTS = {
+    "rows": lambda x: x,
+    "columns": lambda x: x.t().contiguous().t(),
+    "a slice": lambda x: torch.cat([x, x], 1)[:, : x.shape[1]],
+    "odd address": lambda x: torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape),
+    "repeated rows": lambda x: x[:1].expand(x.shape),
+    "neither": lambda x: torch.stack([x, x], 2)[..., 0],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("right", LAYOUTS)
+@pytest.mark.parametrize("left", LAYOUTS)
+@pytest.mark.parametrize("shape", [(128, 256, 512), (33, 7, 65), (1, 1, 1)], ids=str)
+def test_products(shape, left, right, out_dtype):
+    m, n, k = shape
+    draws = torch.Generator("cuda").manual_seed(1)
+    new = {"generator": draws, "device": "cuda", "dtype": torch.bfloat16}
+    a = LAYOUTS[left](torch.randn(m, k, **new))
+    b = LAYOUTS[right](torch.randn(n, k, **new))
+    factor = torch.tensor(0.37, device="cuda")
+    y = scaled_matmul(a, b, factor, out_dtype)
+    exact = a.double() @ b.double().t() * factor.double()
+    # FP32 sums of magnitudes, then one rounding to the output's dtype.
+    most = a.double().abs() @ b.double().abs().t() * factor.double()
+    bound = 1e-6 * most + exact.abs() * torch.finfo(out_dtype).eps / 2
+    assert y.shape == (m, n) and y.dtype == out_dtype and y.is_contiguous()
+    assert ((y.double() - exact).abs() <= bound * 1.01).all()
+
+
+@pytest.mark.gpu
+def test_no_elements():
+    factor = torch.ones((), device="cuda")
+    new = {"device": "cuda", "dtype": torch.bfloat16}
+    for m, n, k in ((0, 4, 4), (4, 0, 4), (4, 4, 0)):
+        y = scaled_matmul(torch.ones(m, k, **new), torch.ones(n, k, **new), factor, torch.float32)
+        assert y.shape == (m, n) and not y.any()
