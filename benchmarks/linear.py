@@ -4,7 +4,7 @@
     python benchmarks/linear.py --sweep    ten more sizes, one of them ragged
 
 BF16 input and weight, gradients of both in BF16 by plain autograd. A recipe computes as it does in
-a block in the middle of a model. The bound is counted: FLOPs of the three GEMMs at the rates
+a block in the middle of a model; "square" has wgrad's input in 128x128 tiles. The bound is counted: FLOPs of the three GEMMs at the rates
 measured for their operand formats, plus the bytes that quantization must read and write at the rate
 of a copy. Bytes kept are what forward leaves allocated for backward, without the output: the
 input's share grows with the tokens, the rest is the weight's.
@@ -81,8 +81,10 @@ class Contender(NamedTuple):
 
 
 def middle_precision(recipe: str) -> LinearPrecision:
-    """The precision of a shipped recipe in a block in the middle of a model."""
-    return load_recipe(recipe).precision_for(Layer("decoder.layers.16.mlp.linear_fc1", 16, 32))
+    """The precision of a recipe, a name and settings, in a block in the middle of a model."""
+    name, *settings = recipe.split()
+    layer = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
+    return load_recipe(name, settings).precision_for(layer)
 
 
 def _module(size: Size) -> nn.Linear:
@@ -143,10 +145,18 @@ def _torchao_float8(recipe: str, size: Size) -> Built:
     return Built(torch.compile(layer, dynamic=False), layer.weight)
 
 
-RECIPES = ("fp8-tile", "fp8-delayed", "mxfp8", "mxfp4-backward", "nvfp4")
+SQUARE_INPUT = "wgrad.input.format=fp8-128x128-e4m3"
+RECIPES = {
+    "fp8-tile": "fp8-tile",
+    "fp8-tile, square": f"fp8-tile {SQUARE_INPUT}",
+    "fp8-delayed": "fp8-delayed",
+    "mxfp8": "mxfp8",
+    "mxfp4-backward": "mxfp4-backward",
+    "nvfp4": "nvfp4",
+}
 CONTENDERS = {
     "BF16": Contender(_bf16, "bf16"),
-    **{name: Contender(partial(_recipe, name), name) for name in RECIPES},
+    **{name: Contender(partial(_recipe, recipe), recipe) for name, recipe in RECIPES.items()},
     "TE BF16": Contender(partial(_transformer_engine, None), "bf16"),
     "TE blockwise": Contender(partial(_transformer_engine, "Float8BlockScaling"), "fp8-tile"),
     "TE delayed": Contender(partial(_transformer_engine, "DelayedScaling"), "fp8-delayed"),

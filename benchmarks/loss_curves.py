@@ -29,6 +29,12 @@ from megatron_lowbit.analysis.machine import machine
 ROOT = Path(__file__).parents[1]
 RECIPES = {
     "fp8-tile": ("--fp8-recipe", "fp8-tile"),
+    "fp8-tile, square": (
+        "--fp8-recipe",
+        "fp8-tile",
+        "--recipe-set",
+        "wgrad.input.format=fp8-128x128-e4m3",
+    ),
     "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
     "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "bf16": ("--precision-recipe", "bf16"),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import timing
 import torch
-from linear import gemm_kind, middle_precision
+from linear import RECIPES, SQUARE_INPUT, gemm_kind, middle_precision
 from rich.console import Console
 from rich.table import Table
 from timing import Ceilings
@@ -96,6 +96,11 @@ def _transformer_engine(fp8_recipe: str | None, args: Namespace) -> nn.Module:
 CONTENDERS = {
     "bf16": Contender(_ours, "bf16", ("--precision-recipe", "bf16")),
     "fp8-tile": Contender(_ours, "fp8-tile", ("--fp8-recipe", "fp8-tile")),
+    "fp8-tile, square": Contender(
+        _ours,
+        RECIPES["fp8-tile, square"],
+        ("--fp8-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
+    ),
     "mxfp4-backward": Contender(_ours, "mxfp4-backward", ("--fp4-recipe", "mxfp4-backward")),
     "nvfp4": Contender(
         _ours, "nvfp4", ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")

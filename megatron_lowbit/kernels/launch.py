@@ -274,7 +274,7 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
     height, width = 32 if col is None else 64, 128
     if all(side.points for side in sides):
         if any(side.points == 64 for side in sides):
-            return (64, 128), {"num_warps": 4}
+            return (64, 128), {"num_warps": 4, "maxnreg": 168}
         # Fewer values a thread, so that more threads hide each other's waiting.
         if any(side.stochastic for side in sides):
             return (32, 128), {"num_warps": 4}
