@@ -4,10 +4,10 @@
     python benchmarks/linear.py --sweep    ten more sizes, one of them ragged
 
 BF16 input and weight, gradients of both in BF16 by plain autograd. A recipe computes as it does in
-a block in the middle of a model; "square" has wgrad's input in 128x128 tiles. The bound is counted: FLOPs of the three GEMMs at the rates
-measured for their operand formats, plus the bytes that quantization must read and write at the rate
-of a copy. Bytes kept are what forward leaves allocated for backward, without the output: the
-input's share grows with the tokens, the rest is the weight's.
+a block in the middle of a model; "square" has wgrad's input in 128x128 tiles. The bound is counted:
+FLOPs of the three GEMMs at the rates measured for their operand formats, plus the bytes that
+quantization must read and write at the rate of a copy. Bytes kept are what forward leaves allocated
+for backward, without the output: the input's share grows with the tokens, the rest is the weight's.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
 """A BF16 GEMM whose factor lies in device memory, which cuBLASLt takes and torch does not pass on.
 
-NVFP4's tensor scales are made on the device. Multiplied into the sums here they cost nothing; a pass
-of their own over the product takes a tenth of the GEMM's time. Numbers are those of cublasLt.h.
+NVFP4's tensor scales are made on the device. Multiplied into the sums here they cost nothing; a
+pass over the product takes a tenth of the GEMM's time. Numbers are those of cublasLt.h.
 """
 
 import ctypes
