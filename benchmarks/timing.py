@@ -8,6 +8,7 @@ elsewhere by the CPU's clock, which is for trying the scripts out.
 import argparse
 import json
 import math
+import random
 import shutil
 import statistics
 import subprocess
@@ -36,9 +37,9 @@ Step = Callable[[Mark], None]
 TURNS = 10
 WARMUP = 3
 MOST = 200
-# Far above the cache, and long enough that the CPU has launched the step before the GPU is done:
-# what is timed is the GPU's work, as in training, where launches run ahead.
-FLUSH_BYTES = 2**30
+# Far above the cache, and some 2 ms long, so that the CPU has launched the step before the GPU is
+# done: what is timed is the GPU's work, as in training, where launches run ahead.
+FLUSH_BYTES = 2**33
 
 
 def device() -> torch.device:
@@ -91,15 +92,17 @@ def measure(
     """The laps in ms of every repetition of every step.
 
     Each step is repeated for about ``seconds`` after its warm-up, spread over turns in which all
-    contenders come one after another: clocks and temperature drift alike for all.
+    contenders come one after another, in another order each time: clocks and temperature drift
+    alike for all, and none always follows the hottest.
     """
     cold = None
     if flush and torch.cuda.is_available():
         cold = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
     counts = {name: _repetitions(step, seconds, cold) for name, step in steps.items()}
     laps: dict[str, list[list[float]]] = {name: [] for name in steps}
+    order = random.Random(0)
     for turn in range(TURNS):
-        for name, step in steps.items():
+        for name, step in order.sample(list(steps.items()), len(steps)):
             share = counts[name] * (turn + 1) // TURNS - counts[name] * turn // TURNS
             watches = [_timed(step, cold) for _ in range(share)]
             synchronize()
