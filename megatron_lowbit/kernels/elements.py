@@ -29,13 +29,6 @@ def abs_bits(x):
 
 
 @triton.jit
-def with_sign(magnitude, x):
-    """magnitude with the sign of x."""
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def larger(a, b):
     """The larger of two magnitudes; NaN wins."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -100,13 +93,7 @@ def magnitude_codes(rounded, E: tl.constexpr):
 def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Codes (int32) of x in E, the sign in the top bit of E's width."""
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
-        if E.mantissa_bits == 3:
-            code = x.to(tl.float8e4nv)
-        else:
-            # This one does not saturate infinities.
-            x = tl.minimum(x, E.max, propagate_nan=tl.PropagateNan.ALL)
-            code = tl.maximum(x, -E.max, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
-        return code.to(tl.uint8, bitcast=True).to(tl.int32)
+        return _cast(x, E).to(tl.uint8, bitcast=True).to(tl.int32)
     elif HARDWARE_CASTS and E.nan_code == 0:
         # NaN is positive as it comes from a multiplication; the larger of it and 0 is 0.
         code = magnitude_codes(on_grid(tl.maximum(tl.abs(x), 0.0), words, E, STOCHASTIC), E)
@@ -114,6 +101,28 @@ def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     else:
         code = magnitude_codes(on_grid(x, words, E, STOCHASTIC), E)
         return tl.where(x != x, E.nan_code, code | _sign_bit(x, E))
+
+
+@triton.jit
+def _cast(x, E: tl.constexpr):
+    """x in Triton's own type of 8 bits, rounded to nearest."""
+    if E.mantissa_bits == 3:
+        return x.to(tl.float8e4nv)
+    else:
+        # This one does not saturate infinities.
+        x = tl.minimum(x, E.max, propagate_nan=tl.PropagateNan.ALL)
+        return tl.maximum(x, -E.max, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e5)
+
+
+@triton.jit
+def rounded(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """x rounded to E's grid, with its sign; for a NaN any number."""
+    if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
+        return _cast(x, E).to(tl.float32)
+    else:
+        magnitude = on_grid(x, words, E, STOCHASTIC)
+        sign = x.to(tl.int32, bitcast=True) & -0x80000000
+        return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -154,6 +163,19 @@ def bf16_values(x):
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
         return tl.where(x != x, x, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def bf16_pair(a, b):
+    """Two tensors rounded to BF16, as FP32: one cast rounds both."""
+    if HARDWARE_CASTS:
+        return tl.inline_asm_elementwise(
+            "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2;"
+            " shl.b32 $0, p, 16; and.b32 $1, p, 0xffff0000;}",
+            "=r,=r,r,r", [a, b], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return bf16_values(a), bf16_values(b)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import bf16_values
+from megatron_lowbit.kernels.elements import bf16_pair, bf16_values
 from megatron_lowbit.kernels.random_words import philox
 
 NO_SIGNS = tl.constexpr(0)
@@ -55,8 +55,11 @@ def transform_points(points, signs, N: tl.constexpr, H: tl.constexpr):
     """Points as a tuple of N tensors of one shape: one or several transforms."""
     sums = butterfly_points(points, signs, N, H)
     zs = ()
-    for i in tl.static_range(N):
-        zs = zs + (finish(sums[i], H),)
+    for i in tl.static_range(0, N, 2):
+        if H.to_bf16:
+            zs = zs + bf16_pair(sums[i] * H.factor, sums[i + 1] * H.factor)
+        else:
+            zs = zs + (sums[i] * H.factor, sums[i + 1] * H.factor)
     return zs
 
 

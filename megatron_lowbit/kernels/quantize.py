@@ -18,10 +18,9 @@ from megatron_lowbit.kernels.elements import (
     encode,
     exact_bf16,
     larger,
-    on_grid,
     over_block,
     over_rows,
-    with_sign,
+    rounded,
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
 from megatron_lowbit.kernels.random_words import number, philox, word_tile
@@ -113,58 +112,75 @@ def _points_side(
 
     ``NEXT_ROW`` is how many groups further the same group of the next row is.
     """
-    SCALES: tl.constexpr = S.scales
-    E: tl.constexpr = S.element
-    OPTIONS: tl.constexpr = S.options
     H: tl.constexpr = S.transform
     P: tl.constexpr = S.points
     BLOCK: tl.constexpr = S.block
-    SQUARE: tl.constexpr = S.block_rows
-    N: tl.constexpr = r.shape[0]
-    PER: tl.constexpr = 8 if E.bits == 4 else 4  # codes an int32 word of the output
     if S.transform is not None:
         points = transform_points(points, signs, P, H)
     amax = tl.load(amax) if amax is not None else 0.0
     row_number = number(rows, r, R)
-    for first in tl.static_range(0, P, BLOCK):
-        most = tl.abs(points[first])
-        for i in tl.static_range(1, BLOCK):
-            most = larger(most, tl.abs(points[first + i]))
-        if SQUARE > 1:
-            shape: tl.constexpr = (N // (SQUARE * NEXT_ROW), SQUARE, NEXT_ROW)
-            bits = tl.max(tl.reshape(abs_bits(most), shape), 1)
-            bits = tl.reshape(tl.broadcast_to(bits[:, None, :], shape), (N,))
-            most = bits.to(tl.float32, bitcast=True)
-        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
-        words = (stored, stored, stored, stored)
-        word = stored
-        outs = ()
-        for i in tl.static_range(BLOCK):
-            if S.stochastic and i % 4 == 0:
-                quad = number(quads, group * (P // 4) + (first + i) // 4, tl.cdiv(columns, 4))
-                words = philox(key, quad, row_number)
-            x = points[first + i] * factor
-            if S.values:
-                value = with_sign(on_grid(x, words[i % 4], E, S.stochastic) * scale, x)
-                outs = outs + (exact_bf16(value, E),)
-            else:
-                code = encode(x, words[i % 4], E, S.stochastic)
-                if i % PER == 0:
-                    word = code
-                else:
-                    word = word | (code << ((i % PER) * (32 // PER)))
-                if i % PER == PER - 1:
-                    outs = outs + (word,)
-        at = group * P + first
-        if S.values and TRANSPOSED:
-            for i in tl.static_range(BLOCK):
-                store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
-        elif S.values:
-            store_groups(codes, side_by_side(outs, BLOCK), r, at, R, columns, EVEN)
+    if P == BLOCK:
+        _block(points, 0, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key,
+               quads, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
+    else:
+        # A loop, for Triton's sake: compiled once, and apart from the transform.
+        for first in range(0, P, BLOCK):
+            _block(points, first, r, group, row_number, R, columns, amax, codes, scales,
+                   tensor_scale, key, quads, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
+            points = points[BLOCK:] + points[:BLOCK]
+
+
+@triton.jit
+def _block(
+    points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, quads,
+    NEXT_ROW: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Quantize the first block of ``points``, which is at ``first`` in its group."""
+    SCALES: tl.constexpr = S.scales
+    E: tl.constexpr = S.element
+    OPTIONS: tl.constexpr = S.options
+    BLOCK: tl.constexpr = S.block
+    SQUARE: tl.constexpr = S.block_rows
+    N: tl.constexpr = r.shape[0]
+    PER: tl.constexpr = 8 if E.bits == 4 else 4  # codes an int32 word of the output
+    most = tl.abs(points[0])
+    for i in tl.static_range(1, BLOCK):
+        most = larger(most, tl.abs(points[i]))
+    if SQUARE > 1:
+        shape: tl.constexpr = (N // (SQUARE * NEXT_ROW), SQUARE, NEXT_ROW)
+        bits = tl.max(tl.reshape(abs_bits(most), shape), 1)
+        bits = tl.reshape(tl.broadcast_to(bits[:, None, :], shape), (N,))
+        most = bits.to(tl.float32, bitcast=True)
+    stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
+    at = group * S.points + first
+    words = (stored, stored, stored, stored)
+    word = stored
+    outs = ()
+    for i in tl.static_range(BLOCK):
+        if S.stochastic and i % 4 == 0:
+            quad = number(quads, at // 4 + i // 4, tl.cdiv(columns, 4))
+            words = philox(key, quad, row_number)
+        x = points[i] * factor
+        if S.values:
+            value = rounded(x, words[i % 4], E, S.stochastic) * scale
+            outs = outs + (exact_bf16(value, E),)
         else:
-            packed = side_by_side(outs, BLOCK // PER)
-            store_groups(codes, packed, r, at // PER, R, columns // PER, EVEN)
-            store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
+            code = encode(x, words[i % 4], E, S.stochastic)
+            if i % PER == 0:
+                word = code
+            else:
+                word = word | (code << ((i % PER) * (32 // PER)))
+            if i % PER == PER - 1:
+                outs = outs + (word,)
+    if S.values and TRANSPOSED:
+        for i in tl.static_range(BLOCK):
+            store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
+    elif S.values:
+        store_groups(codes, side_by_side(outs, BLOCK), r, at, R, columns, EVEN)
+    else:
+        packed = side_by_side(outs, BLOCK // PER)
+        store_groups(codes, packed, r, at // PER, R, columns // PER, EVEN)
+        store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
     # Every program has the same; the first writes it.
     if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)
@@ -195,7 +211,7 @@ def _tile_side(
         x = x * over_block(factor, A, B, S.block_rows, S.block)
         if S.values:
             wide = over_block(scale, A, B, S.block_rows, S.block)
-            value = with_sign(on_grid(x, words, E, S.stochastic) * wide, x)
+            value = rounded(x, words, E, S.stochastic) * wide
             value = exact_bf16(value, E)
             if TRANSPOSED:
                 store_tile(codes, tl.trans(value), col0, row0, columns, R, EVEN)

@@ -43,17 +43,15 @@ def load_column_points(
     if P <= 32:
         return _column_points(at, stride_r, r, c, R, C, P, EVEN)
     else:
-        # A loop, not 64 loads: Triton's time to place loads grows with the square of their number.
-        upper = _column_points(at, stride_r, r, c, R, C, P // 2, EVEN)
-        lower = upper
-        for i in range(2):
-            upper, lower = (
-                lower,
-                _column_points(
-                    at + i * (P // 2) * stride_r, stride_r, r + i * (P // 2), c, R, C, P // 2, EVEN
-                ),
-            )
-        return upper + lower
+        # A loop, not P loads: Triton takes the longer to place a load the more code there is.
+        CHUNK: tl.constexpr = 16
+        points = ()
+        for _ in tl.static_range(P):
+            points = points + (tl.zeros((TM // P * TN,), tl.float32),)
+        for i in range(0, P, CHUNK):
+            chunk = _column_points(at + i * stride_r, stride_r, r + i, c, R, C, CHUNK, EVEN)
+            points = points[CHUNK:] + chunk
+        return points
 
 
 @triton.jit
@@ -78,12 +76,29 @@ def load_row_points(
     place = tl.arange(0, N)[:, None]
     r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
+    if P <= 32:
+        return _row_points(at, stride_c, row0 + r, col0 + c, R, C, P, EVEN)
+    else:
+        CHUNK: tl.constexpr = 16
+        points = ()
+        for _ in tl.static_range(P):
+            points = points + (tl.zeros((N,), tl.float32),)
+        for i in range(0, P, CHUNK):
+            chunk = _row_points(at + i * stride_c, stride_c, row0 + r, col0 + c + i, R, C, CHUNK,
+                                EVEN)  # fmt: skip
+            points = points[CHUNK:] + chunk
+        return points
+
+
+@triton.jit
+def _row_points(at, stride_c, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
+    N: tl.constexpr = at.shape[0]
     points = ()
     for chunk in tl.static_range(0, P, 8):
         if EVEN:
             eight = tl.load(at + chunk * stride_c)
         else:
-            inside = (row0 + r < R) & (col0 + c + chunk < C)
+            inside = (r < R) & (c + chunk < C)
             eight = tl.load(at + chunk * stride_c, mask=inside, other=0.0)
         even, odd = tl.split(tl.reshape(eight.to(tl.float32), (N, 4, 2)))
         p04, p26 = tl.split(tl.reshape(even, (N, 2, 2)))
