@@ -52,16 +52,16 @@ class Contender(NamedTuple):
 
 
 def _ours(args: Namespace) -> nn.Module:
-    from megatron_lowbit.integrations.megatron_core.gpt import build_gpt
+    from megatron_lowbit.integrations.megatron_core.models import build_model
     from megatron_lowbit.kernels.engine import select_engine
     from megatron_lowbit.recipes import load_recipe
 
     recipe = load_recipe(*args.recipes, args.recipe_set)
-    return build_gpt(args, _config(args), recipe, select_engine(timing.device()), VOCABULARY)[0]
+    return build_model(args, _config(args), recipe, select_engine(timing.device()), VOCABULARY)[0]
 
 
 def _config(args: Namespace):
-    from megatron_lowbit.integrations.megatron_core.gpt import transformer_config
+    from megatron_lowbit.integrations.megatron_core.config import transformer_config
 
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return transformer_config(args, dtype)
@@ -119,7 +119,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     if CONTENDERS[name].build is _ours:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
-    from megatron_lowbit.integrations.megatron_core import gpt  # noqa: F401  the slowest import
+    from megatron_lowbit.integrations.megatron_core import models  # noqa: F401  the slowest import
     from megatron_lowbit.training.arguments import parse_arguments
     from megatron_lowbit.training.distributed import initialize_distributed, shutdown
 

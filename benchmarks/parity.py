@@ -51,6 +51,8 @@ MODELS = {
     "tied": "",
     "experts": f"{UNTIED} --num-layers 2 --num-experts 4 --moe-ffn-hidden-size 256 "
     "--moe-aux-loss-coeff 0.01",
+    "hybrid": f"{UNTIED} --num-layers 8 --hybrid-override-pattern M-M*-M-M --mamba-state-dim 32 "
+    "--mamba-head-dim 32 --mamba-num-groups 4 --position-embedding-type none",
 }
 
 
@@ -69,10 +71,16 @@ class Layout(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it does to a layer: "experts" are spread over ranks, "split" is it, or "whole"."""
+        """What it does to a layer: leaves it "whole", "split"s it in order, or "spread"s it.
+
+        Experts are spread over ranks. So are the rows of a Mamba mixer's first layer, which makes
+        five things: a rank has its share of each.
+        """
         if "--expert-model-parallel-size" in self.options:
-            return "experts"
-        return "split" if "--tensor-model-parallel-size" in self.options else "whole"
+            return "spread"
+        if "--tensor-model-parallel-size" in self.options:
+            return "spread" if self.model == "hybrid" else "split"
+        return "whole"
 
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
@@ -98,6 +106,9 @@ LAYOUTS = {
     "TP4+SP": Layout(4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "EP2-TP2+SP": Layout(4, f"{EP2} {SP2}", "experts"),
     "EP2-PP2": Layout(4, f"{EP2} {PP2}", "experts"),
+    "TP2+SP-hybrid": Layout(2, SP2, "hybrid"),
+    "PP2-hybrid": Layout(2, PP2, "hybrid"),
+    "TP2-DP2-distributed-hybrid": Layout(4, f"{TP2} {DISTRIBUTED}", "hybrid"),
 }
 
 
@@ -127,7 +138,7 @@ class Recipe(NamedTuple):
     options: str
     whole: Bounds = WHOLE
     split: Bounds = FLIPS
-    experts: Bounds = OTHER
+    spread: Bounds = OTHER
 
 
 NVFP4 = "--fp4-recipe nvfp4 --recipe-set bf16_blocks=none"
@@ -276,7 +287,7 @@ def table(cells: Sequence[Cell], layouts: Mapping[str, Layout], part: str = "dif
         if all(row):
             processes = str(layouts[name].processes if name in layouts else 1)
             lines.append(f"| {' | '.join((name, processes, *map(_short, row)))} |")
-    for kind in ("whole", "split", "experts") if part == "difference" else ():
+    for kind in ("whole", "split", "spread") if part == "difference" else ():
         bounds = [_short(getattr(RECIPES[name], kind)) for name in recipes]
         lines.append(f"| bounds, {kind} | | {' | '.join(bounds)} |")
     return "\n".join(lines)

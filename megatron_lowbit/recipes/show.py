@@ -1,7 +1,9 @@
 """``python -m megatron_lowbit.recipes``: what recipes there are, and what one does to a model."""
 
 import argparse
+import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -42,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if args.forward
             else load_recipe(args.recipe, args.recipe_set)
         )
-        layers = model_layers(args.hybrid_override_pattern, args.num_layers)
+        shape = args if args.model is None else _read_model(args.model)
+        layers = model_layers(shape.hybrid_override_pattern, shape.num_layers)
         recipe.check_rules(layers)
         table = resolved_table(recipe, layers)
     terminal = Console()
@@ -58,14 +61,31 @@ def _parser() -> argparse.ArgumentParser:
     show = commands.add_parser("show", help="a recipe, layer by layer and GEMM by GEMM")
     show.add_argument("recipe", metavar="NAME_OR_FILE")
     show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
-    show.add_argument("--num-layers", type=int, default=12, help="of a GPT (default: 12)")
-    show.add_argument(
+    show.add_argument("--recipe-set", metavar="FIELD=VALUE", action="append", default=[])
+    show.add_argument("--model", metavar="FILE", help="a model's arguments, as in examples/")
+    _add_shape(show)
+    return parser
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-layers", type=int, default=12, help="of a GPT (default: 12)")
+    parser.add_argument(
         "--hybrid-override-pattern",
         metavar="PATTERN",
         help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
     )
-    show.add_argument("--recipe-set", metavar="FIELD=VALUE", action="append", default=[])
-    return parser
+
+
+def _read_model(file: str) -> argparse.Namespace:
+    """Number of layers and pattern from a file of arguments, most of which say other things."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--model {file}: {error.strerror}") from None
+    parser = _Parser(prog=file, allow_abbrev=False)
+    _add_shape(parser)
+    shape, _ = parser.parse_known_args(shlex.split(text, comments=True))
+    return shape
 
 
 def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
@@ -99,7 +119,8 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
     quantized = sum(recipe.precision_for(layer).quantized for layer in layers)
     switches = [f"switch {switch}" for switch in recipe.switches]
     table = Table(
-        title=f"recipe {recipe.name}: {quantized} of {len(layers)} linear layers quantized",
+        title=f"recipe {recipe.name}: {quantized} of {len(layers)} linear layers quantized, "
+        f"{1 - quantized / len(layers):.0%} in high precision",
         caption="\n".join([f"mean bits an element: {_means(recipe, layers)}", *switches]),
         title_justify="left",
         caption_justify="left",

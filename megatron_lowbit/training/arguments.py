@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.training.expert_arguments import add_experts, check_experts, fill_experts
+from megatron_lowbit.training.hybrid_arguments import add_hybrid, check_hybrid
 from megatron_lowbit.training.weights_and_biases import import_wandb
 
 
@@ -44,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
 def build_parser() -> argparse.ArgumentParser:
     """The parser, its arguments in the groups that ``--help`` shows."""
     parser = _Parser(
-        description="Pretrain a GPT in low precision. @FILE reads arguments from a file.",
+        description="Pretrain a model in low precision. @FILE reads arguments from a file.",
         allow_abbrev=False,
         fromfile_prefix_chars="@",
     )
@@ -118,6 +119,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--hidden-dropout", type=float, default=0.0)
     group.add_argument("--attention-dropout", type=float, default=0.0)
     add_experts(parser)
+    add_hybrid(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -315,6 +317,7 @@ def _check_model(args: Namespace) -> None:
         "attention splits a sequence; this runs megatron-core's local layers, so leave it at 1",
     )
     check_experts(args)
+    check_hybrid(args)
     if args.num_layers_per_virtual_pipeline_stage:
         _require(
             args.virtual_pipeline_model_parallel_size >= 2

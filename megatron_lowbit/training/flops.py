@@ -2,33 +2,52 @@
 
 from argparse import Namespace
 
+from megatron_lowbit.training.hybrid_arguments import mamba_heads
+
 
 def sample_flops(args: Namespace, padded_vocab_size: int) -> int:
     """Floating-point operations of training on one sequence, forward and backward, by all ranks.
 
-    With L layers, sequence length s, hidden size h, a heads of d channels and g query groups, per
-    token::
+    With sequence length s, hidden size h, a heads of d channels and g query groups, per token::
 
-        6 * (L * (h * (a + 2 * g) * d  +  a * d * h)  +  MLPs  +  h * vocabulary)
-        + 6 * L * s * a * d
+        6 * (weights of all blocks  +  h * vocabulary)  +  6 * attention blocks * s * a * d
+        + 21 * Mamba blocks * i * n
 
-    The first line is the GEMMs with weights: query, key and value, attention output, MLPs and the
-    projection to the padded vocabulary. Each weight takes a multiplication and an addition in the
-    forward pass and twice that in the backward pass. An MLP of width f has m * h * f weights, m
-    being 3 if it is gated and 2 if not; a layer with experts has the router's h * experts and the
-    MLPs of those experts that one token goes to.
+    The first term is the GEMMs with weights, those of a GPT's layer being an attention and an MLP.
+    Each weight takes a multiplication and an addition in the forward pass and twice that in the
+    backward pass. Attention has h * (a + 2 * g) * d + a * d * h weights. An MLP of width f has
+    m * h * f, m being 3 if it is gated and 2 if not; with experts it is the router's h * experts
+    and the MLPs of those experts that one token goes to. A Mamba-2 block of inner size i, state
+    size n, k heads and b groups has h * (2 * i + 2 * b * n + k) + i * h.
 
-    The second line is the two GEMMs of causal attention: half of 12 * L * s * a * d, because half
-    of the scores are masked, whether or not the kernel skips them. Recomputation, quantization,
-    embedding look-up, norms, softmax and the optimizer are not counted.
+    The second term is the two GEMMs of causal attention: half of 12 * s * a * d, because half of
+    the scores are masked, whether or not the kernel skips them. The third is the scan as
+    Megatron-LM counts it: 7 operations for each entry of the state, three times. Recomputation,
+    quantization, embedding look-up, convolutions, norms, softmax and the optimizer are not counted.
     """
+    blocks = _blocks(args)
+    attentions, mambas = blocks.count("attention"), blocks.count("mamba")
     queries = args.num_attention_heads * args.kv_channels
     keys_and_values = 2 * args.num_query_groups * args.kv_channels
-    attention = args.hidden_size * (queries + keys_and_values) + queries * args.hidden_size
-    mlps = sum(_mlp_weights(args, layer) for layer in range(args.num_layers))
-    weights = args.num_layers * attention + mlps + args.hidden_size * padded_vocab_size
-    scores = args.num_layers * args.seq_length * queries
-    return 6 * (weights + scores) * args.seq_length
+    weights = attentions * args.hidden_size * (2 * queries + keys_and_values)
+    weights += sum(_mlp_weights(args, layer) for layer in range(blocks.count("mlp")))
+    scan = 0
+    if mambas:
+        inner = mamba_heads(args) * args.mamba_head_dim
+        states = 2 * args.mamba_num_groups * args.mamba_state_dim
+        weights += mambas * args.hidden_size * (3 * inner + states + mamba_heads(args))
+        scan = 21 * mambas * inner * args.mamba_state_dim
+    weights += args.hidden_size * padded_vocab_size
+    scores = attentions * args.seq_length * queries
+    return (6 * (weights + scores) + scan) * args.seq_length
+
+
+def _blocks(args: Namespace) -> list[str]:
+    """What the model is made of, in no order."""
+    if args.hybrid_override_pattern is None:
+        return ["attention", "mlp"] * args.num_layers
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
+    return [kinds[symbol] for symbol in args.hybrid_override_pattern]
 
 
 def _mlp_weights(args: Namespace, layer: int) -> int:

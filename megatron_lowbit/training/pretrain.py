@@ -16,11 +16,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowbit.integrations.megatron_core.gpt import (
-    build_gpt,
-    quantizable_layers,
-    transformer_config,
-)
+from megatron_lowbit.integrations.megatron_core.config import transformer_config
+from megatron_lowbit.integrations.megatron_core.mamba import use_best_scan
+from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
 from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.recipes import (
     Layer,
@@ -43,6 +41,7 @@ from megatron_lowbit.training.distributed import (
     shutdown,
 )
 from megatron_lowbit.training.expert_arguments import EXPERT_SHAPE
+from megatron_lowbit.training.hybrid_arguments import HYBRID_SHAPE
 from megatron_lowbit.training.loop import train
 from megatron_lowbit.training.optimizer import (
     build_optimizer,
@@ -98,8 +97,8 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     args.padded_vocab_size = padded_vocab_size(
         tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     )
-    chunks = build_gpt(args, config, recipe, engine, args.padded_vocab_size)
-    _announce(recipe, engine, chunks)
+    chunks = build_model(args, config, recipe, engine, args.padded_vocab_size)
+    _announce(args, recipe, engine, chunks)
     model = wrap_data_parallel(args, config, chunks)
     optimizer, scheduler = build_optimizer(args, config, model)
     print_rank0(f"optimizer: {implementations(config)}")
@@ -109,7 +108,7 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     return Run(args, recipe, config, model, optimizer, scheduler, train_data, valid_data, shape)
 
 
-def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
+def _announce(args: Namespace, recipe: Recipe, engine: Engine, chunks: list) -> None:
     """Say what will run where, after checking that every layer rule names something."""
     layers = quantizable_layers(chunks)
     recipe.check_rules(layers)
@@ -123,6 +122,8 @@ def _announce(recipe: Recipe, engine: Engine, chunks: list) -> None:
             console.print(f"quantization engine: {engine.name} ({engine.reason})")
             for line in _products(recipe, engine, layers):
                 console.print(line)
+        if args.hybrid_override_pattern is not None:
+            console.print(f"Mamba scan: {use_best_scan()}")
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
         console.print(f"parameters on rank 0: {parameters:,}")
         RUN_LOG.info("model and recipe\n" + console.export_text().rstrip())
@@ -170,7 +171,11 @@ _SHAPE = (
 
 def _model_shape(args: Namespace, vocab_size: int) -> dict[str, Any]:
     """What must be equal for a checkpoint to fit; the vocabulary's padding need not."""
-    names = _SHAPE if args.num_experts is None else _SHAPE + EXPERT_SHAPE
+    names = _SHAPE
+    if args.num_experts is not None:
+        names += EXPERT_SHAPE
+    if args.hybrid_override_pattern is not None:
+        names += HYBRID_SHAPE
     return {name: getattr(args, name) for name in names} | {"vocab_size": vocab_size}
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 import tiny_run
-from tiny_run import ENVIRONMENT, ROOT, Result, arguments_for, write_corpus
+from tiny_run import ENVIRONMENT, ROOT, Result, arguments_for, run_script, write_corpus
 
-import pretrain_gpt
 from megatron_lowbit.errors import exit_on_user_error
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -42,12 +42,12 @@ def one_thread():
 
 @pytest.fixture
 def pretrain_here(corpus, capsys):
-    """Runs pretrain_gpt's main in this process: seconds faster, for what needs no new one."""
+    """Runs a script's main in this process: seconds faster, for what needs no new one."""
 
     def run(*arguments: str) -> Result:
         with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-            patch.setattr(sys, "argv", ["pretrain_gpt.py", *arguments_for(corpus, arguments)])
-            exit_on_user_error(pretrain_gpt.main)
+            patch.setattr(sys, "argv", sys.argv)
+            exit_on_user_error(partial(run_script, arguments_for(corpus, arguments)))
         captured = capsys.readouterr()
         return Result(ended.value.code, captured.out, captured.err)
 

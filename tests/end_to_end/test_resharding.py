@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import resaving_rank
 import torch
-from tiny_run import ENVIRONMENT, arguments_for, done, losses, start_from
+from tiny_run import ENVIRONMENT, HYBRID, arguments_for, done, losses, start_from
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -64,8 +64,10 @@ EXPERT_LAYOUTS = {
     "ep2 tp2": Layout(4, (*EP2, *TP2, *SP)),
     "ep2 pp2": Layout(4, (*EP2, *PP2)),
 }
+HYBRID_LAYOUTS = {name: LAYOUTS[name] for name in LAYOUTS if name != "pp2 interleaved"}
 # Model -> its layouts and arguments. Tied, the last pipeline stage has a copy of the embedding.
-MODELS = {"untied": (LAYOUTS, ()), "tied": (LAYOUTS, ()), "experts": (EXPERT_LAYOUTS, EXPERTS)}
+MODELS = {"untied": (LAYOUTS, ()), "tied": (LAYOUTS, ()), "experts": (EXPERT_LAYOUTS, EXPERTS),
+          "hybrid": (HYBRID_LAYOUTS, HYBRID)}  # fmt: skip
 
 
 def content(folder: Path, iteration: int = ITERATIONS) -> dict[str, Any]:

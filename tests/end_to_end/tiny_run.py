@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing import load_tensors_metadata
 from torch.distributed.checkpoint import FileSystemReader, load
 
 import pretrain_gpt
+import pretrain_hybrid
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core.amax_history import PREFIX
 from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
@@ -43,6 +44,10 @@ MODEL = shlex.split("""
     --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
     --split 90,10,0 --eval-iters 1 --log-interval 1 --quantization-engine reference
 """)
+
+HYBRID = ("--hybrid-override-pattern", "M-M*-M-M", "--num-layers", 8, "--mamba-state-dim", 16,
+          "--mamba-head-dim", 16, "--mamba-num-groups", 4, "--position-embedding-type",
+          "none")  # fmt: skip
 
 Histories = dict[str, torch.Tensor]
 
@@ -73,6 +78,13 @@ def arguments_for(corpus: Path, extra: tuple) -> list[str]:
     """The tiny model on the tiny data, and then ``extra``."""
     data = ["--data-path", str(corpus / "data"), "--tokenizer-model", str(corpus / "tokenizer")]
     return [*MODEL, *data, *map(str, extra)]
+
+
+def run_script(arguments: list[str]) -> None:
+    """The main of the script that a user would give these arguments."""
+    script = pretrain_hybrid if HYBRID[0] in arguments else pretrain_gpt
+    sys.argv = [script.__file__, *arguments]
+    script.main()
 
 
 def done(result) -> None:
@@ -158,10 +170,9 @@ def main() -> None:
     """
     job, rank = Path(sys.argv[1]), os.environ["RANK"]
     for name, arguments in json.loads(job.read_text()).items():
-        sys.argv = ["pretrain_gpt.py", *arguments]
         with recorded_histories() as recorded:
             try:
-                pretrain_gpt.main()
+                run_script(arguments)
             except UserError as error:
                 (job.parent / f"{name}.{rank}.error").write_text(str(error))
         torch.save(recorded, job.parent / f"{name}.{rank}.pt")

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_lowbit.integrations.megatron_core.attention import TorchAttention
-from megatron_lowbit.integrations.megatron_core.gpt import build_gpt, transformer_config
+from megatron_lowbit.integrations.megatron_core.config import transformer_config
+from megatron_lowbit.integrations.megatron_core.models import build_model
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments
@@ -179,7 +180,7 @@ def losses_and_gradients(*options: str) -> list[torch.Tensor]:
     tensor_parallel.model_parallel_cuda_manual_seed(11)
     engine = select_engine(torch.device("cpu"), "reference")
     model_config = transformer_config(args, torch.float32)
-    (gpt,) = build_gpt(args, model_config, load_recipe("bf16", []), engine, VOCABULARY)
+    (gpt,) = build_model(args, model_config, load_recipe("bf16", []), engine, VOCABULARY)
     tokens = torch.arange(BATCH * SEQUENCE).view(BATCH, -1) % VOCABULARY
     positions = torch.arange(SEQUENCE).expand(BATCH, -1)
     losses = gpt(tokens, positions, attention_mask=None, labels=tokens.roll(-1, 1))

@@ -5,7 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lowbit.integrations.megatron_core.gpt import build_gpt, transformer_config
+from megatron_lowbit.integrations.megatron_core.config import transformer_config
+from megatron_lowbit.integrations.megatron_core.models import build_model
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments
@@ -45,13 +46,27 @@ def test_flops_are_those_of_a_forward_and_backward_pass(model):
 def count_flops(args) -> int:
     config = transformer_config(args, torch.float32)
     engine = select_engine(torch.device("cpu"), "reference")
-    (gpt,) = build_gpt(args, config, load_recipe("bf16", []), engine, VOCABULARY)
+    (gpt,) = build_model(args, config, load_recipe("bf16", []), engine, VOCABULARY)
     tokens = torch.arange(BATCH * args.seq_length).view(BATCH, -1) % VOCABULARY
     positions = torch.arange(args.seq_length).expand(BATCH, -1)
     # In separate GEMMs: the counter knows nothing of the CPU's fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         gpt(tokens, positions, attention_mask=None, labels=tokens).mean().backward()
     return counter.get_total_flops()
+
+
+def test_a_hybrid_by_its_blocks():
+    """Against a GPT of the same attentions and MLPs, and the weights and scan of Mamba-2 alone."""
+    blocks = "--ffn-hidden-size 160 --squared-relu --disable-bias-linear --num-layers"
+    gpt = parse_arguments(f"{SHAPE} {blocks} 2".split())
+    mamba = "--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 4"
+    hybrid = parse_arguments(
+        f"{SHAPE} {blocks} 7 --hybrid-override-pattern M*-MM*- {mamba}".split()
+    )
+    # Inner size 128, 16 heads: z and x, B and C, a step for each head; then back.
+    weights = 64 * (128 + 128 + 4 * 16 + 4 * 16 + 16) + 128 * 64
+    extra = 3 * (6 * weights + 3 * 7 * 128 * 16) * hybrid.seq_length
+    assert sample_flops(hybrid, VOCABULARY) - sample_flops(gpt, VOCABULARY) == extra
 
 
 def test_a_gpt_with_175_billion_parameters():

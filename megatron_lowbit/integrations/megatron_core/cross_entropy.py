@@ -17,6 +17,15 @@ from megatron_lowbit.integrations.megatron_core.one_kernel import one_kernel
 _CHUNK_ELEMENTS = 1 << 26
 
 
+class ChunkedLoss:
+    """Of a megatron-core language model: the loss by :func:`vocab_parallel_cross_entropy`."""
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Losses (b, s) in FP32 of labels (b, s) and logits (s, b, this rank's vocabulary)."""
+        losses = vocab_parallel_cross_entropy(logits, labels.transpose(0, 1), self.tp_group)
+        return losses.transpose(0, 1).contiguous()
+
+
 def vocab_parallel_cross_entropy(
     logits: Tensor, labels: Tensor, group: dist.ProcessGroup
 ) -> Tensor:

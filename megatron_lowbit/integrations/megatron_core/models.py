@@ -1,0 +1,86 @@
+"""Builds this rank's part of a model from parsed arguments, its linears under a recipe."""
+
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_lowbit.integrations.megatron_core import experts
+from megatron_lowbit.integrations.megatron_core.gpt import gpt_chunk
+from megatron_lowbit.integrations.megatron_core.hybrid import hybrid_chunk
+from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
+from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.recipes import Layer, Recipe
+
+_FP32_PARAMETERS = ("mixer.A_log", "mixer.D")
+"""Ends of the names of parameters that stay FP32 in a BF16 model."""
+
+
+def build_model(
+    args: Namespace,
+    config: TransformerConfig,
+    recipe: Recipe,
+    engine: Engine,
+    padded_vocab_size: int,
+) -> list[torch.nn.Module]:
+    """This rank's model chunks: one, or one for each virtual pipeline stage.
+
+    A GPT, or a hybrid where the arguments have a ``hybrid_override_pattern``.
+    """
+    stages = config.virtual_pipeline_model_parallel_size
+    build_chunk = gpt_chunk if args.hybrid_override_pattern is None else hybrid_chunk
+    experts.use_torch_router()
+    chunks = []
+    for vp_stage in range(stages or 1):
+        stage = vp_stage if stages else None
+        config.quant_recipe = QuantRecipe(
+            recipe,
+            config.num_layers,
+            get_transformer_layer_offset(config, vp_stage=stage),
+            engine,
+            accumulate_main_grad=args.gradient_accumulation_fusion,
+            first_expert=experts.first_local(config),
+        )
+        ends = [
+            is_end(ignore_virtual=False, vp_stage=stage)
+            for is_end in (
+                parallel_state.is_pipeline_first_stage,
+                parallel_state.is_pipeline_last_stage,
+            )
+        ]
+        chunk = build_chunk(args, config, padded_vocab_size, *ends, stage)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        chunk = chunk.to(device)
+        chunks.append(_in_bf16(config, chunk) if config.bf16 else chunk)
+    return chunks
+
+
+def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
+    """The chunk with BF16 parameters, but for those that decide how fast states decay."""
+    kept = [
+        (parameter, parameter.data)
+        for name, parameter in chunk.named_parameters()
+        if name.endswith(_FP32_PARAMETERS)
+    ]
+    wrapped = Float16Module(config, chunk)
+    for parameter, data in kept:
+        parameter.data = data
+    return wrapped
+
+
+def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
+    """Every linear layer of the whole model that a recipe can reach, in order of its path."""
+    mine = [module.plan.layer for module in lowbit_linears(chunks)]
+    gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    unique = {layer.path: layer for layers in gathered for layer in layers}
+    return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))

@@ -1,0 +1,90 @@
+"""Hybrids as a user trains them: recipes, layouts through checkpoints, exact resume."""
+
+import pytest
+from tiny_run import HYBRID, done, losses, refused, start_from, steps
+
+RECIPES = {
+    "bf16": ("--precision-recipe", "bf16"),
+    "fp8-tile": ("--fp8-recipe", "fp8-tile"),
+    "nvfp4": ("--fp4-recipe", "nvfp4"),
+    "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
+}
+# Blocks of the tiny model that NVFP4's rule leaves in BF16: 2/62 and 8/62 of 8 are 1 and 1.
+QUANTIZED = {"bf16": 0, "fp8-tile": 16, "nvfp4": 12, "mxfp4-backward": 16}
+TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
+PP2 = ("--pipeline-model-parallel-size", 2)
+DISTRIBUTED = ("--use-distributed-optimizer",)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_learns(recipe, pretrain_here, tmp_path):
+    result = pretrain_here(
+        *HYBRID, *RECIPES[recipe], "--train-iters", 30, "--lr-warmup-iters", 3, "--save", tmp_path
+    )
+    done(result)
+    assert f"{QUANTIZED[recipe]} of 16 linear layers quantized" in result.stdout
+    assert "Mamba scan: torch" in result.stdout
+    found = losses(tmp_path)
+    # The words of the made-up language are drawn apart from each other: 300 words, 5.2 nats.
+    assert found[1] == pytest.approx(6.3, abs=0.2)
+    assert found[30] < found[1] - 0.8
+
+
+@pytest.fixture(scope="module")
+def memory() -> dict:
+    """Where the runs are, once they were made."""
+    return {}
+
+
+@pytest.fixture
+def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
+    """A chain of runs, each in another layout, and a run that none of them interrupts."""
+    if memory:
+        return memory["folder"]
+    model = (*HYBRID, *DISTRIBUTED, "--lr", 1e-3, "--save-interval", 2)
+    done(pretrain_here(*model, "--train-iters", 8, "--save", tmp_path / "whole"))
+    start = start_from(tmp_path / "whole", 2, tmp_path / "start")
+    jobs, source = {}, start
+    for last, (name, layout) in zip((4, 6), {"tp2": TP2, "pp2": PP2}.items(), strict=True):
+        jobs[name] = (*model, *layout, "--train-iters", last, "--load", source,
+                      "--save", tmp_path / name)  # fmt: skip
+        source = tmp_path / name
+    pretrain_ranks(jobs)
+    for name, begin, last in (("back", source, 8), ("resumed", start, 4)):
+        done(
+            pretrain_here(*model, "--train-iters", last, "--load", begin, "--save", tmp_path / name)
+        )
+    memory["folder"] = tmp_path
+    return tmp_path
+
+
+def test_layouts_agree_through_checkpoints(runs):
+    whole = losses(runs / "whole")
+    for name, first in (("tp2", 3), ("pp2", 5), ("back", 7)):
+        expected = {step: whole[step] for step in (first, first + 1)}
+        assert losses(runs / name) == pytest.approx(expected, rel=1e-5), name
+
+
+def test_resume_is_exact(runs):
+    whole = steps(runs / "whole")
+    assert steps(runs / "resumed") == {step: whole[step] for step in (3, 4)}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--hybrid-override-pattern", "M-MX-M-M"), ("'X'", "M, *, -")),
+        (("--num-layers", 9), ("8 blocks", "--num-layers is 9")),
+        (("--mamba-num-groups", 3), ("8 Mamba heads", "--mamba-num-groups 3")),
+        (("--num-experts", 4), ("--num-experts",)),
+        (("--recompute-granularity", "selective"), ("--recompute-granularity",)),
+    ],
+    ids=str,
+)
+def test_what_does_not_fit_is_refused(arguments, words, pretrain_here):
+    message = refused(pretrain_here(*HYBRID, "--train-iters", 1, *arguments))
+    assert all(word in message for word in words), message
+
+
+def test_the_scripts_name_each_other(pretrain_command, pretrain_here):
+    assert "use pretrain_hybrid.py" in refused(pretrain_command(*HYBRID, "--train-iters", 1))

@@ -1,0 +1,99 @@
+"""megatron-core's mixer on this project's scan, against the recurrence in FP64."""
+
+import shlex
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_lowbit.integrations.megatron_core.config import transformer_config
+from megatron_lowbit.integrations.megatron_core.models import build_model
+from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+
+MODEL = shlex.split("""
+    --hybrid-override-pattern M*-M --num-layers 4 --hidden-size 64 --num-attention-heads 4
+    --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2 --squared-relu
+    --normalization RMSNorm --disable-bias-linear --position-embedding-type none
+    --untie-embeddings-and-output-weights --seq-length 160 --micro-batch-size 2 --train-iters 1
+    --lr 1 --data-path unread --vocab-size 96
+""")
+HEADS, WIDTH, GROUPS, STATES, INNER = 8, 16, 2, 8, 128
+
+
+@pytest.fixture
+def build():
+    """Builds the model in a dtype."""
+    args = parse_arguments(MODEL)
+    initialize_distributed(args)
+    engine = select_engine(torch.device("cpu"), "reference")
+    yield lambda dtype: build_model(
+        args, transformer_config(args, dtype), load_recipe("bf16", []), engine, 96
+    )[0]
+    shutdown()
+
+
+def recurrence(mixer, hidden):
+    """A mixer's output in FP64, written down from the paper: hidden (s, b, h) to the same."""
+    weights = {name: p.detach().double() for name, p in mixer.named_parameters()}
+    z, x, b, c, dt = (hidden @ weights["in_proj.weight"].t()).split(
+        [INNER, INNER, GROUPS * STATES, GROUPS * STATES, HEADS], dim=-1
+    )
+    xbc = torch.cat([x, b, c], -1)
+    taps = weights["conv1d.weight"][:, 0]
+    padded = F.pad(xbc, (0, 0, 0, 0, taps.shape[1] - 1, 0))
+    xbc = sum(padded[i : i + len(xbc)] * taps[:, i] for i in range(taps.shape[1]))
+    x, b, c = F.silu(xbc + weights["conv1d.bias"]).split(
+        [INNER, GROUPS * STATES, GROUPS * STATES], dim=-1
+    )
+    x = x.unflatten(-1, (HEADS, WIDTH))
+    b, c = (t.unflatten(-1, (GROUPS, STATES)).repeat_interleave(HEADS // GROUPS, 2) for t in (b, c))
+    dt = F.softplus(dt + weights["dt_bias"])
+    rate = -weights["A_log"].exp()
+    state = x.new_zeros(x.shape[1], HEADS, WIDTH, STATES)
+    ys = []
+    for t in range(len(x)):
+        state = (dt[t] * rate).exp()[..., None, None] * state
+        state = state + (dt[t, ..., None] * x[t])[..., None] * b[t, :, :, None]
+        ys.append((state * c[t, :, :, None]).sum(-1) + weights["D"][:, None] * x[t])
+    y = torch.stack(ys).flatten(-2) * F.silu(z)
+    groups = y.unflatten(-1, (GROUPS, -1))
+    groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + 1e-5)
+    return groups.flatten(-2) * weights["norm.weight"] @ weights["out_proj.weight"].t()
+
+
+def test_a_mixer_is_the_recurrence(build):
+    mixer = build(torch.float32).decoder.layers[0].mixer
+    draws = torch.Generator().manual_seed(0)
+    for parameter in mixer.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape, generator=draws)
+    hidden = torch.randn(160, 2, 64, generator=draws)
+    y, bias = mixer(hidden)
+    exact = recurrence(mixer, hidden.double())
+    assert bias is None
+    assert (y.double() - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+def test_what_decides_the_decay_stays_fp32(build):
+    named = dict(build(torch.bfloat16).named_parameters())
+    fp32 = {name for name, parameter in named.items() if parameter.dtype is torch.float32}
+    mixers = (0, 3)
+    assert fp32 == {
+        f"module.decoder.layers.{block}.mixer.{name}" for block in mixers for name in ("A_log", "D")
+    }
+    # Not rounded to BF16 on the way.
+    rates = named["module.decoder.layers.0.mixer.A_log"].detach()
+    assert not torch.equal(rates, rates.bfloat16().float())
+
+
+def test_a_bf16_model_runs(build):
+    tokens = torch.arange(320).view(2, 160) % 96
+    positions = torch.arange(160).expand(2, -1)
+    model = build(torch.bfloat16)
+    loss = model(tokens, positions, attention_mask=None, labels=tokens)
+    loss.mean().backward()
+    assert all(
+        torch.isfinite(p.grad).all() and p.grad.any() for p in model.parameters() if p.requires_grad
+    )

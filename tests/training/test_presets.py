@@ -1,0 +1,221 @@
+"""The presets in examples/: their numbers against the papers', and the models they make."""
+
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron_lowbit.integrations.megatron_core.config import transformer_config
+from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
+from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY_VOCABULARY = 4096
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a paper says about a model.
+
+    Attributes:
+        vocabulary: Padded. The papers do not give it: GPT-2's, Nemotron-H's and Llama's.
+        parameters: As in the model's name.
+        tolerance: Of ``parameters``, relative: names are rounded.
+        tokens: In the whole training run.
+        rounding: By how much ``tokens`` may be rounded.
+        final_decay: Share of the iterations at the end in which WSD decays.
+    """
+
+    vocabulary: int
+    parameters: float
+    tolerance: float
+    tokens: float
+    rounding: float = 0.0
+    final_decay: float | None = None
+
+
+PRESETS = {
+    # The name dates from shorter sequences and counts part of the tables; it is 356M here.
+    "gpt-345m": Published(50304, 345e6, 0.04, 33e9),
+    "gpt-1.3b": Published(50304, 1.3e9, 0.02, 40e9),
+    "gpt-6.7b": Published(50304, 6.7e9, 0.01, 20e9),
+    # 1.29B here; 0.54B of them are the two tables, whose size the paper does not give.
+    "transformer-1.2b": Published(131072, 1.2e9, 0.08, 1e12, final_decay=0.15),
+    "hybrid-8b": Published(131072, 8e9, 0.02, 1e12, final_decay=0.15),
+    "hybrid-12b": Published(131072, 12e9, 0.03, 10e12, final_decay=0.20),
+    # Llama 3's vocabulary would give its two tables alone 263M: the name fits with Llama 2's.
+    "llama3-125m": Published(32000, 125e6, 0.01, 2.62e9, rounding=5e6),
+    "llama3-1b": Published(128256, 1e9, 0.01, 20.97e9, rounding=5e6),
+    "llama3-8b": Published(128256, 8e9, 0.01, 314.57e9, rounding=5e6),
+}
+TWINS = {
+    "gpt-tiny": ("gpt-345m", "gpt-1.3b", "gpt-6.7b"),
+    "transformer-tiny": ("transformer-1.2b",),
+    "hybrid-tiny": ("hybrid-8b", "hybrid-12b"),
+    "llama3-tiny": ("llama3-125m", "llama3-1b", "llama3-8b"),
+}
+VOCABULARIES = {name: published.vocabulary for name, published in PRESETS.items()}
+VOCABULARIES |= dict.fromkeys(TWINS, TINY_VOCABULARY)
+KIND = (
+    "swiglu", "squared_relu", "normalization", "norm_epsilon", "disable_bias_linear",
+    "position_embedding_type", "rotary_base", "rotary_percent", "group_query_attention",
+    "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
+    "lr_decay_style", "lr_wsd_decay_style", "adam_beta1", "adam_beta2", "weight_decay",
+    "clip_grad",
+)  # fmt: skip
+
+
+class OnMeta(TorchFunctionMode):
+    """Tensors that name a device are made on torch's meta device and stay: they take no memory.
+
+    ``torch.device("meta")`` as a context moves only those that name none; megatron-core's do.
+    """
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function is torch.Tensor.to:
+            return args[0]
+        if "device" in kwargs:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+def parse(name: str) -> Namespace:
+    return parse_arguments([f"@{EXAMPLES / name}.args", "--data-path", "unread"])
+
+
+@pytest.fixture(scope="module")
+def single_process():
+    initialize_distributed(parse("gpt-tiny"))
+    yield
+    shutdown()
+
+
+def build(args: Namespace, vocabulary: int, recipe: str = "bf16") -> torch.nn.Module:
+    engine = select_engine(torch.device("cpu"), "reference")
+    config = transformer_config(args, torch.float32)
+    with OnMeta():
+        (model,) = build_model(args, config, load_recipe(recipe, []), engine, vocabulary)
+    return model
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_as_large_as_the_paper_says(name):
+    published = PRESETS[name]
+    count = parameter_count(parse(name), published.vocabulary)
+    assert count == pytest.approx(published.parameters, rel=published.tolerance)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_trains_on_as_many_tokens_as_the_paper_says(name):
+    args, published = parse(name), PRESETS[name]
+    iteration = args.global_batch_size * args.seq_length
+    missed = abs(args.train_iters * iteration - published.tokens)
+    assert missed <= max(iteration / 2, published.rounding)
+    if published.final_decay is not None:
+        assert args.lr_wsd_decay_iters == round(published.final_decay * args.train_iters)
+    if name.startswith("gpt"):
+        assert args.lr_warmup_iters == round(375e6 / iteration)
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_a_preset_leaves_recipe_data_and_machine_open(name):
+    args, text = parse(name), (EXAMPLES / f"{name}.args").read_text()
+    assert (args.recipes, args.recipe_set) == (["bf16"], [])
+    given = " ".join(line for line in text.splitlines() if not line.startswith("#"))
+    for option in ("recipe", "data-path", "tokenizer", "vocab", "parallel", "bf16", "fp32"):
+        assert option not in given
+    assert args.micro_batch_size <= 4
+    assert args.global_batch_size % args.micro_batch_size == 0
+
+
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_the_model_of_a_preset_has_the_parameters_of_the_closed_formula(name, single_process):
+    args, vocabulary = parse(name), VOCABULARIES[name]
+    parameters = list(build(args, vocabulary).parameters())
+    assert all(parameter.is_meta for parameter in parameters)
+    assert sum(map(torch.numel, parameters)) == parameter_count(args, vocabulary)
+
+
+def test_nvfp4_keeps_the_linears_of_the_12b_hybrid_that_the_paper_keeps(single_process):
+    recipe = load_recipe("nvfp4", [])
+    layers = quantizable_layers([build(parse("hybrid-12b"), 131072, "nvfp4")])
+    kept = [layer for layer in layers if not recipe.precision_for(layer).quantized]
+    assert (len(kept), len(layers)) == (20, 124)
+    assert {layer.block for layer in kept} == {0, 1, *range(54, 62)}
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    {"hybrid-8b": (24, 4, 24), "hybrid-12b": (28, 6, 28), "hybrid-tiny": (6, 1, 6)}.items(),
+)
+def test_hybrids_have_the_papers_blocks_and_attention_in_the_middle(name, blocks):
+    pattern = parse(name).hybrid_override_pattern
+    assert tuple(map(pattern.count, "M*-")) == blocks
+    # The papers' first two and last eight blocks are MLPs or Mamba-2.
+    assert "*" not in pattern[:2] + pattern[-8:]
+
+
+@pytest.mark.parametrize(
+    ("tiny", "large"), [(tiny, large) for tiny, models in TWINS.items() for large in models]
+)
+def test_a_tiny_twin_is_of_the_same_kind(tiny, large):
+    twin, model = parse(tiny), parse(large)
+    assert {name: getattr(twin, name) for name in KIND} == {
+        name: getattr(model, name) for name in KIND
+    }
+    assert twin.min_lr / twin.lr == pytest.approx(model.min_lr / model.lr)
+    assert twin.seq_length <= 128 and 4 <= twin.global_batch_size <= 8 and twin.train_iters == 50
+    assert parameter_count(twin, TINY_VOCABULARY) < 3e6
+
+
+def parameter_count(args: Namespace, vocabulary: int) -> int:
+    """Parameters of a GPT or hybrid, from its shape alone."""
+    norm = _norm(args)
+    tables = 2 if args.untie_embeddings_and_output_weights else 1
+    count = tables * vocabulary * args.hidden_size + norm
+    if args.position_embedding_type == "learned_absolute":
+        count += args.max_position_embeddings * args.hidden_size
+    pattern = args.hybrid_override_pattern
+    if pattern is None:
+        return count + args.num_layers * (2 * norm + _attention(args) + _mlp(args))
+    parts = {"M": _mamba(args), "*": _attention(args), "-": _mlp(args)}
+    return count + sum(norm + parts[symbol] for symbol in pattern)
+
+
+def _norm(args: Namespace) -> int:
+    return args.hidden_size * (2 if args.normalization == "LayerNorm" else 1)
+
+
+def _linear(args: Namespace, inputs: int, outputs: int) -> int:
+    return (inputs + (not args.disable_bias_linear)) * outputs
+
+
+def _attention(args: Namespace) -> int:
+    queries = args.num_attention_heads * args.kv_channels
+    keys_and_values = 2 * args.num_query_groups * args.kv_channels
+    qkv = _linear(args, args.hidden_size, queries + keys_and_values)
+    return qkv + _linear(args, queries, args.hidden_size)
+
+
+def _mlp(args: Namespace) -> int:
+    width = args.ffn_hidden_size
+    fc1 = _linear(args, args.hidden_size, width * (2 if args.swiglu else 1))
+    return fc1 + _linear(args, width, args.hidden_size)
+
+
+def _mamba(args: Namespace) -> int:
+    """A Mamba-2 mixer: its linears never have biases, its convolution of 4 tokens has."""
+    heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
+    inner = heads * args.mamba_head_dim
+    states = 2 * args.mamba_num_groups * args.mamba_state_dim
+    in_proj = args.hidden_size * (2 * inner + states + heads)
+    convolution = (inner + states) * (4 + 1)
+    gated_norm, out_proj = inner, inner * args.hidden_size
+    return in_proj + convolution + 3 * heads + gated_norm + out_proj
