@@ -1,9 +1,12 @@
-"""Loss curves of a 30M-parameter GPT by recipe and seed, and whether two machines' agree.
+"""Loss curves of a model by recipe and seed, the recipes' gaps, and whether two machines' agree.
 
     python benchmarks/loss_curves.py --data-path data/stdlib --tokenizer-model data/tokenizer \
         --output benchmarks/results/loss-curves-cpu.json
     python benchmarks/loss_curves.py ... --seeds 1 2 3 4 --output gpu.json \
         --against benchmarks/results/loss-curves-cpu.json
+
+The model is a 30M-parameter GPT unless --model says otherwise; what this script does not know goes
+to the training script.
 
 A seed draws other weights on a GPU than on a CPU, and low precision amplifies any difference, so
 curves are compared as draws: each one of the other machine's with the spread over this machine's
@@ -39,15 +42,14 @@ RECIPES = {
     "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "bf16": ("--precision-recipe", "bf16"),
 }
-WINDOW = 50
+WINDOW, LOG_INTERVAL = 50, 5
 
 
 def train(recipe: str, seed: int, common: Sequence[str]) -> list[float]:
     """The losses that one run logs."""
     with tempfile.TemporaryDirectory() as save:
-        command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *common, *RECIPES[recipe]]
-        command += [f"@{ROOT / 'examples' / 'gpt-30m.args'}", "--bf16", "--seed", str(seed)]
-        command += ["--save", save]
+        command = [sys.executable, *common, *RECIPES[recipe], "--bf16", "--seed", str(seed)]
+        command += ["--log-interval", str(LOG_INTERVAL), "--save", save]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             sys.exit(f"error: {recipe}, seed {seed}: the run failed")
         lines = (Path(save) / "metrics.jsonl").read_text().splitlines()
@@ -84,6 +86,28 @@ def compare(here: list[dict], there: list[dict], interval: int) -> Table:
     return table
 
 
+def gaps(runs: list[dict], interval: int) -> Table:
+    """Each recipe's last window against bf16's of the same seed, in percent."""
+    table = Table(title=f"last {WINDOW} iterations")
+    for name in ("recipe", "seeds", "mean loss", "gap to bf16, %", "standard error"):
+        table.add_column(name)
+    last = {(r["recipe"], r["seed"]): windows(r["losses"], interval)[-1] for r in runs}
+    for recipe in dict.fromkeys(run["recipe"] for run in runs):
+        found = {seed: loss for (name, seed), loss in last.items() if name == recipe}
+        ratios = [
+            100 * (loss / last["bf16", seed] - 1)
+            for seed, loss in found.items()
+            if ("bf16", seed) in last
+        ]
+        gap = error = ""
+        if recipe != "bf16" and len(ratios) > 1:
+            gap = f"{statistics.fmean(ratios):+.2f}"
+            error = f"{statistics.stdev(ratios) / len(ratios) ** 0.5:.2f}"
+        mean = f"{statistics.fmean(found.values()):.4f}"
+        table.add_row(recipe, str(len(found)), mean, gap, error)
+    return table
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what the file lacks, then compare."""
     parser = argparse.ArgumentParser(
@@ -91,14 +115,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--data-path", required=True, metavar="PREFIX")
     parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
+    parser.add_argument(
+        "--model", type=Path, default=ROOT / "examples" / "gpt-30m.args", metavar="FILE"
+    )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
-    args = parser.parse_args(argv)
-    common = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model]
+    args, others = parser.parse_known_args(argv)
+    hybrid = "--hybrid-override-pattern" in args.model.read_text()
+    script = ROOT / ("pretrain_hybrid.py" if hybrid else "pretrain_gpt.py")
+    common = [str(script), f"@{args.model}", "--data-path", args.data_path]
+    common += ["--tokenizer-model", args.tokenizer_model, *others]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    data = {"machine": machine(gpu=gpu), "log_interval": 5, "runs": []}
+    data = {"machine": machine(gpu=gpu), "log_interval": LOG_INTERVAL, "runs": []}
     if args.output.is_file():
         data = json.loads(args.output.read_text())
     for recipe in args.recipes:
@@ -108,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             losses = train(recipe, seed, common)
             data["runs"].append({"recipe": recipe, "seed": seed, "losses": losses})
             args.output.write_text(json.dumps(data, indent=1) + "\n")
+    Console(width=120).print(gaps(data["runs"], data["log_interval"]))
     if args.against is not None:
         there = json.loads(args.against.read_text())["runs"]
         Console(width=120).print(compare(data["runs"], there, data["log_interval"]))

@@ -10,12 +10,15 @@ imported itself. On a CPU it
 - gathers and reduce-scatters unequal parts, which experts exchange and gloo refuses;
 - keeps the random states that megatron calls CUDA's in torch's default CPU generator, so
   ``torch.cuda.manual_seed`` seeds that one and ``model_parallel_cuda_manual_seed`` works;
-- replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler.
+- replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler;
+- stands in for Triton kernels of inference that its Mamba mixer imports, where Triton is absent.
 """
 
 import contextlib
 import functools
+import importlib.util
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,6 +143,17 @@ def _import_megatron_without_compiler() -> None:
     megatron.core.jit.disable_jit_fuser()
 
 
+def _stand_in_for_triton_kernels() -> None:
+    """Where Triton is absent, let megatron's Mamba mixer import: inference alone uses these."""
+    if importlib.util.find_spec("triton") is not None:
+        return
+    name = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
+    module = types.ModuleType(name)
+    for function in ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"):
+        setattr(module, function, None)
+    sys.modules[name] = module
+
+
 def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     """Split sizes as NumPy, as all-to-all wants them: megatron converts only CUDA tensors."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
@@ -232,6 +246,7 @@ def _install() -> None:
         )
     _replace_in_torch()
     _import_megatron_without_compiler()
+    _stand_in_for_triton_kernels()
     _replace_in_megatron()
 
 
