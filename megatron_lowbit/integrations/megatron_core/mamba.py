@@ -60,12 +60,12 @@ def use_best_scan() -> str:
     if torch.cuda.is_available() and _HAVE_MAMBA_SSM:
         if mamba_mixer.causal_conv1d_fn is not None:
             return "mamba-ssm, convolution and scan fused"
-        _install(partial(_convolve_and_scan, scan=_triton_scan))
+        _install(partial(convolve_and_scan, scan=triton_scan))
         return "mamba-ssm's scan (causal-conv1d is not installed: torch's convolution)"
     why = "mamba-ssm is not installed" if torch.cuda.is_available() else "no GPU here"
     mamba_mixer.HAVE_MAMBA_SSM = True  # the mixer asks for nothing else of it
     mamba_mixer.ExtendedRMSNorm = GatedNorm
-    _install(partial(_convolve_and_scan, scan=_torch_scan))
+    _install(partial(convolve_and_scan, scan=torch_scan))
     return f"torch ({why})"
 
 
@@ -73,7 +73,7 @@ def _install(function: Any) -> None:
     mamba_mixer.mamba_split_conv1d_scan_combined = function
 
 
-def _convolve_and_scan(
+def convolve_and_scan(
     zxbcdt: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor | None,
@@ -109,18 +109,22 @@ def _convolve_and_scan(
     return scan(x, dt, a, b, c, D, z, dt_bias, chunk_size).flatten(-2)
 
 
-def _torch_scan(
+def torch_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, dt_bias: Tensor,
     chunk_size: int,
 ) -> Tensor:  # fmt: skip
+    """torch's scan of x, z (batch, length, heads, head dim), dt before its bias and softplus."""
     y = ssd(x, F.softplus(dt.float() + dt_bias), a, b, c, d, chunk_size)
     return (y * F.silu(z.float())).to(x.dtype)
 
 
-def _triton_scan(
+def triton_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, dt_bias: Tensor,
     chunk_size: int,
 ) -> Tensor:  # fmt: skip
+    """mamba-ssm's of the same; ImportError where it is not installed."""
+    if not _HAVE_MAMBA_SSM:
+        raise ImportError("mamba-ssm is not installed")
     return mamba_mixer.mamba_chunk_scan_combined(
         x.contiguous(), dt.contiguous(), a, b.contiguous(), c.contiguous(), chunk_size,
         D=d, z=z.contiguous(), dt_bias=dt_bias, dt_softplus=True,

@@ -1,0 +1,152 @@
+"""The convolution and scan of a Mamba-2 mixer, forward and backward: torch against mamba-ssm.
+
+    python benchmarks/scan.py
+
+BF16 inputs, a mixer of the 8B hybrid's size. ``error`` is the largest difference of the output and
+of the input's gradient from torch's in FP32, over the largest value there.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import timing
+import torch
+from rich.table import Table
+from timing import Ceilings, Step
+from torch import Tensor
+
+from megatron_lowbit.integrations.megatron_core.mamba import (
+    convolve_and_scan,
+    torch_scan,
+    triton_scan,
+)
+
+
+class Size(NamedTuple):
+    """Of the inputs and of the mixer."""
+
+    batch: int
+    tokens: int
+    heads: int
+    head_dim: int
+    groups: int
+    states: int
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.tokens} tokens, {self.heads} heads of {self.head_dim}"
+
+
+SIZES = [
+    Size(2, 4096, 128, 64, 8, 128),
+    Size(1, 8192, 128, 64, 8, 128),
+    Size(8, 1024, 32, 64, 8, 128),
+]
+SCANS: dict[str, Callable] = {"torch": torch_scan, "mamba-ssm": triton_scan}
+
+
+class Mixer(NamedTuple):
+    """What a scan takes beside its input."""
+
+    conv_weight: Tensor
+    conv_bias: Tensor
+    dt_bias: Tensor
+    a: Tensor
+    d: Tensor
+
+    def __call__(self, x: Tensor, scan: Callable, size: Size) -> Tensor:
+        return convolve_and_scan(
+            x, *self, chunk_size=128, ngroups=size.groups, scan=scan, headdim=size.head_dim
+        )
+
+
+def _mixer(size: Size) -> Mixer:
+    new = {"device": timing.device()}
+    channels = size.heads * size.head_dim + 2 * size.groups * size.states
+    return Mixer(
+        0.3 * torch.randn(channels, 4, dtype=torch.bfloat16, **new),
+        torch.zeros(channels, dtype=torch.bfloat16, **new),
+        torch.rand(size.heads, **new) * 4 - 6,
+        -torch.rand(size.heads, **new) * 15 - 1,
+        torch.ones(size.heads, **new),
+    )
+
+
+def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
+    """A row for each scan: times, tokens a second, errors; or why it refuses."""
+    mixer, inner = _mixer(size), size.heads * size.head_dim
+    width = 2 * inner + 2 * size.groups * size.states + size.heads
+    shape = (size.batch, size.tokens)
+    x = torch.randn(*shape, width, dtype=torch.bfloat16, device=timing.device())
+    grad = torch.randn(*shape, inner, dtype=torch.bfloat16, device=timing.device())
+    steps, refused = timing.build(
+        {name: partial(_step, mixer, x, grad, SCANS[name], size) for name in names}
+    )
+    laps = timing.measure(steps, seconds)
+    exact = _results(mixer, x.float(), grad.float(), torch_scan, size)
+    rows = []
+    for name in steps:
+        found = _results(mixer, x, grad, SCANS[name], size)
+        errors = [
+            round(float((one.float() - other).abs().max() / other.abs().max()), 5)
+            for one, other in zip(found, exact, strict=True)
+        ]
+        both = [sum(lap) for lap in laps[name]]
+        row = {"size": list(size), "contender": name, "error": errors}
+        row |= {"forward": timing.spread([lap[0] for lap in laps[name]])}
+        row |= {"both": timing.spread(both)}
+        row["tokens_per_s"] = round(size.batch * size.tokens / row["both"]["median_ms"] * 1e3)
+        rows.append(row)
+    return rows + [
+        {"size": list(size), "contender": name, "refused": why} for name, why in refused.items()
+    ]
+
+
+def _step(mixer: Mixer, x: Tensor, grad: Tensor, scan: Callable, size: Size) -> Step:
+    leaf = x.clone().requires_grad_()
+
+    def step(mark: timing.Mark) -> None:
+        leaf.grad = None
+        y = mixer(leaf, scan, size)
+        mark()
+        y.backward(grad)
+
+    return step
+
+
+def _results(
+    mixer: Mixer, x: Tensor, grad: Tensor, scan: Callable, size: Size
+) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    if x.dtype is torch.float32:
+        mixer = mixer._replace(
+            conv_weight=mixer.conv_weight.float(), conv_bias=mixer.conv_bias.float()
+        )
+    y = mixer(leaf, scan, size)
+    y.backward(grad)
+    return y.detach(), leaf.grad
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """What is worth a look while measuring."""
+    shown = Table(title=str(Size(*rows[0]["size"])))
+    for heading in ("scan", "forward ms", "both ms", "tokens/s", "error"):
+        shown.add_column(heading)
+    for row in rows:
+        if "refused" in row:
+            shown.add_row(row["contender"], row["refused"])
+            continue
+        times = [f"{row[phase]['median_ms']:.3f}" for phase in ("forward", "both")]
+        errors = ", ".join(map(str, row["error"]))
+        shown.add_row(row["contender"], *times, f"{row['tokens_per_s']:,}", errors)
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write the JSON."""
+    form = "BATCHxTOKENSxHEADSxHEAD_DIMxGROUPSxSTATES"
+    timing.over_sizes("scan", __doc__, argv, SCANS, SIZES, form, run, table)
+
+
+if __name__ == "__main__":
+    main()
