@@ -191,7 +191,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, tokenizer_folder):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=60)  # workers end the batch that they are at
     assert process.returncode != 0
     assert errors.count(b"Traceback") <= 1
     assert os.listdir(output) == []
