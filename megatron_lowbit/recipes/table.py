@@ -25,15 +25,17 @@ def _summary(recipe: Recipe, layers: Sequence[Layer]) -> str:
 
 
 def _rows(recipe: Recipe, layers: Sequence[Layer]):
-    groups: list[list] = []
+    """Neighbouring blocks go together also where they hold other layers, as in a hybrid."""
+    groups: list[tuple[list[int], tuple, dict[str, None]]] = []
     for block in sorted({layer.block for layer in layers}):
         for key, names in _by_rule(recipe, [x for x in layers if x.block == block]).items():
-            last = next((g for g in groups if g[1] == (key, names) and g[0][-1] == block - 1), None)
-            if last:
-                last[0].append(block)
-            else:
-                groups.append([[block], (key, names)])
-    for blocks, ((rule, precision), names) in groups:
+            group = next((g for g in groups if g[1] == key and g[0][-1] == block - 1), None)
+            if group is None:
+                group = ([], key, {})
+                groups.append(group)
+            group[0].append(block)
+            group[2].update(dict.fromkeys(names))
+    for blocks, (rule, precision), names in groups:
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
         yield span, ", ".join(names), rule, precision
 

@@ -59,6 +59,21 @@ matchers:
     )
 
 
+def test_blocks_of_a_hybrid_go_together():
+    parts = {"M": ("in_proj", "out_proj"), "-": ("linear_fc1", "linear_fc2")}
+    layers = [
+        Layer(f"decoder.layers.{b}.x.{name}", b, 6)
+        for b, symbol in enumerate("M-MM-M")
+        for name in parts[symbol]
+    ]
+    _, cells = rows(load_recipe("nvfp4"), layers)
+    assert [cell[:3] for cell in cells] == [
+        ("0", "in_proj, out_proj", "bf16_blocks"),
+        ("1-4", "linear_fc1, linear_fc2, in_proj, out_proj", "linears"),
+        ("5", "in_proj, out_proj", "bf16_blocks"),
+    ]
+
+
 def test_it_prints(capsys):
     Console(width=160).print(precision_table(load_recipe("bf16"), model(3)))
     shown = capsys.readouterr().out
