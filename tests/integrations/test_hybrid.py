@@ -17,6 +17,7 @@ from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments
 from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+from megatron_lowbit.training.optimizer import build_optimizer, wrap_data_parallel
 
 MODEL = shlex.split("""
     --hybrid-override-pattern M*-M --num-layers 4 --hidden-size 64 --num-attention-heads 4
@@ -29,15 +30,21 @@ HEADS, WIDTH, GROUPS, STATES, INNER = 8, 16, 2, 8, 128
 
 
 @pytest.fixture
-def build():
+def args():
+    """Parsed arguments, and a process group for them."""
+    found = parse_arguments([*MODEL, "--global-batch-size", "2"])
+    initialize_distributed(found)
+    yield found
+    shutdown()
+
+
+@pytest.fixture
+def build(args):
     """Builds the model in a dtype."""
-    args = parse_arguments(MODEL)
-    initialize_distributed(args)
     engine = select_engine(torch.device("cpu"), "reference")
-    yield lambda dtype: build_model(
+    return lambda dtype: build_model(
         args, transformer_config(args, dtype), load_recipe("bf16", []), engine, 96
     )[0]
-    shutdown()
 
 
 def recurrence(mixer, hidden):
@@ -118,12 +125,30 @@ def test_what_decides_the_decay_stays_fp32(build):
     assert not torch.equal(rates, rates.bfloat16().float())
 
 
-def test_a_bf16_model_runs(build):
+def backward(model):
     tokens = torch.arange(320).view(2, 160) % 96
     positions = torch.arange(160).expand(2, -1)
+    model(tokens, positions, attention_mask=None, labels=tokens).mean().backward()
+
+
+def test_a_bf16_model_runs(build):
     model = build(torch.bfloat16)
-    loss = model(tokens, positions, attention_mask=None, labels=tokens)
-    loss.mean().backward()
-    assert all(
-        torch.isfinite(p.grad).all() and p.grad.any() for p in model.parameters() if p.requires_grad
-    )
+    backward(model)
+    for parameter in model.parameters():
+        assert torch.isfinite(parameter.grad).all() and parameter.grad.any()
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_fp32_parameters_of_a_bf16_model_learn(args, build, distributed):
+    args.use_distributed_optimizer = distributed
+    config = transformer_config(args, torch.bfloat16)
+    (model,) = wrap_data_parallel(args, config, [build(torch.bfloat16)])
+    optimizer, _ = build_optimizer(args, config, [model])
+    rates = next(p for name, p in model.named_parameters() if name.endswith("A_log"))
+    before = rates.detach().clone()
+    backward(model)
+    model.finish_grad_sync()
+    optimizer.step()
+    assert rates.dtype is torch.float32
+    # Adam's first step is nearly the learning rate, 1 here, however small the gradient.
+    assert ((before - rates) * rates.main_grad.sign() > 0.5).all()
