@@ -19,7 +19,7 @@ DISTRIBUTED = ("--use-distributed-optimizer",)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_it_learns(recipe, pretrain_here, tmp_path):
     result = pretrain_here(
-        *HYBRID, *RECIPES[recipe], "--train-iters", 12, "--lr-warmup-iters", 2, "--save", tmp_path
+        *HYBRID, *RECIPES[recipe], "--train-iters", 7, "--lr-warmup-iters", 1, "--save", tmp_path
     )
     done(result)
     assert f"{QUANTIZED[recipe]} of 16 linear layers quantized" in result.stdout
@@ -27,8 +27,7 @@ def test_it_learns(recipe, pretrain_here, tmp_path):
     found = losses(tmp_path)
     # The words of the made-up language are drawn apart from each other: 300 words, 5.2 nats.
     assert found[1] == pytest.approx(6.3, abs=0.2)
-    assert found[12] < found[1] - 0.4
-    print(found)
+    assert found[7] < found[1] - 0.4
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from megatron_lowbit.training.window import LogWindow
 
 VOCABULARY = 128
 ARGS = Namespace(
+    hybrid_override_pattern=None,
     log_interval=4, train_iters=10, global_batch_size=8, seq_length=16, num_layers=2,
     hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=4, kv_channels=8,
     swiglu=False, num_experts=None,
