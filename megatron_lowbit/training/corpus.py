@@ -284,11 +284,18 @@ def _encode_in_worker(batch: list[Document]) -> list[EncodedDocument]:
 def _start_pool(encode: Encoder, workers: int) -> ProcessPoolExecutor:
     # fork: workers inherit the loaded tokenizer, and import nothing anew.
     pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encode,))
-    # Ctrl-C reaches the whole process group, but the parent alone must act on it: workers are
-    # born with it blocked. (Unblocked in the parent, one that comes while forking would be lost.)
+    # Ctrl-C reaches the whole process group, but the parent alone must act on it: workers are born
+    # with it blocked. One that comes while forking would be lost, for Python's hooks around a fork
+    # swallow exceptions, and other threads take it in spite of the mask: it is raised after.
+    came: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     pool.submit(int)  # the first task starts the processes
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    signal.signal(signal.SIGINT, handler)
+    if came:
+        pool.shutdown(cancel_futures=True)
+        raise KeyboardInterrupt
     return pool
 
 
