@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from linear import SQUARE_INPUT
 from rich.console import Console
 from rich.table import Table
 
@@ -32,12 +33,7 @@ from megatron_lowbit.analysis.machine import machine
 ROOT = Path(__file__).parents[1]
 RECIPES = {
     "fp8-tile": ("--fp8-recipe", "fp8-tile"),
-    "fp8-tile, square": (
-        "--fp8-recipe",
-        "fp8-tile",
-        "--recipe-set",
-        "wgrad.input.format=fp8-128x128-e4m3",
-    ),
+    "fp8-tile, square": ("--fp8-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
     "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
     "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "bf16": ("--precision-recipe", "bf16"),

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from megatron_lowbit.training.hybrid_arguments import mamba_heads
+from megatron_lowbit.training.hybrid_arguments import BLOCKS, mamba_heads
 
 
 def sample_flops(args: Namespace, padded_vocab_size: int) -> int:
@@ -46,8 +46,7 @@ def _blocks(args: Namespace) -> list[str]:
     """What the model is made of, in no order."""
     if args.hybrid_override_pattern is None:
         return ["attention", "mlp"] * args.num_layers
-    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
-    return [kinds[symbol] for symbol in args.hybrid_override_pattern]
+    return [BLOCKS[symbol] for symbol in args.hybrid_override_pattern]
 
 
 def _mlp_weights(args: Namespace, layer: int) -> int:

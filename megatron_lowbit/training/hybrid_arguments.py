@@ -8,7 +8,7 @@ from megatron_lowbit.errors import UserError
 # Where a model is a hybrid, what a checkpoint must agree on.
 HYBRID_SHAPE = ("hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim",
                 "mamba_num_groups", "mamba_num_heads")  # fmt: skip
-_BLOCKS = "M*-"
+BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp"}
 _EXPANSION = 2  # of megatron-core's mixer, where the number of heads is not given
 
 
@@ -42,11 +42,11 @@ def check_hybrid(args: Namespace) -> None:
     pattern = args.hybrid_override_pattern
     if pattern is None:
         return
-    unknown = sorted(set(pattern) - set(_BLOCKS))
+    unknown = sorted(set(pattern) - set(BLOCKS))
     _require(
         not unknown,
         f"--hybrid-override-pattern: no block is called {''.join(unknown[:1])!r}; "
-        f"use {', '.join(_BLOCKS)}",
+        f"use {', '.join(BLOCKS)}",
     )
     _require(
         len(pattern) == args.num_layers,
@@ -56,7 +56,8 @@ def check_hybrid(args: Namespace) -> None:
         value = getattr(args, name)
         _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
     _require(
-        args.mamba_num_heads is not None or 2 * args.hidden_size % args.mamba_head_dim == 0,
+        args.mamba_num_heads is not None
+        or _EXPANSION * args.hidden_size % args.mamba_head_dim == 0,
         f"2 x --hidden-size {args.hidden_size} is not divisible by --mamba-head-dim "
         f"{args.mamba_head_dim}",
     )

@@ -40,6 +40,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="module")
+def memory() -> dict:
+    """Where the runs are, once they were made."""
+    return {}
+
+
 @pytest.fixture
 def pretrain_here(corpus, capsys):
     """Runs a script's main in this process: seconds faster, for what needs no new one."""

@@ -30,12 +30,6 @@ PARITY = {
 }
 
 
-@pytest.fixture(scope="module")
-def memory() -> dict:
-    """Where the runs are, once they were made."""
-    return {}
-
-
 @pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
     """(folder of the runs' folders ``NAME EP``, folder of the histories that ranks had)."""

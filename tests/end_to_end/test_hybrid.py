@@ -30,12 +30,6 @@ def test_it_learns(recipe, pretrain_here, tmp_path):
     assert found[7] < found[1] - 0.4
 
 
-@pytest.fixture(scope="module")
-def memory() -> dict:
-    """Where the runs are, once they were made."""
-    return {}
-
-
 @pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
     """A chain of runs, each in another layout, and a run that none of them interrupts."""

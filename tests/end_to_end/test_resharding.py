@@ -118,12 +118,6 @@ OVERLAP = {"overlap": ("--overlap-grad-reduce", "--overlap-param-gather"), "no o
 OVERLAPPED = (*DISTRIBUTED, "--clip-grad", 0, "--train-iters", 2, "--save-interval", 1)
 
 
-@pytest.fixture(scope="module")
-def memory() -> dict:
-    """Where the runs are, once they were made."""
-    return {}
-
-
 @pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
     """The folder of folders of all runs of the tests in this section."""

@@ -16,12 +16,6 @@ SPLIT = ("--tensor-model-parallel-size", 2)
 OPTIMIZERS = {"plain": (), "distributed": ("--use-distributed-optimizer",)}
 
 
-@pytest.fixture(scope="module")
-def memory() -> dict:
-    """Where the runs are, once they were made."""
-    return {}
-
-
 @pytest.fixture
 def saved(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
     """Folders ``OPTIMIZER one``, ``two`` and ``back``: one checkpoint, saved, loaded and saved."""

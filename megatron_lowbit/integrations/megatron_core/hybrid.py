@@ -45,28 +45,12 @@ class LocalMambaStack(MambaStack):
             self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-def hybrid_chunk(
-    args: Namespace,
-    config: TransformerConfig,
-    padded_vocab_size: int,
-    pre_process: bool,
-    post_process: bool,
-    vp_stage: int | None,
-) -> torch.nn.Module:
+def hybrid_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) -> torch.nn.Module:
     """One pipeline stage of a hybrid; megatron-core has no virtual stages of one."""
     use_best_scan()
+    pattern = args.hybrid_override_pattern
     return LowbitMambaModel(
-        config=config,
-        mamba_stack_spec=hybrid_stack_spec(),
-        vocab_size=padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=pre_process,
-        post_process=post_process,
-        hybrid_override_pattern=args.hybrid_override_pattern,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
+        **shared, mamba_stack_spec=hybrid_stack_spec(), hybrid_override_pattern=pattern
     )
 
 

@@ -50,14 +50,19 @@ def build_model(
             accumulate_main_grad=args.gradient_accumulation_fusion,
             first_expert=experts.first_local(config),
         )
-        ends = [
-            is_end(ignore_virtual=False, vp_stage=stage)
-            for is_end in (
-                parallel_state.is_pipeline_first_stage,
-                parallel_state.is_pipeline_last_stage,
-            )
-        ]
-        chunk = build_chunk(args, config, padded_vocab_size, *ends, stage)
+        where = {"ignore_virtual": False, "vp_stage": stage}
+        shared = {
+            "config": config,
+            "vocab_size": padded_vocab_size,
+            "max_sequence_length": args.max_position_embeddings,
+            "pre_process": parallel_state.is_pipeline_first_stage(**where),
+            "post_process": parallel_state.is_pipeline_last_stage(**where),
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+            "position_embedding_type": args.position_embedding_type,
+            "rotary_percent": args.rotary_percent,
+            "rotary_base": args.rotary_base,
+        }
+        chunk = build_chunk(args, shared, stage)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         chunk = chunk.to(device)
         chunks.append(_in_bf16(config, chunk) if config.bf16 else chunk)
