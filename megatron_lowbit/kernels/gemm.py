@@ -3,6 +3,7 @@
 :func:`routes` is the table: the first route that takes both formats on a device is the pair's.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -106,21 +107,21 @@ def tensor_product(
 class FoldedProduct:
     """FP8 GEMM of MXFP4 folded to E4M3 with a power of two a row; counts what did not fold.
 
-    ``inexact`` and ``values`` are how many operand values were rounded, of how many.
+    ``inexact`` counts on the device how many operand values were rounded, of so many ``values``.
     """
 
     def __init__(self) -> None:
-        self.inexact: Tensor | int = 0
+        self.inexact: Tensor | None = None
         self.values = 0
 
     def __call__(
         self, lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
     ) -> Tensor:
         """The product."""
-        left, right = fold(lhs), fold(rhs)
-        self.inexact = self.inexact + left.inexact + right.inexact
-        self.values += left.codes.numel() + right.codes.numel()
-        a, b = _aligned_rows(left), _aligned_rows(right)
+        if self.inexact is None:
+            self.inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
+        a, b = _aligned_rows(fold(lhs, self.inexact)), _aligned_rows(fold(rhs, self.inexact))
+        self.values += math.prod(lhs.shape) + math.prod(rhs.shape)
         rows = ScalingType.RowWise
         y = F.scaled_mm(
             a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows,
@@ -130,8 +131,8 @@ class FoldedProduct:
 
     def take(self) -> tuple[int, int]:
         """Values rounded, of how many, since the last call."""
-        counts = int(self.inexact), self.values
-        self.inexact, self.values = 0, 0
+        counts = 0 if self.inexact is None else int(self.inexact), self.values
+        self.inexact, self.values = None, 0
         return counts
 
 
@@ -139,7 +140,7 @@ def _aligned_rows(folded: Folded) -> Folded:
     codes = _aligned(folded.codes)
     missing = len(codes) - len(folded.scales)
     scales = F.pad(folded.scales, (0, 0, 0, missing), value=1.0) if missing else folded.scales
-    return Folded(codes, scales, folded.inexact)
+    return Folded(codes, scales)
 
 
 def dequantized_product(

@@ -1,6 +1,7 @@
 """What a GEMM on a GPU takes: codes as they are, exact BF16 numbers, or MXFP4 folded into E4M3."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,11 @@ from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.formats import E4M3, ElementFormat, decode_e8m0
+from megatron_lowbit.numerics.formats import E4M3, ElementFormat
 
 FOLD = tl.constexpr(6)
 """Binades that a row's largest block is raised by: E2M1's 6 becomes 384, E4M3's largest is 448."""
+FOLDED_UNIT = tl.constexpr(2.0**-FOLD.value)
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,11 @@ class Folded(NamedTuple):
     """An MXFP4 operand in E4M3 codes (R, K) with one FP32 scale a row, (R, 1).
 
     Source: NUMERICS, power-of-two folding. Exact while a block's scale lies within 14 binades of
-    the row's largest; ``inexact`` (int64 scalar) counts values of smaller blocks that were rounded.
+    the row's largest.
     """
 
     codes: Tensor
     scales: Tensor
-    inexact: Tensor
 
 
 def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
@@ -59,24 +60,24 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     rows, columns = operand.codes.shape[0], _columns(operand)
     values = torch.empty((rows, columns), dtype=torch.bfloat16, device=operand.codes.device)
     if operand.scales.shape[1]:
-        _launch(operand, values, None, None)
+        _launch(operand, values)
     else:
         values.copy_(operand.codes)
     values = values[:, : operand.shape[-1]]
     return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
 
 
-def fold(operand: QuantizedTensor) -> Folded:
-    """MXFP4 codes and scales as E4M3 with one power of two a row, times the tensor scale."""
-    device = operand.codes.device
-    codes = torch.empty(
-        (operand.codes.shape[0], _columns(operand)), dtype=torch.float8_e4m3fn, device=device
-    )
+def fold(operand: QuantizedTensor, inexact: Tensor) -> Folded:
+    """MXFP4 codes and scales as E4M3 with one power of two a row, times the tensor scale.
+
+    Values of blocks that are too small, and so were rounded, are added to ``inexact``, int64 ().
+    """
+    rows, device = operand.codes.shape[0], operand.codes.device
+    codes = torch.empty((rows, _columns(operand)), dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.empty((rows, 1), device=device)
     largest = operand.scales.amax(1)
-    inexact = torch.zeros((), dtype=torch.int64, device=device)
-    _launch(operand, codes.view(torch.uint8), largest, inexact)
-    scales = decode_e8m0(largest) * 2.0**-FOLD.value * operand.tensor_scale
-    return Folded(codes, scales[:, None], inexact)
+    _launch(operand, codes.view(torch.uint8), largest, operand.tensor_scale, scales, inexact)
+    return Folded(codes, scales)
 
 
 def has_tensor_scale(format: BlockFormat) -> bool:
@@ -88,9 +89,7 @@ def _columns(operand: QuantizedTensor) -> int:
     return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
 
 
-def _launch(
-    operand: QuantizedTensor, out: Tensor, largest: Tensor | None, inexact: Tensor | None
-) -> None:
+def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor) -> None:
     rows, columns = out.shape
     if not out.numel():
         return
@@ -98,13 +97,15 @@ def _launch(
     grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
     even = rows % tile[0] == 0 and columns % tile[1] == 0
     _decode_kernel[grid](
-        operand.codes.view(torch.uint8), operand.scales.view(torch.uint8), out, largest, inexact,
-        rows, columns, *tile, operand.format.block, element(operand.format.element),
+        operand.codes.view(torch.uint8), operand.scales.view(torch.uint8), out,
+        *(folding or (None, None, None, None)), rows, columns, *tile,
+        operand.format.block, element(operand.format.element),
         element(E4M3) if isinstance(operand.format, NVFP4) else None, element(E4M3), even,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
+@cache
 def element(format: ElementFormat) -> Element:
     """An element format as the kernels take it."""
     smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
@@ -114,13 +115,14 @@ def element(format: ElementFormat) -> Element:
 
 @triton.jit
 def _decode_kernel(
-    codes, scales, out, largest, inexact, R, K,
+    codes, scales, out, largest, tensor_scale, row_scales, inexact, R, K,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr,
     E: tl.constexpr, SCALE: tl.constexpr, E4M3: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Codes (R, K) with scales (R, K // BLOCK) to BF16, or to E4M3 codes where ``largest`` is.
 
-    SCALE is the scales' element format, None for E8M0. ``largest``: E8M0 bytes (R,).
+    SCALE is the scales' element format, None for E8M0. ``largest``: E8M0 bytes (R,), of which
+    ``row_scales`` (R,) are made.
     """
     tiles = tl.cdiv(K, TN)
     row0 = (tl.program_id(0) // tiles) * TM
@@ -141,6 +143,9 @@ def _decode_kernel(
     else:
         r = row0 + tl.arange(0, TM)
         most = tl.load(largest + r, mask=r < R, other=0).to(tl.int32)
+        if col0 == 0:
+            row_scale = _power(most) * FOLDED_UNIT * tl.load(tensor_scale)
+            tl.store(row_scales + r, row_scale, mask=r < R)
         shift = stored - most[:, None] + FOLD
         scale = tl.where(stored == 255, float("nan"), _power(shift + 127))
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)

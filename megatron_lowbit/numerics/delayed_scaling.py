@@ -81,7 +81,7 @@ class AmaxHistory:
 
     def record(self, operand: int, amax: Tensor) -> None:
         """Take an amax (FP32 scalar) of the present step; infinity and NaN leave no trace."""
-        finite = torch.where(amax.isfinite(), amax, _NONE)
+        finite = amax.masked_fill(~amax.isfinite(), _NONE)
         self.step[operand] = torch.maximum(self.step[operand], finite)
 
     def advance(self, step: Tensor) -> None:

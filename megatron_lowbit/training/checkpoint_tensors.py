@@ -34,6 +34,7 @@ from megatron.core.utils import unwrap_model
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core import amax_history
+from megatron_lowbit.integrations.megatron_core.fp32_parameters import fp32_as_main
 from megatron_lowbit.training.checkpoint_pickle import CommonLoader, Reader, confined
 from megatron_lowbit.training.checkpoint_ranks import error_behind
 
@@ -130,8 +131,10 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
     if optimizer is None:
         return
     with ExitStack() as stack:
-        for part in filter(_is_torch_adam, _parts(optimizer)):
-            stack.enter_context(_own_steps(part))
+        for part in _parts(optimizer):
+            stack.enter_context(fp32_as_main(part))
+            if _is_torch_adam(part):
+                stack.enter_context(_own_steps(part))
         optimizer.load_state_dict(loaded["optimizer"])
     for chunk in model:
         if getattr(chunk, "ddp_config", None) and chunk.ddp_config.use_distributed_optimizer:
@@ -204,9 +207,12 @@ def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool)
     if optimizer is not None:
         for part in filter(_is_torch_adam, _parts(optimizer)):
             _fill_state(part)
-        content["optimizer"] = optimizer.sharded_state_dict(
-            parameters, is_loading=is_loading, metadata=metadata
-        )
+        with ExitStack() as stack:
+            for part in _parts(optimizer):
+                stack.enter_context(fp32_as_main(part))
+            content["optimizer"] = optimizer.sharded_state_dict(
+                parameters, is_loading=is_loading, metadata=metadata
+            )
     return content
 
 

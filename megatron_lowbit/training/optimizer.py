@@ -12,6 +12,8 @@ from megatron.core.optimizer import Adam, MegatronOptimizer, OptimizerConfig, ge
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lowbit.integrations.megatron_core.fp32_parameters import number_as_stored
+
 
 def wrap_data_parallel(
     args: Namespace, config: TransformerConfig, chunks: list[torch.nn.Module]
@@ -59,6 +61,8 @@ def build_optimizer(
         ),
         model,
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        number_as_stored(part)
     batch = args.global_batch_size
     wsd_decay = None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch
     scheduler = OptimizerParamScheduler(

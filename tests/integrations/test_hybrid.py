@@ -16,6 +16,7 @@ from megatron_lowbit.integrations.megatron_core.models import build_model
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.training.checkpoint import load_checkpoint, save_checkpoint
 from megatron_lowbit.training.distributed import initialize_distributed, shutdown
 from megatron_lowbit.training.optimizer import build_optimizer, wrap_data_parallel
 
@@ -138,17 +139,57 @@ def test_a_bf16_model_runs(build):
         assert torch.isfinite(parameter.grad).all() and parameter.grad.any()
 
 
+class Training:
+    """A BF16 model, its optimizer and schedule."""
+
+    def __init__(self, args, build):
+        config = transformer_config(args, torch.bfloat16)
+        (self.model,) = wrap_data_parallel(args, config, [build(torch.bfloat16)])
+        self.optimizer, self.scheduler = build_optimizer(args, config, [self.model])
+
+    def step(self):
+        self.model.zero_grad_buffer()
+        backward(self.model)
+        self.model.finish_grad_sync()
+        self.optimizer.step()
+        self.scheduler.step(1)
+
+    def parts(self):
+        return [self.model], self.optimizer, self.scheduler
+
+    def tensors(self):
+        """Parameters, FP32 main parameters and moments, in a fixed order."""
+        (part,) = self.optimizer.chained_optimizers
+        mains = [p for group in part.optimizer.param_groups for p in group["params"]]
+        states = [part.optimizer.state[p] for p in mains]
+        moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step")]
+        return [t.detach().clone() for t in (*self.model.parameters(), *mains, *moments)]
+
+
 @pytest.mark.parametrize("distributed", [False, True])
 def test_fp32_parameters_of_a_bf16_model_learn(args, build, distributed):
     args.use_distributed_optimizer = distributed
-    config = transformer_config(args, torch.bfloat16)
-    (model,) = wrap_data_parallel(args, config, [build(torch.bfloat16)])
-    optimizer, _ = build_optimizer(args, config, [model])
-    rates = next(p for name, p in model.named_parameters() if name.endswith("A_log"))
+    training = Training(args, build)
+    rates = next(p for name, p in training.model.named_parameters() if name.endswith("A_log"))
     before = rates.detach().clone()
-    backward(model)
-    model.finish_grad_sync()
-    optimizer.step()
+    training.step()
     assert rates.dtype is torch.float32
     # Adam's first step is nearly the learning rate, 1 here, however small the gradient.
     assert ((before - rates) * rates.main_grad.sign() > 0.5).all()
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_bf16_model_resumes_to_the_bit(args, build, distributed, tmp_path):
+    args.use_distributed_optimizer = distributed
+    args.lr = args.init_method_std
+    whole, resumed = Training(args, build), Training(args, build)
+    whole.step()
+    whole.step()
+    save_checkpoint(tmp_path, 2, *whole.parts(), {"model": {}})
+    resumed.step()  # so that it differs
+    load_checkpoint(tmp_path, *resumed.parts(), {})
+    for _ in range(2):
+        pairs = zip(whole.tensors(), resumed.tensors(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+        whole.step()
+        resumed.step()

@@ -7,8 +7,8 @@ from megatron_lowbit.kernels.engine import reference, select_engine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.operands import Transposed
 from megatron_lowbit.layers import lowbit_linear
-from megatron_lowbit.numerics import FORMATS, Quantizer, Request, gemm
-from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.numerics import FORMATS, AmaxHistory, Quantizer, Request, gemm
+from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe
 
 HOPPER = (9, 0)
 PAIRS = {
@@ -98,20 +98,46 @@ def test_products(pair, dtype, shape):
     ).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed"])
-def test_a_linear_layer_is_the_references(recipe):
+RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed"]
+
+
+def layer(recipe, engine):
+    """A function that runs a linear layer, forward and backward: Y, dX, dW."""
     precision = load_recipe(recipe).precision_for(Layer("decoder.layers.5.mlp.linear_fc1", 5, 30))
+    history = None
     if precision.history_length:
-        pytest.skip("delayed scaling needs its history")
-    results = []
-    for engine in (reference("as the test's"), select_engine(torch.device("cuda"))):
-        x, weight = matrix(512, 384, 2).requires_grad_(), matrix(256, 384, 3).requires_grad_()
-        y = lowbit_linear(x, weight, precision, key=11, engine=engine)
-        y.backward(matrix(512, 256, 4))
-        results.append([y.detach().float(), x.grad.float(), weight.grad.float()])
-    for expected, seen in zip(*results, strict=True):
-        assert (seen - expected).norm() <= 4e-3 * expected.norm()
+        history = AmaxHistory(len(OPERANDS), precision.history_length, torch.device("cuda"))
+    x, weight = matrix(512, 384, 2).requires_grad_(), matrix(256, 384, 3).requires_grad_()
+    grad = matrix(512, 256, 4)
+
+    def run():
+        x.grad = weight.grad = None
+        y = lowbit_linear(x, weight, precision, key=11, engine=engine, amax_history=history)
+        y.backward(grad)
+        return y.detach(), x.grad, weight.grad
+
+    return run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_layer_is_the_references(recipe):
+    engines = reference("as the test's"), select_engine(torch.device("cuda"))
+    expected, seen = (layer(recipe, engine)() for engine in engines)
+    for one, other in zip(expected, seen, strict=True):
+        assert (other.float() - one.float()).norm() <= 4e-3 * one.float().norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_linear_layer_never_waits_for_the_gpu(recipe):
+    run = layer(recipe, select_engine(torch.device("cuda")))
+    run()  # compiles kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
