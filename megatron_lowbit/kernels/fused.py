@@ -1,5 +1,7 @@
 """The engine of NVIDIA GPUs: fused quantization, and the GEMM that the table of routes says."""
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -28,10 +30,13 @@ class FusedEngine:
         self.capability = capability
         self.folded = FoldedProduct()
         self._routes = routes(self.folded)
+        self._first = cache(
+            lambda lhs, rhs: next(r for r in self._routes if r.takes(lhs, rhs, capability))
+        )
 
     def route(self, lhs: Format, rhs: Format) -> Route:
         """How a pair of formats, one of them at least quantized, is multiplied; in any order."""
-        return next(r for r in self._routes if r.takes(lhs, rhs, self.capability))
+        return self._first(lhs, rhs)
 
     def quantize(
         self, x: Tensor, row: Request | None, col: Request | None

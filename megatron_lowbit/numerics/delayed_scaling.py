@@ -81,8 +81,8 @@ class AmaxHistory:
 
     def record(self, operand: int, amax: Tensor) -> None:
         """Take an amax (FP32 scalar) of the present step; infinity and NaN leave no trace."""
-        finite = amax.masked_fill(~amax.isfinite(), _NONE)
-        self.step[operand] = torch.maximum(self.step[operand], finite)
+        finite = amax.nan_to_num(nan=_NONE, posinf=_NONE)
+        torch.maximum(self.step[operand], finite, out=self.step[operand])
 
     def advance(self, step: Tensor) -> None:
         """End the step with the amaxes ``step`` (operands,): its own, reduced over all shards."""
