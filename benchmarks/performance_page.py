@@ -117,6 +117,11 @@ KEPT = "kept_bytes_per_input_element"
 BARS = [
     Bar("FP8-tile linear over BF16", 1.5, _faster("linear", "fp8-tile", "BF16")),
     Bar("FP8-tile linear over TE blockwise", 1.08, _faster("linear", "fp8-tile", "TE blockwise")),
+    Bar("FP8-tile, square, linear over BF16", 1.5, _faster("linear", "fp8-tile, square", "BF16")),
+    Bar(
+        "FP8-tile, square, linear over TE blockwise", 1.08,
+        _faster("linear", "fp8-tile, square", "TE blockwise"),
+    ),
     Bar(
         "MXFP4 backward of a linear over BF16's", 1.6,
         _faster("linear", "mxfp4-backward", "BF16", "backward"),
