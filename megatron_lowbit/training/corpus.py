@@ -293,9 +293,12 @@ def _start_pool(encode: Encoder, workers: int) -> ProcessPoolExecutor:
     pool.submit(int)  # the first task starts the processes
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     signal.signal(signal.SIGINT, handler)
-    if came:
+    try:
+        if came:
+            signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
         pool.shutdown(cancel_futures=True)
-        raise KeyboardInterrupt
+        raise
     return pool
 
 

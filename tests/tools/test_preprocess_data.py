@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -184,8 +185,10 @@ def test_ctrl_c_leaves_nothing(tmp_path, tokenizer_folder):
     command = [sys.executable, TOOL, "--input", source, "--tokenizer-model", tokenizer_folder]
     command += ["--output-prefix", output / "data", "--workers", "2"]
     process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
-    )
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+        # A shell lets what it runs in the background ignore Ctrl-C: so may these tests.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
     deadline = time.monotonic() + 40
     while not list(output.glob(".preprocess.*/*")):
         assert process.poll() is None and time.monotonic() < deadline
