@@ -11,9 +11,7 @@ is quantized once for all microbatches of a step. Nothing here asks which recipe
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,163 +20,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.engine import Engine, select_engine
+from megatron_lowbit.layers.call import LinearCall, WeightCache, quantize_grad, quantize_weight
+from megatron_lowbit.layers.saved import put_together, take_apart
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_columns, gather_rows
-from megatron_lowbit.numerics import (
-    AmaxHistory,
-    Hadamard,
-    Operand,
-    Quantizer,
-    Request,
-    Rounding,
-    derive_key,
-)
-from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.philox import WORDS
-from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
-
-_SAVED = object()
-"""In place of a tensor that autograd keeps."""
-
-
-@dataclass
-class WeightCache:
-    """A weight quantized for fprop and dgrad; who changes the weight sets it to None again."""
-
-    operands: tuple | None = None
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Everything about one call that is not a tensor to differentiate."""
-
-    precision: LinearPrecision
-    engine: Engine
-    shards: Shards
-    key: int
-    accumulate_main_grad: bool
-    training: bool
-    keep_input: bool
-    operand: Operand | None
-    amax_history: AmaxHistory | None
-    weight_cache: WeightCache | None
-
-    def gemm(self, name: str, lhs: Any, rhs: Any, dtype: torch.dtype, bias=None) -> Tensor:
-        accumulation = self.precision.gemms[name].accumulation
-        return self.engine.gemm(lhs, rhs, bias, accumulation, dtype)
-
-    def quantizer(self, gemm: str, role: str) -> Quantizer | None:
-        precision = self.precision.gemms[gemm]
-        return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
-
-    def hadamard(self, gemm: str) -> Hadamard | None:
-        return self.precision.gemms[gemm].hadamard
-
-    def request(self, gemm: str, role: str, tokens: int, *, kept: bool = False) -> Request | None:
-        """How an operand is quantized, if the recipe wants it so."""
-        quantizer = self.quantizer(gemm, role)
-        if quantizer is None:
-            return None
-        precision = self.precision.gemms[gemm]
-        transform, draw = precision.hadamard, None
-        if quantizer.rounding is Rounding.STOCHASTIC:
-            points = transform.size if transform else 1
-            draw = self.shards.draw(self.key, gemm, role, tokens, points)
-        other = precision.rhs if role == GEMM_ROLES[gemm][0] else precision.lhs
-        return Request(
-            quantizer,
-            hadamard=transform,
-            # Without the role: both operands of a GEMM take the same signs.
-            sign_key=derive_key(self.key, "signs", gemm),
-            scale_amax=partial(self._scale_amax, gemm, role),
-            draw=draw,
-            other=None if other is None else other.format,
-            kept=kept or precision.accumulation is not None,
-        )
-
-    def quantize(self, x: Tensor, row: Request | None, col: Request | None) -> tuple:
-        """x for the GEMM that contracts its columns, and for the one that contracts its rows.
-
-        A side without a request stays x, or its transpose: its GEMM runs in high precision.
-        """
-        by_row, by_col = None, None
-        if row is not None or col is not None:
-            by_row, by_col = self.engine.quantize(x, row, col)
-        return x if row is None else by_row, x.t() if col is None else by_col
-
-    def _scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
-        """The amax that a tensor's scale is made from, given its own."""
-        precision = self.precision.gemms[gemm]
-        over_group = precision.tensor_scale == "group" or (
-            role == "input" and self.shards.sequence_parallel
-        )
-        if over_group and role in self.shards.roles:
-            amax = self.shards.max_over_group(amax)
-        if precision.delayed is None:
-            return amax
-        if self.amax_history is None:
-            raise ValueError("delayed scaling needs an amax_history")
-        operand = OPERANDS.index((gemm, role))
-        if self.training:
-            self.amax_history.record(operand, amax)
-        return precision.delayed.amax(self.amax_history.entries[operand], amax)
-
-    def gathers_codes(self, gemm: str, tokens: int) -> bool:
-        """Whether this rank's tokens hold whole input blocks, so that codes can be gathered."""
-        quantizer = self.quantizer(gemm, "input")
-        if quantizer is None:
-            return False
-        if gemm == "fprop":
-            return tokens % quantizer.format.block_rows == 0
-        transform = self.hadamard(gemm)
-        whole = [quantizer.format.block, transform.size if transform else 1]
-        if quantizer.rounding is Rounding.STOCHASTIC:
-            whole.append(WORDS)  # tokens share a random draw, on both sides of a rank's edge
-        return tokens % math.lcm(*whole) == 0
-
-    @property
-    def weight_serves_dgrad(self) -> bool:
-        """Whether fprop's quantized weight is dgrad's too: square blocks, same rounding."""
-        fprop = self.quantizer("fprop", "weight")
-        return (
-            fprop is not None
-            and fprop == self.quantizer("dgrad", "weight")
-            and fprop.format.block_rows == fprop.format.block
-            and fprop.rounding is Rounding.NEAREST_EVEN
-            and self.hadamard("fprop") is None
-            and self.hadamard("dgrad") is None
-            and self._same_tensor_scale(fprop.format)
-        )
-
-    @property
-    def caches_weight(self) -> bool:
-        """Whether the weight's bits are the same in every microbatch of a step."""
-        return all(
-            quantizer is None
-            or (quantizer.rounding is Rounding.NEAREST_EVEN and not self._is_redrawn(gemm))
-            for gemm in ("fprop", "dgrad")
-            for quantizer in [self.quantizer(gemm, "weight")]
-        )
-
-    def _is_redrawn(self, gemm: str) -> bool:
-        """Whether signs are fresh, or amaxes recorded, in each microbatch."""
-        precision = self.precision.gemms[gemm]
-        fresh = precision.hadamard is not None and precision.hadamard.signs == "fresh"
-        return fresh or precision.delayed is not None
-
-    def _same_tensor_scale(self, format: BlockFormat) -> bool:
-        """Whether fprop and dgrad make a weight's tensor scale, if there is one, alike."""
-        fprop, dgrad = self.precision.fprop, self.precision.dgrad
-        return not format.tensor_scaled or (
-            fprop.tensor_scale == dgrad.tensor_scale and fprop.delayed == dgrad.delayed
-        )
+from megatron_lowbit.numerics import AmaxHistory, Operand
+from megatron_lowbit.recipes.precision import LinearPrecision
 
 
 class _LowbitLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         fprop_input, kept_input = _quantize_input(call, x2d)
-        fprop_weight, dgrad_weight = _quantize_weight(call, weight)
+        fprop_weight, dgrad_weight = quantize_weight(call, weight)
         y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
         if not (call.training and x.requires_grad):
             dgrad_weight = None
@@ -196,7 +50,7 @@ class _LowbitLinear(torch.autograd.Function):
         call, weight = ctx.call, ctx.weight
         kept_input, dgrad_weight = _kept(ctx)
         grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
-        by_row, by_col = _quantize_grad(call, grad, *ctx.needs_input_grad[:2])
+        by_row, by_col = quantize_grad(call, grad, *ctx.needs_input_grad[:2])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
             if dgrad_weight is None:
@@ -212,7 +66,7 @@ class _LowbitLinear(torch.autograd.Function):
         return None if dgrad is None else dgrad.view(ctx.x_shape), wgrad, bias_grad, None
 
 
-def _quantize_input(call: _Call, x: Tensor) -> tuple:
+def _quantize_input(call: LinearCall, x: Tensor) -> tuple:
     """fprop's input of all tokens, and what wgrad needs of this rank's input (R, K).
 
     That is its transpose (K, R) quantized, or x itself. Tokens that sequence parallelism splits are
@@ -238,7 +92,7 @@ def _quantize_input(call: _Call, x: Tensor) -> tuple:
     return gather_rows(by_row, call.shards.group), kept
 
 
-def _quantize_gathered(call: _Call, gemm: str, x: Tensor) -> Any:
+def _quantize_gathered(call: LinearCall, gemm: str, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
     total = gather_rows(x, call.shards.group)
     shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
@@ -248,33 +102,7 @@ def _quantize_gathered(call: _Call, gemm: str, x: Tensor) -> Any:
     return call.quantize(total, None, request)[1]
 
 
-def _quantize_weight(call: _Call, weight: Tensor) -> tuple:
-    """A weight (N, K) for fprop, and its transpose for dgrad: None where backward quantizes it."""
-    cache = call.weight_cache if call.caches_weight else None
-    if cache is not None and cache.operands is not None:
-        return cache.operands
-    serves_both = call.weight_serves_dgrad
-    row = call.request("fprop", "weight", 0, kept=serves_both or call.caches_weight)
-    col = None
-    if call.training and serves_both:
-        col = row
-    elif call.training and call.caches_weight:
-        col = call.request("dgrad", "weight", 0, kept=True)
-    by_row, by_col = call.quantize(weight, row, col)
-    operands = by_row, None if col is None else by_col
-    if cache is not None and call.training:
-        cache.operands = operands
-    return operands
-
-
-def _quantize_grad(call: _Call, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool) -> tuple:
-    """dY (M, N) for dgrad, and its transpose for wgrad."""
-    row = call.request("dgrad", "grad", grad.shape[0]) if needs_dgrad else None
-    col = call.request("wgrad", "grad", grad.shape[0]) if needs_wgrad else None
-    return call.quantize(grad, row, col)
-
-
-def _wgrad(call: _Call, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
+def _wgrad(call: LinearCall, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
     """dW (N, K), of dY's transpose (N, M)."""
     if not isinstance(kept, Tensor):
         rhs = gather_columns(kept, call.shards.group) if call.shards.sequence_parallel else kept
@@ -297,7 +125,7 @@ def _reduce(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
     return dgrad, None
 
 
-def _deliver_wgrad(call: _Call, weight: Tensor, lhs: Any, kept: Any) -> Tensor:
+def _deliver_wgrad(call: LinearCall, weight: Tensor, lhs: Any, kept: Any) -> Tensor:
     """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add."""
     if not (call.accumulate_main_grad and hasattr(weight, "main_grad")):
         return _wgrad(call, lhs, kept, weight.dtype)
@@ -311,33 +139,14 @@ def _deliver_wgrad(call: _Call, weight: Tensor, lhs: Any, kept: Any) -> Tensor:
 def _keep(ctx, *operands: Any) -> None:
     """Save operands for backward: tensors, None, and dataclasses of tensors and other things."""
     tensors: list[Tensor] = []
-    ctx.described = [_take_apart(operand, tensors) for operand in operands]
+    ctx.described = [take_apart(operand, tensors) for operand in operands]
     ctx.save_for_backward(*tensors)
-
-
-def _take_apart(part: Any, tensors: list[Tensor]) -> Any:
-    """What puts a part together again, once its tensors, appended to ``tensors``, are back."""
-    if isinstance(part, Tensor):
-        tensors.append(part)
-        return _SAVED
-    if is_dataclass(part) and not isinstance(part, BlockFormat):
-        return type(part), [_take_apart(getattr(part, f.name), tensors) for f in fields(part)]
-    return part
 
 
 def _kept(ctx) -> list:
     """What :func:`_keep` saved."""
     tensors = iter(ctx.saved_tensors)
-    return [_put_together(description, tensors) for description in ctx.described]
-
-
-def _put_together(description: Any, tensors: Iterator[Tensor]) -> Any:
-    if description is _SAVED:
-        return next(tensors)
-    if isinstance(description, tuple) and description and isinstance(description[0], type):
-        kind, parts = description
-        return kind(*(_put_together(part, tensors) for part in parts))
-    return description
+    return [put_together(description, tensors) for description in ctx.described]
 
 
 def lowbit_linear(
@@ -380,7 +189,7 @@ def lowbit_linear(
     if key is None:
         # Drawing a key that nothing uses would shift the random numbers of dropout.
         key = int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
-    call = _Call(
+    call = LinearCall(
         precision=precision,
         engine=engine or select_engine(source.device),
         shards=shards,

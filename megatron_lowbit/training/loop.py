@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_lowbit.analysis.loss_curve import plot_loss
 from megatron_lowbit.errors import TrainingError
-from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
+from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
 from megatron_lowbit.training.background_saves import background_saves
 from megatron_lowbit.training.checkpoint import valid_iteration
 from megatron_lowbit.training.distributed import all_ranks, print_rank0, rank
@@ -50,7 +50,7 @@ def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
     None where the run is told to stop, or does not evaluate.
     """
     args = run.args
-    engines = (module.plan.engine for module in lowbit_linears(run.model))
+    engines = (state.plan.engine for state in layer_states(run.model))
     folds = next((engine.folds for engine in engines), lambda: (0, 0))
     window = LogWindow(args, logger, args.padded_vocab_size, folds)
     bad_steps = BadSteps(args.max_skipped_updates)

@@ -13,7 +13,10 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowbit.integrations.megatron_core.linear import forget_quantized_weights, set_recipe
+from megatron_lowbit.integrations.megatron_core.layer_state import (
+    forget_quantized_weights,
+    set_recipe,
+)
 from megatron_lowbit.recipes import Progress, Recipe
 from megatron_lowbit.training.background_saves import BackgroundSaves
 from megatron_lowbit.training.checkpoint import load_checkpoint, take_snapshot, write_snapshot

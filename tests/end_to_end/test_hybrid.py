@@ -69,7 +69,7 @@ def test_resume_is_exact(runs):
     [
         (("--hybrid-override-pattern", "M-MX-M-M"), ("'X'", "M, *, -")),
         (("--num-layers", 9), ("8 blocks", "--num-layers is 9")),
-        (("--mamba-num-groups", 3), ("8 Mamba heads", "--mamba-num-groups 3")),
+        (("--mamba-num-groups", 3), ("16 Mamba heads", "--mamba-num-groups 3")),
         (("--num-experts", 4), ("--num-experts",)),
         (("--recompute-granularity", "selective"), ("--recompute-granularity",)),
     ],

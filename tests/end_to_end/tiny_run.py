@@ -28,7 +28,7 @@ import pretrain_gpt
 import pretrain_hybrid
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core.amax_history import PREFIX
-from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
+from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
 from megatron_lowbit.training import loop
 from megatron_lowbit.training.checkpoint import TRACKER
 from megatron_lowbit.training.corpus import preprocess
@@ -46,7 +46,7 @@ MODEL = shlex.split("""
 """)
 
 HYBRID = ("--hybrid-override-pattern", "M-M*-M-M", "--num-layers", 8, "--mamba-state-dim", 16,
-          "--mamba-head-dim", 16, "--mamba-num-groups", 4, "--position-embedding-type",
+          "--mamba-head-dim", 8, "--mamba-num-groups", 4, "--position-embedding-type",
           "none")  # fmt: skip
 
 Histories = dict[str, torch.Tensor]
@@ -157,9 +157,9 @@ def recorded_histories() -> Iterator[dict[int, Histories]]:
 
 def _histories(model: list) -> Histories:
     return {
-        linear.plan.layer.path: linear.amax_history.entries.clone().cpu()
-        for linear in lowbit_linears(model)
-        if linear.amax_history is not None
+        state.plan.layer.path: state.amax_history.entries.clone().cpu()
+        for state in layer_states(model)
+        if state.amax_history is not None
     }
 
 

@@ -15,7 +15,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_lowbit.integrations.megatron_core import experts
-from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
+from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
 
 PREFIX = "amax_history."
 
@@ -25,9 +25,9 @@ def end_step(chunks: Iterable[torch.nn.Module]) -> None:
 
     Collective over the ranks of a pipeline stage.
     """
-    modules = [m for m in lowbit_linears(chunks) if m.amax_history is not None]
+    states = [state for state in layer_states(chunks) if state.amax_history is not None]
     for is_expert in (False, True):
-        histories = [m.amax_history for m in modules if m.is_expert == is_expert]
+        histories = [s.amax_history for s in states if s.is_expert == is_expert]
         if not histories:
             continue
         steps = torch.stack([history.step for history in histories])
@@ -43,21 +43,19 @@ def end_step(chunks: Iterable[torch.nn.Module]) -> None:
 
 def sharded_state(chunks: Iterable[torch.nn.Module]) -> dict[str, ShardedTensor]:
     """The histories by checkpoint key: ``amax_history.`` and the layer's global path."""
-    state = {}
-    for module in lowbit_linears(chunks):
-        if module.amax_history is not None:
-            key = PREFIX + module.plan.layer.path
-            state[key] = ShardedTensor.from_rank_offsets(
-                key,
-                module.amax_history.entries,
-                replica_id=experts.replica_id(module.is_expert),
+    found = {}
+    for state in layer_states(chunks):
+        if state.amax_history is not None:
+            key = PREFIX + state.plan.layer.path
+            found[key] = ShardedTensor.from_rank_offsets(
+                key, state.amax_history.entries, replica_id=experts.replica_id(state.is_expert)
             )
-    return state
+    return found
 
 
-def load_state(chunks: Iterable[torch.nn.Module], state: dict[str, torch.Tensor]) -> None:
+def load_state(chunks: Iterable[torch.nn.Module], histories: dict[str, torch.Tensor]) -> None:
     """Take loaded histories; a layer that the checkpoint has none for starts anew."""
-    for module in lowbit_linears(chunks):
-        loaded = state.get(PREFIX + module.plan.layer.path)
+    for state in layer_states(chunks):
+        loaded = histories.get(PREFIX + state.plan.layer.path)
         if loaded is not None:
-            module.amax_history.entries = loaded
+            state.amax_history.entries = loaded

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_lowbit.integrations.megatron_core import experts
 from megatron_lowbit.integrations.megatron_core.gpt import gpt_chunk
 from megatron_lowbit.integrations.megatron_core.hybrid import hybrid_chunk
-from megatron_lowbit.integrations.megatron_core.linear import lowbit_linears
+from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
 from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.recipes import Layer, Recipe
@@ -84,7 +84,7 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Modu
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
     """Every linear layer of the whole model that a recipe can reach, in order of its path."""
-    mine = [module.plan.layer for module in lowbit_linears(chunks)]
+    mine = [state.plan.layer for state in layer_states(chunks)]
     gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
     unique = {layer.path: layer for layers in gathered for layer in layers}

@@ -1,0 +1,186 @@
+"""What one call of a linear layer asks of its operands: each quantized for the GEMMs it is in.
+
+Shared by this project's linear layer and by Transformer Engine's, which brings a loop of its own.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.layers.sharding import Shards
+from megatron_lowbit.numerics import (
+    AmaxHistory,
+    Hadamard,
+    Operand,
+    Quantizer,
+    Request,
+    Rounding,
+    derive_key,
+)
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
+
+
+@dataclass
+class WeightCache:
+    """A weight quantized for fprop and dgrad; who changes the weight sets it to None again."""
+
+    operands: tuple | None = None
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """Everything about one call that is not a tensor to differentiate."""
+
+    precision: LinearPrecision
+    engine: Engine
+    shards: Shards
+    key: int
+    accumulate_main_grad: bool
+    training: bool
+    keep_input: bool
+    operand: Operand | None
+    amax_history: AmaxHistory | None
+    weight_cache: WeightCache | None
+
+    def gemm(self, name: str, lhs: Any, rhs: Any, dtype: torch.dtype, bias=None) -> Tensor:
+        accumulation = self.precision.gemms[name].accumulation
+        return self.engine.gemm(lhs, rhs, bias, accumulation, dtype)
+
+    def quantizer(self, gemm: str, role: str) -> Quantizer | None:
+        precision = self.precision.gemms[gemm]
+        return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
+
+    def hadamard(self, gemm: str) -> Hadamard | None:
+        return self.precision.gemms[gemm].hadamard
+
+    def request(self, gemm: str, role: str, tokens: int, *, kept: bool = False) -> Request | None:
+        """How an operand is quantized, if the recipe wants it so."""
+        quantizer = self.quantizer(gemm, role)
+        if quantizer is None:
+            return None
+        precision = self.precision.gemms[gemm]
+        transform, draw = precision.hadamard, None
+        if quantizer.rounding is Rounding.STOCHASTIC:
+            points = transform.size if transform else 1
+            draw = self.shards.draw(self.key, gemm, role, tokens, points)
+        other = precision.rhs if role == GEMM_ROLES[gemm][0] else precision.lhs
+        return Request(
+            quantizer,
+            hadamard=transform,
+            # Without the role: both operands of a GEMM take the same signs.
+            sign_key=derive_key(self.key, "signs", gemm),
+            scale_amax=partial(self._scale_amax, gemm, role),
+            draw=draw,
+            other=None if other is None else other.format,
+            kept=kept or precision.accumulation is not None,
+        )
+
+    def quantize(self, x: Tensor, row: Request | None, col: Request | None) -> tuple:
+        """x for the GEMM that contracts its columns, and for the one that contracts its rows.
+
+        A side without a request stays x, or its transpose: its GEMM runs in high precision.
+        """
+        by_row, by_col = None, None
+        if row is not None or col is not None:
+            by_row, by_col = self.engine.quantize(x, row, col)
+        return x if row is None else by_row, x.t() if col is None else by_col
+
+    def _scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
+        """The amax that a tensor's scale is made from, given its own."""
+        precision = self.precision.gemms[gemm]
+        over_group = precision.tensor_scale == "group" or (
+            role == "input" and self.shards.sequence_parallel
+        )
+        if over_group and role in self.shards.roles:
+            amax = self.shards.max_over_group(amax)
+        if precision.delayed is None:
+            return amax
+        if self.amax_history is None:
+            raise ValueError("delayed scaling needs an amax_history")
+        operand = OPERANDS.index((gemm, role))
+        if self.training:
+            self.amax_history.record(operand, amax)
+        return precision.delayed.amax(self.amax_history.entries[operand], amax)
+
+    def gathers_codes(self, gemm: str, tokens: int) -> bool:
+        """Whether this rank's tokens hold whole input blocks, so that codes can be gathered."""
+        quantizer = self.quantizer(gemm, "input")
+        if quantizer is None:
+            return False
+        if gemm == "fprop":
+            return tokens % quantizer.format.block_rows == 0
+        transform = self.hadamard(gemm)
+        whole = [quantizer.format.block, transform.size if transform else 1]
+        if quantizer.rounding is Rounding.STOCHASTIC:
+            whole.append(WORDS)  # tokens share a random draw, on both sides of a rank's edge
+        return tokens % math.lcm(*whole) == 0
+
+    @property
+    def weight_serves_dgrad(self) -> bool:
+        """Whether fprop's quantized weight is dgrad's too: square blocks, same rounding."""
+        fprop = self.quantizer("fprop", "weight")
+        return (
+            fprop is not None
+            and fprop == self.quantizer("dgrad", "weight")
+            and fprop.format.block_rows == fprop.format.block
+            and fprop.rounding is Rounding.NEAREST_EVEN
+            and self.hadamard("fprop") is None
+            and self.hadamard("dgrad") is None
+            and self._same_tensor_scale(fprop.format)
+        )
+
+    @property
+    def caches_weight(self) -> bool:
+        """Whether the weight's bits are the same in every microbatch of a step."""
+        return all(
+            quantizer is None
+            or (quantizer.rounding is Rounding.NEAREST_EVEN and not self._is_redrawn(gemm))
+            for gemm in ("fprop", "dgrad")
+            for quantizer in [self.quantizer(gemm, "weight")]
+        )
+
+    def _is_redrawn(self, gemm: str) -> bool:
+        """Whether signs are fresh, or amaxes recorded, in each microbatch."""
+        precision = self.precision.gemms[gemm]
+        fresh = precision.hadamard is not None and precision.hadamard.signs == "fresh"
+        return fresh or precision.delayed is not None
+
+    def _same_tensor_scale(self, format: BlockFormat) -> bool:
+        """Whether fprop and dgrad make a weight's tensor scale, if there is one, alike."""
+        fprop, dgrad = self.precision.fprop, self.precision.dgrad
+        return not format.tensor_scaled or (
+            fprop.tensor_scale == dgrad.tensor_scale and fprop.delayed == dgrad.delayed
+        )
+
+
+def quantize_weight(call: LinearCall, weight: Tensor) -> tuple:
+    """A weight (N, K) for fprop, and its transpose for dgrad: None where backward quantizes it."""
+    cache = call.weight_cache if call.caches_weight else None
+    if cache is not None and cache.operands is not None:
+        return cache.operands
+    serves_both = call.weight_serves_dgrad
+    row = call.request("fprop", "weight", 0, kept=serves_both or call.caches_weight)
+    col = None
+    if call.training and serves_both:
+        col = row
+    elif call.training and call.caches_weight:
+        col = call.request("dgrad", "weight", 0, kept=True)
+    by_row, by_col = call.quantize(weight, row, col)
+    operands = by_row, None if col is None else by_col
+    if cache is not None and call.training:
+        cache.operands = operands
+    return operands
+
+
+def quantize_grad(call: LinearCall, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool) -> tuple:
+    """dY (M, N) for dgrad, and its transpose for wgrad."""
+    row = call.request("dgrad", "grad", grad.shape[0]) if needs_dgrad else None
+    col = call.request("wgrad", "grad", grad.shape[0]) if needs_wgrad else None
+    return call.quantize(grad, row, col)
