@@ -117,11 +117,30 @@ def _recipe(name: str, size: Size) -> Built:
 
 
 def _transformer_engine(recipe: str | None, size: Size) -> Built:
-    import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as te_recipes
 
+    return _te_linear(getattr(te_recipes, recipe)() if recipe else None, size)
+
+
+def _in_transformer_engine(name: str, size: Size) -> Built:
+    """A recipe in Transformer Engine's layer, with its kernels or, where it has none, with ours."""
+    from megatron_lowbit.integrations.transformer_engine.recipe import to_te_recipe
+
+    return _te_linear(to_te_recipe(middle_precision(name)), size)
+
+
+def _te_reference(size: Size) -> Built:
+    """What Transformer Engine itself offers for NVFP4 on a GPU without it."""
+    from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
+
+    return _te_linear(CustomRecipe(qfactory=nvfp4_ref_rht_2d_factory), size)
+
+
+def _te_linear(chosen, size: Size) -> Built:
+    import transformer_engine.pytorch as te
+
     layer = te.Linear(size.inputs, size.outputs, bias=False, params_dtype=torch.bfloat16)
-    chosen = getattr(te_recipes, recipe)() if recipe else None
 
     def forward(x: Tensor) -> Tensor:
         with te.autocast(enabled=chosen is not None, recipe=chosen):
@@ -161,6 +180,11 @@ CONTENDERS = {
     "TE blockwise": Contender(partial(_transformer_engine, "Float8BlockScaling"), "fp8-tile"),
     "TE delayed": Contender(partial(_transformer_engine, "DelayedScaling"), "fp8-delayed"),
     "TE current": Contender(partial(_transformer_engine, "Float8CurrentScaling"), "fp8-tensorwise"),
+    **{
+        f"{name} in TE": Contender(partial(_in_transformer_engine, name), name)
+        for name in ("fp8-tile", "mxfp8", "mxfp4-backward", "nvfp4")
+    },
+    "TE nvfp4 reference": Contender(_te_reference, "nvfp4"),
     "torchao blockwise": Contender(_torchao_blockwise, "fp8-tile"),
     "torchao rowwise": Contender(partial(_torchao_float8, "rowwise"), None, compiled=True),
     "torchao tensorwise": Contender(

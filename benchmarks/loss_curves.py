@@ -34,6 +34,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = {
     "fp8-tile": ("--fp8-recipe", "fp8-tile"),
     "fp8-tile, square": ("--fp8-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
+    "fp8-tile in TE": ("--fp8-recipe", "fp8-tile", "--transformer-impl", "transformer_engine"),
     "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
     "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "bf16": ("--precision-recipe", "bf16"),
@@ -66,7 +67,7 @@ def compare(here: list[dict], there: list[dict], interval: int) -> Table:
     for name in ("recipe", "seed there", "largest", "root mean square", "last loss there", "here"):
         table.add_column(name)
     for run in there:
-        seeds = [windows(r["losses"], interval) for r in here if r["recipe"] == run["recipe"]]
+        seeds = [windows(r["losses"], interval) for r in here if r["recipe"] == run["recipe"].removesuffix(" in TE")]
         if len(seeds) < 3:
             continue
         off = []

@@ -93,6 +93,7 @@ def _transformer_engine(fp8_recipe: str | None, args: Namespace) -> nn.Module:
     return Float16Module(config, model.to(timing.device()))
 
 
+IN_TE = ("--transformer-impl", "transformer_engine")
 CONTENDERS = {
     "bf16": Contender(_ours, "bf16", ("--precision-recipe", "bf16")),
     "fp8-tile": Contender(_ours, "fp8-tile", ("--fp8-recipe", "fp8-tile")),
@@ -105,6 +106,14 @@ CONTENDERS = {
     "nvfp4": Contender(
         _ours, "nvfp4", ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
     ),
+    **{
+        f"{name} in TE": Contender(_ours, name, (*arguments, *IN_TE))
+        for name, arguments in {
+            "fp8-tile": ("--fp8-recipe", "fp8-tile"),
+            "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
+            "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
+        }.items()
+    },
     "TE BF16": Contender(partial(_transformer_engine, None), "bf16"),
     "TE blockwise": Contender(partial(_transformer_engine, "blockwise"), "fp8-tile"),
     "TE delayed": Contender(partial(_transformer_engine, "delayed"), "fp8-delayed"),
@@ -116,7 +125,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     warnings.filterwarnings(
         "ignore", module=r"megatron\.core|torch\.distributed|transformer_engine"
     )
-    if CONTENDERS[name].build is _ours:
+    if CONTENDERS[name].build is _ours and IN_TE[0] not in CONTENDERS[name].arguments:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
     from megatron_lowbit.integrations.megatron_core import models  # noqa: F401  the slowest import

@@ -33,6 +33,10 @@ class Engine:
     )
     folds: Callable[[], tuple[int, int]] = lambda: (0, 0)
 
+    def __deepcopy__(self, _: dict) -> "Engine":
+        """Itself: megatron-core copies what it hands to layers, but their counts go together."""
+        return self
+
 
 def reference(reason: str) -> Engine:
     """The reference arithmetic in eager torch, on any device."""

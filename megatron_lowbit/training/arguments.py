@@ -94,6 +94,10 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
+    group.add_argument(
+        "--transformer-impl", choices=("local", "transformer_engine"),
+        help="whose layers (default: Transformer Engine's where it is installed)",
+    )  # fmt: skip
     group.add_argument("--num-layers", type=int, required=True)
     group.add_argument("--hidden-size", type=int, required=True)
     group.add_argument("--ffn-hidden-size", type=int, help="default: 4 x hidden, 8/3 if gated")

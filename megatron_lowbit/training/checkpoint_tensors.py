@@ -44,6 +44,7 @@ _CONTENT = {
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
 }
+_EXTRA_STATE = "_extra_state"
 # Megatron-LM's number for its layout of common.pt.
 _CHECKPOINT_VERSION = 3.0
 
@@ -125,7 +126,9 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
             validate_access_integrity=False,
         )
     for key, chunk in _chunks(model):
-        chunk.load_state_dict(loaded[key])
+        empty = {name: torch.empty(0, dtype=torch.uint8) for name in chunk.state_dict()
+                 if name.endswith(_EXTRA_STATE)}  # fmt: skip
+        chunk.load_state_dict(empty | loaded[key])
     # megatron drops an empty dictionary: that of a run, or a checkpoint, without histories.
     amax_history.load_state(model, loaded.get("amax_history", {}))
     if optimizer is None:
@@ -201,7 +204,10 @@ def _chunks(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
 def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool) -> dict[str, Any]:
     # megatron adds a process group to the metadata it is given: never share this dict.
     metadata: dict[str, Any] = dict(_CONTENT)
-    content = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model)}
+    content = {
+        key: _without_extra_state(chunk.sharded_state_dict(metadata=metadata))
+        for key, chunk in _chunks(model)
+    }
     parameters = dict(content)
     content["amax_history"] = amax_history.sharded_state(model)
     if optimizer is not None:
@@ -214,6 +220,14 @@ def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool)
                 parameters, is_loading=is_loading, metadata=metadata
             )
     return content
+
+
+def _without_extra_state(content: dict[str, Any]) -> dict[str, Any]:
+    """Without what Transformer Engine's modules add: pickles, and empty where nothing is delayed.
+
+    So a checkpoint loads whoever's layers the model is made of.
+    """
+    return {key: entry for key, entry in content.items() if not key.endswith(_EXTRA_STATE)}
 
 
 def _parts(optimizer: Any) -> list[Any]:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowbit.integrations.megatron_core.config import transformer_config
 from megatron_lowbit.integrations.megatron_core.mamba import use_best_scan
 from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
+from megatron_lowbit.integrations.transformer_engine.installed import choose
 from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.recipes import (
     Layer,
@@ -92,13 +93,14 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     cuda = torch.cuda.is_available()
     if args.bf16 and not cuda:
         print_rank0("--bf16: no GPU here, computing in FP32")
+    args.transformer_impl, why = choose(args.transformer_impl, args.num_experts is not None)
     config = transformer_config(args, torch.bfloat16 if args.bf16 and cuda else torch.float32)
     engine = select_engine(torch.device("cuda" if cuda else "cpu"), args.quantization_engine)
     args.padded_vocab_size = padded_vocab_size(
         tokenizer.vocab_size, args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
     )
     chunks = build_model(args, config, recipe, engine, args.padded_vocab_size)
-    _announce(args, recipe, engine, chunks)
+    _announce(args, recipe, engine, chunks, why)
     model = wrap_data_parallel(args, config, chunks)
     optimizer, scheduler = build_optimizer(args, config, model)
     print_rank0(f"optimizer: {implementations(config)}")
@@ -108,7 +110,9 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     return Run(args, recipe, config, model, optimizer, scheduler, train_data, valid_data, shape)
 
 
-def _announce(args: Namespace, recipe: Recipe, engine: Engine, chunks: list) -> None:
+def _announce(
+    args: Namespace, recipe: Recipe, engine: Engine, chunks: list, why_layers: str
+) -> None:
     """Say what will run where, after checking that every layer rule names something."""
     layers = quantizable_layers(chunks)
     recipe.check_rules(layers)
@@ -121,6 +125,10 @@ def _announce(args: Namespace, recipe: Recipe, engine: Engine, chunks: list) -> 
         if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
             console.print(f"quantization engine: {engine.name} ({engine.reason})")
             for line in _products(recipe, engine, layers):
+                console.print(line)
+        console.print(f"transformer layers: {args.transformer_impl} ({why_layers})")
+        if args.transformer_impl == "transformer_engine":
+            for line in _kernels(recipe, layers):
                 console.print(line)
         if args.hybrid_override_pattern is not None:
             console.print(f"Mamba scan: {use_best_scan()}")
@@ -141,6 +149,18 @@ def _products(recipe: Recipe, engine: Engine, layers: list[Layer]) -> list[str]:
                     "bf16" if format is None else format.name for format in (lhs, rhs)
                 )
                 lines[f"  {pair}: {engine.describe(lhs, rhs)}"] = None
+    return list(lines)
+
+
+def _kernels(recipe: Recipe, layers: list[Layer]) -> list[str]:
+    """Whose kernels compute the layers of each configuration, inside Transformer Engine's."""
+    from megatron_lowbit.integrations.transformer_engine.layers import kernels
+
+    lines = {}
+    for layer in layers:
+        rule = recipe.rule_for(layer)
+        name = "high precision" if rule is None else rule.config
+        lines[f"  {name}: {kernels(recipe.precision_for(layer))} kernels"] = None
     return list(lines)
 
 

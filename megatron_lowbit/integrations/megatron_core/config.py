@@ -19,7 +19,7 @@ from megatron_lowbit.integrations.megatron_core.rope import use_fused_rope
 def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig:
     """megatron-core's configuration of the model that the arguments describe."""
     cuda = torch.cuda.is_available()
-    if cuda:
+    if cuda and args.transformer_impl != "transformer_engine":
         use_fused_rope()
     activation = F.silu if args.swiglu else squared_relu if args.squared_relu else F.gelu
     return TransformerConfig(

@@ -9,9 +9,12 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 
 # isort: split
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.integrations.megatron_core.cross_entropy import ChunkedLoss
-from megatron_lowbit.integrations.megatron_core.specs import gpt_block_spec
+from megatron_lowbit.integrations.megatron_core.specs import swap_modules
 
 
 class LowbitGPTModel(ChunkedLoss, GPTModel):
@@ -20,5 +23,19 @@ class LowbitGPTModel(ChunkedLoss, GPTModel):
 
 def gpt_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) -> torch.nn.Module:
     """One pipeline stage, or virtual stage, of a GPT; ``shared`` are arguments of all models."""
-    spec = gpt_block_spec(shared["config"], vp_stage)
+    use_te = args.transformer_impl == "transformer_engine"
+    spec = _block_spec(shared["config"], use_te, vp_stage)
     return LowbitGPTModel(**shared, transformer_layer_spec=spec, vp_stage=vp_stage)
+
+
+def _block_spec(
+    config: TransformerConfig, use_te: bool, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The decoder of one pipeline stage, in Transformer Engine's layers or in this project's."""
+    block = get_gpt_decoder_block_spec(
+        config,
+        use_transformer_engine=use_te,
+        normalization=config.normalization,
+        vp_stage=vp_stage,
+    )
+    return block if use_te else swap_modules(block)

@@ -48,10 +48,11 @@ class LocalMambaStack(MambaStack):
 def hybrid_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) -> torch.nn.Module:
     """One pipeline stage of a hybrid; megatron-core has no virtual stages of one."""
     use_best_scan()
+    spec = hybrid_stack_spec()
+    if args.transformer_impl == "transformer_engine":
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
     pattern = args.hybrid_override_pattern
-    return LowbitMambaModel(
-        **shared, mamba_stack_spec=hybrid_stack_spec(), hybrid_override_pattern=pattern
-    )
+    return LowbitMambaModel(**shared, mamba_stack_spec=spec, hybrid_override_pattern=pattern)
 
 
 def hybrid_stack_spec() -> ModuleSpec:

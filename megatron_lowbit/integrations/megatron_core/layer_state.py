@@ -45,6 +45,10 @@ class LayerState:
         elif self.amax_history is None or self.amax_history.length != length:
             self.amax_history = AmaxHistory(len(OPERANDS), length, self.device)
 
+    def forget_weight(self) -> None:
+        """Have the weight quantized anew: it has changed."""
+        self.weight_cache.operands = None
+
     def microbatch_key(self) -> int:
         """The key of this layer's random numbers in the present microbatch."""
         return derive_key(experts.microbatch_key(self.is_expert), self._key)
@@ -89,4 +93,4 @@ def set_recipe(chunks: Iterable[torch.nn.Module], recipe: Recipe) -> None:
 def forget_quantized_weights(chunks: Iterable[torch.nn.Module]) -> None:
     """To be called whenever weights have changed: they are then quantized anew."""
     for state in layer_states(chunks):
-        state.weight_cache.operands = None
+        state.forget_weight()

@@ -39,10 +39,16 @@ def build_model(
     stages = config.virtual_pipeline_model_parallel_size
     build_chunk = gpt_chunk if args.hybrid_override_pattern is None else hybrid_chunk
     experts.use_torch_router()
+    kind, take_over = QuantRecipe, None
+    if args.transformer_impl == "transformer_engine":
+        from megatron_lowbit.integrations.transformer_engine.layers import (
+            TEQuantRecipe as kind,
+        )
+        from megatron_lowbit.integrations.transformer_engine.layers import take_over
     chunks = []
     for vp_stage in range(stages or 1):
         stage = vp_stage if stages else None
-        config.quant_recipe = QuantRecipe(
+        config.quant_recipe = kind(
             recipe,
             config.num_layers,
             get_transformer_layer_offset(config, vp_stage=stage),
@@ -65,6 +71,8 @@ def build_model(
         chunk = build_chunk(args, shared, stage)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         chunk = chunk.to(device)
+        if take_over is not None:
+            take_over(chunk, config.quant_recipe)
         chunks.append(_in_bf16(config, chunk) if config.bf16 else chunk)
     return chunks
 

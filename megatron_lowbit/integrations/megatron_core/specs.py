@@ -8,12 +8,10 @@ import torch
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.integrations.megatron_core.attention import TorchAttention
@@ -63,14 +61,3 @@ def swap_modules(spec: Any) -> Any:
     if isinstance(spec, list):
         return [swap_modules(entry) for entry in spec]
     return spec
-
-
-def gpt_block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The decoder of one pipeline stage, in megatron-core's local (non-TE) layers."""
-    block = get_gpt_decoder_block_spec(
-        config,
-        use_transformer_engine=False,
-        normalization=config.normalization,
-        vp_stage=vp_stage,
-    )
-    return swap_modules(block)
