@@ -67,7 +67,11 @@ def compare(here: list[dict], there: list[dict], interval: int) -> Table:
     for name in ("recipe", "seed there", "largest", "root mean square", "last loss there", "here"):
         table.add_column(name)
     for run in there:
-        seeds = [windows(r["losses"], interval) for r in here if r["recipe"] == run["recipe"].removesuffix(" in TE")]
+        seeds = [
+            windows(r["losses"], interval)
+            for r in here
+            if r["recipe"] == run["recipe"].removesuffix(" in TE")
+        ]
         if len(seeds) < 3:
             continue
         off = []

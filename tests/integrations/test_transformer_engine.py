@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ FP4 = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
 
 
 def precision(recipe, *settings):
-    return load_recipe(recipe, list(settings)).precision_for(MIDDLE)
+    # megatron-core copies what it hands to modules: no object is the same there.
+    return deepcopy(load_recipe(recipe, list(settings)).precision_for(MIDDLE))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +166,7 @@ def test_its_linear_layer_gives_what_ours_gives(te, recipe, bias):
     torch.manual_seed(3)
     key = int(torch.randint(2**63 - 1, ())) if wanted.stochastic else 0
     weight, x.grad = layer.weight.detach().clone().requires_grad_(), None
-    y = lowbit_linear(x, weight, wanted, key=key, bias=layer.bias if bias else None)
+    y = lowbit_linear(x, weight, wanted, key=key, bias=layer.bias.detach() if bias else None)
     y.backward(grad)
     for one, other in zip((y.detach(), x.grad, weight.grad), seen, strict=True):
         if native_recipe(wanted, torch.cuda.get_device_capability()) is None:
@@ -189,20 +191,16 @@ def test_nvfp4_bits_are_those_of_its_reference(te, tile, transform):
     reference = NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=transform)
     theirs = reference.quantize(x)
     quantizer = Quantizer(FORMATS["nvfp4" if tile == (1, 16) else "nvfp4-2d"])
-    request = Request(quantizer, kept=True)
-    other = Request(quantizer, hadamard=Hadamard(), kept=True) if transform else request
-    row, col = select_engine(x.device).quantize(x, request, other)
-    col = col.of.transpose() if hasattr(col, "of") else col
+    transposed = Request(quantizer, hadamard=Hadamard() if transform else None, kept=True)
+    engine = select_engine(x.device)
+    row, _ = engine.quantize(x, Request(quantizer, kept=True), None)
+    _, col = engine.quantize(x, None, transposed)
     for ours, codes, scales in (
         (row, theirs.data, theirs.scale),
         (col, theirs.data_t, theirs.scale_t),
     ):
-        same_codes = ours.codes == codes.view(torch.uint8)
-        same_scales = ours.scales.view(torch.uint8) == scales.view(torch.uint8).reshape(
-            ours.scales.shape
-        )
-        if transform and ours is col:
-            # Its transform is a matrix product: another order of sums, before rounding to BF16.
-            assert (~same_codes).float().mean() <= 1e-3 and (~same_scales).float().mean() <= 1e-3
-        else:
-            assert same_codes.all() and same_scales.all()
+        other_codes = ours.codes != codes.view(torch.uint8)
+        other_scales = ours.scales.view(torch.uint8) != scales.view(torch.uint8)
+        # Its transform is a matrix product: another order of sums, before rounding to BF16.
+        allowed = 1e-3 if transform and ours is col else 0
+        assert other_codes.float().mean() <= allowed and other_scales.float().mean() <= allowed

@@ -45,26 +45,6 @@ class TEQuantRecipe(QuantRecipe):
         return _configuration(found.config["plan"], found.match_input, found.config_key)
 
 
-def take_over(chunk: torch.nn.Module, quant_recipe: TEQuantRecipe) -> None:
-    """Give every linear layer of a model that was built with ``quant_recipe`` its state."""
-    for name, module in chunk.named_modules():
-        if not isinstance(module, (*_COLUMN, TERowParallelLinear)):
-            continue
-        found = get_quant_config_or_none(name, _Plans(quant_recipe))
-        if found is not None:
-            module.layer_state = TELayerState(found.config["plan"], module)
-
-
-class _Plans:
-    """What ``match`` of a QuantRecipe says, with the plan itself."""
-
-    def __init__(self, quant_recipe: QuantRecipe) -> None:
-        self.quant_recipe = quant_recipe
-
-    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
-        return QuantRecipe.match(self.quant_recipe, operator_context)
-
-
 class TELayerState(LayerState):
     """The state of a module of Transformer Engine, which it keeps in step with its precision."""
 
@@ -123,6 +103,31 @@ class TELayerState(LayerState):
             shards=shards,
             amax_history=self.amax_history,
         )
+
+
+def take_over(
+    chunk: torch.nn.Module, quant_recipe: QuantRecipe, kind: type[TELayerState] = TELayerState
+) -> list[TELayerState]:
+    """Give every linear layer of a model its precision, and the state that goes with it."""
+    states = []
+    for name, module in chunk.named_modules():
+        if not isinstance(module, (*_COLUMN, TERowParallelLinear)):
+            continue
+        found = get_quant_config_or_none(name, _Plans(quant_recipe))
+        if found is not None:
+            module.layer_state = kind(found.config["plan"], module)
+            states.append(module.layer_state)
+    return states
+
+
+class _Plans:
+    """What ``match`` of a QuantRecipe says, with the plan itself."""
+
+    def __init__(self, quant_recipe: QuantRecipe) -> None:
+        self.quant_recipe = quant_recipe
+
+    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
+        return QuantRecipe.match(self.quant_recipe, operator_context)
 
 
 class _Name(str):

@@ -111,9 +111,9 @@ class _Reader:
     def fp8_format(self) -> str:
         """E4M3, or HYBRID with gradients in E5M2."""
         elements = {r: self.of(r, "format", lambda q: q.format.element) for r in _ROLES}
-        if elements["input"] is not E4M3 or elements["weight"] is not E4M3:
+        if elements["input"] != E4M3 or elements["weight"] != E4M3:
             raise self.lacks("input or weight in another format than E4M3")
-        return "HYBRID" if elements["grad"] is E5M2 else "E4M3"
+        return "HYBRID" if elements["grad"] == E5M2 else "E4M3"
 
 
 def _tiles(read: _Reader) -> Native:
