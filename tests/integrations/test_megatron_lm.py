@@ -117,7 +117,7 @@ def test_a_model_of_megatron_core_trains_under_a_recipe():
             get_gpt_layer_with_transformer_engine_spec(),
             vocab_size=96,
             max_sequence_length=64,
-        ).cuda()
+        ).to("cuda", torch.bfloat16)
         args = Namespace(
             **USUAL | {"precision_recipe": "nvfp4", "recipe_set": ["bf16_blocks=none"]}
         )

@@ -102,14 +102,23 @@ def test_a_switch_that_it_lacks_is_refused(recipe, settings, named):
     assert "--transformer-impl local" in str(refused.value)
 
 
+class Call:
+    """Stands for a LinearCall."""
+
+
 def test_backward_passes_come_in_the_order_of_forward_passes():
-    calls = iter("abc")
-    site = Site(lambda training: next(calls))
-    for training in (True, False, True):
-        site.open(training)
-    assert [site.open_backward(), site.open_backward()] == ["a", "c"]
+    site = Site(lambda training: Call(), opened_outside=True)
+    calls = [site.open(training) for training in (True, False, True)]
+    assert [site.open_backward(), site.open_backward()] == [calls[0], calls[2]]
     with pytest.raises(RuntimeError, match="without its forward"):
         site.open_backward()
+
+
+def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
+    site = Site(lambda training: Call())
+    site.open(True)
+    kept = site.open(True)
+    assert site.open_backward() is kept
 
 
 def test_nothing_of_it_is_imported_without_a_request():
@@ -162,6 +171,8 @@ def test_its_linear_layer_gives_what_ours_gives(te, recipe, bias):
         y = layer(x)
     y.backward(grad)
     seen = [y.detach(), x.grad.clone(), layer.weight.grad]
+    with te.autocast(enabled=True, recipe=to_te_recipe(wanted)):
+        layer(x)  # dropped, and in no one's way
 
     torch.manual_seed(3)
     key = int(torch.randint(2**63 - 1, ())) if wanted.stochastic else 0
