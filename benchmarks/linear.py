@@ -72,12 +72,12 @@ class Built(NamedTuple):
 class Contender(NamedTuple):
     """How a layer is made, and the recipe whose arithmetic counts its bound (None: no bound).
 
-    What is ``compiled`` is measured at the default size alone: compiling takes longest of all.
+    What takes ``long``, to compile or to run, is measured at the default size alone.
     """
 
     make: Callable[[Size], Built]
     like: str | None
-    compiled: bool = False
+    long: bool = False
 
 
 def middle_precision(recipe: str) -> LinearPrecision:
@@ -184,11 +184,11 @@ CONTENDERS = {
         f"{name} in TE": Contender(partial(_in_transformer_engine, name), name)
         for name in ("fp8-tile", "mxfp8", "mxfp4-backward", "nvfp4")
     },
-    "TE nvfp4 reference": Contender(_te_reference, "nvfp4"),
+    "TE nvfp4 reference": Contender(_te_reference, None, long=True),
     "torchao blockwise": Contender(_torchao_blockwise, "fp8-tile"),
-    "torchao rowwise": Contender(partial(_torchao_float8, "rowwise"), None, compiled=True),
+    "torchao rowwise": Contender(partial(_torchao_float8, "rowwise"), None, long=True),
     "torchao tensorwise": Contender(
-        partial(_torchao_float8, "tensorwise"), "fp8-tensorwise", compiled=True
+        partial(_torchao_float8, "tensorwise"), "fp8-tensorwise", long=True
     ),
 }
 
@@ -280,7 +280,7 @@ def kept_bytes(built: Built, size: Size, times: int = 1) -> int:
 
 
 def _kept(contender: Contender, built: Built, size: Size) -> dict[str, float]:
-    if not torch.cuda.is_available() or contender.compiled:
+    if not torch.cuda.is_available() or contender.long:
         return {}
     once, twice = (kept_bytes(built, size, times) for times in (1, 2))
     per_element = (twice - once) / (size.tokens * size.inputs)
@@ -310,8 +310,8 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
 
     def builder(name: str) -> Step:
         contender = CONTENDERS[name]
-        if contender.compiled and size != DEFAULT:
-            raise RuntimeError(f"compiled for {DEFAULT} only")
+        if contender.long and size != DEFAULT:
+            raise RuntimeError(f"takes long: measured for {DEFAULT} only")
         built = contender.make(size)
         built.forward(x)  # libraries allocate their workspaces in the first call
         kept[name] = _kept(contender, built, size)
