@@ -1,0 +1,153 @@
+"""MXNorm: a row's RMS estimated from its blocks' absmaxes, which quantization needs anyway.
+
+Source: "MXNorm: Reusing MXFP block scales for efficient tensor normalisation" (arXiv 2603.13180),
+sections 3.3, 3.4 and appendix K. For blocks of B elements with absmaxes m_1 .. m_K
+
+    G = ((m_1**p + .. + m_K**p) / K) ** (1/p)
+    RMS ~ G / c(p, B),    c(p, B) = E[max of B draws of |Z|, to the p] ** (1/p),  Z ~ N(0, 1)
+
+exact in the limit of many blocks of Gaussian values. Normalized values are x * c / (G + eps): at
+most c * K ** (1/p) in magnitude. All arithmetic is FP32; the powers are added up as a tree, halves
+to halves, so that kernels can give the same bits (for p of 1 and 2).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+_PANELS, _NODES, _END = 64, 32, 14.0
+_TABLE = 256
+"""Points a binade of the inverse of appendix K's f."""
+
+
+@dataclass(frozen=True)
+class MXNorm:
+    """An estimator of rows' RMS.
+
+    Args:
+        p: exponent of the mean of absmaxes, positive; 2 matches RMSNorm at 8B parameters, 1 fell
+            behind there.
+        eps: added to that mean.
+        rounded: estimate from absmaxes rounded down to powers of two, as E8M0 scales would be
+            (appendix K, unstable at 8B parameters); for study, and for p = 1 only.
+    """
+
+    p: float = 2.0
+    eps: float = 1e-5
+    rounded: bool = False
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.p) and self.p > 0):
+            raise ValueError(f"mxnorm p {self.p} is not a positive number")
+        if self.rounded and self.p != 1:
+            raise ValueError(f"mxnorm from rounded scales takes p 1, not {self.p}")
+
+    def inverse_rms(self, x: Tensor, block: int) -> Tensor:
+        """FP32 (R, 1): what the rows of x (R, C) are to be multiplied by.
+
+        Raises:
+            ValueError: C is not a multiple of ``block``.
+        """
+        if x.shape[-1] % block:
+            raise ValueError(f"mxnorm takes whole blocks of {block}, not {x.shape[-1]} columns")
+        absmax = x.float().unflatten(-1, (-1, block)).abs().amax(-1)
+        if self.rounded:
+            mean = tree_sum(_power_of_two_below(absmax)) / absmax.shape[-1]
+            return (1.0 / (rms_of_rounded(mean, block) + self.eps))[..., None]
+        mean = tree_sum(_power(absmax, self.p)) / absmax.shape[-1]
+        factor = torch.full((), absmax_constant(self.p, block), device=x.device)
+        return (factor / (_root(mean, self.p) + self.eps))[..., None]
+
+    def normalize(self, x: Tensor, block: int) -> Tensor:
+        """x (R, C) normalized, FP32."""
+        return x.float() * self.inverse_rms(x, block)
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """FP32 sums over the last axis, padded to a power of two: upper half added to lower half."""
+    length = values.shape[-1]
+    values = torch.nn.functional.pad(values, (0, (1 << (length - 1).bit_length()) - length))
+    while values.shape[-1] > 1:
+        lower, upper = values.chunk(2, dim=-1)
+        values = lower + upper
+    return values.squeeze(-1)
+
+
+def _power(x: Tensor, p: float) -> Tensor:
+    return x if p == 1 else x * x if p == 2 else x**p
+
+
+def _root(x: Tensor, p: float) -> Tensor:
+    return x if p == 1 else x.sqrt() if p == 2 else x ** (1 / p)
+
+
+def _power_of_two_below(x: Tensor) -> Tensor:
+    """2 ** floor(log2(x)) of normal positive numbers; 0 of zero."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+@cache
+def absmax_constant(p: float, block: int) -> float:
+    """c(p, B), by Gauss-Legendre integration of the absmax's distribution, to 1e-10.
+
+    E[M**p] is the integral of p z**(p-1) P(M > z); with z = t**n, n >= 8/p, it is smooth at 0.
+    """
+    n = math.ceil(8 / p)
+    t, weights = _quadrature(_END ** (1 / n))
+    beyond = -torch.expm1(block * torch.log(torch.special.erf(t**n / math.sqrt(2))))
+    moment = (weights * p * n * t ** (n * p - 1) * beyond).sum()
+    return float(moment) ** (1 / p)
+
+
+def _quadrature(end: float) -> tuple[Tensor, Tensor]:
+    """Nodes and weights, FP64, of integrals from 0 to ``end``."""
+    nodes, weights = _legendre(_NODES)
+    width = end / _PANELS
+    starts = width * torch.arange(_PANELS, dtype=torch.float64)
+    points = starts[:, None] + width / 2 * (nodes + 1)
+    return points.flatten(), (width / 2 * weights).repeat(_PANELS)
+
+
+def _legendre(count: int) -> tuple[Tensor, Tensor]:
+    """Nodes and weights on (-1, 1): eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
+    k = torch.arange(1, count, dtype=torch.float64)
+    beta = k / torch.sqrt(4 * k * k - 1)
+    nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
+    return nodes, 2 * vectors[0] ** 2
+
+
+def mean_rounded(sigma: float, block: int) -> float:
+    """f(sigma) of appendix K: the mean of a block's absmax rounded down to a power of two."""
+    powers = torch.arange(-64, 64, dtype=torch.float64)
+    below = torch.special.erf(2.0**powers / (sigma * math.sqrt(2))) ** block
+    # P(2**j <= M < 2**(j+1)); the paper's K.1 has the last difference the other way round.
+    return float((2.0 ** powers[:-1] * below.diff()).sum())
+
+
+@cache
+def _inverse_table(block: int) -> Tensor:
+    """The sigmas, FP32 (points + 1,), whose means are 2 ** (i / points) for i from 0 on."""
+    found = []
+    for i in range(_TABLE + 1):
+        target, low, high = 2.0 ** (i / _TABLE), 1e-3, 4.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if mean_rounded(middle, block) < target else (low, middle)
+        found.append((low + high) / 2)
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def rms_of_rounded(mean: Tensor, block: int) -> Tensor:
+    """The RMS, FP32, of Gaussian rows whose rounded absmaxes have these means; 0 of zero.
+
+    f(2 sigma) = 2 f(sigma), so that one binade of the inverse, linear between its points, is all.
+    """
+    table = _inverse_table(block).to(mean.device)
+    mantissa, exponent = torch.frexp(mean)
+    place = (mantissa * 2).clamp(1, 2).log2() * _TABLE
+    index = place.long().clamp(0, _TABLE - 1)
+    between = torch.lerp(table[index], table[index + 1], place - index)
+    return torch.where(mean > 0, torch.ldexp(between, exponent - 1), torch.zeros_like(mean))
