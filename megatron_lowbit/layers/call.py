@@ -4,15 +4,16 @@ Shared by this project's linear layer and by Transformer Engine's, which brings 
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.layers.sharding import Shards
+from megatron_lowbit.layers.sharding import Shards, gather_rows
 from megatron_lowbit.numerics import (
     AmaxHistory,
     Hadamard,
@@ -158,6 +159,54 @@ class LinearCall:
         return not format.tensor_scaled or (
             fprop.tensor_scale == dgrad.tensor_scale and fprop.delayed == dgrad.delayed
         )
+
+
+def quantize_input(call: LinearCall, x: Tensor) -> tuple:
+    """fprop's input of all tokens, and what wgrad needs of this rank's input (R, K).
+
+    That is its transpose (K, R) quantized, or x itself. Tokens that sequence parallelism splits are
+    gathered as codes where blocks stay whole, else in their own precision.
+    """
+    sequence_parallel, tokens = call.shards.sequence_parallel, x.shape[0]
+    given = call.operand or Operand(None, None, x)
+    row = col = None
+    here = {g: not sequence_parallel or call.gathers_codes(g, tokens) for g in ("fprop", "wgrad")}
+    if given.row is None and here["fprop"]:
+        row = call.request("fprop", "input", tokens, kept=sequence_parallel)
+    if call.keep_input and given.col is None and here["wgrad"]:
+        col = call.request("wgrad", "input", tokens, kept=True)
+    by_row, by_col = call.quantize(x, row, col)
+    by_row = by_row if given.row is None else given.row
+    kept = None
+    if call.keep_input:
+        kept = given.col if given.col is not None else x if col is None else by_col
+    if not sequence_parallel:
+        return by_row, kept
+    if row is None and given.row is None:
+        return quantize_gathered(call, "fprop", x), kept
+    return gather_rows(by_row, call.shards.group), kept
+
+
+def quantize_gathered(call: LinearCall, gemm: str, x: Tensor) -> Any:
+    """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
+    total = gather_rows(x, call.shards.group)
+    shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
+    request = replace(call, shards=shards).request(gemm, "input", total.shape[0])
+    if gemm == "fprop":
+        return call.quantize(total, request, None)[0]
+    return call.quantize(total, None, request)[1]
+
+
+def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
+    """Start summing dX over the group, to run while wgrad computes."""
+    if shards.sequence_parallel:
+        local = dgrad.new_empty(
+            (dgrad.shape[0] // dist.get_world_size(shards.group), dgrad.shape[1])
+        )
+        return local, dist.reduce_scatter_tensor(local, dgrad, group=shards.group, async_op=True)
+    if shards.allreduce_dgrad:
+        return dgrad, dist.all_reduce(dgrad, group=shards.group, async_op=True)
+    return dgrad, None
 
 
 def quantize_weight(call: LinearCall, weight: Tensor) -> tuple:

@@ -15,14 +15,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.engine import Engine, select_engine
-from megatron_lowbit.layers.call import LinearCall, WeightCache, quantize_grad, quantize_weight
+from megatron_lowbit.layers.call import (
+    LinearCall,
+    WeightCache,
+    quantize_gathered,
+    quantize_grad,
+    quantize_input,
+    quantize_weight,
+    reduce_dgrad,
+)
 from megatron_lowbit.layers.saved import put_together, take_apart
-from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_columns, gather_rows
+from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_columns
 from megatron_lowbit.numerics import AmaxHistory, Operand
 from megatron_lowbit.recipes.precision import LinearPrecision
 
@@ -31,7 +38,7 @@ class _LowbitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        fprop_input, kept_input = _quantize_input(call, x2d)
+        fprop_input, kept_input = quantize_input(call, x2d)
         fprop_weight, dgrad_weight = quantize_weight(call, weight)
         y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
         if not (call.training and x.requires_grad):
@@ -57,7 +64,7 @@ class _LowbitLinear(torch.autograd.Function):
                 _, dgrad_weight = call.quantize(weight, None, call.request("dgrad", "weight", 0))
             dgrad = call.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
             by_row = dgrad_weight = None
-            dgrad, handle = _reduce(call.shards, dgrad)
+            dgrad, handle = reduce_dgrad(call.shards, dgrad)
         if ctx.needs_input_grad[1]:
             wgrad = _deliver_wgrad(call, weight, by_col, kept_input)
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
@@ -66,63 +73,15 @@ class _LowbitLinear(torch.autograd.Function):
         return None if dgrad is None else dgrad.view(ctx.x_shape), wgrad, bias_grad, None
 
 
-def _quantize_input(call: LinearCall, x: Tensor) -> tuple:
-    """fprop's input of all tokens, and what wgrad needs of this rank's input (R, K).
-
-    That is its transpose (K, R) quantized, or x itself. Tokens that sequence parallelism splits are
-    gathered as codes where blocks stay whole, else in their own precision.
-    """
-    sequence_parallel, tokens = call.shards.sequence_parallel, x.shape[0]
-    given = call.operand or Operand(None, None, x)
-    row = col = None
-    here = {g: not sequence_parallel or call.gathers_codes(g, tokens) for g in ("fprop", "wgrad")}
-    if given.row is None and here["fprop"]:
-        row = call.request("fprop", "input", tokens, kept=sequence_parallel)
-    if call.keep_input and given.col is None and here["wgrad"]:
-        col = call.request("wgrad", "input", tokens, kept=True)
-    by_row, by_col = call.quantize(x, row, col)
-    by_row = by_row if given.row is None else given.row
-    kept = None
-    if call.keep_input:
-        kept = given.col if given.col is not None else x if col is None else by_col
-    if not sequence_parallel:
-        return by_row, kept
-    if row is None and given.row is None:
-        return _quantize_gathered(call, "fprop", x), kept
-    return gather_rows(by_row, call.shards.group), kept
-
-
-def _quantize_gathered(call: LinearCall, gemm: str, x: Tensor) -> Any:
-    """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
-    total = gather_rows(x, call.shards.group)
-    shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
-    request = replace(call, shards=shards).request(gemm, "input", total.shape[0])
-    if gemm == "fprop":
-        return call.quantize(total, request, None)[0]
-    return call.quantize(total, None, request)[1]
-
-
 def _wgrad(call: LinearCall, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
     """dW (N, K), of dY's transpose (N, M)."""
     if not isinstance(kept, Tensor):
         rhs = gather_columns(kept, call.shards.group) if call.shards.sequence_parallel else kept
     elif call.shards.sequence_parallel:
-        rhs = _quantize_gathered(call, "wgrad", kept)
+        rhs = quantize_gathered(call, "wgrad", kept)
     else:
         rhs = kept.t()
     return call.gemm("wgrad", lhs, rhs, dtype)
-
-
-def _reduce(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
-    """Start summing dX over the group, to run while wgrad computes."""
-    if shards.sequence_parallel:
-        local = dgrad.new_empty(
-            (dgrad.shape[0] // dist.get_world_size(shards.group), dgrad.shape[1])
-        )
-        return local, dist.reduce_scatter_tensor(local, dgrad, group=shards.group, async_op=True)
-    if shards.allreduce_dgrad:
-        return dgrad, dist.all_reduce(dgrad, group=shards.group, async_op=True)
-    return dgrad, None
 
 
 def _deliver_wgrad(call: LinearCall, weight: Tensor, lhs: Any, kept: Any) -> Tensor:

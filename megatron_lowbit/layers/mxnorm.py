@@ -1,0 +1,187 @@
+"""A norm and a linear layer in one, normalized by what the input's blocks say of its RMS.
+
+Source: "MXNorm" (arXiv 2603.13180), section 3.7 and appendices E and F:
+
+    H = MXNorm(X) . cast(W gain)^T              the gain goes into the weight before its cast
+    dX' = cast(dH) . cast(W gain)               with respect to rho X
+    dX = rho dX' - rho**3 / D * (sum_k dX'_k X_k) X     RMSNorm's, with rho for 1 / RMS
+    M = cast(dH^T) . cast((rho X)^T)^T          rho X quantized anew, along tokens
+    dW = M gain, dgain_j = sum_i M_ij W_ij      summed over the ranks that hold shards of W
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_lowbit.kernels.engine import Engine, select_engine
+from megatron_lowbit.layers.call import (
+    LinearCall,
+    WeightCache,
+    quantize_gathered,
+    quantize_grad,
+    quantize_input,
+    quantize_weight,
+    reduce_dgrad,
+)
+from megatron_lowbit.layers.saved import put_together, take_apart
+from megatron_lowbit.layers.sharding import UNSHARDED, Shards
+from megatron_lowbit.numerics import AmaxHistory
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.recipes.precision import LinearPrecision
+
+
+def norm_block(precision: LinearPrecision) -> int:
+    """The block whose absmaxes the norm uses: of fprop's input.
+
+    Raises:
+        ValueError: that input is not quantized in blocks.
+    """
+    quantizer = precision.fprop.lhs
+    if quantizer is None or quantizer.format.block == 1:
+        found = "is not quantized" if quantizer is None else f"is {quantizer.format.name}"
+        raise ValueError(
+            f"MXNorm needs an input that fprop quantizes in blocks, such as mxfp8-e4m3: it {found}"
+        )
+    if precision.fprop.hadamard is not None:
+        raise ValueError("MXNorm needs the absmaxes of the input itself: fprop has a hadamard")
+    return quantizer.format.block
+
+
+class _MXNormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall,
+        norm: MXNorm,
+    ) -> Tensor:  # fmt: skip
+        x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        rho = norm.inverse_rms(x2d, norm_block(call.precision))
+        by_row, _ = quantize_input(call, x2d.float() * rho)
+        by_row_weight, dgrad_weight = quantize_weight(call, weight.float() * gain.float())
+        y = call.gemm("fprop", by_row, by_row_weight, x.dtype, bias)
+        if not (call.training and x.requires_grad):
+            dgrad_weight = None
+        tensors: list[Tensor] = []
+        ctx.dgrad_weight = take_apart(dgrad_weight, tensors)
+        ctx.save_for_backward(x2d, rho, gain, *tensors)
+        ctx.call, ctx.weight, ctx.x_shape, ctx.has_bias = call, weight, x.shape, bias is not None
+        leading = (-1, *x.shape[1:-1]) if call.shards.sequence_parallel else x.shape[:-1]
+        return y.view(*leading, weight.shape[0])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: Tensor):
+        call, weight = ctx.call, ctx.weight
+        x, rho, gain, *tensors = ctx.saved_tensors
+        needs_x, needs_gain, needs_weight, needs_bias = ctx.needs_input_grad[:4]
+        needs_product = needs_gain or needs_weight
+        grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
+        by_row, by_col = quantize_grad(call, grad, needs_x, needs_product)
+        inner = handle = product = None
+        if needs_x:
+            dgrad_weight = put_together(ctx.dgrad_weight, iter(tensors))
+            if dgrad_weight is None:
+                gained, request = weight.float() * gain.float(), call.request("dgrad", "weight", 0)
+                _, dgrad_weight = call.quantize(gained, None, request)
+            inner, handle = reduce_dgrad(
+                call.shards, call.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
+            )
+        if needs_product:
+            product = _product(call, by_col, x.float() * rho)
+        if handle is not None:
+            handle.wait()
+        return (
+            _norm_grad(inner, x, rho).to(x.dtype).view(ctx.x_shape) if needs_x else None,
+            _gain_grad(call.shards, product, weight).to(gain.dtype) if needs_gain else None,
+            _deliver(call, product * gain.float(), weight) if needs_weight else None,
+            grad.sum(dim=0) if ctx.has_bias and needs_bias else None,
+            None,
+            None,
+        )
+
+
+def _product(call: LinearCall, lhs: Any, normalized: Tensor) -> Tensor:
+    """M (N, D) in FP32, of dH's transpose and the normalized input (R, D) of this rank's tokens."""
+    if call.shards.sequence_parallel:
+        rhs = quantize_gathered(call, "wgrad", normalized)
+    else:
+        request = call.request("wgrad", "input", len(normalized))
+        _, rhs = call.quantize(normalized, None, request)
+    return call.gemm("wgrad", lhs, rhs, torch.float32)
+
+
+def _norm_grad(inner: Tensor, x: Tensor, rho: Tensor) -> Tensor:
+    """dX (R, D), FP32, from the gradient with respect to rho X."""
+    inner, x = inner.float(), x.float()
+    along = (inner * x).sum(-1, keepdim=True) / x.shape[-1]
+    return rho * inner - (rho**3 * along) * x
+
+
+def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
+    """dgain (D,), FP32, of all rows of W, whichever rank holds them."""
+    grad = (product * weight.float()).sum(0)
+    if "weight" in shards.roles:
+        dist.all_reduce(grad, group=shards.group)
+    return grad
+
+
+def _deliver(call: LinearCall, wgrad: Tensor, weight: Tensor) -> Tensor:
+    """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add."""
+    if not (call.accumulate_main_grad and hasattr(weight, "main_grad")):
+        return wgrad.to(weight.dtype)
+    weight.main_grad.add_(wgrad)
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
+
+
+def mxnorm_linear(
+    x: Tensor,
+    gain: Tensor,
+    weight: Tensor,
+    precision: LinearPrecision,
+    norm: MXNorm = MXNorm(),  # noqa: B008  frozen
+    *,
+    bias: Tensor | None = None,
+    key: int | None = None,
+    shards: Shards = UNSHARDED,
+    engine: Engine | None = None,
+    accumulate_main_grad: bool = False,
+    amax_history: AmaxHistory | None = None,
+    weight_cache: WeightCache | None = None,
+) -> Tensor:
+    """``MXNorm(x) @ (weight * gain).T + bias``, in a precision whose fprop quantizes in blocks.
+
+    Args:
+        x: (..., K), FP32 or BF16, K a multiple of the input format's block.
+        gain: (K,), the norm's.
+        weight: (N, K).
+        precision: as for ``lowbit_linear``, like everything that follows ``norm``.
+        norm: how the RMS is estimated.
+
+    Returns:
+        (..., N) in x's dtype.
+
+    Raises:
+        ValueError: fprop's input is not quantized in blocks, or K is not a multiple of one.
+    """
+    norm_block(precision)
+    if key is None:
+        key = int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
+    call = LinearCall(
+        precision=precision,
+        engine=engine or select_engine(x.device),
+        shards=shards,
+        key=key,
+        accumulate_main_grad=accumulate_main_grad,
+        training=torch.is_grad_enabled(),
+        keep_input=False,
+        operand=None,
+        amax_history=amax_history,
+        weight_cache=weight_cache,
+    )
+    return _MXNormLinear.apply(x, gain, weight, bias, call, norm)

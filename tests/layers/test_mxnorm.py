@@ -1,0 +1,152 @@
+"""MXNormLinear: its formulas by autograd, its bits by the quantizers, RMSNorm to the estimate."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.engine import Engine, reference
+from megatron_lowbit.layers import mxnorm
+from megatron_lowbit.numerics import FORMATS, Quantizer
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.recipes import Layer, load_recipe
+
+MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
+# Quantizes nothing, so that only the layer's own formulas are left.
+EXACT = Engine(
+    "exact",
+    lambda x, row, col: (x if row else None, x.t() if col else None),
+    lambda lhs, rhs, bias=None, accumulation=None, dtype=None: torch.nn.functional.linear(
+        lhs, rhs, bias
+    ).to(dtype),
+    "a test's",
+)
+
+
+REFERENCE = reference("bits, not speed, are what is tested")
+
+
+def mxnorm_linear(*tensors, engine=REFERENCE, **settings):
+    return mxnorm.mxnorm_linear(*tensors, engine=engine, **settings)
+
+
+def precision(recipe):
+    return load_recipe(recipe, []).precision_for(MIDDLE)
+
+
+def leaves(tokens=96, hidden=256, features=80, seed=0):
+    """x, gain, weight, bias, and the gradient of the output."""
+    draws = torch.Generator().manual_seed(seed)
+    shapes = [(tokens, hidden), (hidden,), (features, hidden), (features,), (tokens, features)]
+    found = [torch.randn(shape, generator=draws) for shape in shapes]
+    found[1] = 1 + 0.3 * found[1]
+    return [tensor.requires_grad_() for tensor in found[:-1]], found[-1]
+
+
+def gradients(function, tensors, grad):
+    y = function(*tensors)
+    return y.detach(), *torch.autograd.grad(y, tensors, grad)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_gradients_are_those_of_the_formulas(p):
+    """Autograd sees 1 / sqrt(mean of squares), with the estimate's value."""
+    tensors, grad = leaves()
+
+    def formulas(x, gain, weight, bias):
+        estimate = 1 / MXNorm(p=p).inverse_rms(x.detach().float(), 32).double()
+        squares = x.square().mean(-1, keepdim=True)
+        rms = (estimate.square() + squares - squares.detach()).sqrt()
+        return (x / rms) @ (weight * gain).t() + bias
+
+    exact = gradients(formulas, [t.detach().double().requires_grad_() for t in tensors],
+                      grad.double())  # fmt: skip
+    seen = gradients(
+        lambda x, gain, weight, bias: mxnorm_linear(
+            x, gain, weight, precision("mxfp8"), MXNorm(p=p), bias=bias, engine=EXACT
+        ),
+        tensors, grad,
+    )  # fmt: skip
+    for ours, theirs in zip(seen, exact, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_it_is_rms_norm_to_the_estimates_error():
+    tensors, grad = leaves(hidden=4096)
+
+    def rms_norm(x, gain, weight, bias):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], gain, 1e-5) @ weight.t() + bias
+
+    exact = gradients(rms_norm, tensors, grad)
+    seen = gradients(
+        lambda x, gain, weight, bias: mxnorm_linear(
+            x, gain, weight, precision("mxfp8"), bias=bias, engine=EXACT
+        ),
+        tensors, grad,
+    )  # fmt: skip
+    for ours, theirs in zip(seen, exact, strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "fp8-tile"])
+def test_fprop_multiplies_what_the_quantizers_make(recipe):
+    (x, gain, weight, _), _ = leaves()
+    wanted = precision(recipe)
+    with torch.no_grad():
+        seen = mxnorm_linear(x, gain, weight, wanted)
+        normalized = MXNorm().normalize(x, wanted.fprop.lhs.format.block)
+        lhs = wanted.fprop.lhs(normalized).dequantize()
+        rhs = wanted.fprop.rhs(weight * gain).dequantize()
+        assert (seen - lhs @ rhs.t()).norm() <= 1e-6 * seen.norm()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4", "fp8-tile"])
+def test_every_recipe_with_blocks_trains(recipe):
+    tensors, grad = leaves()
+    exact = gradients(
+        lambda x, gain, weight, bias: mxnorm_linear(
+            x, gain, weight, precision(recipe), bias=bias, engine=EXACT
+        ),
+        tensors, grad,
+    )  # fmt: skip
+    seen = gradients(
+        lambda x, gain, weight, bias: mxnorm_linear(
+            x, gain, weight, precision(recipe), bias=bias, key=3
+        ),
+        tensors, grad,
+    )  # fmt: skip
+    noise = 0.1 if recipe in ("mxfp8", "fp8-tile") else 0.45
+    for ours, theirs in zip(seen, exact, strict=True):
+        assert (ours - theirs).norm() <= noise * theirs.norm()
+
+
+def test_wgrad_quantizes_the_normalized_input_along_tokens():
+    tensors, grad = leaves()
+    x, gain, *_ = tensors
+    *_, wgrad, _ = gradients(
+        lambda x, gain, weight, bias: mxnorm_linear(x, gain, weight, precision("mxfp8"), bias=bias),
+        tensors, grad,
+    )  # fmt: skip
+    quantize = Quantizer(FORMATS["mxfp8-e4m3"].with_options(scale_rounding="rceil"))
+    normalized = MXNorm().normalize(x.detach(), 32)
+    product = quantize(grad.t()).dequantize() @ quantize(normalized.t()).dequantize().t()
+    expected = product * gain.detach()
+    assert (wgrad - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_the_gain_is_never_divided_by():
+    (x, gain, weight, bias), grad = leaves()
+    with torch.no_grad():
+        gain.zero_()
+    found = gradients(
+        lambda *tensors: mxnorm_linear(*tensors[:3], precision("mxfp8"), bias=tensors[3]),
+        (x, gain, weight, bias), grad,
+    )  # fmt: skip
+    assert all(tensor.isfinite().all() for tensor in found) and found[2].any()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "named"), [("bf16", "is not quantized"), ("fp8-tensorwise", "fp8-tensor")]
+)
+def test_an_input_without_blocks_is_refused(recipe, named):
+    (x, gain, weight, _), _ = leaves()
+    with pytest.raises(ValueError, match=named):
+        mxnorm_linear(x, gain, weight, precision(recipe))
