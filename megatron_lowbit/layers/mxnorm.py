@@ -121,9 +121,12 @@ def _norm_grad(inner: Tensor, x: Tensor, rho: Tensor) -> Tensor:
 
 
 def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
-    """dgain (D,), FP32, of all rows of W, whichever rank holds them."""
+    """dgain (D,), FP32, of all rows of W, whichever rank holds them.
+
+    Under sequence parallelism of this rank's alone: norms' gradients are summed later then.
+    """
     grad = (product * weight.float()).sum(0)
-    if "weight" in shards.roles:
+    if "weight" in shards.roles and not shards.sequence_parallel:
         dist.all_reduce(grad, group=shards.group)
     return grad
 

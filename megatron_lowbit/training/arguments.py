@@ -107,7 +107,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-query-groups", type=int, default=1)
     group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
-    group.add_argument("--normalization", choices=("LayerNorm", "RMSNorm"), default="LayerNorm")
+    group.add_argument(
+        "--normalization", choices=("LayerNorm", "RMSNorm", "MXNorm"), default="LayerNorm"
+    )
+    group.add_argument("--mxnorm-p", type=float, default=2.0, help="exponent of MXNorm's mean")
     group.add_argument("--norm-epsilon", type=float, default=1e-5)
     group.add_argument("--disable-bias-linear", action="store_true")
     group.add_argument(
@@ -303,6 +306,7 @@ def _check_model(args: Namespace) -> None:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _require_divisible(args, name, "tensor_model_parallel_size")
     _require_divisible(args, "num_layers", "pipeline_model_parallel_size")
+    _require(args.mxnorm_p > 0, f"--mxnorm-p {args.mxnorm_p:g}: must be positive")
     _require(not (args.swiglu and args.squared_relu), "--swiglu and --squared-relu exclude another")
     _require(
         args.seq_length <= args.max_position_embeddings,

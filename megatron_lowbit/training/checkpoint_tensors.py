@@ -204,10 +204,9 @@ def _chunks(model: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Module
 def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool) -> dict[str, Any]:
     # megatron adds a process group to the metadata it is given: never share this dict.
     metadata: dict[str, Any] = dict(_CONTENT)
-    content = {
-        key: _without_extra_state(chunk.sharded_state_dict(metadata=metadata))
-        for key, chunk in _chunks(model)
-    }
+    content = {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in _chunks(model)}
+    if is_loading:
+        content = {key: _without_extra_state(part) for key, part in content.items()}
     parameters = dict(content)
     content["amax_history"] = amax_history.sharded_state(model)
     if optimizer is not None:
@@ -223,9 +222,9 @@ def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool)
 
 
 def _without_extra_state(content: dict[str, Any]) -> dict[str, Any]:
-    """Without what Transformer Engine's modules add: pickles, and empty where nothing is delayed.
+    """Without what modules save beside tensors: pickles that hold nothing that is needed here.
 
-    So a checkpoint loads whoever's layers the model is made of.
+    Not asked for, they need not be there: a checkpoint loads whoever's layers the model is made of.
     """
     return {key: entry for key, entry in content.items() if not key.endswith(_EXTRA_STATE)}
 

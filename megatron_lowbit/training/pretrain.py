@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_lowbit.integrations.megatron_core.config import transformer_config
 from megatron_lowbit.integrations.megatron_core.mamba import use_best_scan
 from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
+from megatron_lowbit.integrations.megatron_core.mxnorm import mxnorm_layers
 from megatron_lowbit.integrations.transformer_engine.installed import choose
 from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.recipes import (
@@ -93,7 +94,7 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     cuda = torch.cuda.is_available()
     if args.bf16 and not cuda:
         print_rank0("--bf16: no GPU here, computing in FP32")
-    args.transformer_impl, why = choose(args.transformer_impl, args.num_experts is not None)
+    args.transformer_impl, why = choose(args.transformer_impl, _own_layers(args))
     config = transformer_config(args, torch.bfloat16 if args.bf16 and cuda else torch.float32)
     engine = select_engine(torch.device("cuda" if cuda else "cpu"), args.quantization_engine)
     args.padded_vocab_size = padded_vocab_size(
@@ -110,12 +111,24 @@ def _build(args: Namespace, recipe: Recipe, tokenizer: Tokenizer) -> Run:
     return Run(args, recipe, config, model, optimizer, scheduler, train_data, valid_data, shape)
 
 
+def _own_layers(args: Namespace) -> str | None:
+    """What asks for this project's layers, if anything does."""
+    if args.num_experts is not None:
+        return "experts are not wired up to it"
+    return "MXNorm is not in it" if args.normalization == "MXNorm" else None
+
+
 def _announce(
     args: Namespace, recipe: Recipe, engine: Engine, chunks: list, why_layers: str
 ) -> None:
     """Say what will run where, after checking that every layer rule names something."""
     layers = quantizable_layers(chunks)
     recipe.check_rules(layers)
+    active, inactive = mxnorm_layers(chunks)
+    if inactive and not active and args.pipeline_model_parallel_size == 1:
+        raise UserError(
+            f"--normalization MXNorm: recipe {recipe.name} quantizes none of its layers"
+        )
     if rank() == 0:
         # Without a terminal rich assumes 80 columns, which breaks names apart.
         console = Console(width=None if sys.stdout.isatty() else 130, record=True)
@@ -130,6 +143,11 @@ def _announce(
         if args.transformer_impl == "transformer_engine":
             for line in _kernels(recipe, layers):
                 console.print(line)
+        if args.normalization == "MXNorm":
+            console.print(
+                f"MXNorm, p {args.mxnorm_p:g}: {active} linear_qkv and linear_fc1 on rank 0; "
+                f"RMSNorm in {inactive} that are not quantized"
+            )
         if args.hybrid_override_pattern is not None:
             console.print(f"Mamba scan: {use_best_scan()}")
         parameters = sum(p.numel() for chunk in chunks for p in chunk.parameters())
@@ -196,7 +214,10 @@ def _model_shape(args: Namespace, vocab_size: int) -> dict[str, Any]:
         names += EXPERT_SHAPE
     if args.hybrid_override_pattern is not None:
         names += HYBRID_SHAPE
-    return {name: getattr(args, name) for name in names} | {"vocab_size": vocab_size}
+    shape = {name: getattr(args, name) for name in names} | {"vocab_size": vocab_size}
+    if args.normalization == "MXNorm":
+        shape["normalization"] = "RMSNorm"  # the same parameters
+    return shape
 
 
 def _load(run: Run) -> None:

@@ -31,7 +31,7 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         kv_channels=args.kv_channels,
         hidden_dropout=args.hidden_dropout,
         attention_dropout=args.attention_dropout,
-        normalization=args.normalization,
+        normalization="RMSNorm" if args.normalization == "MXNorm" else args.normalization,
         layernorm_epsilon=args.norm_epsilon,
         add_bias_linear=not args.disable_bias_linear,
         gated_linear_unit=args.swiglu,

@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_lowbit.integrations.megatron_core.cross_entropy import ChunkedLoss
+from megatron_lowbit.integrations.megatron_core.mxnorm import use_mxnorm
 from megatron_lowbit.integrations.megatron_core.specs import swap_modules
 
 
@@ -25,6 +26,8 @@ def gpt_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) -> 
     """One pipeline stage, or virtual stage, of a GPT; ``shared`` are arguments of all models."""
     use_te = args.transformer_impl == "transformer_engine"
     spec = _block_spec(shared["config"], use_te, vp_stage)
+    if args.normalization == "MXNorm":
+        spec = use_mxnorm(spec)
     return LowbitGPTModel(**shared, transformer_layer_spec=spec, vp_stage=vp_stage)
 
 

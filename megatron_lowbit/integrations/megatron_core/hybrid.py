@@ -28,6 +28,7 @@ from megatron_lowbit.integrations.megatron_core.linear import (
     LowbitRowParallelLinear,
 )
 from megatron_lowbit.integrations.megatron_core.mamba import use_best_scan
+from megatron_lowbit.integrations.megatron_core.mxnorm import use_mxnorm
 from megatron_lowbit.integrations.megatron_core.specs import TorchNorm
 
 
@@ -51,6 +52,8 @@ def hybrid_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) 
     spec = hybrid_stack_spec()
     if args.transformer_impl == "transformer_engine":
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
+    if args.normalization == "MXNorm":
+        spec = use_mxnorm(spec)
     pattern = args.hybrid_override_pattern
     return LowbitMambaModel(**shared, mamba_stack_spec=spec, hybrid_override_pattern=pattern)
 

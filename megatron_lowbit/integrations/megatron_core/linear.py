@@ -43,11 +43,11 @@ class _LowbitParallelLinear:
         state = self.layer_state
         # An expert without tokens has nothing to quantize, nor an amax to record.
         if state is None or state.plan.precision == HIGH_PRECISION or input.numel() == 0:
-            return super()._forward_impl(input, weight, *args, **kwargs)
+            return self._in_high_precision(input, weight, *args, **kwargs)
         shards = UNSHARDED
         if state.features is not None:
             shards = self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"])
-        return lowbit_linear(
+        return self._product(
             input,
             weight,
             state.plan.precision,
@@ -59,6 +59,12 @@ class _LowbitParallelLinear:
             amax_history=state.amax_history,
             weight_cache=state.weight_cache,
         )
+
+    def _in_high_precision(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super()._forward_impl(*args, **kwargs)
+
+    def _product(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return lowbit_linear(*args, **kwargs)
 
 
 class LowbitColumnParallelLinear(_LowbitParallelLinear, ColumnParallelLinear):

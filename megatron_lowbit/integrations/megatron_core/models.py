@@ -19,6 +19,7 @@ from megatron_lowbit.integrations.megatron_core.hybrid import hybrid_chunk
 from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
 from megatron_lowbit.integrations.megatron_core.quant_recipe import QuantRecipe
 from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import Layer, Recipe
 
 _FP32_PARAMETERS = ("mixer.A_log", "mixer.D")
@@ -45,6 +46,9 @@ def build_model(
             TEQuantRecipe as kind,
         )
         from megatron_lowbit.integrations.transformer_engine.layers import take_over
+    norm = None
+    if args.normalization == "MXNorm":
+        norm = MXNorm(p=args.mxnorm_p, eps=args.norm_epsilon)
     chunks = []
     for vp_stage in range(stages or 1):
         stage = vp_stage if stages else None
@@ -55,6 +59,7 @@ def build_model(
             engine,
             accumulate_main_grad=args.gradient_accumulation_fusion,
             first_expert=experts.first_local(config),
+            norm=norm,
         )
         where = {"ignore_virtual": False, "vp_stage": stage}
         shared = {

@@ -13,6 +13,7 @@ from megatron.core.quantization.quant_config import (
 )
 
 from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
 
 _LAYER = re.compile(r"layers\.(\d+)")
@@ -21,12 +22,16 @@ _EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one linear module needs to know: who it is, its precision, where it computes."""
+    """What one linear module needs to know: who it is, its precision, where it computes.
+
+    ``norm`` is how it normalizes its input, if that is its task.
+    """
 
     layer: Layer
     precision: LinearPrecision
     engine: Engine
     accumulate_main_grad: bool
+    norm: MXNorm | None = None
 
 
 class QuantRecipe(RecipeConfig):
@@ -45,6 +50,7 @@ class QuantRecipe(RecipeConfig):
         engine: Engine,
         accumulate_main_grad: bool,
         first_expert: int = 0,
+        norm: MXNorm | None = None,
     ) -> None:
         super().__init__(matchers=[], config_dict={})
         self.recipe = recipe
@@ -53,6 +59,7 @@ class QuantRecipe(RecipeConfig):
         self.engine = engine
         self.accumulate_main_grad = accumulate_main_grad
         self.first_expert = first_expert
+        self.norm = norm
 
     def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
         """The plan of the module at a path; None for a module outside the blocks."""
@@ -63,8 +70,7 @@ class QuantRecipe(RecipeConfig):
         path = _EXPERT.sub(lambda found: str(int(found[0]) + self.first_expert), path)
         layer = Layer(path, block, self.num_blocks)
         rule = self.recipe.rule_for(layer)
-        plan = LayerPlan(
-            layer, self.recipe.precision_for(layer), self.engine, self.accumulate_main_grad
-        )
+        precision = self.recipe.precision_for(layer)
+        plan = LayerPlan(layer, precision, self.engine, self.accumulate_main_grad, self.norm)
         key = "high precision" if rule is None else rule.config
         return QuantizationConfig({"plan": plan}, MatchContext(path, block), key)

@@ -10,17 +10,18 @@ from megatron_lowbit.errors import UserError
 INSTALL = "pip install --no-build-isolation 'transformer_engine[pytorch]==2.20.2'"
 
 
-def choose(requested: str | None, experts: bool) -> tuple[str, str]:
+def choose(requested: str | None, unsupported: str | None) -> tuple[str, str]:
     """``local`` or ``transformer_engine``, and why, from ``--transformer-impl``.
 
-    Without a request Transformer Engine where it works, as in Megatron-LM.
+    Without a request Transformer Engine where it works, as in Megatron-LM. ``unsupported`` says
+    what of the model it cannot do.
 
     Raises:
         UserError: it is asked for, but cannot be used.
     """
     if requested == "local":
         return "local", "asked for"
-    why_not = "experts are not wired up to it" if experts else missing()
+    why_not = missing() if unsupported is None else unsupported
     if why_not is None:
         return "transformer_engine", "asked for" if requested else "installed"
     if requested is not None:
