@@ -38,7 +38,18 @@ RECIPES = {
     "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
     "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "bf16": ("--precision-recipe", "bf16"),
+    "mxfp8": ("--precision-recipe", "mxfp8"),
+    "mxfp8, MXNorm": ("--precision-recipe", "mxfp8", "--normalization", "MXNorm"),
+    "mxfp8, MXNorm p 1": (
+        "--precision-recipe",
+        "mxfp8",
+        "--normalization",
+        "MXNorm",
+        "--mxnorm-p",
+        "1",
+    ),
 }
+USUAL = ("fp8-tile", "fp8-tile, square", "mxfp4-backward", "nvfp4", "bf16")
 WINDOW, LOG_INTERVAL = 50, 5
 
 
@@ -119,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--model", type=Path, default=ROOT / "examples" / "gpt-30m.args", metavar="FILE"
     )
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=USUAL)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1])
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")

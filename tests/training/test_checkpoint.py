@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,12 @@ LAYOUTS = {
 }
 
 
+def layouts(*names: str) -> list:
+    """Parameters; a plain optimizer changes layouts in tests/end_to_end/test_resharding.py too."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=slow if "plain" in name else ()) for name in names]
+
+
 def run(command: list[str]) -> subprocess.CompletedProcess:
     return subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
@@ -56,23 +64,26 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, Path]:
-    """Layout -> directory that two processes of ``tiny_gpt`` left behind."""
+def runs(tmp_path_factory) -> Callable[[str], Path]:
+    """Gives the directory that two processes of ``tiny_gpt`` left behind in a layout."""
     if torch.cuda.device_count() == 1:
         pytest.skip("two processes need two GPUs, or none")
-    directories = {}
-    for name, arguments in LAYOUTS.items():
-        directories[name] = tmp_path_factory.mktemp(name)
+
+    @cache
+    def directory(layout: str) -> Path:
+        found = tmp_path_factory.mktemp(layout)
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
         command += ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
-        if name == "dp2-overlap":
+        if layout == "dp2-overlap":
             training = Training(distributed_optimizer=True, bf16=True)
             training.train(1, 2)
-            training.save(directories[name] / "bf16", 2)
-        command += [tiny_gpt.__file__, str(directories[name]), *arguments]
+            training.save(found / "bf16", 2)
+        command += [tiny_gpt.__file__, str(found), *LAYOUTS[layout]]
         done = run(command)
         assert done.returncode == 0, done.stderr[-4000:]
-    return directories
+        return found
+
+    return directory
 
 
 def reports(directory: Path) -> list[dict]:
@@ -140,36 +151,36 @@ def test_saves_again_and_removes_what_a_killed_save_left(tmp_path):
     assert latest_iteration(tmp_path) == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
 def test_two_processes_resume_to_the_bit(runs, layout):
-    for report in reports(runs[layout]):
+    for report in reports(runs(layout)):
         assert report["resumed"] == report["continued"]
-    assert any(loss > 1 for loss in reports(runs[layout])[1]["continued"])
+    assert any(loss > 1 for loss in reports(runs(layout))[1]["continued"])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
 def test_full_disk_of_one_rank_ends_all_ranks(runs, layout):
-    for report in reports(runs[layout]):
-        assert report["error"].startswith(f"cannot write the checkpoint to {runs[layout]}: ")
+    for report in reports(runs(layout)):
+        assert report["error"].startswith(f"cannot write the checkpoint to {runs(layout)}: ")
         assert "\n" not in report["error"]
-    assert not list(runs[layout].glob(".iter_*"))
-    assert not (runs[layout] / "iter_0000005").exists()
-    assert latest_iteration(runs[layout]) == 2
+    assert not list(runs(layout).glob(".iter_*"))
+    assert not (runs(layout) / "iter_0000005").exists()
+    assert latest_iteration(runs(layout)) == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", layouts(*LAYOUTS))
 def test_damaged_shard_ends_all_ranks(runs, layout):
     """Both ranks name the file, though only one of them reads it."""
-    errors = [report["damaged"] for report in reports(runs[layout])]
+    errors = [report["damaged"] for report in reports(runs(layout))]
     assert errors[0] == errors[1]
     assert re.search(r"__[01]_0\.distcp: its content differs from what was saved; ", errors[0])
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2-plain"])
+@pytest.mark.parametrize("layout", layouts("tp2", "tp2-plain"))
 def test_tensor_parallel_checkpoint_loads_in_one_process(runs, layout):
     training = Training(distributed_optimizer=layout == "tp2", seed=8)
-    training.load(runs[layout])
-    shards = [torch.load(runs[layout] / f"{rank}.pt") for rank in range(2)]
+    training.load(runs(layout))
+    shards = [torch.load(runs(layout) / f"{rank}.pt") for rank in range(2)]
     split = 0
     for name, whole in training.tensors().items():
         parts = [shard[name] for shard in shards]
@@ -185,17 +196,17 @@ def test_tensor_parallel_checkpoint_loads_in_one_process(runs, layout):
 
 
 @pytest.mark.parametrize("alone", [False, True], ids=["with optimizer", "model alone"])
-@pytest.mark.parametrize("layout", ["pp2-plain", "dp2-overlap"])
+@pytest.mark.parametrize("layout", layouts("pp2-plain", "dp2-overlap"))
 def test_other_layouts_load_in_one_process(runs, layout, alone):
     """Without the gather that saving forces, overlap would leave old parameters in the file."""
     training = Training(distributed_optimizer="plain" not in layout, seed=8)
     if alone:
-        load_checkpoint(runs[layout], training.model, None, None, SHAPE)
+        load_checkpoint(runs(layout), training.model, None, None, SHAPE)
     else:
-        training.load(runs[layout])
+        training.load(runs(layout))
     whole = training.tensors()
     for rank in range(2):
-        for name, tensors in torch.load(runs[layout] / f"{rank}.pt").items():
+        for name, tensors in torch.load(runs(layout) / f"{rank}.pt").items():
             if layout == "pp2-plain" and rank == 1:
                 # The second stage numbers its one layer from zero.
                 name = name.replace("layers.0", "layers.1")
@@ -205,11 +216,11 @@ def test_other_layouts_load_in_one_process(runs, layout, alone):
 def test_each_rank_gets_fp32_parameters_of_a_bf16_checkpoint(runs):
     """The file holds them rounded to BF16 too, and each rank the exact ones of but its own part."""
     single = Training(distributed_optimizer=True, seed=8)
-    single.load(runs["dp2-overlap"] / "bf16")
+    single.load(runs("dp2-overlap") / "bf16")
     expected = single.parameters()
     assert any(not torch.equal(value, value.bfloat16().float()) for value in expected.values())
     for rank in range(2):
-        found = torch.load(runs["dp2-overlap"] / f"{rank} from bf16.pt")
+        found = torch.load(runs("dp2-overlap") / f"{rank} from bf16.pt")
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], value) for name, value in expected.items()), rank
 
