@@ -22,6 +22,8 @@ _PARTS = {
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
     "mamba": ("mixer.in_proj", "mixer.out_proj"),
 }
+_NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
+"""Ends of the paths of layers that MXNorm comes before."""
 _SYMBOLS = {"M": ("mamba",), "*": ("attention",), "-": ("mlp",)}
 _GPT_LAYER = ("attention", "mlp")
 
@@ -47,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = args if args.model is None else _read_model(args.model)
         layers = model_layers(shape.hybrid_override_pattern, shape.num_layers)
         recipe.check_rules(layers)
-        table = resolved_table(recipe, layers)
+        table = resolved_table(recipe, layers, shape.normalization == "MXNorm")
     terminal = Console()
     # A pipe has no width: take what the table needs, so that names stay whole.
     needed = Console(width=_UNLIMITED).measure(table).maximum
@@ -74,10 +76,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
     )
+    parser.add_argument("--normalization", help="MXNorm is shown where it is active")
 
 
 def _read_model(file: str) -> argparse.Namespace:
-    """Number of layers and pattern from a file of arguments, most of which say other things."""
+    """Layers, pattern and norm from a file of arguments, most of which say other things."""
     try:
         text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
@@ -114,8 +117,11 @@ def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
     ]
 
 
-def resolved_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
-    """Three rows a layer: each GEMM's operands, what they share, and bits an element."""
+def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
+    """Three rows a layer: each GEMM's operands, what they share, and bits an element.
+
+    With ``mxnorm`` fprop's row says where that norm makes the input.
+    """
     quantized = sum(recipe.precision_for(layer).quantized for layer in layers)
     switches = [f"switch {switch}" for switch in recipe.switches]
     table = Table(
@@ -129,8 +135,13 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
         table.add_column(column, no_wrap=True)
     for layer in layers:
         name, rule = layer.path, recipe.rule_names(layer)
-        for gemm, precision in recipe.precision_for(layer).gemms.items():
-            table.add_row(name, rule, gemm, *_cells(gemm, precision))
+        whole = recipe.precision_for(layer)
+        normalized = mxnorm and whole.quantized and name.endswith(_NORMALIZED)
+        for gemm, precision in whole.gemms.items():
+            *cells, both = _cells(gemm, precision)
+            if normalized and gemm == "fprop":
+                both = f"{both}, MXNorm" if both else "MXNorm"
+            table.add_row(name, rule, gemm, *cells, both)
             name = rule = ""
         table.add_section()
     return table

@@ -156,6 +156,15 @@ def test_switches_are_shown(capsys):
     assert "switch late: from fraction 0.8 on, forward by bf16" in text
 
 
+def test_where_mxnorm_is_active(capsys):
+    """In attention and MLPs that are quantized: nvfp4 keeps 1 + 2 of 12 layers."""
+    lines = shown("show", "nvfp4", "--normalization", "MXNorm", capsys=capsys)
+    marked = [line for line in lines if line[-2:-1] == ["MXNorm"] or "MXNorm" in " ".join(line)]
+    assert len(marked) == 2 * 9
+    assert all("fprop" in line for line in marked)
+    assert "MXNorm" not in str(shown("show", "nvfp4", capsys=capsys))
+
+
 def test_list(capsys):
     lines = shown("list", capsys=capsys)
     found = {line[1]: line[2] for line in lines if len(line) > 2}
