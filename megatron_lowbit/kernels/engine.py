@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels import compiled
+from megatron_lowbit.numerics import Request, quantize_both
 from megatron_lowbit.numerics import gemm as reference_gemm
-from megatron_lowbit.numerics import quantize_both
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
 @dataclass(frozen=True)
@@ -20,8 +22,9 @@ class Engine:
     is not kept may come in whatever form ``gemm`` takes; ``gemm(lhs, rhs, bias, accumulation,
     out_dtype)`` is :func:`megatron_lowbit.numerics.gemm`. ``describe(lhs, rhs)`` says in words how
     formats (None: high precision) are multiplied. ``folds()`` gives how many operand values were
-    rounded when they were folded, of how many, since it was last called. ``reason`` says why this
-    engine.
+    rounded when they were folded, of how many, since it was last called. ``fused_norm(x, norm,
+    request)`` is :meth:`normalize` in one kernel, or None for a case that it does not take.
+    ``reason`` says why this engine.
     """
 
     name: str
@@ -32,6 +35,15 @@ class Engine:
         "dequantized to FP32, FP32 sums"
     )
     folds: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    fused_norm: Callable[..., tuple | None] = lambda x, norm, request: None
+
+    def normalize(self, x: Tensor, norm: MXNorm, request: Request) -> tuple[Any, Tensor]:
+        """x (R, C) normalized and quantized along its rows; what it was times, FP32 (R, 1)."""
+        fused = self.fused_norm(x, norm, request)
+        if fused is not None:
+            return fused
+        rho = norm.inverse_rms(x, request.quantizer.format.block)
+        return self.quantize(x.float() * rho, request, None)[0], rho
 
     def __deepcopy__(self, _: dict) -> "Engine":
         """Itself: megatron-core copies what it hands to layers, but their counts go together."""
@@ -77,4 +89,12 @@ def _for_gpu(capability: tuple[int, int]) -> Engine:
         return f"{route.name}, {route.accumulation}"
 
     reason = f"GPU of compute capability {shown}"
-    return Engine("fused", engine.quantize, engine.gemm, reason, describe, engine.folded.take)
+    return Engine(
+        "fused",
+        engine.quantize,
+        engine.gemm,
+        reason,
+        describe,
+        engine.folded.take,
+        engine.normalize,
+    )

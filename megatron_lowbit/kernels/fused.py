@@ -15,9 +15,11 @@ from megatron_lowbit.kernels.gemm import (
     routes,
 )
 from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.mxnorm import normalize_quantize, takes
 from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.numerics import Accumulation, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference
+from megatron_lowbit.numerics.mxnorm import MXNorm
 
 MIN_CAPABILITY = (8, 9)
 """From here on GPUs cast to FP8 and multiply it."""
@@ -54,6 +56,15 @@ class FusedEngine:
                 return Values(by_col.values.t(), by_col.tensor_scale), by_col
             return Transposed(by_col), by_col
         return quantize_both(x, row, col, (values[0], values[1]))
+
+    def normalize(
+        self, x: Tensor, norm: MXNorm, request: Request
+    ) -> tuple[GpuOperand, Tensor] | None:
+        """MXNorm and quantization in one kernel; None for what that does not take."""
+        if not takes(x, norm, request):
+            return None
+        values = self._is_exact(request, torch.float32) and not request.kept
+        return normalize_quantize(x, norm, request, values)
 
     def _is_exact(self, request: Request, dtype: torch.dtype) -> bool:
         """Whether the GEMM takes BF16 numbers: not beside an operand that stays in FP32."""

@@ -57,8 +57,8 @@ def quantize_both(
         return reference(x, row, col)
     amaxes = _amaxes(x, row, col)
     tiles = not any(values) and all(r is None or _is_plain_tile(r) for r in (row, col))
-    row_arguments, row_side, by_row = _outputs(row, x, amaxes[0], False, values[0], tiles)
-    col_arguments, col_side, by_col = _outputs(col, x.t(), amaxes[1], True, values[1], tiles)
+    row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, values[0], tiles)
+    col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, values[1], tiles)
     if tiles:
         _quantize_fp8_tiles(x, row_side, row_arguments, col_side, col_arguments)
         return by_row, by_col
@@ -123,7 +123,7 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
     ]
 
 
-def _outputs(
+def outputs(
     request: Request | None,
     x: Tensor,
     amax: Tensor | None,

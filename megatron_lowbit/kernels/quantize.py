@@ -81,7 +81,7 @@ def quantize_kernel(
             )  # fmt: skip
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-            _tile_side(
+            tile_side(
                 tile, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key,
                 r_rows, r_quads, r_signs, TM, TN, ROW, False, EVEN,
             )  # fmt: skip
@@ -97,7 +97,7 @@ def quantize_kernel(
             )  # fmt: skip
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-            _tile_side(
+            tile_side(
                 tl.trans(tile), col0, row0, C, c_columns, c_amax, c_codes, c_scales,
                 c_tensor_scale, c_key, c_rows, c_quads, c_signs, TN, TM, COL, True, EVEN,
             )  # fmt: skip
@@ -187,7 +187,7 @@ def _block(
 
 
 @triton.jit
-def _tile_side(
+def tile_side(
     x, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,

@@ -23,12 +23,11 @@ from megatron_lowbit.layers.call import (
     WeightCache,
     quantize_gathered,
     quantize_grad,
-    quantize_input,
     quantize_weight,
     reduce_dgrad,
 )
 from megatron_lowbit.layers.saved import put_together, take_apart
-from megatron_lowbit.layers.sharding import UNSHARDED, Shards
+from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_rows
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes.precision import LinearPrecision
@@ -58,8 +57,7 @@ class _MXNormLinear(torch.autograd.Function):
         norm: MXNorm,
     ) -> Tensor:  # fmt: skip
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        rho = norm.inverse_rms(x2d, norm_block(call.precision))
-        by_row, _ = quantize_input(call, x2d.float() * rho)
+        by_row, rho = _normalize(call, x2d, norm)
         by_row_weight, dgrad_weight = quantize_weight(call, weight.float() * gain.float())
         y = call.gemm("fprop", by_row, by_row_weight, x.dtype, bias)
         if not (call.training and x.requires_grad):
@@ -101,6 +99,17 @@ class _MXNormLinear(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _normalize(call: LinearCall, x: Tensor, norm: MXNorm) -> tuple[Any, Tensor]:
+    """fprop's input of all tokens, and 1 / RMS (R, 1) of this rank's."""
+    sequence_parallel = call.shards.sequence_parallel
+    if sequence_parallel and not call.gathers_codes("fprop", len(x)):
+        rho = norm.inverse_rms(x, norm_block(call.precision))
+        return quantize_gathered(call, "fprop", x.float() * rho), rho
+    request = call.request("fprop", "input", len(x), kept=sequence_parallel)
+    by_row, rho = call.engine.normalize(x, norm, request)
+    return gather_rows(by_row, call.shards.group) if sequence_parallel else by_row, rho
 
 
 def _product(call: LinearCall, lhs: Any, normalized: Tensor) -> Tensor:

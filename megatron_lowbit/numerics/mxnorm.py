@@ -55,9 +55,9 @@ class MXNorm:
             raise ValueError(f"mxnorm takes whole blocks of {block}, not {x.shape[-1]} columns")
         absmax = x.float().unflatten(-1, (-1, block)).abs().amax(-1)
         if self.rounded:
-            mean = tree_sum(_power_of_two_below(absmax)) / absmax.shape[-1]
+            mean = _mean(_power_of_two_below(absmax))
             return (1.0 / (rms_of_rounded(mean, block) + self.eps))[..., None]
-        mean = tree_sum(_power(absmax, self.p)) / absmax.shape[-1]
+        mean = _mean(_power(absmax, self.p))
         factor = torch.full((), absmax_constant(self.p, block), device=x.device)
         return (factor / (_root(mean, self.p) + self.eps))[..., None]
 
@@ -76,12 +76,18 @@ def tree_sum(values: Tensor) -> Tensor:
     return values.squeeze(-1)
 
 
+def _mean(values: Tensor) -> Tensor:
+    # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
+    return tree_sum(values) / torch.full((), float(values.shape[-1]), device=values.device)
+
+
 def _power(x: Tensor, p: float) -> Tensor:
     return x if p == 1 else x * x if p == 2 else x**p
 
 
 def _root(x: Tensor, p: float) -> Tensor:
-    return x if p == 1 else x.sqrt() if p == 2 else x ** (1 / p)
+    # By FP64, which rounds as IEEE says: torch's own FP32 root on a CPU does not always.
+    return x if p == 1 else x.double().sqrt().float() if p == 2 else x ** (1 / p)
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:

@@ -1,0 +1,83 @@
+"""MXNorm and cast in one kernel: the bits of the reference, one after the other."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.kernels.mxnorm import normalize_quantize
+from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding
+from megatron_lowbit.numerics.mxnorm import MXNorm
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
+
+
+def values(rows, columns, dtype=torch.bfloat16):
+    draws = torch.Generator().manual_seed(rows)
+    x, wide = (torch.randn(rows, columns, generator=draws) for _ in range(2))
+    return (x * wide.exp()).to(dtype).to(DEVICE)
+
+
+def check(x, name, norm, as_values=False):
+    quantizer = Quantizer(FORMATS[name])
+    block = quantizer.format.block
+    expected = quantizer(norm.normalize(x, block))
+    seen, rho = normalize_quantize(x, norm, Request(quantizer), as_values)
+    assert torch.equal(rho, norm.inverse_rms(x, block))
+    if as_values:
+        assert isinstance(seen, Values)
+        scale = 1.0 if seen.tensor_scale is None else seen.tensor_scale
+        assert torch.equal(seen.values.float() * scale, expected.dequantize())
+        return
+    assert torch.equal(seen.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(seen.scales.view(torch.uint8), expected.scales.view(torch.uint8))
+    assert torch.equal(seen.tensor_scale, expected.tensor_scale)
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_references_bits(name, p):
+    check(values(48, 512), name, MXNorm(p=p))
+
+
+@pytest.mark.parametrize("columns", [128, 384, 640, 896])
+def test_other_widths_and_rows(columns):
+    for name in ("mxfp8-e4m3", "nvfp4"):
+        check(values(37, columns), name, MXNorm())
+
+
+def test_fp32_and_strides():
+    check(values(32, 256, torch.float32), "mxfp8-e4m3", MXNorm())
+    check(values(64, 256)[::2], "nvfp4", MXNorm())
+    check(values(256, 64).t(), "mxfp4", MXNorm())
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "nvfp4"])
+def test_as_numbers(name):
+    check(values(32, 256), name, MXNorm(), as_values=True)
+
+
+def test_rows_of_zeros_and_what_is_no_number():
+    x = values(16, 256)
+    x[3] = 0
+    check(x, "mxfp8-e4m3", MXNorm())
+    x[5, 7] = torch.nan
+    quantizer = Quantizer(FORMATS["mxfp8-e4m3"])
+    seen, rho = normalize_quantize(x, MXNorm(), Request(quantizer), False)
+    assert rho.isnan().flatten().tolist() == [row == 5 for row in range(16)]
+    assert seen.dequantize().isnan().all(1).tolist() == [row == 5 for row in range(16)]
+
+
+def test_what_one_kernel_does_not_take_goes_the_long_way():
+    engine = FusedEngine((9, 0))
+    x, nearest = values(32, 256), Quantizer(FORMATS["mxfp8-e4m3"])
+    assert engine.normalize(x, MXNorm(), Request(nearest, kept=True)) is not None
+    for norm, quantizer in (
+        (MXNorm(p=3), nearest),
+        (MXNorm(p=1, rounded=True), nearest),
+        (MXNorm(), Quantizer(FORMATS["mxfp8-e4m3"], Rounding.STOCHASTIC)),
+        (MXNorm(), Quantizer(FORMATS["fp8-128x128-e4m3"])),
+    ):
+        assert engine.normalize(x, norm, Request(quantizer)) is None
+    assert engine.normalize(x[:, :200], MXNorm(), Request(nearest)) is None
