@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch._dynamo import config as dynamo_config
-from torch._inductor import cpp_builder, exc
 
 from megatron_lowbit.numerics.gemm import Accumulation
 from megatron_lowbit.numerics.gemm import gemm as reference_gemm
@@ -30,6 +28,9 @@ _VERSIONS = 256
 
 def missing_compiler() -> str | None:
     """Why torch.compile cannot build C++ here, in words; None where it can."""
+    # The compiler takes a second to import, which each rank of each run would spend at its start.
+    from torch._inductor import cpp_builder, exc
+
     try:
         cpp_builder.get_cpp_compiler()
     except exc.InvalidCxxCompiler:
@@ -48,6 +49,8 @@ def arithmetic(format_type: type) -> Arithmetic:
 
 @cache
 def _fused(function: Callable) -> Callable:
+    from torch._dynamo import config as dynamo_config
+
     compiled = torch.compile(function, dynamic=True)
 
     def call(*arguments):

@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.analysis.loss_curve import plot_loss
 from megatron_lowbit.errors import TrainingError
 from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
 from megatron_lowbit.training.background_saves import background_saves
@@ -40,6 +39,9 @@ def train(run: Run) -> None:
         print_rank0(f"validation loss {validation:.4f} after {run.iteration} iterations")
     # A run that had nothing to do, or was stopped early, may have no loss to draw.
     if save_dir is not None and enabled and "lm_loss" in (save_dir / METRICS_FILE).read_text():
+        # Here, for all ranks would spend half a second on matplotlib at their start.
+        from megatron_lowbit.analysis.loss_curve import plot_loss
+
         plot_loss({run.recipe.name: save_dir / METRICS_FILE}, save_dir / "loss.png")
         print_rank0(f"checkpoint {save_dir}, loss curve {save_dir / 'loss.png'}")
 

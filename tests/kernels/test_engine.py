@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._inductor import cpp_builder, exc
 
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.kernels.engine import reference, select_engine
@@ -32,12 +33,12 @@ def test_missing_compiler_in_words(monkeypatch, tmp_path):
     """torch's own search finds none: words, not an exception."""
 
     def search():
-        raise compiled.exc.InvalidCxxCompiler
+        raise exc.InvalidCxxCompiler
 
-    monkeypatch.setattr(compiled.cpp_builder, "get_cpp_compiler", search)
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", search)
     assert "install g++" in compiled.missing_compiler()
     assert "install g++" in select_engine(CPU).reason
-    monkeypatch.setattr(compiled.cpp_builder, "get_cpp_compiler", lambda: "g++")
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(compiled.sysconfig, "get_path", lambda _: str(tmp_path))
     assert "Python.h" in compiled.missing_compiler()
     (tmp_path / "Python.h").touch()
