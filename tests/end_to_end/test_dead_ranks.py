@@ -42,7 +42,7 @@ def test_a_rank_hangs(corpus):
     culprit = no_progress.format(1, r"at dying_rank.py:\d+ in hang; --distributed-timeout-minutes")
     assert re.search(culprit, result.stderr), result.stderr
     others = re.findall(no_progress.format(0, ".*"), result.stderr)
-    assert all("waiting for other ranks" in line for line in others)
+    assert all("waiting for other ranks" in line for line in others), result.stderr
     assert "most recent call first" in result.stderr
 
 
