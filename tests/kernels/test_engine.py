@@ -1,5 +1,7 @@
 """The table that chooses an engine, and the reason it gives."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from torch._inductor import cpp_builder, exc
@@ -60,3 +62,9 @@ def test_reference_is_the_quantizer_itself(options):
         assert torch.equal(q.codes, expected.codes)
         assert torch.equal(q.tensor_scale, expected.tensor_scale)
     assert engine.gemm is gemm and engine.reason == "why"
+
+
+def test_an_engine_is_shared_by_all_who_copy_it():
+    """megatron-core copies the plan of each layer; what does not fold is counted over all."""
+    engine = select_engine(CPU)
+    assert deepcopy({"plan": engine})["plan"] is engine
