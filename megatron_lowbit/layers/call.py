@@ -4,6 +4,7 @@ Shared by this project's linear layer and by Transformer Engine's, which brings 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.layers.sharding import Shards, gather_rows
+from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_rows
 from megatron_lowbit.numerics import (
     AmaxHistory,
     Hadamard,
@@ -41,14 +42,14 @@ class LinearCall:
 
     precision: LinearPrecision
     engine: Engine
-    shards: Shards
     key: int
-    accumulate_main_grad: bool
     training: bool
     keep_input: bool
-    operand: Operand | None
-    amax_history: AmaxHistory | None
-    weight_cache: WeightCache | None
+    shards: Shards = UNSHARDED
+    accumulate_main_grad: bool = False
+    operand: Operand | None = None
+    amax_history: AmaxHistory | None = None
+    weight_cache: WeightCache | None = None
 
     def gemm(self, name: str, lhs: Any, rhs: Any, dtype: torch.dtype, bias=None) -> Tensor:
         accumulation = self.precision.gemms[name].accumulation
@@ -161,6 +162,14 @@ class LinearCall:
         )
 
 
+def draw_key(precision: LinearPrecision) -> int:
+    """A key from torch's default CPU generator, where a call needs one.
+
+    Drawing a key that nothing uses would shift the random numbers of dropout.
+    """
+    return int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
+
+
 def quantize_input(call: LinearCall, x: Tensor) -> tuple:
     """fprop's input of all tokens, and what wgrad needs of this rank's input (R, K).
 
@@ -233,3 +242,19 @@ def quantize_grad(call: LinearCall, grad: Tensor, needs_dgrad: bool, needs_wgrad
     row = call.request("dgrad", "grad", grad.shape[0]) if needs_dgrad else None
     col = call.request("wgrad", "grad", grad.shape[0]) if needs_wgrad else None
     return call.quantize(grad, row, col)
+
+
+def deliver_wgrad(
+    call: LinearCall, weight: Tensor, wgrad: Callable[[torch.dtype], Tensor]
+) -> Tensor:
+    """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add.
+
+    ``wgrad`` makes dW in the dtype that it is given.
+    """
+    if not (call.accumulate_main_grad and hasattr(weight, "main_grad")):
+        return wgrad(weight.dtype)
+    weight.main_grad.add_(wgrad(torch.float32))
+    weight.grad_added_to_main_grad = True
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)

@@ -12,6 +12,7 @@ is quantized once for all microbatches of a step. Nothing here asks which recipe
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.layers.call import (
     LinearCall,
     WeightCache,
+    deliver_wgrad,
+    draw_key,
     quantize_gathered,
     quantize_grad,
     quantize_input,
@@ -66,7 +69,7 @@ class _LowbitLinear(torch.autograd.Function):
             by_row = dgrad_weight = None
             dgrad, handle = reduce_dgrad(call.shards, dgrad)
         if ctx.needs_input_grad[1]:
-            wgrad = _deliver_wgrad(call, weight, by_col, kept_input)
+            wgrad = deliver_wgrad(call, weight, partial(_wgrad, call, by_col, kept_input))
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if handle is not None:
             handle.wait()
@@ -82,17 +85,6 @@ def _wgrad(call: LinearCall, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
     else:
         rhs = kept.t()
     return call.gemm("wgrad", lhs, rhs, dtype)
-
-
-def _deliver_wgrad(call: LinearCall, weight: Tensor, lhs: Any, kept: Any) -> Tensor:
-    """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add."""
-    if not (call.accumulate_main_grad and hasattr(weight, "main_grad")):
-        return _wgrad(call, lhs, kept, weight.dtype)
-    weight.main_grad.add_(_wgrad(call, lhs, kept, torch.float32))
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
 
 
 def _keep(ctx, *operands: Any) -> None:
@@ -145,14 +137,11 @@ def lowbit_linear(
     """
     operand = x if isinstance(x, Operand) else None
     source = x.source if operand is not None else x
-    if key is None:
-        # Drawing a key that nothing uses would shift the random numbers of dropout.
-        key = int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
     call = LinearCall(
         precision=precision,
         engine=engine or select_engine(source.device),
         shards=shards,
-        key=key,
+        key=draw_key(precision) if key is None else key,
         accumulate_main_grad=accumulate_main_grad,
         training=torch.is_grad_enabled(),
         keep_input=torch.is_grad_enabled() and weight.requires_grad,

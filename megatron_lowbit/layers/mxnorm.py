@@ -21,6 +21,8 @@ from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.layers.call import (
     LinearCall,
     WeightCache,
+    deliver_wgrad,
+    draw_key,
     quantize_gathered,
     quantize_grad,
     quantize_weight,
@@ -94,7 +96,7 @@ class _MXNormLinear(torch.autograd.Function):
         return (
             _norm_grad(inner, x, rho).to(x.dtype).view(ctx.x_shape) if needs_x else None,
             _gain_grad(call.shards, product, weight).to(gain.dtype) if needs_gain else None,
-            _deliver(call, product * gain.float(), weight) if needs_weight else None,
+            deliver_wgrad(call, weight, (product * gain.float()).to) if needs_weight else None,
             grad.sum(dim=0) if ctx.has_bias and needs_bias else None,
             None,
             None,
@@ -140,17 +142,6 @@ def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
     return grad
 
 
-def _deliver(call: LinearCall, wgrad: Tensor, weight: Tensor) -> Tensor:
-    """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add."""
-    if not (call.accumulate_main_grad and hasattr(weight, "main_grad")):
-        return wgrad.to(weight.dtype)
-    weight.main_grad.add_(wgrad)
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
-
-
 def mxnorm_linear(
     x: Tensor,
     gain: Tensor,
@@ -182,17 +173,14 @@ def mxnorm_linear(
         ValueError: fprop's input is not quantized in blocks, or K is not a multiple of one.
     """
     norm_block(precision)
-    if key is None:
-        key = int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
     call = LinearCall(
         precision=precision,
         engine=engine or select_engine(x.device),
         shards=shards,
-        key=key,
+        key=draw_key(precision) if key is None else key,
         accumulate_main_grad=accumulate_main_grad,
         training=torch.is_grad_enabled(),
         keep_input=False,
-        operand=None,
         amax_history=amax_history,
         weight_cache=weight_cache,
     )

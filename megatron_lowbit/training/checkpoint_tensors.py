@@ -37,6 +37,7 @@ from megatron_lowbit.integrations.megatron_core import amax_history
 from megatron_lowbit.integrations.megatron_core.fp32_parameters import fp32_as_main
 from megatron_lowbit.training.checkpoint_pickle import CommonLoader, Reader, confined
 from megatron_lowbit.training.checkpoint_ranks import error_behind
+from megatron_lowbit.training.optimizer import parts
 
 # What megatron calls content metadata: moments have their parameter's shape, whatever the layout.
 _CONTENT = {
@@ -53,7 +54,7 @@ def kind(optimizer: Any) -> str | None:
     """ "distributed", "plain" or None: their checkpoints do not load into each other."""
     if optimizer is None:
         return None
-    distributed = isinstance(_parts(optimizer)[0], DistributedOptimizer)
+    distributed = isinstance(parts(optimizer)[0], DistributedOptimizer)
     return "distributed" if distributed else "plain"
 
 
@@ -134,7 +135,7 @@ def read(directory: Path, model: Sequence[torch.nn.Module], optimizer: Any) -> N
     if optimizer is None:
         return
     with ExitStack() as stack:
-        for part in _parts(optimizer):
+        for part in parts(optimizer):
             stack.enter_context(fp32_as_main(part))
             if _is_torch_adam(part):
                 stack.enter_context(_own_steps(part))
@@ -167,7 +168,7 @@ def check_precision(directory: Path, optimizer: Any) -> None:
     if kind(optimizer) != "plain":
         return
     there = any(key.startswith("optimizer.state.fp32_param.") for key in _saved_tensors(directory))
-    here = isinstance(_parts(optimizer)[0], Float16OptimizerWithFloat16Params)
+    here = isinstance(parts(optimizer)[0], Float16OptimizerWithFloat16Params)
     if there != here:
         saved, current = ("BF16" if has_main else "FP32" for has_main in (there, here))
         raise UserError(
@@ -210,10 +211,10 @@ def _sharded(model: Sequence[torch.nn.Module], optimizer: Any, is_loading: bool)
     parameters = dict(content)
     content["amax_history"] = amax_history.sharded_state(model)
     if optimizer is not None:
-        for part in filter(_is_torch_adam, _parts(optimizer)):
+        for part in filter(_is_torch_adam, parts(optimizer)):
             _fill_state(part)
         with ExitStack() as stack:
-            for part in _parts(optimizer):
+            for part in parts(optimizer):
                 stack.enter_context(fp32_as_main(part))
             content["optimizer"] = optimizer.sharded_state_dict(
                 parameters, is_loading=is_loading, metadata=metadata
@@ -227,10 +228,6 @@ def _without_extra_state(content: dict[str, Any]) -> dict[str, Any]:
     Not asked for, they need not be there: a checkpoint loads whoever's layers the model is made of.
     """
     return {key: entry for key, entry in content.items() if not key.endswith(_EXTRA_STATE)}
-
-
-def _parts(optimizer: Any) -> list[Any]:
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _is_torch_adam(part: Any) -> bool:

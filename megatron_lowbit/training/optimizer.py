@@ -61,7 +61,7 @@ def build_optimizer(
         ),
         model,
     )
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in parts(optimizer):
         number_as_stored(part)
     batch = args.global_batch_size
     wsd_decay = None if args.lr_wsd_decay_iters is None else args.lr_wsd_decay_iters * batch
@@ -84,3 +84,8 @@ def build_optimizer(
         lr_wsd_decay_style=args.lr_wsd_decay_style,
     )
     return optimizer, scheduler
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers that one is a chain of, or it alone."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])

@@ -23,7 +23,7 @@ from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron_lowbit.integrations.megatron_core.layer_state import LayerState, split_features
 from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan, QuantRecipe
 from megatron_lowbit.integrations.transformer_engine.native import Native, native_recipe
-from megatron_lowbit.integrations.transformer_engine.quantizers import open_call, slot
+from megatron_lowbit.integrations.transformer_engine.quantizers import slot
 from megatron_lowbit.integrations.transformer_engine.recipe import build
 from megatron_lowbit.integrations.transformer_engine.site import Site
 from megatron_lowbit.layers import UNSHARDED, Shards
@@ -95,11 +95,13 @@ class TELayerState(LayerState):
             shards = Shards(group, roles, out_features=self.features)
         elif self.features is not None:
             shards = Shards(group, frozenset({"weight", "input"}), in_features=self.features)
-        return open_call(
+        # Communication, gradient buffers and the weight's cache are Transformer Engine's.
+        return LinearCall(
             self.plan.precision,
             self.plan.engine,
             self.microbatch_key(),
             training,
+            keep_input=training,
             shards=shards,
             amax_history=self.amax_history,
         )

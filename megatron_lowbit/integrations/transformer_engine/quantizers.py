@@ -19,8 +19,7 @@ from transformer_engine.pytorch.tensor import IdentityQuantizer
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.transformer_engine.site import Site
 from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.layers import UNSHARDED
-from megatron_lowbit.layers.call import LinearCall, quantize_grad, quantize_weight
+from megatron_lowbit.layers.call import LinearCall, draw_key, quantize_grad, quantize_weight
 from megatron_lowbit.layers.saved import put_together, take_apart
 from megatron_lowbit.recipes import LinearPrecision
 
@@ -214,27 +213,8 @@ class Factory:
         return slot(role, lambda: self._site)
 
     def _make_call(self, training: bool) -> LinearCall:
-        stochastic = self.precision.stochastic
-        key = int(torch.randint(2**63 - 1, ())) if stochastic else 0
-        return open_call(self.precision, self.engine, key, training)
-
-
-def open_call(
-    precision: LinearPrecision, engine: Engine, key: int, training: bool, **more: Any
-) -> LinearCall:
-    """A call whose communication, gradient buffers and weight cache are Transformer Engine's."""
-    settings = {"shards": UNSHARDED, "amax_history": None} | more
-    return LinearCall(
-        precision=precision,
-        engine=engine,
-        key=key,
-        training=training,
-        keep_input=training,
-        accumulate_main_grad=False,
-        operand=None,
-        weight_cache=None,
-        **settings,
-    )
+        key = draw_key(self.precision)
+        return LinearCall(self.precision, self.engine, key, training, keep_input=training)
 
 
 def slot(role: Any, site: Callable[[], Site]) -> IdentityQuantizer:
