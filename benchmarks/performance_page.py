@@ -130,6 +130,14 @@ BARS = [
         "NVFP4 linear, time against BF16's", 1.15,
         partial(_speed, "linear", "nvfp4", "BF16", "both", True), at_least=False,
     ),
+    Bar(
+        "NVFP4 in TE, linear, over TE's reference quantizer", 100.0,
+        _faster("linear", "nvfp4 in TE", "TE nvfp4 reference"),
+    ),
+    Bar(
+        "NVFP4 in TE, linear, time against the local layer's", 1.25,
+        partial(_speed, "linear", "nvfp4 in TE", "nvfp4", "both", True), at_least=False,
+    ),
     *(
         Bar(
             f"quantize, {case}: share of a copy's bandwidth", 0.85,

@@ -32,24 +32,8 @@ from megatron_lowbit.layers.saved import put_together, take_apart
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_rows
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.recipes.mxnorm import norm_block
 from megatron_lowbit.recipes.precision import LinearPrecision
-
-
-def norm_block(precision: LinearPrecision) -> int:
-    """The block whose absmaxes the norm uses: of fprop's input.
-
-    Raises:
-        ValueError: that input is not quantized in blocks.
-    """
-    quantizer = precision.fprop.lhs
-    if quantizer is None or quantizer.format.block == 1:
-        found = "is not quantized" if quantizer is None else f"is {quantizer.format.name}"
-        raise ValueError(
-            f"MXNorm needs an input that fprop quantizes in blocks, such as mxfp8-e4m3: it {found}"
-        )
-    if precision.fprop.hadamard is not None:
-        raise ValueError("MXNorm needs the absmaxes of the input itself: fprop has a hadamard")
-    return quantizer.format.block
 
 
 class _MXNormLinear(torch.autograd.Function):

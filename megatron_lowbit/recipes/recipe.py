@@ -1,7 +1,8 @@
 """Recipe: named precisions and the ordered rules that give each linear layer one of them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Literal
 
 from megatron_lowbit.errors import UserError
@@ -31,6 +32,10 @@ class Switch:
     at: float
     part: Literal["all", "forward", "backward"]
     recipe: "Recipe"
+
+    def reached(self, progress: Progress) -> bool:
+        """Whether it has taken over."""
+        return getattr(progress, self.unit) >= self.at
 
     def __str__(self) -> str:
         return f"{self.name}: from {self.unit} {self.at:g} on, {self.part} by {self.recipe.name}"
@@ -74,11 +79,27 @@ class Recipe:
         """The recipe in force at some point of a run, without switches."""
         current = replace(self, switches=())
         for switch in self.switches:
-            if getattr(progress, switch.unit) >= switch.at:
+            if switch.reached(progress):
                 forward = current if switch.part == "backward" else switch.recipe
                 backward = current if switch.part == "forward" else switch.recipe
                 current = combine(forward, backward)
         return current
+
+    def phases(self) -> list[tuple[list[Switch], "Recipe"]]:
+        """The switches that a run may have behind it, and the recipe in force then; start first.
+
+        Whatever the run's length and batch size, so those of different units in any order.
+        """
+        points = [
+            sorted({0, *(switch.at for switch in self.switches if switch.unit == unit.name)})
+            for unit in fields(Progress)
+        ]
+        found = []
+        for point in product(*points):
+            progress = Progress(*point)
+            behind = [switch for switch in self.switches if switch.reached(progress)]
+            found.append((behind, self.at(progress)))
+        return found
 
     def check_rules(self, layers: Sequence[Layer]) -> None:
         """Raise a UserError for a rule that none of the model's linear layers matches.

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
+from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, side
 from megatron_lowbit.recipes.recipe import Recipe
 from megatron_lowbit.recipes.rules import Layer
@@ -22,8 +23,6 @@ _PARTS = {
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
     "mamba": ("mixer.in_proj", "mixer.out_proj"),
 }
-_NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
-"""Ends of the paths of layers that MXNorm comes before."""
 _SYMBOLS = {"M": ("mamba",), "*": ("attention",), "-": ("mlp",)}
 _GPT_LAYER = ("attention", "mlp")
 
@@ -49,7 +48,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         shape = args if args.model is None else _read_model(args.model)
         layers = model_layers(shape.hybrid_override_pattern, shape.num_layers)
         recipe.check_rules(layers)
-        table = resolved_table(recipe, layers, shape.normalization == "MXNorm")
+        mxnorm = shape.normalization == "MXNorm"
+        if mxnorm:
+            check_mxnorm(recipe, layers)
+        table = resolved_table(recipe, layers, mxnorm)
     terminal = Console()
     # A pipe has no width: take what the table needs, so that names stay whole.
     needed = Console(width=_UNLIMITED).measure(table).maximum
@@ -136,7 +138,7 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False
     for layer in layers:
         name, rule = layer.path, recipe.rule_names(layer)
         whole = recipe.precision_for(layer)
-        normalized = mxnorm and whole.quantized and name.endswith(_NORMALIZED)
+        normalized = mxnorm and whole.quantized and name.endswith(NORMALIZED)
         for gemm, precision in whole.gemms.items():
             *cells, both = _cells(gemm, precision)
             if normalized and gemm == "fprop":

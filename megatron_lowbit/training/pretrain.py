@@ -29,6 +29,7 @@ from megatron_lowbit.recipes import (
     load_recipe,
     precision_table,
 )
+from megatron_lowbit.recipes.mxnorm import check_mxnorm
 from megatron_lowbit.training.arguments import resolve_batch_size
 from megatron_lowbit.training.checkpoint import valid_iteration
 from megatron_lowbit.training.data import (
@@ -121,14 +122,11 @@ def _own_layers(args: Namespace) -> str | None:
 def _announce(
     args: Namespace, recipe: Recipe, engine: Engine, chunks: list, why_layers: str
 ) -> None:
-    """Say what will run where, after checking that every layer rule names something."""
+    """Say what will run where, after checking that the recipe fits the model."""
     layers = quantizable_layers(chunks)
     recipe.check_rules(layers)
-    active, inactive = mxnorm_layers(chunks)
-    if inactive and not active and args.pipeline_model_parallel_size == 1:
-        raise UserError(
-            f"--normalization MXNorm: recipe {recipe.name} quantizes none of its layers"
-        )
+    if args.normalization == "MXNorm":
+        check_mxnorm(recipe, layers, args.hidden_size)
     if rank() == 0:
         # Without a terminal rich assumes 80 columns, which breaks names apart.
         console = Console(width=None if sys.stdout.isatty() else 130, record=True)
@@ -144,6 +142,7 @@ def _announce(
             for line in _kernels(recipe, layers):
                 console.print(line)
         if args.normalization == "MXNorm":
+            active, inactive = mxnorm_layers(chunks)
             console.print(
                 f"MXNorm, p {args.mxnorm_p:g}: {active} linear_qkv and linear_fc1 on rank 0; "
                 f"RMSNorm in {inactive} that are not quantized"

@@ -49,6 +49,40 @@ def test_it_goes_on_from_rms_norm_and_back(pretrain_here, tmp_path):
     assert shapes[0]["state"]["model"] == shapes[1]["state"]["model"]
 
 
+@pytest.mark.parametrize("switch", ["to: bf16", "to: bf16, part: backward", "to: nvfp4"])
+def test_a_switch_that_leaves_blocks_or_rms_norm(switch, pretrain_here, tmp_path):
+    change = f"switches.late={{iteration: 2, {switch}}}"
+    recipe = ("--precision-recipe", "mxfp8", "--recipe-set", change)
+    result = pretrain_here(*recipe, *MXNORM, *SHORT, "--train-iters", 4, "--save", tmp_path)
+    done(result)
+    assert "iteration 2: recipe " in result.stdout
+    found = losses(tmp_path)
+    assert found[4] < found[1]
+
+
+@pytest.mark.parametrize(
+    ("switch", "named"),
+    [
+        (
+            "fraction: 0.5, to: bf16, part: forward",
+            ("from fraction 0.5 on, forward by bf16", "is not quantized", "mxfp8-e4m3"),
+        ),
+        (
+            "tokens: 200, to: fp8-tensorwise",
+            ("from tokens 200 on, all by fp8-tensorwise", "is fp8-tensor-e4m3"),
+        ),
+        ("iteration: 1, to: fp8-tile", ("from iteration 1 on", "--hidden-size 64", "128")),
+    ],
+)
+def test_a_switch_that_does_not_fit_is_refused_at_the_start(switch, named, pretrain_here, tmp_path):
+    recipe = ("--precision-recipe", "mxfp8", "--recipe-set", f"switches.late={{{switch}}}")
+    save = tmp_path / "run"
+    message = refused(pretrain_here(*recipe, *MXNORM, "--train-iters", 2, "--save", save))
+    for part in ("--normalization MXNorm: ", "(switch late: ", *named):
+        assert part in message, message
+    assert not save.exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

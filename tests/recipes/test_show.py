@@ -189,6 +189,30 @@ def test_list(capsys):
         (["show", "nvfp4", "--recipe-set", "grad.x=1"], ["configs.nvfp4.grad.x"]),
         (["show", "nvfp4", "--recipe-set", "bf16_blocks.numbers=[40]"], ["block 40", "0 to 11"]),
         (["show", "nvfp4", "--forward", "mxfp8", "--recipe-set", "grad=null"], ["forward.grad"]),
+        (["show", "bf16", "--normalization", "MXNorm"], ["MXNorm", "bf16 quantizes none"]),
+        (["show", "fp8-delayed", "--normalization", "MXNorm"], ["linear_qkv: ", "mxfp8-e4m3"]),
+        (
+            [
+                "show",
+                "nvfp4",
+                "--normalization",
+                "MXNorm",
+                "--recipe-set",
+                "configs.bf16.accumulation.inner=bf16",
+            ],
+            ["layers.0.", "is not quantized"],
+        ),
+        (
+            [
+                "show",
+                "mxfp8",
+                "--normalization",
+                "MXNorm",
+                "--recipe-set",
+                "switches.late={fraction: 0.8, to: bf16, part: forward}",
+            ],
+            ["(switch late: from fraction 0.8 on, forward by bf16): ", "mxfp8-e4m3"],
+        ),
     ],
 )
 def test_bad_input(arguments, parts):

@@ -147,6 +147,30 @@ def test_switches_of_different_units():
     assert precisions(recipe.at(Progress(3, 1000, 0.5))) == parts(BF16, MXFP8)
 
 
+def test_phases_of_one_unit_come_in_order():
+    """Whatever the file's order, and with switches from the start on already made."""
+    recipe = switched(
+        "{iteration: 20, to: mxfp8}", "{iteration: 0, to: fp8-tile}",
+        "{iteration: 10, to: bf16, part: forward}",
+    )  # fmt: skip
+    phases = recipe.phases()
+    assert [[s.name for s in behind] for behind, _ in phases] == [
+        ["s1"], ["s1", "s2"], ["s0", "s1", "s2"],
+    ]  # fmt: skip
+    assert [current for _, current in phases] == [recipe.at(Progress(i)) for i in (0, 10, 20)]
+    assert NVFP4.phases() == [([], NVFP4)]
+
+
+def test_phases_of_different_units_come_in_any_order():
+    recipe = switched("{tokens: 1000, to: mxfp8}", "{fraction: 0.5, to: bf16, part: forward}")
+    moments = [Progress(0, tokens, share) for tokens in (0, 1000) for share in (0, 0.5)]
+    phases = recipe.phases()
+    assert [current for _, current in phases] == [recipe.at(moment) for moment in moments]
+    assert [[s.name for s in behind] for behind, _ in phases] == [
+        [], ["s1"], ["s0"], ["s0", "s1"],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("base", list(shipped_recipes()))
 @pytest.mark.parametrize("order", [("forward", "backward"), ("backward", "forward")])
 def test_both_parts_one_after_the_other_are_all(base, order):

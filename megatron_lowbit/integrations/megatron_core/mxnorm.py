@@ -11,18 +11,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
-from megatron.core.quantization.quant_config import QuantizationConfig
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from megatron_lowbit.integrations.megatron_core.linear import LowbitColumnParallelLinear
-from megatron_lowbit.layers.mxnorm import mxnorm_linear, norm_block
+from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.recipes import LinearPrecision
 
 
@@ -36,22 +34,6 @@ class MXNormColumnParallelLinear(LowbitColumnParallelLinear):
         )
         # Each rank has a part of its gradient then: megatron-core sums those that are so marked.
         self.layer_norm_weight.sequence_parallel = self.config.sequence_parallel
-
-    def finish_init(self, quantization_config: QuantizationConfig | None) -> None:
-        """Take the layer's precision, which must quantize the input in blocks, or not at all."""
-        super().finish_init(quantization_config)
-        plan = self.layer_state.plan
-        if not plan.precision.quantized:
-            return
-        try:
-            block = norm_block(plan.precision)
-        except ValueError as error:
-            raise UserError(f"--normalization MXNorm: {plan.layer.path}: {error}") from None
-        if self.input_size % block:
-            raise UserError(
-                f"--normalization MXNorm: --hidden-size {self.input_size} is not a multiple of "
-                f"{plan.layer.path}'s block of {block}"
-            )
 
     def _in_high_precision(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any):
         gain, eps = self.layer_norm_weight, self.config.layernorm_epsilon

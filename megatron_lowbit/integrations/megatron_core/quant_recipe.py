@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
@@ -61,16 +62,26 @@ class QuantRecipe(RecipeConfig):
         self.first_expert = first_expert
         self.norm = norm
 
-    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
-        """The plan of the module at a path; None for a module outside the blocks."""
-        if operator_context.layer_number is None:
+    def plan_of(self, module_path: str) -> LayerPlan | None:
+        """The plan of the module at a path of this stage; None for a module outside the blocks."""
+        number = _LAYER.search(module_path)
+        if number is None:
             return None
-        block = operator_context.layer_number + self.layer_offset
-        path = _LAYER.sub(f"layers.{block}", operator_context.module_path, count=1)
+        block = int(number[1]) + self.layer_offset
+        path = _LAYER.sub(f"layers.{block}", module_path, count=1)
         path = _EXPERT.sub(lambda found: str(int(found[0]) + self.first_expert), path)
         layer = Layer(path, block, self.num_blocks)
-        rule = self.recipe.rule_for(layer)
         precision = self.recipe.precision_for(layer)
-        plan = LayerPlan(layer, precision, self.engine, self.accumulate_main_grad, self.norm)
-        key = "high precision" if rule is None else rule.config
-        return QuantizationConfig({"plan": plan}, MatchContext(path, block), key)
+        return LayerPlan(layer, precision, self.engine, self.accumulate_main_grad, self.norm)
+
+    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
+        """What megatron-core asks for: the module's configuration, or None."""
+        plan = self.plan_of(operator_context.module_path)
+        if plan is None:
+            return None
+        where = MatchContext(plan.layer.path, plan.layer.block)
+        return QuantizationConfig(self.content(plan), where, self.recipe.name)
+
+    def content(self, plan: LayerPlan) -> dict[str, Any]:
+        """A configuration's content: local layers take the plan itself."""
+        return {"plan": plan}

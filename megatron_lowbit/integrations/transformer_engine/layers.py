@@ -18,7 +18,7 @@ from megatron.core.extensions.transformer_engine import (
     TERowParallelLinear,
 )
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
-from megatron.core.quantization.utils import get_quant_config_or_none
+from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.integrations.megatron_core.layer_state import LayerState, split_features
 from megatron_lowbit.integrations.megatron_core.quant_recipe import LayerPlan, QuantRecipe
@@ -37,12 +37,9 @@ _FACTORY = f"{__name__}.factory"
 class TEQuantRecipe(QuantRecipe):
     """The recipe of a model in Transformer Engine's layers."""
 
-    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
-        """The configuration of the module at a path; None for a module outside the blocks."""
-        found = super().match(operator_context)
-        if found is None:
-            return None
-        return _configuration(found.config["plan"], found.match_input, found.config_key)
+    def content(self, plan: LayerPlan) -> dict[str, Any]:
+        """A precision in the words of megatron-core's TEQuantizationParams."""
+        return _content(plan.precision)
 
 
 class TELayerState(LayerState):
@@ -69,7 +66,7 @@ class TELayerState(LayerState):
         super().set_precision(precision)
         module, layer = self.module, self.plan.layer
         where = MatchContext(layer.path, layer.block)
-        module.finish_init(_configuration(self.plan, where, "recipe"))
+        module.finish_init(QuantizationConfig(_content(precision), where, "recipe"))
         self.native = _native(precision)
         self.own = precision.quantized and self.native is None
         # Transformer Engine's GEMM of a custom recipe leaves main_grad alone.
@@ -115,21 +112,11 @@ def take_over(
     for name, module in chunk.named_modules():
         if not isinstance(module, (*_COLUMN, TERowParallelLinear)):
             continue
-        found = get_quant_config_or_none(name, _Plans(quant_recipe))
-        if found is not None:
-            module.layer_state = kind(found.config["plan"], module)
+        plan = quant_recipe.plan_of(name)
+        if plan is not None:
+            module.layer_state = kind(plan, module)
             states.append(module.layer_state)
     return states
-
-
-class _Plans:
-    """What ``match`` of a QuantRecipe says, with the plan itself."""
-
-    def __init__(self, quant_recipe: QuantRecipe) -> None:
-        self.quant_recipe = quant_recipe
-
-    def match(self, operator_context: MatchContext) -> QuantizationConfig | None:
-        return QuantRecipe.match(self.quant_recipe, operator_context)
 
 
 class _Name(str):
@@ -148,8 +135,6 @@ def factory(role: Any) -> Any:
 
 def _native_quantizer(native: Native, tensor: str) -> Any:
     """The quantizer that Transformer Engine's own recipe has for an operand."""
-    from transformer_engine.pytorch.quantization import RecipeState
-
     mode, count, index = {
         "input": ("forward", 3, 0),
         "weight": ("forward", 3, 1),
@@ -159,19 +144,17 @@ def _native_quantizer(native: Native, tensor: str) -> Any:
     return state.make_quantizers()[index]
 
 
-def _configuration(plan: LayerPlan, where: MatchContext, key: str) -> QuantizationConfig:
-    """A precision in the words of megatron-core's TEQuantizationParams."""
+def _content(precision: LinearPrecision) -> dict[str, Any]:
     training: dict[str, Any] = {}
-    if plan.precision.quantized:
-        native = _native(plan.precision)
+    if precision.quantized:
+        native = _native(precision)
         custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
         training = dict(native.megatron) if native and native.megatron else custom
         training["override_nonquantized_autocast"] = True
-    content = {
+    return {
         "transformer_engine_config_type": "TEQuantizationParams",
         "training_recipe": training,
     }
-    return QuantizationConfig(content, where, key)
 
 
 def _native(precision: LinearPrecision) -> Native | None:
