@@ -169,7 +169,9 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+        return (
+            f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 else f"{value:.4f}"
+        )
     return str(value)
 
 
