@@ -285,9 +285,10 @@ def model(results: Results) -> str:
 
 
 def draw(results: Results, file: Path) -> None:
-    """Forward and backward of each contender as a bar, beside BF16's."""
+    """Forward and backward of each contender as a bar, beside BF16's; none of over ten times it."""
     first = results.sizes("linear")[0]
     rows = [r for r in results.rows("linear") if r["size"] == first and "refused" not in r]
+    rows = [row for row in rows if row.get("times_bf16", {}).get("both", 1) > 0.1]
     names = [row["contender"] for row in rows]
     figure = Figure(figsize=(8, 0.4 * len(rows) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)

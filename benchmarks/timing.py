@@ -87,18 +87,18 @@ def _timed(step: Step, flush: Tensor | None = None) -> Stopwatch:
 
 
 def measure(
-    steps: dict[str, Step], seconds: float = 0.15, flush: bool = True
+    steps: dict[str, Step], seconds: float = 0.15, flush: bool = True, most: int = MOST
 ) -> dict[str, list[list[float]]]:
     """The laps in ms of every repetition of every step.
 
-    Each step is repeated for about ``seconds`` after its warm-up, spread over turns in which all
-    contenders come one after another, in another order each time: clocks and temperature drift
-    alike for all, and none always follows the hottest.
+    Each step is repeated for about ``seconds`` after its warm-up, ``most`` times at most, spread
+    over turns in which all contenders come one after another, in another order each time: clocks
+    and temperature drift alike for all, and none always follows the hottest.
     """
     cold = None
     if flush and torch.cuda.is_available():
         cold = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-    counts = {name: _repetitions(step, seconds, cold) for name, step in steps.items()}
+    counts = {name: min(most, _repetitions(step, seconds, cold)) for name, step in steps.items()}
     laps: dict[str, list[list[float]]] = {name: [] for name in steps}
     order = random.Random(0)
     for turn in range(TURNS):
@@ -114,7 +114,7 @@ def _repetitions(step: Step, seconds: float, cold: Tensor | None) -> int:
     for _ in range(WARMUP):
         last = _timed(step, cold)
         synchronize()
-    return min(MOST, max(3, math.ceil(1e3 * seconds / max(sum(last.laps()), 1e-3))))
+    return max(3, math.ceil(1e3 * seconds / max(sum(last.laps()), 1e-3)))
 
 
 def spread(milliseconds: Iterable[float]) -> dict[str, float]:

@@ -15,7 +15,7 @@ from megatron_lowbit.kernels.gemm import (
     routes,
 )
 from megatron_lowbit.kernels.launch import quantize_both
-from megatron_lowbit.kernels.mxnorm import normalize_quantize, takes
+from megatron_lowbit.kernels.norm import normalize_quantize, takes
 from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.numerics import Accumulation, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference

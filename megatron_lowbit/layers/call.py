@@ -218,8 +218,11 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
     return dgrad, None
 
 
-def quantize_weight(call: LinearCall, weight: Tensor) -> tuple:
-    """A weight (N, K) for fprop, and its transpose for dgrad: None where backward quantizes it."""
+def quantize_weight(call: LinearCall, weight: Callable[[], Tensor]) -> tuple:
+    """A weight (N, K) for fprop, and its transpose for dgrad: None where backward quantizes it.
+
+    ``weight`` makes it, where it is not in the cache.
+    """
     cache = call.weight_cache if call.caches_weight else None
     if cache is not None and cache.operands is not None:
         return cache.operands
@@ -230,7 +233,7 @@ def quantize_weight(call: LinearCall, weight: Tensor) -> tuple:
         col = row
     elif call.training and call.caches_weight:
         col = call.request("dgrad", "weight", 0, kept=True)
-    by_row, by_col = call.quantize(weight, row, col)
+    by_row, by_col = call.quantize(weight(), row, col)
     operands = by_row, None if col is None else by_col
     if cache is not None and call.training:
         cache.operands = operands

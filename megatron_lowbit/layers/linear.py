@@ -42,7 +42,7 @@ class _LowbitLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         fprop_input, kept_input = quantize_input(call, x2d)
-        fprop_weight, dgrad_weight = quantize_weight(call, weight)
+        fprop_weight, dgrad_weight = quantize_weight(call, lambda: weight)
         y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
         if not (call.training and x.requires_grad):
             dgrad_weight = None

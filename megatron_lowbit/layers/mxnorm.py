@@ -44,7 +44,7 @@ class _MXNormLinear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         by_row, rho = _normalize(call, x2d, norm)
-        by_row_weight, dgrad_weight = quantize_weight(call, weight.float() * gain.float())
+        by_row_weight, dgrad_weight = quantize_weight(call, lambda: weight.float() * gain.float())
         y = call.gemm("fprop", by_row, by_row_weight, x.dtype, bias)
         if not (call.training and x.requires_grad):
             dgrad_weight = None

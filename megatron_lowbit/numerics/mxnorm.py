@@ -18,6 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from megatron_lowbit.numerics.rmsnorm import divide, square_root, tree_sum
+
 _PANELS, _NODES, _END = 64, 32, 14.0
 _TABLE = 256
 """Points a binade of the inverse of appendix K's f."""
@@ -66,19 +68,8 @@ class MXNorm:
         return x.float() * self.inverse_rms(x, block)
 
 
-def tree_sum(values: Tensor) -> Tensor:
-    """FP32 sums over the last axis, padded to a power of two: upper half added to lower half."""
-    length = values.shape[-1]
-    values = torch.nn.functional.pad(values, (0, (1 << (length - 1).bit_length()) - length))
-    while values.shape[-1] > 1:
-        lower, upper = values.chunk(2, dim=-1)
-        values = lower + upper
-    return values.squeeze(-1)
-
-
 def _mean(values: Tensor) -> Tensor:
-    # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
-    return tree_sum(values) / torch.full((), float(values.shape[-1]), device=values.device)
+    return divide(tree_sum(values), values.shape[-1])
 
 
 def _power(x: Tensor, p: float) -> Tensor:
@@ -86,8 +77,7 @@ def _power(x: Tensor, p: float) -> Tensor:
 
 
 def _root(x: Tensor, p: float) -> Tensor:
-    # By FP64, which rounds as IEEE says: torch's own FP32 root on a CPU does not always.
-    return x if p == 1 else x.double().sqrt().float() if p == 2 else x ** (1 / p)
+    return x if p == 1 else square_root(x) if p == 2 else x ** (1 / p)
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:

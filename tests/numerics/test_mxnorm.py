@@ -11,8 +11,8 @@ from megatron_lowbit.numerics.mxnorm import (
     absmax_constant,
     mean_rounded,
     rms_of_rounded,
-    tree_sum,
 )
+from megatron_lowbit.numerics.rmsnorm import tree_sum
 
 
 def gaussian(*shape, seed=0):

@@ -162,7 +162,7 @@ class LowbitQuantizer(IdentityQuantizer):
     def _weight(self, x: Tensor) -> tuple[Any, Any, LinearCall]:
         # Whatever the usage: modules keep it, from an evaluation for training, too.
         call = self.site.forward
-        by_row, by_col = quantize_weight(call, x)
+        by_row, by_col = quantize_weight(call, lambda: x)
         return by_row, Unquantized(x) if by_col is None else by_col, call
 
     def _grad(self, x: Tensor) -> tuple[Any, Any, LinearCall]:

@@ -73,7 +73,7 @@ def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRound
 
 @dataclass(frozen=True)
 class MX(BlockFormat):
-    """Blocks of 1x32 or 32x32 elements.
+    """Blocks of 1x32 or 32x32 elements; another ``block`` is for study.
 
     ``scales`` are E8M0 bytes, uint8 (R, K/32), those of 32x32 blocks repeated for each row;
     ``tensor_scale`` is 1, or 4/3 with ``three_quarters``.
@@ -81,8 +81,8 @@ class MX(BlockFormat):
 
     scale_rounding: ScaleRounding = "floor"
     three_quarters: bool = False
+    block: int = BLOCK
 
-    block = BLOCK
     scale_bits = 8
     OPTIONS: ClassVar = {
         "scale_rounding": ("floor", "rceil", "ceil", "even"),
@@ -93,7 +93,7 @@ class MX(BlockFormat):
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/32)."""
-        tiles = blocks(x, self.block_rows, BLOCK)
+        tiles = blocks(x, self.block_rows, self.block)
         scales = scale_bytes(block_amax(tiles), self.element, self.scale_rounding)
         scaled = tiles * reciprocal_e8m0(scales)
         if self.three_quarters:
@@ -104,7 +104,9 @@ class MX(BlockFormat):
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """FP32 (R, K/32, 32); code * scale is exact unless it underflows."""
-        values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), self.element)
+        values = decode(
+            codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
+        )
         return values * decode_e8m0(scales).unsqueeze(-1) * tensor_scale
 
 

@@ -1,13 +1,16 @@
-"""MXNorm and cast in one kernel: the bits of the reference, one after the other."""
+"""A norm and the cast in one kernel: the bits of the reference, one after the other."""
 
 import pytest
 import torch
 
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.mxnorm import normalize_quantize
+from megatron_lowbit.kernels.norm import normalize_quantize
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding
+from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.formats import E2M1, E4M3
 from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
@@ -19,8 +22,11 @@ def values(rows, columns, dtype=torch.bfloat16):
     return (x * wide.exp()).to(dtype).to(DEVICE)
 
 
-def check(x, name, norm, as_values=False):
-    quantizer = Quantizer(FORMATS[name])
+NORMS = {"MXNorm": MXNorm(), "p 1": MXNorm(p=1), "RMSNorm": RMSNorm()}
+
+
+def check(x, format, norm, as_values=False):
+    quantizer = Quantizer(FORMATS[format] if isinstance(format, str) else format)
     block = quantizer.format.block
     expected = quantizer(norm.normalize(x, block))
     seen, rho = normalize_quantize(x, norm, Request(quantizer), as_values)
@@ -35,16 +41,23 @@ def check(x, name, norm, as_values=False):
     assert torch.equal(seen.tensor_scale, expected.tensor_scale)
 
 
-@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_references_bits(name, p):
-    check(values(48, 512), name, MXNorm(p=p))
+def test_the_references_bits(name, norm):
+    check(values(48, 512), name, norm)
 
 
+@pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
 @pytest.mark.parametrize("columns", [128, 384, 640, 896])
-def test_other_widths_and_rows(columns):
+def test_other_widths_and_rows(columns, norm):
     for name in ("mxfp8-e4m3", "nvfp4"):
-        check(values(37, columns), name, MXNorm())
+        check(values(37, columns), name, norm)
+
+
+@pytest.mark.parametrize("element", [E4M3, E2M1], ids=str)
+@pytest.mark.parametrize("block", [16, 64])
+def test_other_blocks(element, block):
+    check(values(37, 320), MX("study", element, 1, block=block), MXNorm())
 
 
 def test_fp32_and_strides():

@@ -1,0 +1,260 @@
+"""MXNorm and the cast against RMSNorm and the cast: the kernels alone, and layers of Llama-3-8B.
+
+    python benchmarks/mxnorm.py              measure, write the JSON, print its means
+    python benchmarks/mxnorm.py --summary    print the means of a JSON, draw its picture
+
+As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2**16; hidden sizes
+2**10 to 2**14 and three between each two; blocks of 16, 32 and 64; E4M3 and E2M1 elements with E8M0
+scales, NVFP4 beside them. Gains are in the weights, as MXNorm has them, so that neither kernel
+multiplies by them. Both are this project's one kernel (``kernels/norm.py``) and differ in the
+statistic alone; the same by torch.compile, with torchao's cast, at powers of two. Layers: forward
+without gradients, 4 or 8 sequences, quantized weights cached, as within a step.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import timing
+import torch
+import torch.nn.functional as F
+from model import MODEL
+from quantize import stored_bytes
+from rich.console import Console
+from rich.table import Table
+from timing import Ceilings, Step
+from torch import Tensor, nn
+
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request
+from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.formats import E2M1, E4M3
+from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+
+PICTURE = timing.ROOT / "docs" / "images" / "mxnorm_kernels.png"
+TOKENS = [2**r for r in range(12, 17)]
+HIDDEN = [k * 2**r // 4 for r in range(10, 14) for k in (4, 5, 6, 7)] + [2**14]
+ELEMENTS = {"E4M3": (E4M3, torch.float8_e4m3fn), "E2M1": (E2M1, torch.float4_e2m1fn_x2)}
+CASES = {f"{name}, B = {b}": (name, b) for name in ELEMENTS for b in (16, 32, 64)}
+COMPILED = ("E4M3, B = 32", "E2M1, B = 16")
+NORMS = {"MXNorm": MXNorm(), "RMSNorm": RMSNorm()}
+REPETITIONS, SECONDS = 20, 0.02
+LAYERS, VOCABULARY = 4, 128
+BATCHES = (4, 8)
+
+
+def _format(case: str) -> Any:
+    if case == "NVFP4":
+        return FORMATS["nvfp4"]
+    name, block = CASES[case]
+    return MX(case, ELEMENTS[name][0], 1, block=block)
+
+
+def _kernel(case: str, norm: str, x: Tensor) -> Callable[[], Any]:
+    from megatron_lowbit.kernels.norm import normalize_quantize
+
+    return partial(normalize_quantize, x, NORMS[norm], Request(Quantizer(_format(case))), False)
+
+
+@cache
+def _compiled(case: str, norm: str) -> Callable[[Tensor], Any]:
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    name, block = CASES[case]
+    factor, eps = absmax_constant(2.0, block), NORMS[norm].eps
+
+    def normalize(x: Tensor) -> Tensor:
+        if norm == "RMSNorm":
+            return F.rms_norm(x.float(), x.shape[-1:], eps=eps)
+        absmax = x.float().unflatten(-1, (-1, block)).abs().amax(-1)
+        mean = absmax.square().mean(-1, keepdim=True).sqrt()
+        return x.float() * (factor / (mean + eps))
+
+    return torch.compile(
+        lambda x: to_mx(normalize(x).to(x.dtype), ELEMENTS[name][1], block), dynamic=False
+    )
+
+
+def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[dict]:
+    """Times of one cell of the grid, and bytes by what comes back."""
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=timing.device())
+    makers = {norm: partial(_kernel, case, norm, x) for norm in NORMS}
+    if case in COMPILED and hidden & (hidden - 1) == 0:
+        for norm in NORMS:
+            makers[f"{norm}, compiled"] = lambda norm=norm: partial(_compiled(case, norm), x)
+    moved: dict[str, int] = {}
+
+    def builder(name: str) -> Step:
+        run = makers[name]()
+        moved[name] = x.nbytes + stored_bytes(run())
+        return lambda mark: run()
+
+    steps, refused = timing.build({name: partial(builder, name) for name in makers})
+    laps = timing.measure(steps, SECONDS, most=REPETITIONS)
+    head = {"part": "kernel", "case": case, "tokens": tokens, "hidden": hidden}
+    rows = [head | {"contender": name, "refused": why} for name, why in refused.items()]
+    for name in steps:
+        times = timing.spread(sum(lap) for lap in laps[name])
+        rate = moved[name] / times["median_ms"] * 1e3
+        rows.append(
+            head
+            | {"contender": name, **times, "bytes": moved[name]}
+            | {"of_copy": round(rate / limits.copy, 3)}
+        )
+    return rows
+
+
+def layer_rows(recipe: str) -> Iterator[dict]:
+    """Times of a layer under a recipe, with either norm."""
+    models = {norm: _model(recipe, norm) for norm in NORMS}
+    for batch in BATCHES:
+        for tokens in TOKENS:
+            steps = {
+                norm: _layers(model, batch, tokens // batch) for norm, (model, _) in models.items()
+            }
+            laps = timing.measure(steps, SECONDS, flush=False, most=REPETITIONS)
+            for norm in steps:
+                times = timing.spread(sum(lap) / LAYERS for lap in laps[norm])
+                head = {"part": "layer", "case": recipe, "tokens": tokens, "batch": batch}
+                yield head | {"contender": norm} | times
+
+
+def _model(recipe: str, norm: str) -> tuple[nn.Module, Namespace]:
+    from megatron_lowbit.integrations.megatron_core.config import transformer_config
+    from megatron_lowbit.integrations.megatron_core.models import build_model
+    from megatron_lowbit.kernels.engine import select_engine
+    from megatron_lowbit.recipes import load_recipe
+    from megatron_lowbit.training.arguments import parse_arguments
+
+    more = ["--num-layers", str(LAYERS), "--normalization", norm, "--precision-recipe", recipe]
+    args = parse_arguments([*MODEL, *more])
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    chosen = load_recipe(recipe, ["bf16_blocks=none"] if recipe == "nvfp4" else [])
+    engine, config = select_engine(timing.device()), transformer_config(args, dtype)
+    return build_model(args, config, chosen, engine, VOCABULARY)[0], args
+
+
+def _layers(model: nn.Module, batch: int, length: int) -> Step:
+    dtype = next(model.parameters()).dtype
+    x = torch.randn(length, batch, model.config.hidden_size, dtype=dtype, device=timing.device())
+    rotary = model.rotary_pos_emb(length)
+
+    def step(mark: timing.Mark) -> None:
+        hidden = x
+        for layer in model.decoder.layers:
+            hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rotary)
+
+    step(lambda: None)  # with gradients: quantizes the weights and keeps them
+    return torch.no_grad()(step)
+
+
+def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> list[dict]:
+    """All rows, the kernels' first."""
+    rows, console = [], Console(width=130)
+    for case in cases if "kernel" in parts else ():
+        for hidden in HIDDEN:
+            for tokens in TOKENS:
+                rows += kernel_rows(tokens, hidden, case, limits)
+        console.print(time.strftime("%X"), case)
+    if "layer" in parts:
+        # megatron-core would use Transformer Engine's rope where it finds it.
+        sys.modules["transformer_engine"] = None
+        from megatron_lowbit.training.arguments import parse_arguments
+        from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+
+        initialize_distributed(parse_arguments(MODEL))
+        for recipe in ("mxfp8", "nvfp4"):
+            rows += layer_rows(recipe)
+            console.print(time.strftime("%X"), recipe)
+        shutdown()
+    return rows
+
+
+def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
+    """How many times as fast as ``base`` a contender is, by what the cells differ in."""
+    keys = ("hidden", "tokens") if part == "kernel" else ("batch", "tokens")
+    found: dict[tuple, dict[str, float]] = {}
+    for row in rows:
+        if (row["part"], row["case"]) == (part, case) and "refused" not in row:
+            cell = found.setdefault(tuple(row[key] for key in keys), {})
+            cell[row["contender"]] = row["median_ms"]
+    both = {cell: times for cell, times in found.items() if {name, base} <= times.keys()}
+    return {cell: times[base] / times[name] for cell, times in both.items()}
+
+
+def summary(rows: Sequence[dict]) -> Table:
+    """Geometric means over the grid, with the least and the largest."""
+    shown = Table("", "MXNorm over", "cells", "geometric mean", "least", "largest", "of a copy")
+    pairs = [("RMSNorm", "RMSNorm"), ("RMSNorm, compiled", "RMSNorm, compiled")]
+    for part, case in dict.fromkeys((row["part"], row["case"]) for row in rows):
+        for label, base in pairs:
+            if not (found := speedups(rows, part, case, "MXNorm", base)):
+                continue
+            values = list(found.values())
+            rates = [
+                row["of_copy"]
+                for row in rows
+                if (row["part"], row["case"]) == (part, case)
+                and (row["contender"], row.get("hidden")) == ("MXNorm", 4096)
+                and row["tokens"] == TOKENS[-1] and "of_copy" in row
+            ]  # fmt: skip
+            mean = statistics.geometric_mean(values)
+            figures = [f"{v:.3f}" for v in (mean, min(values), max(values), *rates)]
+            shown.add_row(f"{part}, {case}", label, str(len(values)), *figures)
+    return shown
+
+
+def draw(rows: Sequence[dict], file: Path) -> None:
+    """A heat map for each case of the grid: MXNorm's kernel over RMSNorm's."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, 3, sharex=True, sharey=True)
+    for axes, case in zip(grid.flat, CASES, strict=True):
+        found = speedups(rows, "kernel", case, "MXNorm", "RMSNorm")
+        values = [[found.get((h, t), math.nan) for h in HIDDEN] for t in TOKENS]
+        image = axes.imshow(values, origin="lower", aspect="auto", cmap="RdBu", vmin=0.6, vmax=1.4)
+        axes.set_title(case)
+        axes.set_xticks(range(len(HIDDEN)), map(str, HIDDEN), rotation=90)
+        axes.set_yticks(range(len(TOKENS)), [f"2^{t.bit_length() - 1}" for t in TOKENS])
+    figure.supxlabel("hidden size")
+    figure.supylabel("tokens")
+    figure.colorbar(image, ax=grid, label="MXNorm, times as fast as RMSNorm")
+    figure.savefig(file, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure or read, print the means, write the JSON or the picture."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts, cases = ("kernel", "layer"), [*CASES, "NVFP4"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
+    parser.add_argument("--summary", action="store_true", help="of what --output has")
+    timing.add_output(parser, "mxnorm")
+    args = parser.parse_args(argv)
+    console = Console(width=130)
+    if args.summary:
+        rows = json.loads(args.output.read_text())["rows"]
+        draw(rows, PICTURE)
+    else:
+        begin = time.monotonic()
+        limits = timing.ceilings()
+        rows = measure(limits, args.parts, args.cases)
+        timing.write(args.output, limits, rows, begin)
+    console.print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()

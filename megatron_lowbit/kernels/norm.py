@@ -1,0 +1,181 @@
+"""A norm and the cast after it in one pass: a program takes whole rows.
+
+Bit for bit the norms of ``numerics/`` (MXNorm for p of 1 and 2) and the quantizer. A format with a
+tensor scale takes a pass before, for the amax of what is normalized.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lowbit.kernels.elements import abs_bits
+from megatron_lowbit.kernels.launch import outputs
+from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.quantize import tile_side
+from megatron_lowbit.kernels.tiles import load_tile
+from megatron_lowbit.numerics import QuantizedTensor, Request, Rounding
+from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
+from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
+
+WIDEST = 2**15
+"""Columns that a program can hold."""
+_TILE_ELEMENTS, _PARTS = 2**13, 8
+_RMS = tl.constexpr(0)
+"""RMSNorm, where MXNorm has its p."""
+_GROUP_LEVELS = tl.constexpr(GROUP.bit_length() - 1)
+
+
+def takes(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
+    """Whether :func:`normalize_quantize` does: the usual norms, blocks of one row, to nearest."""
+    quantizer = request.quantizer
+    return (
+        (isinstance(norm, RMSNorm) or (norm.p in (1, 2) and not norm.rounded))
+        and quantizer.rounding is Rounding.NEAREST_EVEN
+        and quantizer.format.block_rows == 1
+        and request.hadamard is None
+        and x.numel() > 0
+        and x.shape[1] <= WIDEST
+        and x.shape[1] % quantizer.format.block == 0
+        and x.dtype in (torch.float32, torch.bfloat16)
+    )
+
+
+def normalize_quantize(
+    x: Tensor, norm: MXNorm | RMSNorm, request: Request, values: bool
+) -> tuple[QuantizedTensor | Values, Tensor]:
+    """x (R, C) normalized and quantized along its rows, and the FP32 (R, 1) that it was times.
+
+    Of a case that it :func:`takes`. ``values``: BF16 numbers in place of codes and scales.
+    """
+    rows, columns = x.shape
+    block = request.quantizer.format.block
+    rho = torch.empty((rows, 1), device=x.device)
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    p, constant = _RMS.value, 1.0
+    if isinstance(norm, MXNorm):
+        p, constant = int(norm.p), absmax_constant(norm.p, block)
+    height, part, warps = _tile(columns, block)
+    even = rows % height == 0 and columns % part == 0
+
+    def launch(side, most, *arguments) -> None:
+        norm_kernel[(triton.cdiv(rows, height),)](
+            x, *x.stride(), rows, columns, constant, norm.eps, rho, most, *arguments,
+            height, part, triton.cdiv(columns, part), block, p, side, even,
+            num_warps=warps, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    amax = None
+    if request.quantizer.format.tensor_scaled:
+        launch(None, found, None, None, None, None)
+        amax = found.view(torch.float32)
+        amax = request.scale_amax(amax) if request.scale_amax else amax
+    arguments, side, made = outputs(request, x, amax, False, values, False)
+    _, _, codes, scales, tensor_scale, *_ = arguments
+    # A row of blocks is one tensor here, not points.
+    codes = codes if values else codes.view(torch.uint8)
+    launch(side._replace(points=0), None, amax, codes, scales, tensor_scale)
+    return made, rho
+
+
+def _tile(columns: int, block: int) -> tuple[int, int, int]:
+    """Rows of a program, columns of a part of them, warps: found by trying on an H200."""
+    width = triton.next_power_of_2(columns)
+    height = max(1, _TILE_ELEMENTS // width)
+    # Rows in parts, so that none of a width that is no power of two is computed in vain.
+    part = width if columns == width else max(width // _PARTS, block)
+    return height, part, min(8, max(4, height * part // 256))
+
+
+@triton.jit(do_not_specialize=["constant", "eps"])
+def norm_kernel(
+    x, stride_r, stride_c, R, C, constant, eps, rho_out, most_out,
+    amax, codes, scales, tensor_scale,
+    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """TM rows, in PARTS of TN columns: what they are multiplied by, and what they quantize to by S.
+
+    Without S the largest normalized magnitude, as FP32 bits, is maxed into ``most_out``.
+    """
+    # Always 0, in a form that says that loads are aligned.
+    row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
+    parts = ()
+    for i in tl.static_range(PARTS):
+        part = load_tile(x, stride_r, stride_c, row0, col0 + i * TN, R, C, TM, TN, EVEN)
+        parts = parts + (part,)
+    rho = inverse_rms(parts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
+    r = row0 + tl.arange(0, TM)
+    tl.store(rho_out + r, rho, mask=r < R)
+    most = tl.zeros((TM,), tl.int32)
+    for i in tl.static_range(PARTS):
+        part = parts[i] * rho[:, None]
+        if S is not None:
+            tile_side(
+                part, row0, col0 + i * TN, R, C, amax, codes, scales, tensor_scale,
+                0, None, None, 0, TM, TN, S, False, EVEN,
+            )  # fmt: skip
+        else:
+            most = tl.maximum(most, tl.max(abs_bits(part), 1))
+    if S is None:
+        tl.atomic_max(most_out, tl.max(tl.where(r < R, most, 0), 0))
+
+
+@triton.jit
+def inverse_rms(
+    parts, C, constant, eps, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, P: tl.constexpr,
+):  # fmt: skip
+    """[TM], what rows of C columns are to be multiplied by; ``parts`` [TM, TN], zeros behind C."""
+    sums = ()
+    for i in tl.static_range(PARTS):
+        if P == _RMS:
+            sums = sums + (_grouped(parts[i] * parts[i], TM, TN, 0),)
+        else:
+            bits = tl.max(tl.reshape(abs_bits(parts[i]), (TM, TN // BLOCK, BLOCK)), 2)
+            most = bits.to(tl.float32, bitcast=True)
+            sums = sums + (most if P == 1 else most * most,)
+    total = _total(_tree(sums, PARTS), TM)
+    count = tl.zeros_like(total) + (C if P == _RMS else C // BLOCK)
+    mean = tl.div_rn(total, count)
+    top = tl.zeros_like(mean) + constant
+    if P == _RMS:
+        return tl.div_rn(top, tl.sqrt_rn(mean + eps))
+    else:
+        return tl.div_rn(top, (mean if P == 1 else tl.sqrt_rn(mean)) + eps)
+
+
+@triton.jit
+def _grouped(values, TM: tl.constexpr, N: tl.constexpr, LEVEL: tl.constexpr):
+    """Sums of groups of neighbours, by neighbours: within a thread as rows are loaded."""
+    if LEVEL == _GROUP_LEVELS:
+        return values
+    else:
+        pairs = tl.sum(tl.reshape(values, (TM, N // 2, 2)), 2)
+        return _grouped(pairs, TM, N // 2, LEVEL + 1)
+
+
+@triton.jit
+def _tree(values, N: tl.constexpr):
+    """The sum of a tuple of N tensors, upper half added to lower half, zeros behind."""
+    if N == 1:
+        return values[0]
+    else:
+        HALF: tl.constexpr = triton.next_power_of_2(N) // 2
+        sums = ()
+        for i in tl.static_range(HALF):
+            if i + HALF < N:
+                sums = sums + (values[i] + values[i + HALF],)
+            else:
+                sums = sums + (values[i],)
+        return _tree(sums, HALF)
+
+
+@triton.jit
+def _total(values, TM: tl.constexpr):
+    """[TM], the sums of [TM, N], upper half added to lower half."""
+    N: tl.constexpr = values.shape[1]
+    if N > 1:
+        return _total(tl.sum(tl.reshape(values, (TM, 2, N // 2)), 1), TM)
+    else:
+        return tl.reshape(values, (TM,))
