@@ -181,12 +181,12 @@ def bf16_pair(a, b):
 @triton.jit
 def block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """[A, B] to the largest magnitude of each ROWS x BLOCK, [A // ROWS, B // BLOCK]; NaN wins."""
-    if ROWS == 1:
-        most = tl.max(tl.reshape(abs_bits(x), (A, B // BLOCK, BLOCK)), 2)
+    if ROWS == 1 and HARDWARE_CASTS:
+        # One instruction an element, which takes magnitudes by itself.
+        return tl.reduce(tl.abs(tl.reshape(x, (A, B // BLOCK, BLOCK))), 2, larger)
     else:
         tiles = tl.reshape(abs_bits(x), (A // ROWS, ROWS, B // BLOCK, BLOCK))
-        most = tl.max(tl.max(tiles, 3), 1)
-    return most.to(tl.float32, bitcast=True)
+        return tl.max(tl.max(tiles, 3), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.elements import abs_bits
+from megatron_lowbit.kernels.elements import abs_bits, block_amax
 from megatron_lowbit.kernels.launch import outputs
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import tile_side
@@ -20,7 +20,7 @@ from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
 
 WIDEST = 2**15
 """Columns that a program can hold."""
-_TILE_ELEMENTS, _PARTS = 2**13, 8
+_TILE_ELEMENTS, _PARTS, _WARPS = 2**12, 8, 4
 _RMS = tl.constexpr(0)
 """RMSNorm, where MXNorm has its p."""
 _GROUP_LEVELS = tl.constexpr(GROUP.bit_length() - 1)
@@ -55,14 +55,14 @@ def normalize_quantize(
     p, constant = _RMS.value, 1.0
     if isinstance(norm, MXNorm):
         p, constant = int(norm.p), absmax_constant(norm.p, block)
-    height, part, warps = _tile(columns, block)
+    height, part = _tile(columns, block)
     even = rows % height == 0 and columns % part == 0
 
     def launch(side, most, *arguments) -> None:
         norm_kernel[(triton.cdiv(rows, height),)](
             x, *x.stride(), rows, columns, constant, norm.eps, rho, most, *arguments,
             height, part, triton.cdiv(columns, part), block, p, side, even,
-            num_warps=warps, enable_fp_fusion=False,
+            num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
     amax = None
@@ -78,13 +78,13 @@ def normalize_quantize(
     return made, rho
 
 
-def _tile(columns: int, block: int) -> tuple[int, int, int]:
-    """Rows of a program, columns of a part of them, warps: found by trying on an H200."""
+def _tile(columns: int, block: int) -> tuple[int, int]:
+    """Rows of a program, columns of a part of them: found by trying on an H200."""
     width = triton.next_power_of_2(columns)
     height = max(1, _TILE_ELEMENTS // width)
     # Rows in parts, so that none of a width that is no power of two is computed in vain.
     part = width if columns == width else max(width // _PARTS, block)
-    return height, part, min(8, max(4, height * part // 256))
+    return height, part
 
 
 @triton.jit(do_not_specialize=["constant", "eps"])
@@ -100,41 +100,43 @@ def norm_kernel(
     """
     # Always 0, in a form that says that loads are aligned.
     row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
-    parts = ()
+    parts, mosts = (), ()
     for i in tl.static_range(PARTS):
         part = load_tile(x, stride_r, stride_c, row0, col0 + i * TN, R, C, TM, TN, EVEN)
-        parts = parts + (part,)
-    rho = inverse_rms(parts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
+        parts, mosts = parts + (part,), mosts + (block_amax(part, TM, TN, 1, BLOCK),)
+    rho = inverse_rms(parts, mosts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
     r = row0 + tl.arange(0, TM)
     tl.store(rho_out + r, rho, mask=r < R)
-    most = tl.zeros((TM,), tl.int32)
+    bits = tl.zeros((TM,), tl.int32)
     for i in tl.static_range(PARTS):
-        part = parts[i] * rho[:, None]
+        # Rounding is monotonic: the largest of the products is the product of the largest.
+        most = mosts[i] * rho[:, None]
         if S is not None:
             tile_side(
-                part, row0, col0 + i * TN, R, C, amax, codes, scales, tensor_scale,
-                0, None, None, 0, TM, TN, S, False, EVEN,
+                parts[i] * rho[:, None], most, row0, col0 + i * TN, R, C, amax, codes, scales,
+                tensor_scale, 0, None, None, 0, TM, TN, S, False, EVEN,
             )  # fmt: skip
         else:
-            most = tl.maximum(most, tl.max(abs_bits(part), 1))
+            bits = tl.maximum(bits, tl.max(abs_bits(most), 1))
     if S is None:
-        tl.atomic_max(most_out, tl.max(tl.where(r < R, most, 0), 0))
+        tl.atomic_max(most_out, tl.max(tl.where(r < R, bits, 0), 0))
 
 
 @triton.jit
 def inverse_rms(
-    parts, C, constant, eps, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
+    parts, mosts, C, constant, eps, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """[TM], what rows of C columns are to be multiplied by; ``parts`` [TM, TN], zeros behind C."""
+    """[TM], what rows of C columns are to be multiplied by.
+
+    ``parts`` are [TM, TN], zeros behind C, and ``mosts`` their blocks' largest magnitudes.
+    """
     sums = ()
     for i in tl.static_range(PARTS):
         if P == _RMS:
             sums = sums + (_grouped(parts[i] * parts[i], TM, TN, 0),)
         else:
-            bits = tl.max(tl.reshape(abs_bits(parts[i]), (TM, TN // BLOCK, BLOCK)), 2)
-            most = bits.to(tl.float32, bitcast=True)
-            sums = sums + (most if P == 1 else most * most,)
+            sums = sums + (mosts[i] if P == 1 else mosts[i] * mosts[i],)
     total = _total(_tree(sums, PARTS), TM)
     count = tl.zeros_like(total) + (C if P == _RMS else C // BLOCK)
     mean = tl.div_rn(total, count)

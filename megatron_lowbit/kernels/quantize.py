@@ -82,8 +82,8 @@ def quantize_kernel(
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
-                tile, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key,
-                r_rows, r_quads, r_signs, TM, TN, ROW, False, EVEN,
+                tile, None, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale,
+                r_key, r_rows, r_quads, r_signs, TM, TN, ROW, False, EVEN,
             )  # fmt: skip
     if COL is not None:
         if COL.points > 0:
@@ -98,7 +98,7 @@ def quantize_kernel(
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
-                tl.trans(tile), col0, row0, C, c_columns, c_amax, c_codes, c_scales,
+                tl.trans(tile), None, col0, row0, C, c_columns, c_amax, c_codes, c_scales,
                 c_tensor_scale, c_key, c_rows, c_quads, c_signs, TN, TM, COL, True, EVEN,
             )  # fmt: skip
 
@@ -188,11 +188,14 @@ def _block(
 
 @triton.jit
 def tile_side(
-    x, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
+    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows."""
+    """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
+
+    ``most`` are its blocks' largest magnitudes, where they are known.
+    """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
@@ -206,7 +209,8 @@ def tile_side(
         words = word_tile(key, row_numbers, quad_numbers, A, B)
     amax = tl.load(amax) if amax is not None else 0.0
     if S.block > 1:
-        most = block_amax(x, A, B, S.block_rows, S.block)
+        if most is None:
+            most = block_amax(x, A, B, S.block_rows, S.block)
         stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
         x = x * over_block(factor, A, B, S.block_rows, S.block)
         if S.values:
