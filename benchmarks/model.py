@@ -142,7 +142,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
-    laps = timing.measure({name: step}, SECONDS, flush=False)[name]
+    laps = timing.measure({name: step}, SECONDS, flush=0)[name]
     peak = torch.cuda.max_memory_allocated() if cuda else None
     phases = {
         "forward": [lap[0] for lap in laps],

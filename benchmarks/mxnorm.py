@@ -7,8 +7,9 @@ As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2*
 2**10 to 2**14 and three between each two; blocks of 16, 32 and 64; E4M3 and E2M1 elements with E8M0
 scales, NVFP4 beside them. Gains are in the weights, as MXNorm has them, so that neither kernel
 multiplies by them. Both are this project's one kernel (``kernels/norm.py``) and differ in the
-statistic alone; the same by torch.compile, with torchao's cast, at powers of two. Layers: forward
-without gradients, 4 or 8 sequences, quantized weights cached, as within a step.
+statistic alone; the same by torch.compile from the reference's cast at powers of two. Layers:
+forward without gradients, 4 or 8 sequences, quantized weights cached, as within a step. A file that
+is there keeps the cases that are not measured anew.
 """
 
 import argparse
@@ -17,7 +18,6 @@ import math
 import statistics
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 
 import timing
 import torch
-import torch.nn.functional as F
 from model import MODEL
 from quantize import stored_bytes
 from rich.console import Console
@@ -42,11 +41,12 @@ from megatron_lowbit.numerics.rmsnorm import RMSNorm
 PICTURE = timing.ROOT / "docs" / "images" / "mxnorm_kernels.png"
 TOKENS = [2**r for r in range(12, 17)]
 HIDDEN = [k * 2**r // 4 for r in range(10, 14) for k in (4, 5, 6, 7)] + [2**14]
-ELEMENTS = {"E4M3": (E4M3, torch.float8_e4m3fn), "E2M1": (E2M1, torch.float4_e2m1fn_x2)}
+ELEMENTS = {"E4M3": E4M3, "E2M1": E2M1}
 CASES = {f"{name}, B = {b}": (name, b) for name in ELEMENTS for b in (16, 32, 64)}
 COMPILED = ("E4M3, B = 32", "E2M1, B = 16")
 NORMS = {"MXNorm": MXNorm(), "RMSNorm": RMSNorm()}
-REPETITIONS, SECONDS = 20, 0.02
+REPETITIONS, SECONDS, FLUSH_BYTES = 15, 0.02, 2**31
+RECIPES = ("mxfp8", "nvfp4")
 LAYERS, VOCABULARY = 4, 128
 BATCHES = (4, 8)
 
@@ -55,7 +55,7 @@ def _format(case: str) -> Any:
     if case == "NVFP4":
         return FORMATS["nvfp4"]
     name, block = CASES[case]
-    return MX(case, ELEMENTS[name][0], 1, block=block)
+    return MX(case, ELEMENTS[name], 1, block=block)
 
 
 def _kernel(case: str, norm: str, x: Tensor) -> Callable[[], Any]:
@@ -66,21 +66,27 @@ def _kernel(case: str, norm: str, x: Tensor) -> Callable[[], Any]:
 
 @cache
 def _compiled(case: str, norm: str) -> Callable[[Tensor], Any]:
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-    name, block = CASES[case]
-    factor, eps = absmax_constant(2.0, block), NORMS[norm].eps
+    format, eps = _format(case), NORMS[norm].eps
+    factor = absmax_constant(2.0, format.block)
 
     def normalize(x: Tensor) -> Tensor:
         if norm == "RMSNorm":
-            return F.rms_norm(x.float(), x.shape[-1:], eps=eps)
-        absmax = x.float().unflatten(-1, (-1, block)).abs().amax(-1)
-        mean = absmax.square().mean(-1, keepdim=True).sqrt()
-        return x.float() * (factor / (mean + eps))
+            return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+        absmax = x.unflatten(-1, (-1, format.block)).abs().amax(-1)
+        return x * (factor / (absmax.square().mean(-1, keepdim=True).sqrt() + eps))
 
-    return torch.compile(
-        lambda x: to_mx(normalize(x).to(x.dtype), ELEMENTS[name][1], block), dynamic=False
-    )
+    @torch.compile
+    def compiled(x: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales, _ = format.encode(normalize(x.float()), x, None)
+        if format.element.bits == 4:
+            codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        return codes, scales
+
+    def run(x: Tensor) -> tuple[Tensor, Tensor]:
+        torch._dynamo.maybe_mark_dynamic(x, 0)  # compiled for a hidden size, for any tokens
+        return compiled(x)
+
+    return run
 
 
 def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[dict]:
@@ -98,7 +104,7 @@ def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[d
         return lambda mark: run()
 
     steps, refused = timing.build({name: partial(builder, name) for name in makers})
-    laps = timing.measure(steps, SECONDS, most=REPETITIONS)
+    laps = timing.measure(steps, SECONDS, FLUSH_BYTES, REPETITIONS)
     head = {"part": "kernel", "case": case, "tokens": tokens, "hidden": hidden}
     rows = [head | {"contender": name, "refused": why} for name, why in refused.items()]
     for name in steps:
@@ -117,17 +123,15 @@ def layer_rows(recipe: str) -> Iterator[dict]:
     models = {norm: _model(recipe, norm) for norm in NORMS}
     for batch in BATCHES:
         for tokens in TOKENS:
-            steps = {
-                norm: _layers(model, batch, tokens // batch) for norm, (model, _) in models.items()
-            }
-            laps = timing.measure(steps, SECONDS, flush=False, most=REPETITIONS)
+            steps = {name: _layers(m, batch, tokens // batch) for name, m in models.items()}
+            laps = timing.measure(steps, SECONDS, flush=0, most=REPETITIONS)
             for norm in steps:
                 times = timing.spread(sum(lap) / LAYERS for lap in laps[norm])
                 head = {"part": "layer", "case": recipe, "tokens": tokens, "batch": batch}
                 yield head | {"contender": norm} | times
 
 
-def _model(recipe: str, norm: str) -> tuple[nn.Module, Namespace]:
+def _model(recipe: str, norm: str) -> nn.Module:
     from megatron_lowbit.integrations.megatron_core.config import transformer_config
     from megatron_lowbit.integrations.megatron_core.models import build_model
     from megatron_lowbit.kernels.engine import select_engine
@@ -139,7 +143,8 @@ def _model(recipe: str, norm: str) -> tuple[nn.Module, Namespace]:
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     chosen = load_recipe(recipe, ["bf16_blocks=none"] if recipe == "nvfp4" else [])
     engine, config = select_engine(timing.device()), transformer_config(args, dtype)
-    return build_model(args, config, chosen, engine, VOCABULARY)[0], args
+    model = build_model(args, config, chosen, engine, VOCABULARY)[0]
+    return model.module if config.bf16 else model
 
 
 def _layers(model: nn.Module, batch: int, length: int) -> Step:
@@ -156,14 +161,16 @@ def _layers(model: nn.Module, batch: int, length: int) -> Step:
     return torch.no_grad()(step)
 
 
-def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> list[dict]:
-    """All rows, the kernels' first."""
-    rows, console = [], Console(width=130)
+def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Iterator[list[dict]]:
+    """All rows, the kernels' first, case by case."""
     for case in cases if "kernel" in parts else ():
+        rows = []
         for hidden in HIDDEN:
             for tokens in TOKENS:
                 rows += kernel_rows(tokens, hidden, case, limits)
-        console.print(time.strftime("%X"), case)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        yield rows
     if "layer" in parts:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
@@ -171,11 +178,9 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> lis
         from megatron_lowbit.training.distributed import initialize_distributed, shutdown
 
         initialize_distributed(parse_arguments(MODEL))
-        for recipe in ("mxfp8", "nvfp4"):
-            rows += layer_rows(recipe)
-            console.print(time.strftime("%X"), recipe)
+        for recipe in RECIPES:
+            yield list(layer_rows(recipe))
         shutdown()
-    return rows
 
 
 def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
@@ -233,6 +238,15 @@ def draw(rows: Sequence[dict], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
+def _kept(args: argparse.Namespace) -> list[dict]:
+    """Rows of the file that this run does not measure."""
+    if not args.output.is_file():
+        return []
+    anew = {"kernel": args.cases, "layer": RECIPES}
+    rows = json.loads(args.output.read_text())["rows"]
+    return [r for r in rows if r["part"] not in args.parts or r["case"] not in anew[r["part"]]]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure or read, print the means, write the JSON or the picture."""
     parser = argparse.ArgumentParser(
@@ -250,9 +264,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         draw(rows, PICTURE)
     else:
         begin = time.monotonic()
-        limits = timing.ceilings()
-        rows = measure(limits, args.parts, args.cases)
-        timing.write(args.output, limits, rows, begin)
+        limits, rows = timing.ceilings(), _kept(args)
+        for more in measure(limits, args.parts, args.cases):
+            rows += more
+            timing.write(args.output, limits, rows, begin)
     console.print(summary(rows))
 
 

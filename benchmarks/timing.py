@@ -87,17 +87,21 @@ def _timed(step: Step, flush: Tensor | None = None) -> Stopwatch:
 
 
 def measure(
-    steps: dict[str, Step], seconds: float = 0.15, flush: bool = True, most: int = MOST
+    steps: dict[str, Step],
+    seconds: float = 0.15,
+    flush: int = FLUSH_BYTES,
+    most: int = MOST,
 ) -> dict[str, list[list[float]]]:
     """The laps in ms of every repetition of every step.
 
     Each step is repeated for about ``seconds`` after its warm-up, ``most`` times at most, spread
     over turns in which all contenders come one after another, in another order each time: clocks
-    and temperature drift alike for all, and none always follows the hottest.
+    and temperature drift alike for all, and none always follows the hottest. ``flush`` bytes are
+    written before each repetition.
     """
     cold = None
     if flush and torch.cuda.is_available():
-        cold = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        cold = torch.empty(flush, dtype=torch.uint8, device="cuda")
     counts = {name: min(most, _repetitions(step, seconds, cold)) for name, step in steps.items()}
     laps: dict[str, list[list[float]]] = {name: [] for name in steps}
     order = random.Random(0)
