@@ -166,6 +166,15 @@ def bf16_values(x):
 
 
 @triton.jit
+def as_dtype(x, DTYPE: tl.constexpr):
+    """x, FP32, rounded to BF16 or left alone, in FP32."""
+    if tl.bfloat16 == DTYPE:
+        return bf16_values(x)
+    else:
+        return x
+
+
+@triton.jit
 def bf16_pair(a, b):
     """Two tensors rounded to BF16, as FP32: one cast rounds both."""
     if HARDWARE_CASTS:

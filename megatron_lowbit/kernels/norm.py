@@ -9,18 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.elements import abs_bits, block_amax
+from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
 from megatron_lowbit.kernels.launch import outputs
 from megatron_lowbit.kernels.operands import Values
-from megatron_lowbit.kernels.quantize import tile_side
-from megatron_lowbit.kernels.tiles import load_tile
+from megatron_lowbit.kernels.quantize import Side, tile_side
+from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request, Rounding
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
 from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
 
 WIDEST = 2**15
 """Columns that a program can hold."""
-_TILE_ELEMENTS, _PARTS, _WARPS = 2**12, 8, 4
+_TILE_ELEMENTS, _PARTS, WARPS = 2**12, 8, 4
 _RMS = tl.constexpr(0)
 """RMSNorm, where MXNorm has its p."""
 _GROUP_LEVELS = tl.constexpr(GROUP.bit_length() - 1)
@@ -42,43 +42,62 @@ def takes(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
 
 
 def normalize_quantize(
-    x: Tensor, norm: MXNorm | RMSNorm, request: Request, values: bool
+    x: Tensor,
+    norm: MXNorm | RMSNorm,
+    request: Request,
+    values: bool,
+    gain: Tensor | None = None,
+    amax: Tensor | None = None,
 ) -> tuple[QuantizedTensor | Values, Tensor]:
     """x (R, C) normalized and quantized along its rows, and the FP32 (R, 1) that it was times.
 
-    Of a case that it :func:`takes`. ``values``: BF16 numbers in place of codes and scales.
+    Of a case that it :func:`takes`. ``values``: BF16 numbers in place of codes and scales. ``gain``
+    (C,) multiplies what RMSNorm has normalized. ``amax``, an FP32 scalar, is of the result, where a
+    format has a tensor scale and it is known.
     """
     rows, columns = x.shape
     block = request.quantizer.format.block
     rho = torch.empty((rows, 1), device=x.device)
     found = torch.zeros((), dtype=torch.int32, device=x.device)
-    p, constant = _RMS.value, 1.0
-    if isinstance(norm, MXNorm):
-        p, constant = int(norm.p), absmax_constant(norm.p, block)
-    height, part = _tile(columns, block)
-    even = rows % height == 0 and columns % part == 0
+    height, part = tile_of(columns, block)
+    p, constant, eps = statistic(norm, block)
 
     def launch(side, most, *arguments) -> None:
         norm_kernel[(triton.cdiv(rows, height),)](
-            x, *x.stride(), rows, columns, constant, norm.eps, rho, most, *arguments,
-            height, part, triton.cdiv(columns, part), block, p, side, even,
-            num_warps=_WARPS, enable_fp_fusion=False,
+            x, *x.stride(), rows, columns, gain, constant, eps, rho, most, *arguments,
+            height, part, triton.cdiv(columns, part), block, p, side,
+            rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
-    amax = None
     if request.quantizer.format.tensor_scaled:
-        launch(None, found, None, None, None, None)
-        amax = found.view(torch.float32)
+        if amax is None:
+            launch(None, found, None, None, None, None)
+            amax = found.view(torch.float32)
         amax = request.scale_amax(amax) if request.scale_amax else amax
+    side, arguments, made = row_side(request, x, amax, values)
+    launch(side, None, *arguments)
+    return made, rho
+
+
+def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:
+    """A norm in a kernel's words: P, the constant over which the RMS is, eps."""
+    if isinstance(norm, RMSNorm):
+        return _RMS.value, 1.0, norm.eps
+    return int(norm.p), absmax_constant(norm.p, block), norm.eps
+
+
+def row_side(
+    request: Request, x: Tensor, amax: Tensor | None, values: bool
+) -> tuple[Side, tuple, QuantizedTensor | Values]:
+    """How rows like x's are quantized: the constexpr, a kernel's arguments, what it fills."""
     arguments, side, made = outputs(request, x, amax, False, values, False)
     _, _, codes, scales, tensor_scale, *_ = arguments
     # A row of blocks is one tensor here, not points.
     codes = codes if values else codes.view(torch.uint8)
-    launch(side._replace(points=0), None, amax, codes, scales, tensor_scale)
-    return made, rho
+    return side._replace(points=0), (amax, codes, scales, tensor_scale), made
 
 
-def _tile(columns: int, block: int) -> tuple[int, int]:
+def tile_of(columns: int, block: int) -> tuple[int, int]:
     """Rows of a program, columns of a part of them: found by trying on an H200."""
     width = triton.next_power_of_2(columns)
     height = max(1, _TILE_ELEMENTS // width)
@@ -89,7 +108,7 @@ def _tile(columns: int, block: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["constant", "eps"])
 def norm_kernel(
-    x, stride_r, stride_c, R, C, constant, eps, rho_out, most_out,
+    x, stride_r, stride_c, R, C, gain, constant, eps, rho_out, most_out,
     amax, codes, scales, tensor_scale,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
@@ -100,25 +119,56 @@ def norm_kernel(
     """
     # Always 0, in a form that says that loads are aligned.
     row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
-    parts, mosts = (), ()
+    parts = ()
     for i in tl.static_range(PARTS):
         part = load_tile(x, stride_r, stride_c, row0, col0 + i * TN, R, C, TM, TN, EVEN)
-        parts, mosts = parts + (part,), mosts + (block_amax(part, TM, TN, 1, BLOCK),)
+        parts = parts + (part,)
+    finish_rows(
+        parts, row0, col0, R, C, gain, constant, eps, None, rho_out, most_out, amax, codes, scales,
+        tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_rows(
+    parts, row0, col0, R, C, gain, constant, eps, y, rho_out, most_out,
+    amax, codes, scales, tensor_scale,
+    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Normalize TM rows, ``parts`` [TM, TN] with zeros behind C, and store what is asked for.
+
+    Into ``y`` the normalized rows, times ``gain`` [C], in y's dtype; by S their codes; into
+    ``rho_out`` what they were multiplied by; into ``most_out`` the largest magnitude's bits.
+    """
+    mosts = ()
+    if gain is None:
+        for i in tl.static_range(PARTS):
+            mosts = mosts + (block_amax(parts[i], TM, TN, 1, BLOCK),)
     rho = inverse_rms(parts, mosts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
     r = row0 + tl.arange(0, TM)
-    tl.store(rho_out + r, rho, mask=r < R)
+    if rho_out is not None:
+        tl.store(rho_out + r, rho, mask=r < R)
     bits = tl.zeros((TM,), tl.int32)
     for i in tl.static_range(PARTS):
-        # Rounding is monotonic: the largest of the products is the product of the largest.
-        most = mosts[i] * rho[:, None]
+        part = parts[i] * rho[:, None]
+        if gain is None:
+            # Rounding is monotonic: the largest of the products is the product of the largest.
+            most = mosts[i] * rho[:, None]
+        else:
+            c = col0 + i * TN + tl.arange(0, TN)
+            part = part * tl.load(gain + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+            most = block_amax(part, TM, TN, 1, BLOCK)
+        if y is not None:
+            store_tile(y, as_dtype(part, y.dtype.element_ty), row0, col0 + i * TN, R, C, EVEN)
         if S is not None:
             tile_side(
-                parts[i] * rho[:, None], most, row0, col0 + i * TN, R, C, amax, codes, scales,
+                part, most, row0, col0 + i * TN, R, C, amax, codes, scales,
                 tensor_scale, 0, None, None, 0, TM, TN, S, False, EVEN,
             )  # fmt: skip
-        else:
+        if most_out is not None:
             bits = tl.maximum(bits, tl.max(abs_bits(most), 1))
-    if S is None:
+    if most_out is not None:
         tl.atomic_max(most_out, tl.max(tl.where(r < R, bits, 0), 0))
 
 

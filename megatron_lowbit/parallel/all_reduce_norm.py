@@ -1,0 +1,138 @@
+"""The sum over a tensor-parallel group, the residual, the norm and the cast, as one operation."""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lowbit.numerics import QuantizedTensor, Request
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+from megatron_lowbit.parallel import reference
+from megatron_lowbit.parallel.peers import missing_peers
+
+TIME_LIMIT_S = 30.0
+
+
+class AllReduceNormError(RuntimeError):
+    """A rank did not come to a call in time, or came with another call."""
+
+
+class Result(NamedTuple):
+    """The normalized rows, as the call asked for them, and the sum with the residual."""
+
+    normalized: Tensor | QuantizedTensor
+    total: Tensor | None
+
+
+class AllReduceNorm:
+    """The operation for one group; all of its ranks make it, and call it, in the same order.
+
+    Args:
+        group: of the ranks that hold partial sums.
+        capacity: bytes of the largest x that is expected; a larger one makes all ranks' buffers
+            grow, and says so.
+        time_limit: seconds after which a call without all ranks is an error.
+
+    ``choice`` says which implementation was chosen, and why.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, capacity: int, time_limit: float = TIME_LIMIT_S
+    ) -> None:
+        self.group, self.area = group, None
+        self.limit = int(time_limit * 1e9)
+        self._stream: torch.cuda.Stream | None = None
+        self._event: torch.cuda.Event | None = None
+        missing = missing_peers(group)
+        if missing is None:
+            self._share(capacity)
+            self.choice = f"one kernel over the shared memory of {group.size()} GPUs"
+        else:
+            self.choice = f"torch.distributed and separate kernels: {missing}"
+
+    def __call__(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        norm: MXNorm | RMSNorm,
+        gain: Tensor | None = None,
+        request: Request | None = None,
+        *,
+        keep_total: bool = True,
+        path: str | None = None,
+    ) -> Result:
+        """Normalize the sum of all ranks' x (R, C) and the residual.
+
+        Args:
+            x: this rank's partial sum, FP32 or BF16, contiguous.
+            residual: (R, C) in x's dtype, the same on all ranks.
+            norm: of each row.
+            gain: (C,), of an RMSNorm.
+            request: how the normalized rows are quantized, along rows; None leaves x's dtype.
+            keep_total: whether the sum is wanted as well.
+            path: one of ``PATHS`` in place of the table's.
+
+        Raises:
+            ValueError: the kernel does not take x or the request.
+            AllReduceNormError: an earlier call went wrong.
+        """
+        _check(x, residual, norm, gain, request)
+        if self.area is None:
+            made, total = reference.all_reduce_norm(self.group, x, residual, norm, gain, request)
+            return Result(made, total if keep_total else None)
+        from megatron_lowbit.parallel.launch import launch
+
+        self.check()
+        if 2 * x.nbytes > self.area.half:
+            print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
+            self._share(x.nbytes)
+        self._follow()
+        made = launch(self.area, x, residual, norm, gain, request, keep_total, path, self.limit)
+        if not torch.cuda.is_current_stream_capturing():
+            self._event.record()
+        return Result(*made)
+
+    def check(self) -> None:
+        """Raise what a kernel has reported; one that still runs reports later."""
+        if self.area is None or not self.area.fault[0]:
+            return
+        from megatron_lowbit.parallel.launch import reason
+
+        raise AllReduceNormError(f"all-reduce + norm: {reason(self.area)}")
+
+    def _share(self, capacity: int) -> None:
+        # Triton is there wherever torch has CUDA, and on few other machines.
+        from megatron_lowbit.parallel.area import symmetric_area
+
+        # Twice: a copy of x, and what is gathered of it.
+        self.area = symmetric_area(self.group, -(-2 * capacity // 256) * 256)
+
+    def _follow(self) -> None:
+        """Have this call come after the last one, also where that was on another stream."""
+        if torch.cuda.is_current_stream_capturing():
+            return
+        stream = torch.cuda.current_stream()
+        if self._event is None:
+            self._event = torch.cuda.Event()
+        elif stream != self._stream:
+            stream.wait_event(self._event)
+        self._stream = stream
+
+
+def _check(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: MXNorm | RMSNorm,
+    gain: Tensor | None,
+    request: Request | None,
+) -> None:
+    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"x is a contiguous FP32 or BF16 matrix, not {x.dtype} {tuple(x.shape)}")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, unlike x")
+    if gain is not None and isinstance(norm, MXNorm):
+        raise ValueError("MXNorm takes no gain: it belongs into the next weight")
+    if request is None and isinstance(norm, MXNorm):
+        raise ValueError("MXNorm needs a request: its blocks are those of a format")

@@ -1,0 +1,34 @@
+"""All-reduce, residual, norm and quantization by ``torch.distributed``, step by step."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lowbit.numerics import QuantizedTensor, Request, quantize_both
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+
+
+def all_reduce_norm(
+    group: dist.ProcessGroup,
+    x: Tensor,
+    residual: Tensor | None,
+    norm: MXNorm | RMSNorm,
+    gain: Tensor | None,
+    request: Request | None,
+) -> tuple[Tensor | QuantizedTensor, Tensor]:
+    """The normalized or quantized rows, and their sum (R, C) in x's dtype.
+
+    The ranks' rows are added up in FP32, in the order of the group's library, the residual last.
+    """
+    total = x.float()
+    dist.all_reduce(total, group=group)
+    if residual is not None:
+        total = total + residual.float()
+    total = total.to(x.dtype)
+    block = 1 if request is None else request.quantizer.format.block
+    normalized = norm.normalize(total, block)
+    if gain is not None:
+        normalized = normalized * gain.float()
+    if request is None:
+        return normalized.to(x.dtype), total
+    return quantize_both(normalized, request, None)[0], total

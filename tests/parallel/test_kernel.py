@@ -1,0 +1,161 @@
+"""The kernel, by ranks that are processes: bits of the reference, and ends for what goes wrong.
+
+Without a GPU the ranks share a file and run the kernel in Triton's interpreter, waits and all. The
+file is its own worker.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+
+HALF = 2**18
+POLLS = 20_000
+FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
+
+
+def shared_area(file: str, rank: int, ranks: int):
+    """What ``symmetric_area`` gives, over a file."""
+    from megatron_lowbit.parallel.area import Area, layout
+
+    data, size = layout(ranks, HALF)
+    memory = torch.from_file(file, shared=True, size=ranks * size, dtype=torch.uint8)
+    addresses = torch.tensor([memory.data_ptr() + size * r for r in range(ranks)])
+    return Area(addresses, rank, data, HALF, torch.zeros(4, dtype=torch.int64), memory)
+
+
+def call(area, xs, residual, norm, gain=None, name=None, total=True, path=None, limit=POLLS):
+    from megatron_lowbit.parallel.launch import launch
+
+    request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
+    return launch(area, xs[area.rank], residual, norm, gain, request, total, path, limit)
+
+
+def expected(xs, residual, norm, gain, name):
+    """Sums in the order of ranks, normalized and quantized by the reference."""
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    if residual is not None:
+        total = total + residual.float()
+    total = total.to(xs[0].dtype)
+    normalized = norm.normalize(total, 16 if name is None else FORMATS[name].block)
+    if gain is not None:
+        normalized = normalized * gain.float()
+    if name is None:
+        return normalized.to(total.dtype), total
+    return Quantizer(FORMATS[name])(normalized), total
+
+
+def same(seen, wanted) -> bool:
+    if isinstance(wanted, torch.Tensor):
+        return torch.equal(seen, wanted)
+    pairs = [(getattr(seen, part), getattr(wanted, part)) for part in ("codes", "scales")]
+    equal = all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+    return equal and torch.equal(seen.tensor_scale, wanted.tensor_scale)
+
+
+def cases(draws, ranks):
+    """Everything that a call can be asked for, with sizes at random."""
+    for path in ("one-stage", "compact", "gathered"):
+        for name in (None, *FORMAT_NAMES):
+            for norm in (RMSNorm(), MXNorm()):
+                wants_codes = name is not None and not FORMATS[name].tensor_scaled
+                if (name is None and isinstance(norm, MXNorm)) or (
+                    path == "compact" and not wants_codes
+                ):
+                    continue
+                rows = int(torch.randint(1, 14, (), generator=draws))
+                columns = 128 * int(torch.randint(1, 4, (), generator=draws))
+                dtype = torch.bfloat16 if rows % 3 else torch.float32
+                xs = torch.randn(ranks + 1, rows, columns, generator=draws).to(dtype)
+                gain = torch.randn(columns, generator=draws).to(dtype)
+                residual = xs[ranks] if rows % 2 else None
+                yield path, name, norm, list(xs[:ranks]), residual, gain
+
+
+def agree(area) -> None:
+    """Every case twice, for memory is used in turns."""
+    draws = torch.Generator().manual_seed(3)
+    for path, name, norm, xs, residual, gain in cases(draws, area.ranks):
+        gain = None if isinstance(norm, MXNorm) else gain
+        for _ in range(2):
+            seen, total = call(area, xs, residual, norm, gain, name, path != "compact", path)
+            wanted, wanted_total = expected(xs, residual, norm, gain, name)
+            where = (path, name, norm, tuple(xs[0].shape), xs[0].dtype)
+            assert same(seen, wanted), where
+            assert path == "compact" or torch.equal(total, wanted_total), where
+    assert not area.fault.any()
+
+
+def die(area) -> None:
+    """The last rank does not come to the third call; what is made then is no number."""
+    from megatron_lowbit.parallel.launch import reason
+
+    xs = list(torch.ones(area.ranks, 4, 128))
+    for _ in range(2):
+        call(area, xs, None, RMSNorm())
+    if area.rank == area.ranks - 1:
+        return
+    for _ in range(3):  # no later call waits
+        y, total = call(area, xs, None, RMSNorm(), limit=2_000)
+        assert y.isnan().all() and total.isnan().all()
+    late = f"rank {area.ranks - 1} of the group did not come to a call with 4 x 128 in time"
+    assert reason(area) == late
+
+
+def differ(area) -> None:
+    """Another number of rows in one rank: both shapes are named by both, then others."""
+    from megatron_lowbit.parallel.launch import reason
+
+    rows = (4, 40)[area.rank]
+    xs = list(torch.ones(area.ranks, rows, 128))
+    call(area, xs, None, RMSNorm())
+    other = 1 - area.rank
+    assert reason(area) == (
+        f"rank {other} of the group came with {(4, 40)[other]} x 128, rank {area.rank} with "
+        f"{rows} x 128"
+    )
+
+
+def differ_in_path(area) -> None:
+    from megatron_lowbit.parallel.launch import reason
+
+    xs = list(torch.ones(area.ranks, 4, 128))
+    call(area, xs, None, RMSNorm(), path=("one-stage", "gathered")[area.rank])
+    assert "another norm, output, path or dtype" in reason(area)
+
+
+@pytest.mark.parametrize(
+    ("what", "ranks"),
+    [("agree", 2), ("agree", 3), ("die", 2), ("die", 3), ("differ", 2), ("differ_in_path", 2)],
+)
+def test_ranks(tmp_path, what, ranks):
+    file = tmp_path / "area"
+    # Zeros, as memory comes from the allocator.
+    from megatron_lowbit.parallel.area import layout
+
+    file.write_bytes(bytes(ranks * layout(ranks, HALF)[1]))
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, what, str(file), str(rank), str(ranks)],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    errors = [worker.communicate(timeout=300)[1] for worker in workers]
+    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    test, file, rank, ranks = sys.argv[1:]
+    globals()[test](shared_area(file, int(rank), int(ranks)))
