@@ -1,5 +1,6 @@
 """All-reduce, residual, norm and quantization by ``torch.distributed``, step by step."""
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,7 +21,7 @@ def all_reduce_norm(
 
     The ranks' rows are added up in FP32, in the order of the group's library, the residual last.
     """
-    total = x.float()
+    total = x.to(torch.float32, copy=True)
     dist.all_reduce(total, group=group)
     if residual is not None:
         total = total + residual.float()

@@ -10,6 +10,11 @@ from typing import NoReturn
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.training.expert_arguments import add_experts, check_experts, fill_experts
 from megatron_lowbit.training.hybrid_arguments import add_hybrid, check_hybrid
+from megatron_lowbit.training.parallel_arguments import (
+    add_parallelism,
+    check_parallelism,
+    fill_parallelism,
+)
 from megatron_lowbit.training.weights_and_biases import import_wandb
 
 
@@ -57,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_learning_rate,
         _add_checkpointing,
         _add_logging,
-        _add_parallelism,
+        add_parallelism,
     ):
         add_group(parser)
     return parser
@@ -231,23 +236,6 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--wandb-save-dir", metavar="DIR", help="default: a folder in --save")
 
 
-def _add_parallelism(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("parallelism")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
-    group.add_argument("--expert-model-parallel-size", type=int, default=1)
-    group.add_argument("--context-parallel-size", type=int, default=1, help="1 here")
-    group.add_argument("--sequence-parallel", action="store_true")
-    group.add_argument("--use-distributed-optimizer", action="store_true")
-    group.add_argument("--overlap-grad-reduce", action="store_true")
-    group.add_argument("--overlap-param-gather", action="store_true")
-    group.add_argument(
-        "--distributed-timeout-minutes", type=float, default=10,
-        help="without progress for so long, a rank ends the job",
-    )  # fmt: skip
-
-
 def _fill_defaults(args: Namespace) -> None:
     """Values that follow from others, and fixed ones that other modules read."""
     if args.ffn_hidden_size is None:
@@ -265,11 +253,7 @@ def _fill_defaults(args: Namespace) -> None:
     )
     args.recipes = args.recipes or [args.precision_recipe or "bf16"]
     fill_experts(args)
-    args.virtual_pipeline_model_parallel_size = None
-    if args.num_layers_per_virtual_pipeline_stage:
-        per_stage = args.num_layers // args.pipeline_model_parallel_size
-        stages = per_stage // args.num_layers_per_virtual_pipeline_stage
-        args.virtual_pipeline_model_parallel_size = stages
+    fill_parallelism(args)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -295,10 +279,6 @@ def _check_model(args: Namespace) -> None:
     for name in _POSITIVE:
         value = getattr(args, name)
         _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
-    _require(
-        args.distributed_timeout_minutes <= 1e6,
-        f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}: at most 1000000",
-    )
     if args.kv_channels is None:
         _require_divisible(args, "hidden_size", "num_attention_heads")
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -313,26 +293,9 @@ def _check_model(args: Namespace) -> None:
         f"--seq-length {args.seq_length} exceeds --max-position-embeddings "
         f"{args.max_position_embeddings}",
     )
-    if args.sequence_parallel:
-        _require(
-            args.tensor_model_parallel_size > 1,
-            "--sequence-parallel needs --tensor-model-parallel-size above 1",
-        )
-        _require_divisible(args, "seq_length", "tensor_model_parallel_size")
-    _require(
-        args.context_parallel_size == 1,
-        f"--context-parallel-size {args.context_parallel_size}: only Transformer Engine's "
-        "attention splits a sequence; this runs megatron-core's local layers, so leave it at 1",
-    )
     check_experts(args)
     check_hybrid(args)
-    if args.num_layers_per_virtual_pipeline_stage:
-        _require(
-            args.virtual_pipeline_model_parallel_size >= 2
-            and args.pipeline_model_parallel_size >= 2,
-            "--num-layers-per-virtual-pipeline-stage needs at least 2 pipeline stages with 2 "
-            "virtual stages each",
-        )
+    check_parallelism(args)
 
 
 def _check_batches(args: Namespace) -> None:
@@ -348,11 +311,6 @@ def _check_batches(args: Namespace) -> None:
             args.lr_wsd_decay_iters is not None,
             "--lr-decay-style WSD needs --lr-wsd-decay-iters",
         )
-    _require(
-        not args.overlap_param_gather
-        or (args.overlap_grad_reduce and args.use_distributed_optimizer),
-        "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
-    )
     if args.recompute_granularity == "full":
         _require(
             args.recompute_method is not None and args.recompute_num_layers is not None,

@@ -16,6 +16,9 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_lowbit.integrations.megatron_core.allreduce_norm import (
+    describe as describe_all_reduces,
+)
 from megatron_lowbit.integrations.megatron_core.config import transformer_config
 from megatron_lowbit.integrations.megatron_core.mamba import use_best_scan
 from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
@@ -116,6 +119,8 @@ def _own_layers(args: Namespace) -> str | None:
     """What asks for this project's layers, if anything does."""
     if args.num_experts is not None:
         return "experts are not wired up to it"
+    if args.fused_allreduce_norm:
+        return "--fused-allreduce-norm is not in it"
     return "MXNorm is not in it" if args.normalization == "MXNorm" else None
 
 
@@ -141,6 +146,8 @@ def _announce(
         if args.transformer_impl == "transformer_engine":
             for line in _kernels(recipe, layers):
                 console.print(line)
+        if args.fused_allreduce_norm:
+            console.print(describe_all_reduces(chunks))
         if args.normalization == "MXNorm":
             active, inactive = mxnorm_layers(chunks)
             console.print(

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_lowbit.integrations.megatron_core import experts
+from megatron_lowbit.integrations.megatron_core import allreduce_norm, experts
 from megatron_lowbit.integrations.megatron_core.gpt import gpt_chunk
 from megatron_lowbit.integrations.megatron_core.hybrid import hybrid_chunk
 from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
@@ -49,6 +49,9 @@ def build_model(
     norm = None
     if args.normalization == "MXNorm":
         norm = MXNorm(p=args.mxnorm_p, eps=args.norm_epsilon)
+    operation = None
+    if args.fused_allreduce_norm:
+        operation = allreduce_norm.make_operation(args, config.params_dtype)
     chunks = []
     for vp_stage in range(stages or 1):
         stage = vp_stage if stages else None
@@ -76,6 +79,8 @@ def build_model(
         chunk = build_chunk(args, shared, stage)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         chunk = chunk.to(device)
+        if operation is not None:
+            allreduce_norm.fuse_all_reduces(chunk, operation)
         if take_over is not None:
             take_over(chunk, config.quant_recipe)
         chunks.append(_in_bf16(config, chunk) if config.bf16 else chunk)

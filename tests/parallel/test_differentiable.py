@@ -1,0 +1,89 @@
+"""Two processes: the operation's gradients against those of its steps, one after another.
+
+The file is its own worker.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
+from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
+
+RANKS, SHAPE, EPS = 2, (6, 2, 64), 1e-5
+
+
+class Reduce(torch.autograd.Function):
+    """A row-parallel layer's all-reduce: nothing in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def gradients(function, tensors, grads):
+    tensors = [tensor.detach().requires_grad_() for tensor in tensors]
+    outputs = function(*tensors)
+    return [*(o.detach() for o in outputs), *torch.autograd.grad(outputs, tensors, grads)]
+
+
+def worker(rendezvous: str, rank: int) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=RANKS)
+    draws = torch.Generator().manual_seed(1)
+    xs = torch.randn(RANKS, *SHAPE, generator=draws)
+    residual, *grads = torch.randn(3, *SHAPE, generator=draws)
+    gain = torch.randn(SHAPE[-1], generator=draws)
+    run = AllReduceNorm(dist.group.WORLD, capacity=0)
+    assert run.choice == "torch.distributed and separate kernels: not every rank has a GPU"
+
+    def fused(x, residual, gain):
+        return all_reduce_rms_norm(run, x, residual, gain, EPS)
+
+    def steps(x, residual, gain):
+        total = Reduce.apply(x) + residual
+        return torch.nn.functional.rms_norm(total, gain.shape, gain, EPS), total
+
+    tensors = (xs[rank], residual, gain)
+    pairs = zip(gradients(fused, tensors, grads), gradients(steps, tensors, grads), strict=True)
+    for seen, expected in pairs:
+        error = (seen - expected).abs().max() / expected.abs().max()
+        assert error <= 2e-6, error
+    quantized(run, xs, rank)
+    dist.destroy_process_group()
+
+
+def quantized(run: AllReduceNorm, xs: torch.Tensor, rank: int) -> None:
+    """Codes of the sum, which nobody keeps."""
+    x, quantizer = xs.flatten(1, -2), Quantizer(FORMATS["mxfp8-e4m3"])
+    seen = run(x[rank], None, RMSNorm(EPS), None, Request(quantizer), keep_total=False)
+    expected = quantizer(RMSNorm(EPS).normalize(x[0] + x[1]))
+    assert torch.equal(seen.normalized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert seen.total is None
+
+
+def test_gradients_are_those_of_the_steps(tmp_path):
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(tmp_path / "rendezvous"), str(rank)],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    errors = [worker.communicate(timeout=120)[1] for worker in workers]
+    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    worker(sys.argv[1], int(sys.argv[2]))
