@@ -23,7 +23,7 @@ from megatron_lowbit.parallel.meeting import begin, end, introduce, meet
 ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 
 
-@triton.jit(do_not_specialize=["rank", "tag", "shape", "limit", "constant", "eps"])
+@triton.jit(do_not_specialize=["R", "rank", "tag", "shape", "limit", "constant", "eps"])
 def all_reduce_norm_kernel(
     x, residual, total, R, C, gain, constant, eps, y, most, amax, codes, scales, tensor_scale,
     areas, state, fault, rank, tag, shape, limit, data, half,

@@ -1,0 +1,271 @@
+"""All-reduce, residual, RMSNorm and cast to FP8 as one kernel, against libraries and a kernel.
+
+    torchrun --nproc-per-node 2 benchmarks/all_reduce_norm.py
+    python benchmarks/all_reduce_norm.py --summary benchmarks/results/all_reduce_norm-2xh200.json
+
+x and the residual in BF16, codes in 1x128 tiles of E4M3, the new residual is kept. Peers: NCCL's
+all-reduce, and the better of torch's symmetric-memory all-reduces on an x that is in such memory
+already, each with one kernel that adds, normalizes and casts. Every contender is captured in a CUDA
+graph of many calls, so that the CPU's launches are not what is timed; times are of the slower rank.
+The bound: what a rank must read from others at the rate of reading a peer's memory, or what it
+moves in its own memory at the rate of a copy, whichever takes longer.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import timing
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from megatron_lowbit.kernels.elements import as_dtype
+from megatron_lowbit.kernels.norm import WARPS, finish_rows, row_side, statistic, tile_of
+from megatron_lowbit.kernels.tiles import load_tile, store_tile
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
+
+HIDDEN = (4096, 8192)
+MOST_BYTES = 2**27
+CALLS, REPLAYS, COPY_BYTES = 20, 12, 2**28
+NORM, REQUEST = RMSNorm(), Request(Quantizer(FORMATS["fp8-1x128-e4m3"]), kept=True)
+PATHS = ("one-stage", "gathered")
+OURS, NCCL, SYMMETRIC = "fused", "NCCL + kernel", "symmetric memory + kernel"
+
+
+@triton.jit(do_not_specialize=["constant", "eps"])
+def add_norm_kernel(
+    x, residual, total, R, C, gain, constant, eps, amax, codes, scales, tensor_scale,
+    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The peers' second half: residual, norm and cast of rows that are summed up."""
+    row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
+    parts = ()
+    for i in tl.static_range(PARTS):
+        at = col0 + i * TN
+        part = load_tile(x, C, 1, row0, at, R, C, TM, TN, EVEN)
+        part += load_tile(residual, C, 1, row0, at, R, C, TM, TN, EVEN)
+        part = as_dtype(part, x.dtype.element_ty)
+        store_tile(total, part, row0, at, R, C, EVEN)
+        parts = parts + (part,)  # noqa: RUF005  Triton takes no starred tuples
+    finish_rows(parts, row0, col0, R, C, gain, constant, eps, None, None, None, amax, codes, scales,
+                tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+
+
+def add_norm(x: Tensor, residual: Tensor, gain: Tensor) -> None:
+    """Residual, RMSNorm and cast in one kernel, into new tensors."""
+    rows, columns = x.shape
+    side, arguments, _ = row_side(REQUEST, x, None, False)
+    block = REQUEST.quantizer.format.block
+    height, part = tile_of(columns, block)
+    p, constant, eps = statistic(NORM, block)
+    add_norm_kernel[(triton.cdiv(rows, height),)](
+        x, residual, torch.empty_like(x), rows, columns, gain, constant, eps, *arguments,
+        height, part, triton.cdiv(columns, part), block, p, side,
+        rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+class Case(NamedTuple):
+    """Tensors of one size."""
+
+    x: Tensor
+    residual: Tensor
+    gain: Tensor
+
+
+def contenders(
+    run: AllReduceNorm, group: dist.ProcessGroup, case: Case
+) -> dict[str, Callable[[], object]]:
+    """What is timed."""
+    x, residual, gain = case
+    found = {
+        f"{OURS}, {path}": lambda path=path: run(x, residual, NORM, gain, REQUEST, path=path)
+        for path in PATHS
+    }
+    found[OURS] = lambda: run(x, residual, NORM, gain, REQUEST)
+
+    def nccl() -> None:
+        dist.all_reduce(x, group=group)
+        add_norm(x, residual, gain)
+
+    found[NCCL] = nccl
+    return found | _symmetric(group, case)
+
+
+def _symmetric(group: dist.ProcessGroup, case: Case) -> dict[str, Callable[[], object]]:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    x = symmetric_memory.empty(case.x.shape, dtype=case.x.dtype, device=case.x.device)
+    x.copy_(case.x)
+    symmetric_memory.rendezvous(x, group)
+
+    def one_shot() -> None:
+        made = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", group.group_name)
+        add_norm(made, case.residual, case.gain)
+
+    def two_shot() -> None:
+        made = torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", group.group_name)
+        add_norm(made, case.residual, case.gain)
+
+    return {f"{SYMMETRIC}, one-shot": one_shot, f"{SYMMETRIC}, two-shot": two_shot}
+
+
+def measure(call: Callable[[], object], device: torch.device) -> float:
+    """Microseconds of a call in a graph of many, the slower rank's median."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(CALLS):
+                call()
+    times = []
+    for _ in range(REPLAYS):
+        dist.barrier()
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * begin.elapsed_time(end) / CALLS)
+    mine = torch.tensor(statistics.median(times[2:]), device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return float(mine)
+
+
+def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Bytes a second of reading a peer's memory, by a copy."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    memory = symmetric_memory.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    other = handle.get_buffer((group.rank() + 1) % group.size(), (COPY_BYTES,), torch.uint8)
+    target = torch.empty_like(other, device=device)
+    return 1e6 * COPY_BYTES / measure(lambda: target.copy_(other), device)
+
+
+def bound_us(rows: int, hidden: int, ranks: int, link: float, copy: float) -> float:
+    """The least time: a rank reads its share of the sums and the others' sums, or less for two."""
+    size = 2 * rows * hidden
+    remote = size * min(ranks - 1, 2 * (ranks - 1) / ranks)
+    # x and its copy, the residual, the new residual, codes and scales.
+    local = 2 * size + 2 * size + size / 2 + rows * hidden / 32
+    return 1e6 * max(remote / link, local / copy)
+
+
+def rows_of(
+    run: AllReduceNorm, group: dist.ProcessGroup, link: float, copy: float
+) -> Iterator[dict]:
+    """A row for each size and contender."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    for hidden in HIDDEN:
+        for power in range(15):
+            rows = 2**power
+            if 2 * rows * hidden > MOST_BYTES:
+                continue
+            # x is all-reduced in place again and again, and so is zero.
+            x, residual = torch.zeros(2, rows, hidden, dtype=torch.bfloat16, device=device).unbind()
+            residual += torch.randn_like(residual)
+            case = Case(x, residual, torch.ones(hidden, dtype=torch.bfloat16, device=device))
+            least = bound_us(rows, hidden, group.size(), link, copy)
+            for name, call in contenders(run, group, case).items():
+                head = {"rows": rows, "hidden": hidden, "bytes": x.nbytes, "contender": name}
+                yield head | {"us": round(measure(call, device), 2), "bound_us": round(least, 2)}
+
+
+def best(rows: Sequence[dict], name: str) -> dict[tuple[int, int], float]:
+    """The least time of the contenders so named, by hidden size and rows."""
+    found: dict[tuple[int, int], float] = {}
+    for row in rows:
+        if row["contender"].startswith(name):
+            cell = (row["hidden"], row["rows"])
+            found[cell] = min(found.get(cell, row["us"]), row["us"])
+    return found
+
+
+def summary(rows: Sequence[dict]) -> Table:
+    """Times by size, and how many times as fast as each peer."""
+    shown = Table("hidden", "rows", "KiB", "fused us", "bound us", "x NCCL", "x symmetric memory")
+    ours = {(r["hidden"], r["rows"]): r for r in rows if r["contender"] == OURS}
+    peers = [best(rows, name) for name in (NCCL, SYMMETRIC)]
+    for (hidden, count), row in ours.items():
+        ratios = [f"{peer[hidden, count] / row['us']:.2f}" for peer in peers]
+        size = f"{row['bytes'] / 1024:g}"
+        shown.add_row(str(hidden), str(count), size, str(row["us"]), str(row["bound_us"]), *ratios)
+    return shown
+
+
+def draw(rows: Sequence[dict], file: Path) -> None:
+    """Microseconds over bytes, with the bound."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, hidden in zip(figure.subplots(1, len(HIDDEN), sharey=True), HIDDEN, strict=True):
+        mine = [row for row in rows if row["hidden"] == hidden]
+        sizes = sorted({(row["rows"], row["bytes"], row["bound_us"]) for row in mine})
+        for name in (OURS, NCCL, SYMMETRIC):
+            times = best(mine, name)
+            axes.plot([s[1] for s in sizes], [times[hidden, s[0]] for s in sizes], "o-", label=name)
+        axes.plot([s[1] for s in sizes], [s[2] for s in sizes], "k--", label="bound")
+        axes.set(xscale="log", yscale="log", xlabel="bytes of x", title=f"hidden {hidden}")
+        axes.grid(True, alpha=0.3)
+    axes.legend()
+    figure.supylabel("µs")
+    figure.savefig(file, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure on all ranks and write the JSON, or summarize one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--summary", type=Path, metavar="FILE.json", help="of another run")
+    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="with --summary")
+    parser.add_argument("--output", type=Path, metavar="FILE.json")
+    args = parser.parse_args(argv)
+    console = Console(width=120)
+    if args.summary is not None:
+        rows = json.loads(args.summary.read_text())["rows"]
+        console.print(summary(rows))
+        if args.picture is not None:
+            draw(rows, args.picture)
+        return
+    begin = time.monotonic()
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", dist.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    group = dist.group.WORLD
+    limits = timing.ceilings()
+    link = peer_rate(group, device)
+    run = AllReduceNorm(group, MOST_BYTES)
+    rows = []
+    for row in rows_of(run, group, link, limits.copy):
+        rows.append(row)
+    run.check()
+    if dist.get_rank() == 0:
+        slug = timing.gpu_name().lower().removeprefix("nvidia ").replace(" ", "-")
+        name = f"all_reduce_norm-{group.size()}x{slug}.json"
+        output = args.output or timing.RESULTS / name
+        more = {"ranks": group.size(), "peer_read_gb_per_s": round(link / 1e9, 1)}
+        timing.write(output, limits, rows, begin, choice=run.choice, **more)
+        console.print(summary(rows))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""On two GPUs: the operation under random calls, streams and graphs, and what ends a wrong one.
+
+The file is its own worker.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lowbit.numerics import FORMATS, Quantizer, Request
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm, AllReduceNormError
+
+RANKS, CALLS = 2, 10_000
+CAPACITY = 2**24
+TIME_LIMIT_S = 3.0
+FORMAT_NAMES = (None, "fp8-1x128-e4m3", "mxfp8-e4m3", "mxfp4", "nvfp4")
+
+
+def expected(xs, residual, norm, gain, request):
+    """Sums in the order of ranks, normalized and quantized by the reference, on the GPU."""
+    total = xs[0].float()
+    for x in xs[1:]:
+        total = total + x.float()
+    if residual is not None:
+        total = total + residual.float()
+    total = total.to(xs[0].dtype)
+    normalized = norm.normalize(total, 16 if request is None else request.quantizer.format.block)
+    if gain is not None:
+        normalized = normalized * gain.float()
+    if request is None:
+        return [total, normalized.to(total.dtype)]
+    made = request.quantizer(normalized)
+    return [total, made.codes.view(torch.uint8), made.scales.view(torch.uint8)]
+
+
+def flat(result, request):
+    if request is None:
+        return [result.total, result.normalized]
+    made = result.normalized
+    return [result.total, made.codes.view(torch.uint8), made.scales.view(torch.uint8)]
+
+
+def draw_call(draws, data):
+    """Tensors of all ranks and arguments of a random call, the same on every rank."""
+
+    def pick(most: int) -> int:
+        return int(torch.randint(most, (), generator=draws))
+
+    hidden = (1024, 4096, 5120)[pick(3)]
+    rows = 1 + pick((8, 64, 300)[pick(3)])
+    at = pick(data.shape[1] - (RANKS + 1) * rows * hidden)
+    tensors = data[0, at : at + (RANKS + 1) * rows * hidden].view(RANKS + 1, rows, hidden)
+    name = FORMAT_NAMES[pick(len(FORMAT_NAMES))]
+    request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
+    norm = MXNorm() if request is not None and pick(2) else RMSNorm()
+    gain = None if isinstance(norm, MXNorm) else data[1, at : at + hidden]
+    residual = tensors[RANKS] if pick(2) else None
+    path = (None, "one-stage", "gathered")[pick(3)]
+    return list(tensors[:RANKS]), residual, norm, gain, request, path, pick(3)
+
+
+def agree(run: AllReduceNorm, rank: int) -> None:
+    """Random calls, each twice, on streams at random: the reference's bits, both times."""
+    draws = torch.Generator().manual_seed(11)
+    torch.manual_seed(5)  # of the GPU as well: all ranks have the same data
+    data = torch.randn(2, 2**23, device="cuda").bfloat16()
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(CALLS // 2):
+        xs, residual, norm, gain, request, path, stream = draw_call(draws, data)
+        seen = []
+        with torch.cuda.stream(streams[stream]):
+            for _ in range(2):
+                result = run(xs[rank], residual, norm, gain, request, path=path)
+                seen.append(flat(result, request))
+            wanted = expected(xs, residual, norm, gain, request)
+            for one in seen:
+                for part, other in zip(one, wanted, strict=True):
+                    wrong += (part != other).any()
+            streams[stream].synchronize()
+    torch.cuda.synchronize()
+    run.check()
+    assert wrong.item() == 0, f"{wrong.item()} of {CALLS} calls differ"
+
+
+def replay(run: AllReduceNorm, rank: int) -> None:
+    """A captured graph gives the same for new numbers, and grows no memory."""
+    torch.manual_seed(5)
+    xs, new = torch.randn(2, RANKS, 64, 4096, device="cuda").bfloat16().unbind()
+    x, graph, stream = xs[rank].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run(x, None, RMSNorm())
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(3):
+                result = run(x, None, RMSNorm())
+    before = torch.cuda.memory_allocated()
+    for numbers in (xs, new, xs):
+        x.copy_(numbers[rank])
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = expected(list(numbers), None, RMSNorm(), None, None)
+        assert all(map(torch.equal, flat(result, None), wanted))
+        del wanted
+    assert torch.cuda.memory_allocated() == before
+    run.check()
+
+
+def die(run: AllReduceNorm, rank: int) -> None:
+    """The last rank ends without a word; the others get an error, and no number."""
+    x = torch.ones(8, 1024, device="cuda")
+    run(x, None, RMSNorm())
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == RANKS - 1:
+        os._exit(0)
+    result = run(x, None, RMSNorm())
+    torch.cuda.synchronize()
+    assert result.normalized.isnan().all()
+    with pytest.raises(AllReduceNormError, match=r"rank 1 .* did not come to a call with 8 x 1024"):
+        run(x, None, RMSNorm())
+    os._exit(0)  # without a farewell to the rank that is gone
+
+
+def differ(run: AllReduceNorm, rank: int) -> None:
+    """Another shape in one rank: both name both."""
+    rows = (8, 200)[rank]
+    run(torch.ones(rows, 1024, device="cuda"), None, RMSNorm())
+    torch.cuda.synchronize()
+    other = 1 - rank
+    named = f"rank {other} of the group came with {(8, 200)[other]} x 1024, rank {rank} with {rows}"
+    with pytest.raises(AllReduceNormError, match=named):
+        run.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="one GPU")
+@pytest.mark.parametrize("what", ["agree", "replay", "die", "differ"])
+def test_two_gpus(tmp_path, what):
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, what, str(tmp_path / "rendezvous"), str(rank)],
+            stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    errors = [worker.communicate(timeout=400)[1] for worker in workers]
+    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    test, file, number = sys.argv[1:]
+    torch.cuda.set_device(int(number))
+    dist.init_process_group(
+        "nccl", init_method=f"file://{file}", rank=int(number), world_size=RANKS
+    )
+    operation = AllReduceNorm(dist.group.WORLD, CAPACITY, TIME_LIMIT_S)
+    assert "shared memory of 2 GPUs" in operation.choice
+    globals()[test](operation, int(number))
+    dist.destroy_process_group()
