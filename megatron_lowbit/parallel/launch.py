@@ -1,6 +1,8 @@
 """Launches the kernel: which path, how many programs, outputs allocated."""
 
 import zlib
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -14,7 +16,7 @@ from megatron_lowbit.kernels.norm import (
     takes,
     tile_of,
 )
-from megatron_lowbit.numerics import QuantizedTensor, Request
+from megatron_lowbit.numerics import QuantizedTensor, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.area import Area
@@ -49,37 +51,78 @@ def launch(
     """
     if request is not None and not takes(x, norm, request):
         raise ValueError(f"no kernel normalizes and quantizes to {request.quantizer}")
-    rows, columns = x.shape
-    tensor_scaled = request is not None and request.quantizer.format.tensor_scaled
-    total = torch.empty_like(x) if keep_total or tensor_scaled else None
+    plan = _plan(
+        area.ranks, _programs(x.device), *x.shape, x.dtype, norm, request and request.quantizer,
+        keep_total, residual is not None, gain is not None, path,
+    )  # fmt: skip
+    total = torch.empty_like(x) if plan.sums else None
     y = torch.empty_like(x) if request is None else None
-    most = torch.zeros((), dtype=torch.int32, device=x.device) if tensor_scaled else None
-    side, arguments, made = None, (None, None, None, None), None
-    if request is not None and not tensor_scaled:
+    most, side, arguments, made = None, None, (None, None, None, None), None
+    if plan.tensor_scaled:
+        most = torch.zeros((), dtype=torch.int32, device=x.device)
+    elif request is not None:
         side, arguments, made = row_side(request, x, None, False)
-    block = 16 if request is None else request.quantizer.format.block
-    if path is not None and path not in PATHS:
-        raise ValueError(f"path {path!r} is none of {', '.join(PATHS)}")
-    chosen = path or choose_path(area.ranks, x.nbytes, side is not None and total is None)
-    height, part = tile_of(columns, block)
-    p, constant, eps = statistic(norm, block)
-    span = 1 if chosen == "one-stage" else area.ranks
-    groups = triton.cdiv(triton.cdiv(rows, height), span)
-    wanted = (str(request and request.quantizer), total is None, residual is None, gain is None)
-    tag = _hash(rows, columns, chosen, x.dtype, p, eps, *wanted)
-    all_reduce_norm_kernel[(min(groups, _programs(x.device)),)](
-        x, residual, total, rows, columns, gain, constant, eps, y, most, *arguments,
+    all_reduce_norm_kernel[plan.grid](
+        x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
         area.addresses, area.state, area.fault.data_ptr(), area.rank,
-        tag, rows << 32 | columns, limit, area.data, area.half,
-        area.ranks, triton.next_power_of_2(area.ranks), PATHS[chosen],
-        height, part, triton.cdiv(columns, part), block, p, side,
-        rows % (height * span) == 0 and columns % part == 0,
+        plan.tag, plan.shape, limit, area.data, area.half, *plan.constants, side, plan.even,
         num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    if tensor_scaled:
+    if plan.tensor_scaled:
         amax = most.view(torch.float32)
         made, _ = normalize_quantize(total, norm, request, False, gain, amax)
     return (y if request is None else made), (total if keep_total else None)
+
+
+class _Plan(NamedTuple):
+    """What follows from the sizes and kinds of a call's arguments, and not from the tensors.
+
+    ``constants`` are the kernel's from RANKS to P; ``sums``: whether the sums are kept; ``tag`` and
+    ``shape`` are what ranks tell one another.
+    """
+
+    grid: tuple[int]
+    constants: tuple[int, ...]
+    constant: float
+    eps: float
+    even: bool
+    sums: bool
+    tensor_scaled: bool
+    tag: int
+    shape: int
+
+
+@cache
+def _plan(
+    ranks: int, most: int, rows: int, columns: int, dtype: torch.dtype, norm: MXNorm | RMSNorm,
+    quantizer: Quantizer | None, keep_total: bool, has_residual: bool, has_gain: bool,
+    path: str | None,
+) -> _Plan:  # fmt: skip
+    """``most`` is the largest number of programs."""
+    tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
+    sums = keep_total or tensor_scaled
+    compact = quantizer is not None and not sums
+    if path is None:
+        path = choose_path(ranks, rows * columns * dtype.itemsize, compact)
+    if path not in PATHS or (path == "compact" and not compact):
+        fitting = [name for name in PATHS if name != "compact" or compact]
+        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
+    block = 16 if quantizer is None else quantizer.format.block
+    height, part = tile_of(columns, block)
+    p, constant, eps = statistic(norm, block)
+    span = 1 if path == "one-stage" else ranks
+    return _Plan(
+        grid=(min(most, triton.cdiv(triton.cdiv(rows, height), span)),),
+        constants=(ranks, triton.next_power_of_2(ranks), PATHS[path], height, part,
+                   triton.cdiv(columns, part), block, p),
+        constant=constant,
+        eps=eps,
+        even=rows % (height * span) == 0 and columns % part == 0,
+        sums=sums,
+        tensor_scaled=tensor_scaled,
+        tag=_hash(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
+        shape=rows << 32 | columns,
+    )  # fmt: skip
 
 
 def choose_path(ranks: int, size: int, compact: bool) -> str:
@@ -93,6 +136,7 @@ def choose_path(ranks: int, size: int, compact: bool) -> str:
     return "compact" if compact else "gathered"
 
 
+@cache
 def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return 2

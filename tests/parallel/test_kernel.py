@@ -21,6 +21,13 @@ POLLS = 20_000
 FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
 
 
+def empty(ranks: int) -> int:
+    """Bytes of all areas, which begin as zeros."""
+    from megatron_lowbit.parallel.area import layout
+
+    return ranks * layout(ranks, HALF)[1]
+
+
 def shared_area(file: str, rank: int, ranks: int):
     """What ``symmetric_area`` gives, over a file."""
     from megatron_lowbit.parallel.area import Area, layout
@@ -133,16 +140,22 @@ def differ_in_path(area) -> None:
     assert "another norm, output, path or dtype" in reason(area)
 
 
+@pytest.mark.parametrize(("path", "name"), [("compact", "mxfp8-e4m3"), ("two-stage", None)])
+def test_a_path_that_does_not_fit(tmp_path, path, name):
+    """Codes are gathered where nobody wants the sum."""
+    (tmp_path / "area").write_bytes(bytes(empty(1)))
+    area = shared_area(str(tmp_path / "area"), 0, 1)
+    with pytest.raises(ValueError, match=f"path '{path}' of this call is none of one-stage, gath"):
+        call(area, [torch.ones(4, 128)], None, RMSNorm(), name=name, path=path)
+
+
 @pytest.mark.parametrize(
     ("what", "ranks"),
     [("agree", 2), ("agree", 3), ("die", 2), ("die", 3), ("differ", 2), ("differ_in_path", 2)],
 )
 def test_ranks(tmp_path, what, ranks):
     file = tmp_path / "area"
-    # Zeros, as memory comes from the allocator.
-    from megatron_lowbit.parallel.area import layout
-
-    file.write_bytes(bytes(ranks * layout(ranks, HALF)[1]))
+    file.write_bytes(bytes(empty(ranks)))
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     workers = [
         subprocess.Popen(
