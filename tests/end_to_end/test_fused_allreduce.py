@@ -1,39 +1,34 @@
 """--fused-allreduce-norm on a CPU: the losses of the layers it replaces, and what it refuses."""
 
-import re
-
 import pytest
+from tiny_run import losses
 
 TWO = ("--tensor-model-parallel-size", 2, "--train-iters", 4)
-LOSS = re.compile(r"iteration +(\d+)/4 \| loss ([\d.]+)")
-
-
-def losses(result) -> dict[str, float]:
-    assert result.returncode == 0, result.stderr
-    return {number: float(loss) for number, loss in LOSS.findall(result.stdout)}
-
-
+FUSED = "--fused-allreduce-norm"
 RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform",
               "--recompute-num-layers", 1)  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [(), RECOMPUTED], ids=["", "recomputed"])
-def test_the_same_losses(pretrain_command, tmp_path, more):
-    """Also on the other's checkpoint: norms keep their names."""
-    plain, fused, back = tmp_path / "plain", tmp_path / "fused", tmp_path / "back"
-    expected = losses(
-        pretrain_command(*TWO, *more, "--save-interval", 2, "--save", plain, processes=2)
-    )
-    result = pretrain_command(
-        *TWO, *more, "--save", fused, "--save-interval", 2, "--fused-allreduce-norm", processes=2
-    )
+def test_the_same_losses(pretrain_ranks, tmp_path):
+    """Recomputed or not, and by the layers it replaces from its checkpoint on."""
+    runs = {
+        "plain": TWO,
+        "fused": (*TWO, FUSED),
+        "recomputed": (*TWO, FUSED, *RECOMPUTED),
+        "half": (*TWO[:-1], 2, FUSED),
+        "resumed": (*TWO, "--load", tmp_path / "half"),
+    }
+    pretrain_ranks({name: (*run, "--save", tmp_path / name) for name, run in runs.items()})
+    seen = {name: losses(tmp_path / name) for name in runs}
+    assert seen["plain"].keys() == {1, 2, 3, 4}
+    for name in ("fused", "recomputed"):
+        assert seen[name] == pytest.approx(seen["plain"], abs=2e-4)
+    assert seen["resumed"] == pytest.approx({n: seen["plain"][n] for n in (3, 4)}, abs=2e-4)
+
+
+def test_it_says_what_runs(pretrain_command):
+    result = pretrain_command(*TWO[:-1], 1, FUSED, processes=2)
     assert "8 fused all-reduces in forward on rank 0: torch.distributed" in result.stdout
-    seen = losses(result)
-    assert seen.keys() == expected.keys() == {"1", "2", "3", "4"}
-    assert seen == pytest.approx(expected, abs=2e-4)
-    (fused / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = losses(pretrain_command(*TWO, *more, "--load", fused, "--save", back, processes=2))
-    assert resumed == pytest.approx({n: expected[n] for n in ("3", "4")}, abs=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +43,6 @@ def test_the_same_losses(pretrain_command, tmp_path, more):
     ],
 )
 def test_what_does_not_fit_is_refused(pretrain_here, more, named):
-    result = pretrain_here(*TWO, "--fused-allreduce-norm", *more)
+    result = pretrain_here(*TWO, FUSED, *more)
     assert result.returncode == 2
     assert f"--fused-allreduce-norm needs {named}" in result.stderr.replace("a model ", "")

@@ -89,9 +89,10 @@ def cases(draws, ranks):
 
 
 def agree(area) -> None:
-    """Every case twice, for memory is used in turns."""
+    """Every case twice, for memory is used in turns; of three ranks every third case."""
     draws = torch.Generator().manual_seed(3)
-    for path, name, norm, xs, residual, gain in cases(draws, area.ranks):
+    step = 1 if area.ranks == 2 else 3
+    for path, name, norm, xs, residual, gain in list(cases(draws, area.ranks))[::step]:
         gain = None if isinstance(norm, MXNorm) else gain
         for _ in range(2):
             seen, total = call(area, xs, residual, norm, gain, name, path != "compact", path)
@@ -151,7 +152,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("agree", 2), ("agree", 3), ("die", 2), ("die", 3), ("differ", 2), ("differ_in_path", 2)],
+    [("agree", 2), ("agree", 3), ("die", 3), ("differ", 2), ("differ_in_path", 2)],
 )
 def test_ranks(tmp_path, what, ranks):
     file = tmp_path / "area"

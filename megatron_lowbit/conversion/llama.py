@@ -1,0 +1,122 @@
+"""Llama 2 and 3: Hugging Face's LlamaForCausalLM and this project's GPT."""
+
+from typing import Any
+
+from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue
+from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.errors import UserError
+
+ARCHITECTURE = "LlamaForCausalLM"
+_SWIGLU = "silu"
+
+
+def from_config(config: dict[str, Any]) -> Family:
+    """The family member that a config.json describes.
+
+    Raises UserError for what this project's model cannot do.
+    """
+    heads = config["num_attention_heads"]
+    dimension = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    _require(config.get("hidden_act", _SWIGLU) == _SWIGLU, config, "hidden_act", _SWIGLU)
+    for key in ("attention_bias", "mlp_bias"):
+        _require(not config.get(key), config, key, False)
+    scaling = config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind != "default":
+        raise UserError(f"config.json: rope_type {kind} is not supported yet, only default")
+    model = {
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": dimension,
+        "swiglu": True,
+        "squared_relu": False,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "position_embedding_type": "rope",
+        "rotary_base": int(rope.get("rope_theta", 10000)),
+        "rotary_percent": 1.0,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "vocab_size": config["vocab_size"],
+    }
+    return Family("llama", model, config, rules(model))
+
+
+def _require(condition: bool, config: dict[str, Any], key: str, good: object) -> None:
+    if not condition:
+        raise UserError(f"config.json: {key} {config[key]!r}: this project's GPT has {good!r}")
+
+
+def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+    """A config.json for a trained model of this kind.
+
+    Raises UserError where the model is no Llama.
+    """
+    wanted = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True,
+              "position_embedding_type": "rope", "rotary_percent": 1.0}  # fmt: skip
+    for key, good in wanted.items():
+        if model[key] != good:
+            raise UserError(f"the model has {key} {model[key]!r}; a Llama has {good!r}")
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "llama",
+        "hidden_act": _SWIGLU,
+        "hidden_size": model["hidden_size"],
+        "intermediate_size": model["ffn_hidden_size"],
+        "num_hidden_layers": model["num_layers"],
+        "num_attention_heads": model["num_attention_heads"],
+        "num_key_value_heads": model["num_query_groups"],
+        "head_dim": model["kv_channels"],
+        "max_position_embeddings": model["max_position_embeddings"],
+        "rms_norm_eps": norm_epsilon,
+        "rope_theta": float(model["rotary_base"]),
+        "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "vocab_size": model["vocab_size"],
+    }
+
+
+def rules(model: dict[str, Any]) -> list[Rule]:
+    """Every tensor of the model."""
+    hidden, wide, vocabulary = (
+        model[key] for key in ("hidden_size", "ffn_hidden_size", "vocab_size")
+    )
+    groups, dimension = model["num_query_groups"], model["kv_channels"]
+    query, key = model["num_attention_heads"] * dimension, groups * dimension
+    found = [Rule(Place("embedding.word_embeddings.weight"), ("model.embed_tokens.weight",),
+                  Cut((vocabulary,)))]  # fmt: skip
+    for layer in range(model["num_layers"]):
+        theirs = f"model.layers.{layer}"
+        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
+        parts = {
+            "self_attention.linear_qkv.layer_norm_weight": (
+                (f"{theirs}.input_layernorm.weight",), Join((hidden,)),
+            ),
+            "self_attention.linear_qkv.weight": (
+                tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
+                QueryKeyValue((query, key, key), groups),
+            ),
+            "self_attention.linear_proj.weight": (
+                (f"{attention}.o_proj.weight",), Join((hidden,)),
+            ),
+            "mlp.linear_fc1.layer_norm_weight": (
+                (f"{theirs}.post_attention_layernorm.weight",), Join((hidden,)),
+            ),
+            "mlp.linear_fc1.weight": (
+                (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), Join((wide, wide)),
+            ),
+            "mlp.linear_fc2.weight": ((f"{mlp}.down_proj.weight",), Join((hidden,))),
+        }  # fmt: skip
+        for name, (names, join) in parts.items():
+            place = Place(f"decoder.layers.{name}", (layer,), (model["num_layers"],))
+            found.append(Rule(place, names, join))
+    found.append(Rule(Place("decoder.final_layernorm.weight"), ("model.norm.weight",),
+                      Join((hidden,))))  # fmt: skip
+    if model["untie_embeddings_and_output_weights"]:
+        found.append(Rule(Place("output_layer.weight"), ("lm_head.weight",), Cut((vocabulary,))))
+    return found
