@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lowbit.errors import UserError
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CARRIED = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
@@ -27,7 +28,7 @@ class Folder:
     """Weights to read. ``file_of`` says where each tensor is."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.config = path, read_json(path / "config.json")
+        self.path, self.config = path, read_json(path / CONFIG)
         if (path / INDEX).is_file():
             self.file_of: dict[str, str] = read_json(path / INDEX).get("weight_map", {})
         elif (path / SINGLE).is_file():
@@ -73,38 +74,35 @@ def _computed(names: Iterable[str]) -> set[str]:
     return {name for name in names if name.endswith("rotary_emb.inv_freq")}
 
 
-def write_folder(
-    path: Path,
-    config: dict[str, Any],
-    tensors: Iterable[tuple[str, Tensor]],
-    shard_bytes: int,
-    carried: Path | None = None,
-) -> None:
-    """Write config.json and weights into an empty folder, files of at most ``shard_bytes`` each.
+def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
+    """Write weights into a folder, files of at most ``shard_bytes`` each.
 
-    A larger tensor has a file of its own. ``carried`` is a folder whose tokenizer and generation
-    files come along.
+    A larger tensor has a file of its own.
     """
     files: list[list[str]] = []
     total = 0
     for shard in _shards(tensors, shard_bytes):
-        part = {name: tensor.contiguous() for name, tensor in shard.items()}
-        save_file(part, path / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(part))
-        total += sum(tensor.nbytes for tensor in part.values())
+        save_file(shard, path / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
+        files.append(list(shard))
+        total += sum(tensor.nbytes for tensor in shard.values())
     if len(files) == 1:
         (path / "part-0.safetensors").rename(path / SINGLE)
-    else:
-        weight_map = {}
-        for number, names in enumerate(files):
-            name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-            (path / f"part-{number}.safetensors").rename(path / name)
-            weight_map |= dict.fromkeys(names, name)
-        write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    write_json(path / "config.json", config)
-    for pattern in CARRIED if carried is not None else ():
-        for file in sorted(carried.glob(pattern)):
-            shutil.copy2(file, path / file.name)
+        return
+    weight_map = {}
+    for number, names in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        (path / f"part-{number}.safetensors").rename(path / name)
+        weight_map |= dict.fromkeys(names, name)
+    write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
+    """Write config.json into a folder, and copy another's tokenizer and generation files there."""
+    target.mkdir(exist_ok=True)
+    write_json(target / CONFIG, config)
+    for pattern in CARRIED if source is not None else ():
+        for file in sorted(source.glob(pattern)):
+            shutil.copy2(file, target / file.name)
 
 
 def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:

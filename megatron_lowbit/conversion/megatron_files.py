@@ -58,6 +58,10 @@ class Tensors:
                 f"{self.path}: tensor {unknown[0]} has no place in the family ({len(unknown)} such)"
             )
 
+    def dtype(self, place: Place) -> torch.dtype:
+        """Of a tensor."""
+        return self._found[place.key].properties.dtype
+
     def read(self, place: Place) -> Tensor:
         """A part of a tensor, without the leading axes that it is chosen from."""
         entry = self._found[place.key]

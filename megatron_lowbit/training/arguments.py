@@ -204,6 +204,10 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--save", metavar="DIR", help="checkpoints, metrics and the loss curve")
     group.add_argument("--load", metavar="DIR", help="go on from DIR's newest checkpoint")
     group.add_argument(
+        "--finetune", action="store_true",
+        help="of --load's checkpoint the model alone: begin at iteration 0",
+    )  # fmt: skip
+    group.add_argument(
         "--exit-on-missing-checkpoint", action="store_true",
         help="an error, not a fresh start, where --load has no checkpoint",
     )  # fmt: skip
@@ -322,6 +326,7 @@ def _check_checkpointing(args: Namespace) -> None:
     _require(
         args.load is not None or not args.load_latest_valid, "--load-latest-valid needs --load"
     )
+    _require(args.load is not None or not args.finetune, "--finetune needs --load")
     _require(args.save is not None or not args.async_save, "--async-save needs --save")
     if args.save_keep_last is not None:
         _require(args.save is not None, "--save-keep-last needs --save")

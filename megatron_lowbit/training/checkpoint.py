@@ -257,9 +257,11 @@ def _check_model(path: Path, saved: dict[str, Any], expected: dict[str, Any]) ->
 
 
 def _check_optimizer(path: Path, saved: str | None, current: str | None) -> None:
+    if saved is None:
+        raise UserError(f"{path}: holds a model without optimizer: --finetune begins with it")
     if saved != current:
         raise UserError(
-            f"{path}: saved with optimizer {saved or 'none'}, but this run's is {current}; "
+            f"{path}: saved with optimizer {saved}, but this run's is {current}; "
             "--use-distributed-optimizer must be as it was"
         )
 

@@ -54,7 +54,7 @@ from megatron_lowbit.training.optimizer import (
     implementations,
     wrap_data_parallel,
 )
-from megatron_lowbit.training.run import Run, restore
+from megatron_lowbit.training.run import Run, restore, start_from
 from megatron_lowbit.training.run_log import RUN_LOG, rank_log_file
 from megatron_lowbit.training.step import data_parallel_size
 from megatron_lowbit.training.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
@@ -236,6 +236,10 @@ def _load(run: Run) -> None:
         if args.exit_on_missing_checkpoint:
             raise UserError(f"--load {args.load} holds no checkpoint")
         print_rank0(f"--load {args.load} holds no checkpoint: starting from random weights")
+        return
+    if args.finetune:
+        start_from(run, args.load, iteration)
+        print_rank0(f"loaded the model of {args.load} at iteration {iteration}; starting at 0")
         return
     restore(run, args.load, iteration)
     print_rank0(f"loaded {args.load} at iteration {run.iteration}")

@@ -88,6 +88,16 @@ def restore(run: Run, directory: str, iteration: int) -> None:
     run.data = DataPosition(saved["consumed_samples"], bad)
 
 
+def start_from(run: Run, directory: str, iteration: int) -> None:
+    """Take the model of a checkpoint alone: training begins at iteration 0, with its own data."""
+    run.beat(f"loading the model of iteration {iteration}")
+    run.set_precision()
+    load_checkpoint(directory, run.model, None, None, run.model_shape, iteration)
+    forget_quantized_weights(run.model)
+    # In BF16 the optimizer has FP32 copies of what the model was when it was made.
+    run.optimizer.reload_model_params()
+
+
 def finish_saving(run: Run) -> None:
     """Until every checkpoint is written; raises UserError where one cannot be."""
     if run.background is not None:
