@@ -100,6 +100,7 @@ def to_hugging_face(
     if carried is None and (source / BESIDE).is_dir():
         carried = source / BESIDE
     config = read_json(carried / CONFIG) if carried and (carried / CONFIG).is_file() else {}
+    config.pop("rope_parameters", None)  # newer than the entries that follow, for the same
     config |= llama.to_config(model, norm_epsilon)
     tensors = megatron_files.Tensors(path)
     rules = llama.rules(model)

@@ -8,6 +8,10 @@ from megatron_lowbit.errors import UserError
 
 ARCHITECTURE = "LlamaForCausalLM"
 _SWIGLU = "silu"
+_LLAMA3 = {
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+"""What megatron-core takes for granted of Llama 3.1's scaling of frequencies."""
 
 
 def from_config(config: dict[str, Any]) -> Family:
@@ -17,14 +21,10 @@ def from_config(config: dict[str, Any]) -> Family:
     """
     heads = config["num_attention_heads"]
     dimension = config.get("head_dim") or config["hidden_size"] // heads
-    rope = config.get("rope_parameters") or config
     _require(config.get("hidden_act", _SWIGLU) == _SWIGLU, config, "hidden_act", _SWIGLU)
+    rope = _rope(config)
     for key in ("attention_bias", "mlp_bias"):
         _require(not config.get(key), config, key, False)
-    scaling = config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
-    if kind != "default":
-        raise UserError(f"config.json: rope_type {kind} is not supported yet, only default")
     model = {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -43,7 +43,26 @@ def from_config(config: dict[str, Any]) -> Family:
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "vocab_size": config["vocab_size"],
     }
+    model |= _scaling(rope)
     return Family("llama", model, config, rules(model))
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The entries of the rotary embedding, as old and new config.json have them."""
+    old = (config.get("rope_scaling") or {}) | {"rope_theta": config.get("rope_theta", 10000.0)}
+    return config.get("rope_parameters") or old
+
+
+def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return {}
+    if kind != "llama3":
+        raise UserError(f"config.json: rope_type {kind!r}: this project's GPT has llama3's alone")
+    for key, good in _LLAMA3.items():
+        if rope[key] != good:
+            raise UserError(f"config.json: {key} {rope[key]!r}: megatron-core's is {good!r}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
 
 
 def _require(condition: bool, config: dict[str, Any], key: str, good: object) -> None:
@@ -61,6 +80,9 @@ def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
     for key, good in wanted.items():
         if model[key] != good:
             raise UserError(f"the model has {key} {model[key]!r}; a Llama has {good!r}")
+    scaling = None
+    if model.get("use_rope_scaling"):
+        scaling = {"rope_type": "llama3", "factor": model["rope_scaling_factor"], **_LLAMA3}
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
@@ -74,6 +96,7 @@ def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
         "max_position_embeddings": model["max_position_embeddings"],
         "rms_norm_eps": norm_epsilon,
         "rope_theta": float(model["rotary_base"]),
+        "rope_scaling": scaling,
         "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],
         "attention_bias": False,
         "mlp_bias": False,

@@ -124,6 +124,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument("--rotary-base", type=int, default=10000)
     group.add_argument("--rotary-percent", type=float, default=1.0)
+    group.add_argument(
+        "--use-rope-scaling", action="store_true",
+        help="lower the low frequencies as Llama 3.1 does, from 8192 positions on",
+    )  # fmt: skip
+    group.add_argument("--rope-scaling-factor", type=float, default=8.0)
     group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
     group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
     group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
@@ -291,6 +296,11 @@ def _check_model(args: Namespace) -> None:
         _require_divisible(args, name, "tensor_model_parallel_size")
     _require_divisible(args, "num_layers", "pipeline_model_parallel_size")
     _require(args.mxnorm_p > 0, f"--mxnorm-p {args.mxnorm_p:g}: must be positive")
+    _require(
+        not args.use_rope_scaling
+        or (args.position_embedding_type == "rope" and args.hybrid_override_pattern is None),
+        "--use-rope-scaling needs a GPT with --position-embedding-type rope",
+    )
     _require(not (args.swiglu and args.squared_relu), "--swiglu and --squared-relu exclude another")
     _require(
         args.seq_length <= args.max_position_embeddings,

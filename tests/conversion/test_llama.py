@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_lowbit.conversion.convert import BESIDE, to_hugging_face, to_megatron
+from megatron_lowbit.conversion.llama import from_config
 from megatron_lowbit.errors import UserError
 
 EPS = 3e-6
@@ -22,17 +23,26 @@ SIZES = {
 TOKENS = torch.arange(40).reshape(2, 20) % 100
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+ROPE = {"rope_type": "default", "rope_theta": 50000.0}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
+
+
+@pytest.fixture(
+    scope="module", params=[(False, LLAMA3), (True, ROPE)], ids=["untied, llama3", "tied"]
+)
 def llama(request, tmp_path_factory) -> Path:
     """A folder that transformers saved, in several files."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("llama")
     torch.manual_seed(0)
+    tied, rope = request.param
     config = LlamaConfig(
-        **SIZES, tie_word_embeddings=request.param, initializer_range=0.3,
-        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-    )  # fmt: skip
+        **SIZES, tie_word_embeddings=tied, initializer_range=0.3, rope_parameters=rope
+    )
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder, max_shard_size="20KB")
     # Of the model itself: loaded anew, transformers 5.23's has rotary frequencies of no value here.
@@ -61,6 +71,7 @@ def test_there_and_back(llama, tmp_path):
     was, now = (json.loads((folder / "config.json").read_text()) for folder in (llama, back))
     assert {key: now[key] for key in SIZES} == {key: was[key] for key in SIZES}
     assert now["initializer_range"] == 0.3
+    assert from_config(now).model == from_config(was).model
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -82,7 +93,8 @@ def test_what_does_not_fit_is_refused(llama, tmp_path):
     for change, named in (
         ({"architectures": ["NoSuch"]}, "architecture NoSuch is not one of LlamaForCausalLM"),
         ({"attention_bias": True}, "attention_bias True"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_type llama3"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
         ({"num_hidden_layers": 4}, r"no tensor model\.layers\.3"),
         ({"num_hidden_layers": 2}, r"tensor model\.layers\.2.* has no place"),
         ({"intermediate_size": 40}, "48 rows; config.json says 40"),

@@ -28,7 +28,13 @@ def gpt_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) -> 
     spec = _block_spec(shared["config"], use_te, vp_stage)
     if args.normalization == "MXNorm":
         spec = use_mxnorm(spec)
-    return LowbitGPTModel(**shared, transformer_layer_spec=spec, vp_stage=vp_stage)
+    return LowbitGPTModel(
+        **shared,
+        transformer_layer_spec=spec,
+        vp_stage=vp_stage,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+    )
 
 
 def _block_spec(
