@@ -16,7 +16,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 # isort: split
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from megatron_lowbit.conversion import llama, megatron_files
+from megatron_lowbit.conversion import llama, megatron_files, mixtral
 from megatron_lowbit.conversion.hugging_face_files import (
     CONFIG,
     Folder,
@@ -28,7 +28,7 @@ from megatron_lowbit.conversion.plan import Family, Rule
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.training import checkpoint_files as files
 
-FAMILIES = {llama.ARCHITECTURE: llama}
+FAMILIES = {family.ARCHITECTURE: family for family in (llama, mixtral)}
 """By the name that config.json has for them."""
 ITERATION = 0
 SHARD_BYTES = 5 * 10**9
@@ -94,23 +94,24 @@ def to_hugging_face(
     path = files.iteration_directory(source, iteration)
     document = files.read_document(path)
     model = document["state"]["model"]
-    if unfit := {"hybrid_override_pattern", "num_experts"} & model.keys():
-        raise UserError(f"{path}: models with {min(unfit)} are not converted yet")
+    if "hybrid_override_pattern" in model:
+        raise UserError(f"{path}: hybrid models are not converted yet")
+    family = mixtral if "num_experts" in model else llama
     files.check_files(path, document["files"], document["files"])
     if carried is None and (source / BESIDE).is_dir():
         carried = source / BESIDE
     config = read_json(carried / CONFIG) if carried and (carried / CONFIG).is_file() else {}
     config.pop("rope_parameters", None)  # newer than the entries that follow, for the same
-    config |= llama.to_config(model, norm_epsilon)
+    config |= family.to_config(model, norm_epsilon)
     tensors = megatron_files.Tensors(path)
-    rules = llama.rules(model)
+    rules = family.rules(model)
     tensors.check(rule.place for rule in rules)
     kept = DTYPES[dtype] if dtype else tensors.dtype(rules[0].place)
     config["torch_dtype"] = str(kept).removeprefix("torch.")
     with _whole(output, force) as partial, _progress(len(rules)) as done:
         write_tensors(partial, _parts(tensors, rules, kept, done), shard_bytes)
         carry(carried, partial, config)
-    return Family("llama", model, config, rules)
+    return Family(family.ARCHITECTURE, model, config, rules)
 
 
 def arguments(family: Family) -> str:

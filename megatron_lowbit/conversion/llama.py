@@ -1,5 +1,9 @@
-"""Llama 2 and 3: Hugging Face's LlamaForCausalLM and this project's GPT."""
+"""Llama 2 and 3: Hugging Face's LlamaForCausalLM and this project's GPT.
 
+Other families have the same attention, norms and embeddings, and MLPs of their own.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue
@@ -19,6 +23,12 @@ def from_config(config: dict[str, Any]) -> Family:
 
     Raises UserError for what this project's model cannot do.
     """
+    model = model_of(config)
+    return Family("Llama", model, config, rules(model))
+
+
+def model_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The shape that a config.json gives the model, its MLPs taken for a Llama's."""
     heads = config["num_attention_heads"]
     dimension = config.get("head_dim") or config["hidden_size"] // heads
     _require(config.get("hidden_act", _SWIGLU) == _SWIGLU, config, "hidden_act", _SWIGLU)
@@ -43,8 +53,7 @@ def from_config(config: dict[str, Any]) -> Family:
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "vocab_size": config["vocab_size"],
     }
-    model |= _scaling(rope)
-    return Family("llama", model, config, rules(model))
+    return model | _scaling(rope)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -104,42 +113,54 @@ def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
     }
 
 
-def rules(model: dict[str, Any]) -> list[Rule]:
+MLP = Callable[[int], dict[Place, tuple[tuple[str, ...], Join]]]
+"""The tensors of a layer's MLP."""
+
+
+def rules(model: dict[str, Any], mlp: MLP | None = None) -> list[Rule]:
     """Every tensor of the model."""
-    hidden, wide, vocabulary = (
-        model[key] for key in ("hidden_size", "ffn_hidden_size", "vocab_size")
-    )
+    hidden, vocabulary, layers = (model[key] for key in ("hidden_size", "vocab_size", "num_layers"))
     groups, dimension = model["num_query_groups"], model["kv_channels"]
     query, key = model["num_attention_heads"] * dimension, groups * dimension
     found = [Rule(Place("embedding.word_embeddings.weight"), ("model.embed_tokens.weight",),
                   Cut((vocabulary,)))]  # fmt: skip
-    for layer in range(model["num_layers"]):
+    for layer in range(layers):
         theirs = f"model.layers.{layer}"
-        attention, mlp = f"{theirs}.self_attn", f"{theirs}.mlp"
         parts = {
-            "self_attention.linear_qkv.layer_norm_weight": (
+            in_layer("self_attention.linear_qkv.layer_norm_weight", model, layer): (
                 (f"{theirs}.input_layernorm.weight",), Join((hidden,)),
             ),
-            "self_attention.linear_qkv.weight": (
-                tuple(f"{attention}.{name}_proj.weight" for name in "qkv"),
+            in_layer("self_attention.linear_qkv.weight", model, layer): (
+                tuple(f"{theirs}.self_attn.{name}_proj.weight" for name in "qkv"),
                 QueryKeyValue((query, key, key), groups),
             ),
-            "self_attention.linear_proj.weight": (
-                (f"{attention}.o_proj.weight",), Join((hidden,)),
+            in_layer("self_attention.linear_proj.weight", model, layer): (
+                (f"{theirs}.self_attn.o_proj.weight",), Join((hidden,)),
             ),
-            "mlp.linear_fc1.layer_norm_weight": (
+            in_layer("mlp.linear_fc1.layer_norm_weight", model, layer): (
                 (f"{theirs}.post_attention_layernorm.weight",), Join((hidden,)),
             ),
-            "mlp.linear_fc1.weight": (
-                (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"), Join((wide, wide)),
-            ),
-            "mlp.linear_fc2.weight": ((f"{mlp}.down_proj.weight",), Join((hidden,))),
+            **(_gated_mlp(model, layer) if mlp is None else mlp(layer)),
         }  # fmt: skip
-        for name, (names, join) in parts.items():
-            place = Place(f"decoder.layers.{name}", (layer,), (model["num_layers"],))
-            found.append(Rule(place, names, join))
+        found += [Rule(place, *names_and_join) for place, names_and_join in parts.items()]
     found.append(Rule(Place("decoder.final_layernorm.weight"), ("model.norm.weight",),
                       Join((hidden,))))  # fmt: skip
     if model["untie_embeddings_and_output_weights"]:
         found.append(Rule(Place("output_layer.weight"), ("lm_head.weight",), Cut((vocabulary,))))
     return found
+
+
+def in_layer(name: str, model: dict[str, Any], layer: int) -> Place:
+    """A layer's part of a tensor that all layers share."""
+    return Place(f"decoder.layers.{name}", (layer,), (model["num_layers"],))
+
+
+def _gated_mlp(model: dict[str, Any], layer: int) -> dict[Place, tuple[tuple[str, ...], Join]]:
+    mlp, wide = f"model.layers.{layer}.mlp", model["ffn_hidden_size"]
+    gate_and_up = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
+    return {
+        in_layer("mlp.linear_fc1.weight", model, layer): (gate_and_up, Join((wide, wide))),
+        in_layer("mlp.linear_fc2.weight", model, layer): (
+            (f"{mlp}.down_proj.weight",), Join((model["hidden_size"],)),
+        ),
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""A tiny random Llama of transformers': there and back identical, and the same logits between."""
+"""Tiny random models of transformers': there and back identical, the same logits between."""
 
 import json
 import os
@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_lowbit.conversion.convert import BESIDE, to_hugging_face, to_megatron
-from megatron_lowbit.conversion.llama import from_config
+from megatron_lowbit.conversion.convert import BESIDE, FAMILIES, to_hugging_face, to_megatron
 from megatron_lowbit.errors import UserError
 
 EPS = 3e-6
@@ -23,6 +22,7 @@ SIZES = {
 TOKENS = torch.arange(40).reshape(2, 20) % 100
 
 
+DRAWN = {"initializer_range": 0.3}
 ROPE = {"rope_type": "default", "rope_theta": 50000.0}
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0,
@@ -30,24 +30,49 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-@pytest.fixture(
-    scope="module", params=[(False, LLAMA3), (True, ROPE)], ids=["untied, llama3", "tied"]
-)
-def llama(request, tmp_path_factory) -> Path:
-    """A folder that transformers saved, in several files."""
+def llama_model():
+    """Untied, with scaled frequencies."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = tmp_path_factory.mktemp("llama")
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **DRAWN, rope_parameters=LLAMA3))
+
+
+def tied_llama_model():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**SIZES, **DRAWN, tie_word_embeddings=True, rope_parameters=ROPE)
+    return LlamaForCausalLM(config)
+
+
+def mixtral_model():
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
+    return MixtralForCausalLM(MixtralConfig(**SIZES, **DRAWN, **experts, rope_parameters=ROPE))
+
+
+MODELS = {"llama": llama_model, "tied llama": tied_llama_model, "mixtral": mixtral_model}
+
+
+@pytest.fixture(scope="module", params=MODELS.values(), ids=MODELS)
+def source(request, tmp_path_factory) -> Path:
+    """A folder that transformers saved, in several files."""
+    folder = tmp_path_factory.mktemp("source")
     torch.manual_seed(0)
-    tied, rope = request.param
-    config = LlamaConfig(
-        **SIZES, tie_word_embeddings=tied, initializer_range=0.3, rope_parameters=rope
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = request.param().eval()
     model.save_pretrained(folder, max_shard_size="20KB")
     # Of the model itself: loaded anew, transformers 5.23's has rotary frequencies of no value here.
     torch.save(model(TOKENS).logits.detach(), folder / "logits.pt")
     (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    """A Llama alone, in one file."""
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    llama_model().save_pretrained(folder)
     return folder
 
 
@@ -58,31 +83,32 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_there_and_back(llama, tmp_path):
+def test_there_and_back(source, tmp_path):
     """Tensors, tokenizer, and the entries of config.json that the model says nothing of."""
     there, back = tmp_path / "there", tmp_path / "back"
-    to_megatron(llama, there)
+    to_megatron(source, there)
     to_hugging_face(there, back, EPS, shard_bytes=20_000)
-    before, after = weights(llama), weights(back)
+    before, after = weights(source), weights(back)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
     assert len(list(back.glob("*.safetensors"))) > 1
     assert (back / "tokenizer.json").read_text() == "{}"
-    was, now = (json.loads((folder / "config.json").read_text()) for folder in (llama, back))
+    was, now = (json.loads((folder / "config.json").read_text()) for folder in (source, back))
     assert {key: now[key] for key in SIZES} == {key: was[key] for key in SIZES}
     assert now["initializer_range"] == 0.3
-    assert from_config(now).model == from_config(was).model
+    family = FAMILIES[now["architectures"][0]]
+    assert family.from_config(now).model == family.from_config(was).model
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_same_logits(llama, tmp_path, ranks):
+def test_the_same_logits(source, tmp_path, ranks):
     """Of transformers and of this project's model, in FP32; two ranks split every layer."""
-    to_megatron(llama, tmp_path / "there")
+    to_megatron(source, tmp_path / "there")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
                str(ranks), __file__, str(tmp_path)]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]
-    seen, expected = (torch.load(folder / "logits.pt") for folder in (tmp_path, llama))
+    seen, expected = (torch.load(folder / "logits.pt") for folder in (tmp_path, source))
     assert (seen - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
@@ -91,7 +117,10 @@ def test_what_does_not_fit_is_refused(llama, tmp_path):
     config = json.loads((llama / "config.json").read_text())
     broken = tmp_path / "broken"
     for change, named in (
-        ({"architectures": ["NoSuch"]}, "architecture NoSuch is not one of LlamaForCausalLM"),
+        (
+            {"architectures": ["NoSuch"]},
+            "architecture NoSuch is not one of LlamaForCausalLM, Mixtral",
+        ),
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0"),
@@ -134,6 +163,7 @@ def worker(folder: Path) -> None:
         f"@{folder}/there/model.args", "--seq-length", "20", "--micro-batch-size", "2", "--lr", "1",
         "--train-iters", "1", "--data-path", "unused",
         "--tensor-model-parallel-size", str(ranks),
+        *(["--sequence-parallel"] if ranks > 1 else []),
     ])  # fmt: skip
     initialize_distributed(args)
     config, recipe = transformer_config(args, torch.float32), load_recipe("bf16", [])
