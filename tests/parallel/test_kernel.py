@@ -79,8 +79,8 @@ def cases(draws, ranks):
                     path == "compact" and not wants_codes
                 ):
                     continue
-                rows = int(torch.randint(1, 14, (), generator=draws))
-                columns = 128 * int(torch.randint(1, 4, (), generator=draws))
+                rows = int(torch.randint(1, 8, (), generator=draws))
+                columns = 128 * (1 + rows % 3)
                 dtype = torch.bfloat16 if rows % 3 else torch.float32
                 xs = torch.randn(ranks + 1, rows, columns, generator=draws).to(dtype)
                 gain = torch.randn(columns, generator=draws).to(dtype)
@@ -89,17 +89,16 @@ def cases(draws, ranks):
 
 
 def agree(area) -> None:
-    """Every case twice, for memory is used in turns; of three ranks every third case."""
+    """Every case, one after another in the same memory; of three ranks every third case."""
     draws = torch.Generator().manual_seed(3)
     step = 1 if area.ranks == 2 else 3
     for path, name, norm, xs, residual, gain in list(cases(draws, area.ranks))[::step]:
         gain = None if isinstance(norm, MXNorm) else gain
-        for _ in range(2):
-            seen, total = call(area, xs, residual, norm, gain, name, path != "compact", path)
-            wanted, wanted_total = expected(xs, residual, norm, gain, name)
-            where = (path, name, norm, tuple(xs[0].shape), xs[0].dtype)
-            assert same(seen, wanted), where
-            assert path == "compact" or torch.equal(total, wanted_total), where
+        seen, total = call(area, xs, residual, norm, gain, name, path != "compact", path)
+        wanted, wanted_total = expected(xs, residual, norm, gain, name)
+        where = (path, name, norm, tuple(xs[0].shape), xs[0].dtype)
+        assert same(seen, wanted), where
+        assert path == "compact" or torch.equal(total, wanted_total), where
     assert not area.fault.any()
 
 
@@ -113,7 +112,7 @@ def die(area) -> None:
     if area.rank == area.ranks - 1:
         return
     for _ in range(3):  # no later call waits
-        y, total = call(area, xs, None, RMSNorm(), limit=2_000)
+        y, total = call(area, xs, None, RMSNorm(), limit=500)
         assert y.isnan().all() and total.isnan().all()
     late = f"rank {area.ranks - 1} of the group did not come to a call with 4 x 128 in time"
     assert reason(area) == late
