@@ -13,6 +13,12 @@ class TrainingError(RuntimeError):
     """A run that cannot go on, through no fault of its arguments. The message is one line."""
 
 
+def require(condition: bool, message: str) -> None:
+    """Raise a UserError with the message where the condition does not hold."""
+    if not condition:
+        raise UserError(message)
+
+
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` and leave the process.
 

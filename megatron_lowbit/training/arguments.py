@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.training.expert_arguments import add_experts, check_experts, fill_experts
 from megatron_lowbit.training.hybrid_arguments import add_hybrid, check_hybrid
 from megatron_lowbit.training.parallel_arguments import (
@@ -256,7 +256,7 @@ def _fill_defaults(args: Namespace) -> None:
     args.max_position_embeddings = args.max_position_embeddings or args.seq_length
     args.lr_decay_iters = args.lr_decay_iters or args.train_iters
     args.recipes = [name for name in (args.fp8_recipe, args.fp4_recipe) if name]
-    _require(
+    require(
         not (args.precision_recipe and args.recipes),
         "--precision-recipe excludes --fp4-recipe and --fp8-recipe",
     )
@@ -265,15 +265,10 @@ def _fill_defaults(args: Namespace) -> None:
     fill_parallelism(args)
 
 
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
-
-
 def _require_divisible(args: Namespace, dividend: str, divisor: str) -> None:
     left, right = getattr(args, dividend), getattr(args, divisor)
     names = [f"--{name.replace('_', '-')}" for name in (dividend, divisor)]
-    _require(left % right == 0, f"{names[0]} {left} is not divisible by {names[1]} {right}")
+    require(left % right == 0, f"{names[0]} {left} is not divisible by {names[1]} {right}")
 
 
 _POSITIVE = (
@@ -287,7 +282,7 @@ _POSITIVE = (
 def _check_model(args: Namespace) -> None:
     for name in _POSITIVE:
         value = getattr(args, name)
-        _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
     if args.kv_channels is None:
         _require_divisible(args, "hidden_size", "num_attention_heads")
         args.kv_channels = args.hidden_size // args.num_attention_heads
@@ -295,14 +290,14 @@ def _check_model(args: Namespace) -> None:
     for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
         _require_divisible(args, name, "tensor_model_parallel_size")
     _require_divisible(args, "num_layers", "pipeline_model_parallel_size")
-    _require(args.mxnorm_p > 0, f"--mxnorm-p {args.mxnorm_p:g}: must be positive")
-    _require(
+    require(args.mxnorm_p > 0, f"--mxnorm-p {args.mxnorm_p:g}: must be positive")
+    require(
         not args.use_rope_scaling
         or (args.position_embedding_type == "rope" and args.hybrid_override_pattern is None),
         "--use-rope-scaling needs a GPT with --position-embedding-type rope",
     )
-    _require(not (args.swiglu and args.squared_relu), "--swiglu and --squared-relu exclude another")
-    _require(
+    require(not (args.swiglu and args.squared_relu), "--swiglu and --squared-relu exclude another")
+    require(
         args.seq_length <= args.max_position_embeddings,
         f"--seq-length {args.seq_length} exceeds --max-position-embeddings "
         f"{args.max_position_embeddings}",
@@ -313,34 +308,32 @@ def _check_model(args: Namespace) -> None:
 
 
 def _check_batches(args: Namespace) -> None:
-    _require(args.eval_iters >= 0, f"--eval-iters {args.eval_iters} is negative")
-    _require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} exceeds --lr {args.lr}")
-    _require(
+    require(args.eval_iters >= 0, f"--eval-iters {args.eval_iters} is negative")
+    require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} exceeds --lr {args.lr}")
+    require(
         0 <= args.lr_warmup_iters < args.lr_decay_iters,
         f"--lr-warmup-iters {args.lr_warmup_iters} must be below --lr-decay-iters "
         f"{args.lr_decay_iters}",
     )
     if args.lr_decay_style == "WSD":
-        _require(
+        require(
             args.lr_wsd_decay_iters is not None,
             "--lr-decay-style WSD needs --lr-wsd-decay-iters",
         )
     if args.recompute_granularity == "full":
-        _require(
+        require(
             args.recompute_method is not None and args.recompute_num_layers is not None,
             "--recompute-granularity full needs --recompute-method and --recompute-num-layers",
         )
 
 
 def _check_checkpointing(args: Namespace) -> None:
-    _require(
-        args.load is not None or not args.load_latest_valid, "--load-latest-valid needs --load"
-    )
-    _require(args.load is not None or not args.finetune, "--finetune needs --load")
-    _require(args.save is not None or not args.async_save, "--async-save needs --save")
+    require(args.load is not None or not args.load_latest_valid, "--load-latest-valid needs --load")
+    require(args.load is not None or not args.finetune, "--finetune needs --load")
+    require(args.save is not None or not args.async_save, "--async-save needs --save")
     if args.save_keep_last is not None:
-        _require(args.save is not None, "--save-keep-last needs --save")
-        _require(args.save_keep_last >= 1, "--save-keep-last must be at least 1")
+        require(args.save is not None, "--save-keep-last needs --save")
+        require(args.save_keep_last >= 1, "--save-keep-last must be at least 1")
 
 
 def _check_logging(args: Namespace) -> None:
@@ -349,7 +342,7 @@ def _check_logging(args: Namespace) -> None:
         return
     for name in ("wandb_exp_name", "wandb_save_dir"):
         option = f"--{name.replace('_', '-')}"
-        _require(getattr(args, name) is None, f"{option} needs --wandb-project")
+        require(getattr(args, name) is None, f"{option} needs --wandb-project")
 
 
 def resolve_batch_size(args: Namespace, data_parallel_size: int) -> None:
@@ -357,7 +350,7 @@ def resolve_batch_size(args: Namespace, data_parallel_size: int) -> None:
     step = args.micro_batch_size * data_parallel_size
     if args.global_batch_size is None:
         args.global_batch_size = step
-    _require(
+    require(
         args.global_batch_size > 0 and args.global_batch_size % step == 0,
         f"--global-batch-size {args.global_batch_size} is not divisible by --micro-batch-size "
         f"{args.micro_batch_size} x {data_parallel_size} data-parallel ranks",

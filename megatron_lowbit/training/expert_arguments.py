@@ -4,7 +4,7 @@ import argparse
 import ast
 from argparse import Namespace
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 
 # Where a model has experts, what a checkpoint must agree on.
 EXPERT_SHAPE = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
@@ -59,15 +59,15 @@ def fill_experts(args: Namespace) -> None:
 def check_experts(args: Namespace) -> None:
     """Raise UserError where the arguments do not fit together."""
     experts, parallel = args.num_experts, args.expert_model_parallel_size
-    _require(parallel > 0, f"--expert-model-parallel-size {parallel}: must be positive")
+    require(parallel > 0, f"--expert-model-parallel-size {parallel}: must be positive")
     if experts is None:
-        _require(parallel == 1, f"--expert-model-parallel-size {parallel} needs --num-experts")
-        _require(args.moe_ffn_hidden_size is None, "--moe-ffn-hidden-size needs --num-experts")
+        require(parallel == 1, f"--expert-model-parallel-size {parallel} needs --num-experts")
+        require(args.moe_ffn_hidden_size is None, "--moe-ffn-hidden-size needs --num-experts")
         return
     for name in ("num_experts", "moe_ffn_hidden_size", "moe_router_topk"):
         value = getattr(args, name)
-        _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
-    _require(
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
+    require(
         experts % parallel == 0,
         f"--num-experts {experts} is not divisible by --expert-model-parallel-size {parallel}",
     )
@@ -79,8 +79,8 @@ def check_experts(args: Namespace) -> None:
 
 def _check_router(args: Namespace) -> None:
     topk, experts = args.moe_router_topk, args.num_experts
-    _require(topk <= experts, f"--moe-router-topk {topk} exceeds --num-experts {experts}")
-    _require(
+    require(topk <= experts, f"--moe-router-topk {topk} exceeds --num-experts {experts}")
+    require(
         topk > 1
         or args.moe_router_pre_softmax
         or args.moe_router_load_balancing_type == "sinkhorn",
@@ -90,7 +90,7 @@ def _check_router(args: Namespace) -> None:
 
 def _check_layers(args: Namespace) -> None:
     frequency = args.moe_layer_freq
-    _require(
+    require(
         isinstance(frequency, int) or len(frequency) == args.num_layers,
         f"--moe-layer-freq {frequency}: --num-layers is {args.num_layers}",
     )
@@ -98,15 +98,15 @@ def _check_layers(args: Namespace) -> None:
 
 def _check_tensor_parallel(args: Namespace) -> None:
     ranks, wide = args.tensor_model_parallel_size, args.moe_ffn_hidden_size
-    _require(
+    require(
         wide % ranks == 0,
         f"--moe-ffn-hidden-size {wide} is not divisible by --tensor-model-parallel-size {ranks}",
     )
-    _require(
+    require(
         args.sequence_parallel,
         "--num-experts with --tensor-model-parallel-size above 1 needs --sequence-parallel",
     )
-    _require(
+    require(
         args.disable_bias_linear,
         "--num-experts with --tensor-model-parallel-size above 1 needs --disable-bias-linear",
     )
@@ -125,8 +125,3 @@ def _evaluate(node: ast.expr) -> int | list[int]:
             raise ValueError("too long a list")
         return left * right
     raise ValueError("not a list expression")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)

@@ -3,7 +3,7 @@
 import argparse
 from argparse import Namespace
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 
 # Where a model is a hybrid, what a checkpoint must agree on.
 HYBRID_SHAPE = ("hybrid_override_pattern", "mamba_state_dim", "mamba_head_dim",
@@ -33,8 +33,8 @@ def mamba_heads(args: Namespace) -> int:
 def require_hybrid(args: Namespace, wanted: bool) -> None:
     """Raise UserError where a GPT's arguments came to the hybrids' script, or the other way."""
     given = args.hybrid_override_pattern is not None
-    _require(given or not wanted, "pretrain_hybrid.py needs --hybrid-override-pattern")
-    _require(wanted or not given, "--hybrid-override-pattern: use pretrain_hybrid.py")
+    require(given or not wanted, "pretrain_hybrid.py needs --hybrid-override-pattern")
+    require(wanted or not given, "--hybrid-override-pattern: use pretrain_hybrid.py")
 
 
 def check_hybrid(args: Namespace) -> None:
@@ -43,30 +43,30 @@ def check_hybrid(args: Namespace) -> None:
     if pattern is None:
         return
     unknown = sorted(set(pattern) - set(BLOCKS))
-    _require(
+    require(
         not unknown,
         f"--hybrid-override-pattern: no block is called {''.join(unknown[:1])!r}; "
         f"use {', '.join(BLOCKS)}",
     )
-    _require(
+    require(
         len(pattern) == args.num_layers,
         f"--hybrid-override-pattern has {len(pattern)} blocks, --num-layers is {args.num_layers}",
     )
     for name in ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups"):
         value = getattr(args, name)
-        _require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
-    _require(
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
+    require(
         args.mamba_num_heads is not None
         or _EXPANSION * args.hidden_size % args.mamba_head_dim == 0,
         f"2 x --hidden-size {args.hidden_size} is not divisible by --mamba-head-dim "
         f"{args.mamba_head_dim}",
     )
     heads, groups, ranks = mamba_heads(args), args.mamba_num_groups, args.tensor_model_parallel_size
-    _require(
+    require(
         heads > 0 and heads % groups == 0,
         f"{heads} Mamba heads are not divisible by --mamba-num-groups {groups}",
     )
-    _require(
+    require(
         groups % ranks == 0,
         f"--mamba-num-groups {groups} is not divisible by --tensor-model-parallel-size {ranks}",
     )
@@ -76,9 +76,4 @@ def check_hybrid(args: Namespace) -> None:
         ("recompute_granularity", "megatron-core does not recompute hybrids' blocks"),
     ):
         option = f"--{name.replace('_', '-')}"
-        _require(getattr(args, name) is None, f"{option} with --hybrid-override-pattern: {why}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
+        require(getattr(args, name) is None, f"{option} with --hybrid-override-pattern: {why}")

@@ -3,7 +3,7 @@
 import argparse
 from argparse import Namespace
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 
 
 def add_parallelism(parser: argparse.ArgumentParser) -> None:
@@ -39,31 +39,31 @@ def fill_parallelism(args: Namespace) -> None:
 
 def check_parallelism(args: Namespace) -> None:
     """Raise UserError where the arguments do not fit together."""
-    _require(
+    require(
         args.distributed_timeout_minutes <= 1e6,
         f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}: at most 1000000",
     )
     if args.sequence_parallel:
         ranks = args.tensor_model_parallel_size
-        _require(ranks > 1, "--sequence-parallel needs --tensor-model-parallel-size above 1")
-        _require(
+        require(ranks > 1, "--sequence-parallel needs --tensor-model-parallel-size above 1")
+        require(
             args.seq_length % ranks == 0,
             f"--seq-length {args.seq_length} is not divisible by --tensor-model-parallel-size "
             f"{ranks}",
         )
-    _require(
+    require(
         args.context_parallel_size == 1,
         f"--context-parallel-size {args.context_parallel_size}: only Transformer Engine's "
         "attention splits a sequence; this runs megatron-core's local layers, so leave it at 1",
     )
     if args.num_layers_per_virtual_pipeline_stage:
-        _require(
+        require(
             args.virtual_pipeline_model_parallel_size >= 2
             and args.pipeline_model_parallel_size >= 2,
             "--num-layers-per-virtual-pipeline-stage needs at least 2 pipeline stages with 2 "
             "virtual stages each",
         )
-    _require(
+    require(
         not args.overlap_param_gather
         or (args.overlap_grad_reduce and args.use_distributed_optimizer),
         "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce",
@@ -85,9 +85,4 @@ def _check_fused(args: Namespace) -> None:
         "a GPT: Mamba blocks are not wired up to it": args.hybrid_override_pattern is None,
     }
     for what, fits in fitting.items():
-        _require(fits, f"--fused-allreduce-norm needs {what}")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise UserError(message)
+        require(fits, f"--fused-allreduce-norm needs {what}")
