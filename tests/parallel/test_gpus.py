@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from expected import bits, expected
 
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
@@ -21,30 +22,6 @@ RANKS, CALLS = 2, 10_000
 CAPACITY = 2**24
 TIME_LIMIT_S = 3.0
 FORMAT_NAMES = (None, "fp8-1x128-e4m3", "mxfp8-e4m3", "mxfp4", "nvfp4")
-
-
-def expected(xs, residual, norm, gain, request):
-    """Sums in the order of ranks, normalized and quantized by the reference, on the GPU."""
-    total = xs[0].float()
-    for x in xs[1:]:
-        total = total + x.float()
-    if residual is not None:
-        total = total + residual.float()
-    total = total.to(xs[0].dtype)
-    normalized = norm.normalize(total, 16 if request is None else request.quantizer.format.block)
-    if gain is not None:
-        normalized = normalized * gain.float()
-    if request is None:
-        return [total, normalized.to(total.dtype)]
-    made = request.quantizer(normalized)
-    return [total, made.codes.view(torch.uint8), made.scales.view(torch.uint8)]
-
-
-def flat(result, request):
-    if request is None:
-        return [result.total, result.normalized]
-    made = result.normalized
-    return [result.total, made.codes.view(torch.uint8), made.scales.view(torch.uint8)]
 
 
 def draw_call(draws, data):
@@ -80,8 +57,8 @@ def agree(run: AllReduceNorm, rank: int) -> None:
         with torch.cuda.stream(streams[stream]):
             for _ in range(2):
                 result = run(xs[rank], residual, norm, gain, request, path=path)
-                seen.append(flat(result, request))
-            wanted = expected(xs, residual, norm, gain, request)
+                seen.append(bits(*result))
+            wanted = bits(*expected(xs, residual, norm, gain, request and request.quantizer))
             for one in seen:
                 for part, other in zip(one, wanted, strict=True):
                     wrong += (part != other).any()
@@ -108,8 +85,8 @@ def replay(run: AllReduceNorm, rank: int) -> None:
         torch.cuda.synchronize()
         graph.replay()
         torch.cuda.synchronize()
-        wanted = expected(list(numbers), None, RMSNorm(), None, None)
-        assert all(map(torch.equal, flat(result, None), wanted))
+        wanted = bits(*expected(list(numbers), None, RMSNorm(), None, None))
+        assert all(map(torch.equal, bits(*result), wanted))
         del wanted
     assert torch.cuda.memory_allocated() == before
     run.check()
