@@ -51,7 +51,8 @@ class Contender(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-def _ours(args: Namespace) -> nn.Module:
+def ours(args: Namespace) -> nn.Module:
+    """A model of this project's, as the arguments say."""
     from megatron_lowbit.integrations.megatron_core.models import build_model
     from megatron_lowbit.kernels.engine import select_engine
     from megatron_lowbit.recipes import load_recipe
@@ -95,19 +96,19 @@ def _transformer_engine(fp8_recipe: str | None, args: Namespace) -> nn.Module:
 
 IN_TE = ("--transformer-impl", "transformer_engine")
 CONTENDERS = {
-    "bf16": Contender(_ours, "bf16", ("--precision-recipe", "bf16")),
-    "fp8-tile": Contender(_ours, "fp8-tile", ("--fp8-recipe", "fp8-tile")),
+    "bf16": Contender(ours, "bf16", ("--precision-recipe", "bf16")),
+    "fp8-tile": Contender(ours, "fp8-tile", ("--fp8-recipe", "fp8-tile")),
     "fp8-tile, square": Contender(
-        _ours,
+        ours,
         RECIPES["fp8-tile, square"],
         ("--fp8-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
     ),
-    "mxfp4-backward": Contender(_ours, "mxfp4-backward", ("--fp4-recipe", "mxfp4-backward")),
+    "mxfp4-backward": Contender(ours, "mxfp4-backward", ("--fp4-recipe", "mxfp4-backward")),
     "nvfp4": Contender(
-        _ours, "nvfp4", ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
+        ours, "nvfp4", ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
     ),
     **{
-        f"{name} in TE": Contender(_ours, name, (*arguments, *IN_TE))
+        f"{name} in TE": Contender(ours, name, (*arguments, *IN_TE))
         for name, arguments in {
             "fp8-tile": ("--fp8-recipe", "fp8-tile"),
             "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
@@ -125,7 +126,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     warnings.filterwarnings(
         "ignore", module=r"megatron\.core|torch\.distributed|transformer_engine"
     )
-    if CONTENDERS[name].build is _ours and IN_TE[0] not in CONTENDERS[name].arguments:
+    if CONTENDERS[name].build is ours and IN_TE[0] not in CONTENDERS[name].arguments:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
     from megatron_lowbit.integrations.megatron_core import models  # noqa: F401  the slowest import

@@ -25,7 +25,7 @@ from typing import Any
 
 import timing
 import torch
-from model import MODEL
+from model import MODEL, ours
 from quantize import stored_bytes
 from rich.console import Console
 from rich.table import Table
@@ -47,7 +47,7 @@ COMPILED = ("E4M3, B = 32", "E2M1, B = 16")
 NORMS = {"MXNorm": MXNorm(), "RMSNorm": RMSNorm()}
 REPETITIONS, SECONDS, FLUSH_BYTES = 15, 0.02, 2**31
 RECIPES = ("mxfp8", "nvfp4")
-LAYERS, VOCABULARY = 4, 128
+LAYERS = 4
 BATCHES = (4, 8)
 
 
@@ -132,19 +132,14 @@ def layer_rows(recipe: str) -> Iterator[dict]:
 
 
 def _model(recipe: str, norm: str) -> nn.Module:
-    from megatron_lowbit.integrations.megatron_core.config import transformer_config
-    from megatron_lowbit.integrations.megatron_core.models import build_model
-    from megatron_lowbit.kernels.engine import select_engine
-    from megatron_lowbit.recipes import load_recipe
     from megatron_lowbit.training.arguments import parse_arguments
 
     more = ["--num-layers", str(LAYERS), "--normalization", norm, "--precision-recipe", recipe]
+    if recipe == "nvfp4":
+        more += ["--recipe-set", "bf16_blocks=none"]
     args = parse_arguments([*MODEL, *more])
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    chosen = load_recipe(recipe, ["bf16_blocks=none"] if recipe == "nvfp4" else [])
-    engine, config = select_engine(timing.device()), transformer_config(args, dtype)
-    model = build_model(args, config, chosen, engine, VOCABULARY)[0]
-    return model.module if config.bf16 else model
+    model = ours(args)
+    return model.module if model.config.bf16 else model
 
 
 def _layers(model: nn.Module, batch: int, length: int) -> Step:

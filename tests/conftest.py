@@ -1,6 +1,8 @@
 """Without a GPU, Triton's kernels run in its interpreter, and tests marked ``gpu`` are skipped."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,3 +17,24 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
+@pytest.fixture
+def run_ranks():
+    """Runs a test file that is its own worker, a process for each rank, which it is told last."""
+
+    def run(
+        script: str, ranks: int, *arguments: object, timeout: float, **environment: str
+    ) -> None:
+        command = [sys.executable, script, *map(str, arguments)]
+        workers = [
+            subprocess.Popen(
+                [*command, str(rank)],
+                env=os.environ | environment, stderr=subprocess.PIPE, text=True,
+            )
+            for rank in range(ranks)
+        ]  # fmt: skip
+        errors = [worker.communicate(timeout=timeout)[1] for worker in workers]
+        assert not any(worker.returncode for worker in workers), "\n".join(errors)[-3000:]
+
+    return run

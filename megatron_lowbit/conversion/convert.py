@@ -170,18 +170,15 @@ def _whole(output: Path, force: bool) -> Iterator[Path]:
     """A folder to write into, which becomes ``output`` if all goes well and else disappears."""
     if output.exists() and not force:
         raise UserError(f"{output} exists; --force replaces it")
-    partial, replaced = (output.with_name(f".{output.name}.{end}") for end in ("partial", "old"))
+    partial = output.with_name(f".{output.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
-        if output.exists():
-            output.rename(replaced)
-        partial.rename(output)
+        files.replace_directory(partial, output)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 @contextmanager

@@ -58,7 +58,6 @@ def normalize_quantize(
     rows, columns = x.shape
     block = request.quantizer.format.block
     rho = torch.empty((rows, 1), device=x.device)
-    found = torch.zeros((), dtype=torch.int32, device=x.device)
     height, part = tile_of(columns, block)
     p, constant, eps = statistic(norm, block)
 
@@ -71,6 +70,7 @@ def normalize_quantize(
 
     if request.quantizer.format.tensor_scaled:
         if amax is None:
+            found = torch.zeros((), dtype=torch.int32, device=x.device)
             launch(None, found, None, None, None, None)
             amax = found.view(torch.float32)
         amax = request.scale_amax(amax) if request.scale_amax else amax

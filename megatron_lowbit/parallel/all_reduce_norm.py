@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lowbit.errors import TrainingError
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -15,7 +16,7 @@ from megatron_lowbit.parallel.peers import missing_peers
 TIME_LIMIT_S = 30.0
 
 
-class AllReduceNormError(RuntimeError):
+class AllReduceNormError(TrainingError):
     """A rank did not come to a call in time, or came with another call."""
 
 

@@ -61,7 +61,7 @@ def all_reduce_norm_kernel(
         group = first
         while group < groups:
             row0 = group * TM
-            parts = _sum(areas, data, x, residual, total, row0, col0, R, C, well, RANKS, TM, TN,
+            parts = _sum(areas, data, 0, x, residual, total, row0, col0, R, C, well, RANKS, TM, TN,
                          PARTS, EVEN)  # fmt: skip
             finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax, codes,
                         scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
@@ -82,8 +82,9 @@ def all_reduce_norm_kernel(
                     _fetch(areas, gathered, member, codes, scales, row0, col0, R, C, well, TM, TN,
                            PARTS, BLOCK, S, EVEN)  # fmt: skip
                 else:
-                    parts = _arrived(areas, gathered, member, x, total, row0, col0, R, C, well, TM,
-                                     TN, PARTS, EVEN)  # fmt: skip
+                    # Of one rank: what it has summed up.
+                    parts = _sum(areas, gathered, member, x, None, total, row0, col0, R, C, well,
+                                 1, TM, TN, PARTS, EVEN)  # fmt: skip
                     finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax,
                                 codes, scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
                                 EVEN)  # fmt: skip
@@ -103,7 +104,7 @@ def _share(
     while group < groups:
         row0 = (group * RANKS + rank) * TM
         if PATH == COMPACT:
-            parts = _sum(areas, data, x, residual, None, row0, col0, R, C, well, RANKS, TM, TN,
+            parts = _sum(areas, data, 0, x, residual, None, row0, col0, R, C, well, RANKS, TM, TN,
                          PARTS, EVEN)  # fmt: skip
             my_codes = _shared(areas, rank, gathered, codes.dtype.element_ty)
             my_scales = _scales_after(areas, rank, gathered, scales, R, C, S)
@@ -112,49 +113,31 @@ def _share(
                         EVEN)  # fmt: skip
         else:
             sums = _shared(areas, rank, gathered, x.dtype.element_ty)
-            _sum(areas, data, x, residual, sums, row0, col0, R, C, well, RANKS, TM, TN, PARTS,
+            _sum(areas, data, 0, x, residual, sums, row0, col0, R, C, well, RANKS, TM, TN, PARTS,
                  EVEN)  # fmt: skip
         group += programs
 
 
 @triton.jit
 def _sum(
-    areas, data, x, residual, total, row0, col0, R, C, well, RANKS: tl.constexpr,
+    areas, data, first, x, residual, total, row0, col0, R, C, well, RANKS: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows summed up over the ranks, rounded to x's dtype, as FP32 parts; kept in ``total``.
+    """Rows summed up over RANKS from ``first`` on, rounded to x's dtype, as FP32 parts.
 
-    NaN where all is not well.
+    They are kept in ``total``. NaN where all is not well.
     """
     parts = ()
     for i in tl.static_range(PARTS):
         at = col0 + i * TN
         part = tl.zeros((TM, TN), tl.float32)
         for other in tl.static_range(RANKS):
-            theirs = _shared(areas, other, data, x.dtype.element_ty)
+            theirs = _shared(areas, first + other, data, x.dtype.element_ty)
             tile = load_tile(theirs, C, 1, row0, at, R, C, TM, TN, EVEN)
             part = tile if other == 0 else part + tile
         if residual is not None:
             part += load_tile(residual, C, 1, row0, at, R, C, TM, TN, EVEN)
         part = as_dtype(tl.where(well, part, float("nan")), x.dtype.element_ty)
-        if total is not None:
-            store_tile(total, part, row0, at, R, C, EVEN)
-        parts = parts + (part,)
-    return parts
-
-
-@triton.jit
-def _arrived(
-    areas, gathered, owner, x, total, row0, col0, R, C, well,
-    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Rows that their owner summed up, as FP32 parts; kept in ``total``. NaN where not well."""
-    theirs = _shared(areas, owner, gathered, x.dtype.element_ty)
-    parts = ()
-    for i in tl.static_range(PARTS):
-        at = col0 + i * TN
-        part = load_tile(theirs, C, 1, row0, at, R, C, TM, TN, EVEN)
-        part = tl.where(well, part, float("nan"))
         if total is not None:
             store_tile(total, part, row0, at, R, C, EVEN)
         parts = parts + (part,)

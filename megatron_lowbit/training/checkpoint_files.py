@@ -166,6 +166,12 @@ def make_empty(directory: Path, partial: Path) -> None:
 
 def publish(partial: Path, final: Path) -> None:
     """Let a whole checkpoint appear under its name, and the tracker file name it."""
+    replace_directory(partial, final)
+    _replace_text(final.parent / TRACKER, str(int(final.name[5:])))
+
+
+def replace_directory(partial: Path, final: Path) -> None:
+    """Let a directory appear under its name, in the place of one that is there."""
     replaced = final.with_name(f".{final.name}.replaced")
     _sync_directory(partial)
     if final.exists():
@@ -173,7 +179,6 @@ def publish(partial: Path, final: Path) -> None:
     os.rename(partial, final)
     _sync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-    _replace_text(final.parent / TRACKER, str(int(final.name[5:])))
 
 
 def delete_older(directory: Path, saved: int, keep: int) -> None:

@@ -1,8 +1,6 @@
 """MXNormLinear in two processes against the same layer in one. The file is its own worker."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -60,14 +58,8 @@ def worker(rendezvous: str, rank: int) -> None:
     dist.destroy_process_group()
 
 
-def test_two_ranks_are_one(tmp_path):
-    command = [sys.executable, str(Path(__file__)), str(tmp_path / "rendezvous")]
-    workers = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(RANKS)
-    ]
-    errors = [process.communicate(timeout=100)[1] for process in workers]
-    assert [process.returncode for process in workers] == [0, 0], "\n".join(errors)[-3000:]
+def test_two_ranks_are_one(run_ranks, tmp_path):
+    run_ranks(__file__, RANKS, tmp_path / "rendezvous", timeout=100)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 The file is its own worker.
 """
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -72,16 +71,8 @@ def quantized(run: AllReduceNorm, xs: torch.Tensor, rank: int) -> None:
     assert seen.total is None
 
 
-def test_gradients_are_those_of_the_steps(tmp_path):
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(tmp_path / "rendezvous"), str(rank)],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    errors = [worker.communicate(timeout=120)[1] for worker in workers]
-    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+def test_gradients_are_those_of_the_steps(run_ranks, tmp_path):
+    run_ranks(__file__, RANKS, tmp_path / "rendezvous", timeout=120)
 
 
 if __name__ == "__main__":

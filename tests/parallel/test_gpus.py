@@ -4,7 +4,6 @@ The file is its own worker.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -122,16 +121,8 @@ def differ(run: AllReduceNorm, rank: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="one GPU")
 @pytest.mark.parametrize("what", ["agree", "replay", "die", "differ"])
-def test_two_gpus(tmp_path, what):
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, what, str(tmp_path / "rendezvous"), str(rank)],
-            stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    errors = [worker.communicate(timeout=400)[1] for worker in workers]
-    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+def test_two_gpus(run_ranks, tmp_path, what):
+    run_ranks(__file__, RANKS, what, tmp_path / "rendezvous", timeout=400)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ Without a GPU the ranks share a file and run the kernel in Triton's interpreter,
 file is its own worker.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -132,22 +130,14 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
     ("what", "ranks"),
     [("agree", 2), ("agree", 3), ("die", 3), ("differ", 2), ("differ_in_path", 2)],
 )
-def test_ranks(tmp_path, what, ranks):
+def test_ranks(run_ranks, tmp_path, what, ranks):
     file = tmp_path / "area"
     file.write_bytes(bytes(empty(ranks)))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, what, str(file), str(rank), str(ranks)],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    errors = [worker.communicate(timeout=300)[1] for worker in workers]
-    assert not any(worker.returncode for worker in workers), "\n".join(errors)
+    settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    run_ranks(__file__, ranks, what, file, ranks, timeout=300, **settings)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    test, file, rank, ranks = sys.argv[1:]
+    test, file, ranks, rank = sys.argv[1:]
     globals()[test](shared_area(file, int(rank), int(ranks)))
