@@ -18,7 +18,7 @@ import triton.language as tl
 from megatron_lowbit.kernels.elements import as_dtype
 from megatron_lowbit.kernels.norm import finish_rows
 from megatron_lowbit.kernels.tiles import load_raw, load_tile, store_tile
-from megatron_lowbit.parallel.meeting import begin, end, introduce, meet
+from megatron_lowbit.parallel.meeting import begin, end, meet
 
 ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 
@@ -39,43 +39,32 @@ def all_reduce_norm_kernel(
     """
     SPAN: tl.constexpr = 1 if PATH == ONE_STAGE else RANKS
     groups = tl.cdiv(tl.cdiv(R, TM), SPAN)
-    first, programs = tl.program_id(0), tl.num_programs(0)
+    group, programs = tl.program_id(0), tl.num_programs(0)
     # Always 0, in a form that says that loads are aligned.
     col0 = tl.program_id(1) * TN
-    call, well = begin(state)
-    if first == 0:
-        introduce(areas, call, rank, shape, RANKS, PADDED)
+    call, meeting, well = begin(areas, state, rank, shape, RANKS)
+    # Some programs have a group less; the next call's numbers are those of all.
+    after = meeting + tl.cdiv(groups, programs) * (1 if PATH == ONE_STAGE else 2)
     data += (call & 1) * half
-    copy = _shared(areas, rank, data, x.dtype.element_ty)
-    group = first
+    gathered = data + _aligned(R, C * (x.dtype.element_ty.primitive_bitwidth // 8))
+    # Group by group: while some programs wait or read from others, some use their own memory.
     while group < groups:
-        for member in range(SPAN):
-            row0 = (group * SPAN + member) * TM
-            for i in tl.static_range(PARTS):
-                at = col0 + i * TN
-                store_tile(copy, load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN), row0, at, R, C,
-                           EVEN)  # fmt: skip
-        group += programs
-    well = meet(areas, state, fault, call, rank, tag, shape, limit, well, 0, RANKS, PADDED)
-    if PATH == ONE_STAGE:
-        group = first
-        while group < groups:
-            row0 = group * TM
-            parts = _sum(areas, data, 0, x, residual, total, row0, col0, R, C, well, RANKS, TM, TN,
-                         PARTS, EVEN)  # fmt: skip
-            finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax, codes,
-                        scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
-            group += programs
-    else:
-        gathered = data + _aligned(R, C * (x.dtype.element_ty.primitive_bitwidth // 8))
-        _share(
-            areas, data, gathered, x, residual, first, programs, groups, rank, col0, R, C, gain,
-            constant, eps, codes, scales, tensor_scale, well, RANKS, PATH, TM, TN, PARTS, BLOCK, P,
-            S, EVEN,
-        )  # fmt: skip
-        well = meet(areas, state, fault, call, rank, tag, shape, limit, well, 1, RANKS, PADDED)
-        group = first
-        while group < groups:
+        _copy(areas, data, x, group * SPAN, rank, col0, R, C, SPAN, TM, TN, PARTS, EVEN)
+        meeting += 1
+        well = meet(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
+                    PADDED)  # fmt: skip
+        if PATH == ONE_STAGE:
+            parts = _sum(areas, data, 0, x, residual, total, group * TM, col0, R, C, well, RANKS,
+                         TM, TN, PARTS, EVEN)  # fmt: skip
+            finish_rows(parts, group * TM, col0, R, C, gain, constant, eps, y, None, most, amax,
+                        codes, scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+        else:
+            _share(areas, data, gathered, x, residual, (group * RANKS + rank) * TM, rank, col0, R,
+                   C, gain, constant, eps, codes, scales, tensor_scale, well, RANKS, PATH, TM, TN,
+                   PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+            meeting += 1
+            well = meet(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
+                        PADDED)  # fmt: skip
             for member in range(RANKS):
                 row0 = (group * RANKS + member) * TM
                 if PATH == COMPACT:
@@ -88,34 +77,45 @@ def all_reduce_norm_kernel(
                     finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax,
                                 codes, scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
                                 EVEN)  # fmt: skip
-            group += programs
-    end(state, call)
+        group += programs
+    end(state, call, after)
+
+
+@triton.jit
+def _copy(
+    areas, data, x, tile, rank, col0, R, C, SPAN: tl.constexpr, TM: tl.constexpr,
+    TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Copy SPAN tiles of rows from ``tile`` on to where the other ranks can read them."""
+    copy = _shared(areas, rank, data, x.dtype.element_ty)
+    for member in range(SPAN):
+        row0 = (tile + member) * TM
+        for i in tl.static_range(PARTS):
+            at = col0 + i * TN
+            part = load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN)
+            store_tile(copy, part, row0, at, R, C, EVEN)
 
 
 @triton.jit
 def _share(
-    areas, data, gathered, x, residual, first, programs, groups, rank, col0, R, C, gain, constant,
-    eps, codes, scales, tensor_scale, well, RANKS: tl.constexpr, PATH: tl.constexpr,
-    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr,
-    S: tl.constexpr, EVEN: tl.constexpr,
+    areas, data, gathered, x, residual, row0, rank, col0, R, C, gain, constant, eps, codes, scales,
+    tensor_scale, well, RANKS: tl.constexpr, PATH: tl.constexpr, TM: tl.constexpr,
+    TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Sum up this rank's share of the rows, and put what is gathered where others can read it."""
-    group = first
-    while group < groups:
-        row0 = (group * RANKS + rank) * TM
-        if PATH == COMPACT:
-            parts = _sum(areas, data, 0, x, residual, None, row0, col0, R, C, well, RANKS, TM, TN,
-                         PARTS, EVEN)  # fmt: skip
-            my_codes = _shared(areas, rank, gathered, codes.dtype.element_ty)
-            my_scales = _scales_after(areas, rank, gathered, scales, R, C, S)
-            finish_rows(parts, row0, col0, R, C, gain, constant, eps, None, None, None, None,
-                        my_codes, my_scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
-                        EVEN)  # fmt: skip
-        else:
-            sums = _shared(areas, rank, gathered, x.dtype.element_ty)
-            _sum(areas, data, 0, x, residual, sums, row0, col0, R, C, well, RANKS, TM, TN, PARTS,
-                 EVEN)  # fmt: skip
-        group += programs
+    """Sum up this rank's tile of the rows, and put what is gathered where others can read it."""
+    if PATH == COMPACT:
+        parts = _sum(areas, data, 0, x, residual, None, row0, col0, R, C, well, RANKS, TM, TN,
+                     PARTS, EVEN)  # fmt: skip
+        my_codes = _shared(areas, rank, gathered, codes.dtype.element_ty)
+        my_scales = _scales_after(areas, rank, gathered, scales, R, C, S)
+        finish_rows(parts, row0, col0, R, C, gain, constant, eps, None, None, None, None,
+                    my_codes, my_scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
+                    EVEN)  # fmt: skip
+    else:
+        sums = _shared(areas, rank, gathered, x.dtype.element_ty)
+        _sum(areas, data, 0, x, residual, sums, row0, col0, R, C, well, RANKS, TM, TN, PARTS,
+             EVEN)  # fmt: skip
 
 
 @triton.jit

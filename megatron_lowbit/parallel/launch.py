@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from megatron_lowbit.kernels.norm import (
-    WARPS,
     normalize_quantize,
     row_side,
     statistic,
@@ -26,11 +25,13 @@ from megatron_lowbit.parallel.kernel import (
     ONE_STAGE,
     all_reduce_norm_kernel,
 )
-from megatron_lowbit.parallel.meeting import LATE, PROGRAMS
+from megatron_lowbit.parallel.meeting import BROKEN, LATE, PROGRAMS, TAGS
 
 PATHS = {"one-stage": ONE_STAGE.value, "compact": COMPACT.value, "gathered": GATHERED.value}
 ONE_STAGE_BYTES = {2: 2**40, 4: 2**18, 8: 2**17}
 """Up to how many bytes of x every rank sums up everything by itself, by ranks."""
+WARPS_PER_SM, REGISTERS = 16, 128
+"""All programs run at once, since they wait for those of other ranks: registers allow for it."""
 
 
 def launch(
@@ -52,7 +53,7 @@ def launch(
     if request is not None and not takes(x, norm, request):
         raise ValueError(f"no kernel normalizes and quantizes to {request.quantizer}")
     plan = _plan(
-        area.ranks, _programs(x.device), *x.shape, x.dtype, norm, request and request.quantizer,
+        area.ranks, _processors(x.device), *x.shape, x.dtype, norm, request and request.quantizer,
         keep_total, residual is not None, gain is not None, path,
     )  # fmt: skip
     total = torch.empty_like(x) if plan.sums else None
@@ -66,7 +67,7 @@ def launch(
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
         area.addresses, area.state, area.fault.data_ptr(), area.rank,
         plan.tag, plan.shape, limit, area.data, area.half, *plan.constants, side, plan.even,
-        num_warps=WARPS, enable_fp_fusion=False,
+        num_warps=plan.warps, maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.tensor_scaled:
         amax = most.view(torch.float32)
@@ -82,6 +83,7 @@ class _Plan(NamedTuple):
     """
 
     grid: tuple[int]
+    warps: int
     constants: tuple[int, ...]
     constant: float
     eps: float
@@ -94,11 +96,10 @@ class _Plan(NamedTuple):
 
 @cache
 def _plan(
-    ranks: int, most: int, rows: int, columns: int, dtype: torch.dtype, norm: MXNorm | RMSNorm,
-    quantizer: Quantizer | None, keep_total: bool, has_residual: bool, has_gain: bool,
-    path: str | None,
+    ranks: int, processors: int, rows: int, columns: int, dtype: torch.dtype,
+    norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_total: bool, has_residual: bool,
+    has_gain: bool, path: str | None,
 ) -> _Plan:  # fmt: skip
-    """``most`` is the largest number of programs."""
     tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
     sums = keep_total or tensor_scaled
     compact = quantizer is not None and not sums
@@ -111,8 +112,11 @@ def _plan(
     height, part = tile_of(columns, block)
     p, constant, eps = statistic(norm, block)
     span = 1 if path == "one-stage" else ranks
+    warps = 4 if columns <= 2**12 else 8
+    most = min(PROGRAMS.value, processors * (WARPS_PER_SM // warps))
     return _Plan(
         grid=(min(most, triton.cdiv(triton.cdiv(rows, height), span)),),
+        warps=warps,
         constants=(ranks, triton.next_power_of_2(ranks), PATHS[path], height, part,
                    triton.cdiv(columns, part), block, p),
         constant=constant,
@@ -120,7 +124,7 @@ def _plan(
         even=rows % (height * span) == 0 and columns % part == 0,
         sums=sums,
         tensor_scaled=tensor_scaled,
-        tag=_hash(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
+        tag=_tag(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
         shape=rows << 32 | columns,
     )  # fmt: skip
 
@@ -137,16 +141,16 @@ def choose_path(ranks: int, size: int, compact: bool) -> str:
 
 
 @cache
-def _programs(device: torch.device) -> int:
+def _processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 2
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return min(PROGRAMS.value, 2 * count)
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _hash(*values: object) -> int:
-    """31 bits that are the same for the same values on all ranks."""
-    return zlib.crc32(repr(values).encode()) & 0x7FFFFFFF
+def _tag(*values: object) -> int:
+    """A tag that is the same for the same values on all ranks, and not 0."""
+    return 1 + zlib.crc32(repr(values).encode()) % TAGS.value
 
 
 def reason(area: Area) -> str | None:
@@ -156,6 +160,8 @@ def reason(area: Area) -> str | None:
         return None
     if what == LATE.value:
         return f"rank {who} of the group did not come to a call with {_shape(mine)} in time"
+    if what == BROKEN.value:
+        return f"rank {who} of the group had given up an earlier call"
     if mine == theirs:
         return f"rank {who} of the group came with another norm, output, path or dtype"
     return (

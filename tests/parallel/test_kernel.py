@@ -54,7 +54,7 @@ def cases(draws, ranks):
                     path == "compact" and not wants_codes
                 ):
                     continue
-                rows = int(torch.randint(1, 8, (), generator=draws))
+                rows = int(torch.randint(1, 50, (), generator=draws))
                 columns = 128 * (1 + rows % 3)
                 dtype = torch.bfloat16 if rows % 3 else torch.float32
                 xs = torch.randn(ranks + 1, rows, columns, generator=draws).to(dtype)
@@ -117,6 +117,21 @@ def differ_in_path(area) -> None:
     assert "another norm, output, path or dtype" in reason(area)
 
 
+def give_up(area) -> None:
+    """Rank 1 comes when rank 0 no longer waits, and is told at the next call."""
+    from megatron_lowbit.parallel.launch import reason
+
+    xs = list(torch.ones(area.ranks, 4, 128))
+    tell = area.owner[-1:]
+    while area.rank == 1 and not tell.item():
+        pass
+    for _ in range(2):
+        call(area, xs, None, RMSNorm(), limit=500)
+    if area.rank == 1:
+        assert reason(area) == "rank 0 of the group had given up an earlier call"
+    tell.fill_(1)
+
+
 @pytest.mark.parametrize(("path", "name"), [("compact", "mxfp8-e4m3"), ("two-stage", None)])
 def test_a_path_that_does_not_fit(tmp_path, path, name):
     """Codes are gathered where nobody wants the sum."""
@@ -128,7 +143,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("agree", 2), ("agree", 3), ("die", 3), ("differ", 2), ("differ_in_path", 2)],
+    [("agree", 2), ("agree", 3), ("die", 3), ("differ", 2), ("differ_in_path", 2), ("give_up", 2)],
 )
 def test_ranks(run_ranks, tmp_path, what, ranks):
     file = tmp_path / "area"
