@@ -48,7 +48,10 @@ class AllReduceNorm:
         self._event: torch.cuda.Event | None = None
         missing = missing_peers(group)
         if missing is None:
-            self._share(capacity)
+            # Triton is there wherever torch has CUDA, and on few other machines.
+            from megatron_lowbit.parallel.launch import room_of
+
+            self._share(room_of(group.size(), capacity))
             self.choice = f"one kernel over the shared memory of {group.size()} GPUs"
         else:
             self.choice = f"torch.distributed and separate kernels: {missing}"
@@ -83,14 +86,17 @@ class AllReduceNorm:
         if self.area is None:
             made, total = reference.all_reduce_norm(self.group, x, residual, norm, gain, request)
             return Result(made, total if keep_total else None)
-        from megatron_lowbit.parallel.launch import launch
+        from megatron_lowbit.parallel.launch import launch, plan_of
 
         self.check()
-        if 2 * x.nbytes > self.area.half:
+        plan = plan_of(
+            self.group.size(), x, residual, norm, gain, request, keep_total, path
+        )  # fmt: skip
+        if plan.room > self.area.half:
             print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
-            self._share(x.nbytes)
+            self._share(plan.room)
         self._follow()
-        made = launch(self.area, x, residual, norm, gain, request, keep_total, path, self.limit)
+        made = launch(self.area, x, residual, norm, gain, request, plan, self.limit)
         if not torch.cuda.is_current_stream_capturing():
             self._event.record()
         return Result(*made)
@@ -103,12 +109,10 @@ class AllReduceNorm:
 
         raise AllReduceNormError(f"all-reduce + norm: {reason(self.area)}")
 
-    def _share(self, capacity: int) -> None:
-        # Triton is there wherever torch has CUDA, and on few other machines.
+    def _share(self, room: int) -> None:
         from megatron_lowbit.parallel.area import symmetric_area
 
-        # Twice: a copy of x, and what is gathered of it.
-        self.area = symmetric_area(self.group, -(-2 * capacity // 256) * 256)
+        self.area = symmetric_area(self.group, -(-room // 256) * 256)
 
     def _follow(self) -> None:
         """Have this call come after the last one, also where that was on another stream."""

@@ -1,8 +1,8 @@
 """All-reduce, residual, norm and quantization of rows in one kernel, over memory that ranks share.
 
-Source: the three dispatch paths of Modular's "allreduce_residual_rmsnorm". Every rank copies its
-partial rows to where the others can read them, and rows are summed up in FP32, rank after rank, the
-residual last, and rounded once to x's dtype: that is the new residual, and what is normalized.
+Source: the three dispatch paths of Modular's "allreduce_residual_rmsnorm". Rows are summed up in
+FP32, rank after rank, the residual last, and rounded once to x's dtype: that is the new residual,
+and what is normalized.
 
     ONE_STAGE   each rank sums up all rows by itself
     COMPACT     each rank sums up, normalizes and quantizes its share; codes and scales are gathered
@@ -10,6 +10,9 @@ residual last, and rounded once to x's dtype: that is the new residual, and what
 
 All give the same bits on all ranks: the same numbers are added in the same order everywhere. Where
 the new residual is wanted, gathering it alone moves less than gathering it and the codes.
+
+What another rank needs is written into its memory, and a rank reads its own: a write across the
+link is sent and forgotten, where a read would be waited for.
 """
 
 import triton
@@ -18,7 +21,7 @@ import triton.language as tl
 from megatron_lowbit.kernels.elements import as_dtype
 from megatron_lowbit.kernels.norm import finish_rows
 from megatron_lowbit.kernels.tiles import load_raw, load_tile, store_tile
-from megatron_lowbit.parallel.meeting import begin, end, meet
+from megatron_lowbit.parallel.meeting import arrive, begin, end, wait
 
 ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 
@@ -35,7 +38,7 @@ def all_reduce_norm_kernel(
 
     ``total`` is the sum with the residual, ``y`` that normalized, the rest as in ``finish_rows``.
     An area's shared data begin after ``data`` bytes: twice, for calls in turn, ``half`` bytes for
-    the copy of x and then what is gathered.
+    an inbox, RANKS - 1 tiles for each group, and behind it what is gathered.
     """
     SPAN: tl.constexpr = 1 if PATH == ONE_STAGE else RANKS
     groups = tl.cdiv(tl.cdiv(R, TM), SPAN)
@@ -46,113 +49,156 @@ def all_reduce_norm_kernel(
     # Some programs have a group less; the next call's numbers are those of all.
     after = meeting + tl.cdiv(groups, programs) * (1 if PATH == ONE_STAGE else 2)
     data += (call & 1) * half
-    gathered = data + _aligned(R, C * (x.dtype.element_ty.primitive_bitwidth // 8))
-    # Group by group: while some programs wait or read from others, some use their own memory.
+    gathered = data + _aligned(groups * ((RANKS - 1) * TM), C, x.dtype.element_ty)
+    _send(areas, data, x, group, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS, EVEN)
+    meeting += 1
+    arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
     while group < groups:
-        _copy(areas, data, x, group * SPAN, rank, col0, R, C, SPAN, TM, TN, PARTS, EVEN)
-        meeting += 1
-        well = meet(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
-                    PADDED)  # fmt: skip
-        if PATH == ONE_STAGE:
-            parts = _sum(areas, data, 0, x, residual, total, group * TM, col0, R, C, well, RANKS,
-                         TM, TN, PARTS, EVEN)  # fmt: skip
-            finish_rows(parts, group * TM, col0, R, C, gain, constant, eps, y, None, most, amax,
-                        codes, scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
-        else:
-            _share(areas, data, gathered, x, residual, (group * RANKS + rank) * TM, rank, col0, R,
-                   C, gain, constant, eps, codes, scales, tensor_scale, well, RANKS, PATH, TM, TN,
-                   PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+        come, following = meeting, group + programs
+        if following < groups:
+            # While this group's rows are on their way.
+            _send(areas, data, x, following, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS,
+                  EVEN)  # fmt: skip
             meeting += 1
-            well = meet(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
+            arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+        well = wait(areas, state, fault, call, come, rank, tag, shape, limit, well, RANKS, PADDED)
+        row0 = (group * SPAN + (0 if PATH == ONE_STAGE else rank)) * TM
+        parts = _sum(areas, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
+                     RANKS, TM, TN, PARTS, EVEN)  # fmt: skip
+        if PATH == GATHERED:
+            for i in tl.static_range(PARTS):
+                part = parts[i].to(x.dtype.element_ty)
+                _store_to_others(areas, gathered, part, rank, row0, col0 + i * TN, R, C, RANKS,
+                                 EVEN)  # fmt: skip
+            meeting += 1
+            arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+        finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax, codes,
+                    scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+        if PATH == COMPACT:
+            tl.debug_barrier()  # codes are read by other threads than have made them
+            _send_codes(areas, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
+                        PARTS, BLOCK, S, EVEN)  # fmt: skip
+            meeting += 1
+            arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+        if PATH != ONE_STAGE:
+            well = wait(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
                         PADDED)  # fmt: skip
-            for member in range(RANKS):
-                row0 = (group * RANKS + member) * TM
+            for step in range(1, RANKS):
+                row0 = (group * RANKS + (rank + step) % RANKS) * TM
                 if PATH == COMPACT:
-                    _fetch(areas, gathered, member, codes, scales, row0, col0, R, C, well, TM, TN,
-                           PARTS, BLOCK, S, EVEN)  # fmt: skip
+                    _take_codes(areas, gathered, codes, scales, rank, row0, col0, R, C, well, TM,
+                                TN, PARTS, BLOCK, S, EVEN)  # fmt: skip
                 else:
-                    # Of one rank: what it has summed up.
-                    parts = _sum(areas, gathered, member, x, None, total, row0, col0, R, C, well,
-                                 1, TM, TN, PARTS, EVEN)  # fmt: skip
+                    parts = _take_sum(areas, gathered, total, rank, row0, col0, R, C, well,
+                                      x.dtype.element_ty, TM, TN, PARTS, EVEN)  # fmt: skip
                     finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax,
                                 codes, scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
                                 EVEN)  # fmt: skip
-        group += programs
+        group = following
     end(state, call, after)
 
 
 @triton.jit
-def _copy(
-    areas, data, x, tile, rank, col0, R, C, SPAN: tl.constexpr, TM: tl.constexpr,
-    TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+def _send(
+    areas, data, x, group, groups, rank, col0, R, C, RANKS: tl.constexpr, SPAN: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Copy SPAN tiles of rows from ``tile`` on to where the other ranks can read them."""
-    copy = _shared(areas, rank, data, x.dtype.element_ty)
-    for member in range(SPAN):
-        row0 = (tile + member) * TM
-        for i in tl.static_range(PARTS):
-            at = col0 + i * TN
-            part = load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN)
-            store_tile(copy, part, row0, at, R, C, EVEN)
-
-
-@triton.jit
-def _share(
-    areas, data, gathered, x, residual, row0, rank, col0, R, C, gain, constant, eps, codes, scales,
-    tensor_scale, well, RANKS: tl.constexpr, PATH: tl.constexpr, TM: tl.constexpr,
-    TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, P: tl.constexpr, S: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
-    """Sum up this rank's tile of the rows, and put what is gathered where others can read it."""
-    if PATH == COMPACT:
-        parts = _sum(areas, data, 0, x, residual, None, row0, col0, R, C, well, RANKS, TM, TN,
-                     PARTS, EVEN)  # fmt: skip
-        my_codes = _shared(areas, rank, gathered, codes.dtype.element_ty)
-        my_scales = _scales_after(areas, rank, gathered, scales, R, C, S)
-        finish_rows(parts, row0, col0, R, C, gain, constant, eps, None, None, None, None,
-                    my_codes, my_scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
-                    EVEN)  # fmt: skip
-    else:
-        sums = _shared(areas, rank, gathered, x.dtype.element_ty)
-        _sum(areas, data, 0, x, residual, sums, row0, col0, R, C, well, RANKS, TM, TN, PARTS,
-             EVEN)  # fmt: skip
+    """Write this rank's rows of a group into the inboxes of those who sum them up."""
+    for i in tl.static_range(PARTS):
+        at = col0 + i * TN
+        if SPAN == 1:
+            part = load_raw(x, C, 1, group * TM, at, R, C, TM, TN, EVEN)
+        for step in tl.static_range(RANKS - 1):
+            other = (rank + 1 + step) % RANKS
+            if SPAN > 1:
+                row0 = (group * SPAN + other) * TM
+                part = load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN)
+            inbox = _shared(areas, other, data, x.dtype.element_ty)
+            row0 = _letter(group, rank, other, RANKS) * TM
+            store_tile(inbox, part, row0, at, groups * ((RANKS - 1) * TM), C, EVEN)
 
 
 @triton.jit
 def _sum(
-    areas, data, first, x, residual, total, row0, col0, R, C, well, RANKS: tl.constexpr,
-    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+    areas, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
+    RANKS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Rows summed up over RANKS from ``first`` on, rounded to x's dtype, as FP32 parts.
+    """TM rows from ``row0`` on summed up over all ranks, rounded to x's dtype, as FP32 parts.
 
     They are kept in ``total``. NaN where all is not well.
     """
+    inbox = _shared(areas, rank, data, x.dtype.element_ty)
+    rows = groups * ((RANKS - 1) * TM)
     parts = ()
     for i in tl.static_range(PARTS):
         at = col0 + i * TN
         part = tl.zeros((TM, TN), tl.float32)
         for other in tl.static_range(RANKS):
-            theirs = _shared(areas, first + other, data, x.dtype.element_ty)
-            tile = load_tile(theirs, C, 1, row0, at, R, C, TM, TN, EVEN)
+            mine = rank == other
+            letter = _letter(group, other, rank, RANKS) * TM
+            tile = load_tile(tl.where(mine, x, inbox), C, 1, tl.where(mine, row0, letter), at,
+                             tl.where(mine, R, rows), C, TM, TN, EVEN)  # fmt: skip
             part = tile if other == 0 else part + tile
         if residual is not None:
             part += load_tile(residual, C, 1, row0, at, R, C, TM, TN, EVEN)
-        part = as_dtype(tl.where(well, part, float("nan")), x.dtype.element_ty)
-        if total is not None:
-            store_tile(total, part, row0, at, R, C, EVEN)
-        parts = parts + (part,)
+        parts = parts + (_keep(part, total, well, row0, at, R, C, x.dtype.element_ty, EVEN),)
     return parts
 
 
 @triton.jit
-def _fetch(
-    areas, gathered, owner, codes, scales, row0, col0, R, C, well, TM: tl.constexpr,
+def _take_sum(
+    areas, gathered, total, rank, row0, col0, R, C, well, DTYPE: tl.constexpr, TM: tl.constexpr,
+    TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The same of rows that another rank has summed up."""
+    sums = _shared(areas, rank, gathered, DTYPE)
+    parts = ()
+    for i in tl.static_range(PARTS):
+        at = col0 + i * TN
+        part = load_tile(sums, C, 1, row0, at, R, C, TM, TN, EVEN)
+        parts = parts + (_keep(part, total, well, row0, at, R, C, DTYPE, EVEN),)
+    return parts
+
+
+@triton.jit
+def _keep(
+    part, total, well, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """A sum rounded to DTYPE and kept in ``total``; NaN where all is not well."""
+    part = as_dtype(tl.where(well, part, float("nan")), DTYPE)
+    if total is not None:
+        store_tile(total, part, row0, at, R, C, EVEN)
+    return part
+
+
+@triton.jit
+def _send_codes(
+    areas, gathered, codes, scales, rank, row0, col0, R, C, RANKS: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """Write TM rows' codes and scales to where the other ranks gather them."""
+    PER: tl.constexpr = 8 // S.element.bits
+    behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
+    for i in tl.static_range(PARTS):
+        at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
+        tile = load_raw(codes, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
+        _store_to_others(areas, gathered, tile, rank, row0, at, R, C // PER, RANKS, EVEN)
+        few = load_raw(scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN // BLOCK, EVEN)
+        _store_to_others(areas, behind, few, rank, row0, block, R, C // BLOCK, RANKS, EVEN)
+
+
+@triton.jit
+def _take_codes(
+    areas, gathered, codes, scales, rank, row0, col0, R, C, well, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Copy codes and scales that their owner made; NaN scales where all is not well."""
+    """Copy codes and scales that another rank has made; NaN scales where all is not well."""
     PER: tl.constexpr = 8 // S.element.bits
-    theirs = _shared(areas, owner, gathered, codes.dtype.element_ty)
-    their_scales = _scales_after(areas, owner, gathered, scales, R, C, S)
+    behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
+    theirs = _shared(areas, rank, gathered, codes.dtype.element_ty)
+    their_scales = _shared(areas, rank, behind, scales.dtype.element_ty)
     for i in tl.static_range(PARTS):
         at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
         tile = load_raw(theirs, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
@@ -167,16 +213,25 @@ def _fetch(
 
 
 @triton.jit
-def _scales_after(areas, rank, gathered, scales, R, C, S: tl.constexpr):
-    """Where a rank's scales are shared: behind its codes."""
-    behind = gathered + _aligned(R, C // (8 // S.element.bits))
-    return _shared(areas, rank, behind, scales.dtype.element_ty)
+def _store_to_others(
+    areas, offset, tile, rank, row0, at, R, C, RANKS: tl.constexpr, EVEN: tl.constexpr
+):
+    for step in tl.static_range(RANKS - 1):
+        other = (rank + 1 + step) % RANKS
+        theirs = _shared(areas, other, offset, tile.dtype)
+        store_tile(theirs, tile, row0, at, R, C, EVEN)
 
 
 @triton.jit
-def _aligned(rows, size):
-    """Bytes of so many rows of a size, to where the next can begin."""
-    return (rows.to(tl.int64) * size + 15) // 16 * 16
+def _letter(group, source, target, RANKS: tl.constexpr):
+    """Which tile of the target's inbox is the source's."""
+    return group * (RANKS - 1) + (source + RANKS - 1 - target) % RANKS
+
+
+@triton.jit
+def _aligned(rows, columns, DTYPE: tl.constexpr):
+    """Bytes of a matrix, to where the next can begin."""
+    return (rows.to(tl.int64) * columns * (DTYPE.primitive_bitwidth // 8) + 15) // 16 * 16
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from megatron_lowbit.kernels.norm import (
+    WIDEST,
     normalize_quantize,
     row_side,
     statistic,
@@ -34,8 +35,8 @@ WARPS_PER_SM, REGISTERS = 16, 128
 """All programs run at once, since they wait for those of other ranks: registers allow for it."""
 
 
-def launch(
-    area: Area,
+def plan_of(
+    ranks: int,
     x: Tensor,
     residual: Tensor | None,
     norm: MXNorm | RMSNorm,
@@ -43,19 +44,92 @@ def launch(
     request: Request | None,
     keep_total: bool,
     path: str | None,
-    limit: int,
-) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-    """One call of the kernel, and of the one after it where a format has a tensor scale.
+) -> "Plan":
+    """How a call is made.
 
     Raises:
         ValueError: no such path, or no kernel takes the request.
     """
     if request is not None and not takes(x, norm, request):
         raise ValueError(f"no kernel normalizes and quantizes to {request.quantizer}")
-    plan = _plan(
-        area.ranks, _processors(x.device), *x.shape, x.dtype, norm, request and request.quantizer,
+    return _plan(
+        ranks, _processors(x.device), *x.shape, x.dtype, norm, request and request.quantizer,
         keep_total, residual is not None, gain is not None, path,
     )  # fmt: skip
+
+
+class Plan(NamedTuple):
+    """What follows from the sizes and kinds of a call's arguments, and not from the tensors.
+
+    ``constants`` are the kernel's from RANKS to P; ``sums``: whether the sums are kept, be it for
+    a second kernel; ``tag`` and ``shape`` are what ranks tell one another; ``room``: bytes of an
+    area's half that are used.
+    """
+
+    grid: tuple[int]
+    warps: int
+    constants: tuple[int, ...]
+    constant: float
+    eps: float
+    even: bool
+    keep_total: bool
+    sums: bool
+    tensor_scaled: bool
+    tag: int
+    shape: int
+    room: int
+
+
+@cache
+def _plan(
+    ranks: int, processors: int, rows: int, columns: int, dtype: torch.dtype,
+    norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_total: bool, has_residual: bool,
+    has_gain: bool, path: str | None,
+) -> Plan:  # fmt: skip
+    tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
+    sums = keep_total or tensor_scaled
+    compact = quantizer is not None and not sums
+    if path is None:
+        path = choose_path(ranks, rows * columns * dtype.itemsize, compact)
+    if path not in PATHS or (path == "compact" and not compact):
+        fitting = [name for name in PATHS if name != "compact" or compact]
+        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
+    block = 16 if quantizer is None else quantizer.format.block
+    height, part = tile_of(columns, block)
+    p, constant, eps = statistic(norm, block)
+    span = 1 if path == "one-stage" else ranks
+    warps = 4 if columns <= 2**12 else 8
+    most = min(PROGRAMS.value, processors * (WARPS_PER_SM // warps))
+    groups = triton.cdiv(triton.cdiv(rows, height), span)
+    tile = height * columns * dtype.itemsize
+    return Plan(
+        grid=(min(most, groups),),
+        warps=warps,
+        constants=(ranks, triton.next_power_of_2(ranks), PATHS[path], height, part,
+                   triton.cdiv(columns, part), block, p),
+        constant=constant,
+        eps=eps,
+        even=rows % (height * span) == 0 and columns % part == 0,
+        keep_total=keep_total,
+        sums=sums,
+        tensor_scaled=tensor_scaled,
+        tag=_tag(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
+        shape=rows << 32 | columns,
+        room=groups * (ranks - 1) * tile + (groups * ranks * tile if span > 1 else 0) + 32,
+    )  # fmt: skip
+
+
+def launch(
+    area: Area,
+    x: Tensor,
+    residual: Tensor | None,
+    norm: MXNorm | RMSNorm,
+    gain: Tensor | None,
+    request: Request | None,
+    plan: Plan,
+    limit: int,
+) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
+    """One call of the kernel, and of the one after it where a format has a tensor scale."""
     total = torch.empty_like(x) if plan.sums else None
     y = torch.empty_like(x) if request is None else None
     most, side, arguments, made = None, None, (None, None, None, None), None
@@ -72,61 +146,14 @@ def launch(
     if plan.tensor_scaled:
         amax = most.view(torch.float32)
         made, _ = normalize_quantize(total, norm, request, False, gain, amax)
-    return (y if request is None else made), (total if keep_total else None)
+    return (y if request is None else made), (total if plan.keep_total else None)
 
 
-class _Plan(NamedTuple):
-    """What follows from the sizes and kinds of a call's arguments, and not from the tensors.
-
-    ``constants`` are the kernel's from RANKS to P; ``sums``: whether the sums are kept; ``tag`` and
-    ``shape`` are what ranks tell one another.
-    """
-
-    grid: tuple[int]
-    warps: int
-    constants: tuple[int, ...]
-    constant: float
-    eps: float
-    even: bool
-    sums: bool
-    tensor_scaled: bool
-    tag: int
-    shape: int
-
-
-@cache
-def _plan(
-    ranks: int, processors: int, rows: int, columns: int, dtype: torch.dtype,
-    norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_total: bool, has_residual: bool,
-    has_gain: bool, path: str | None,
-) -> _Plan:  # fmt: skip
-    tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
-    sums = keep_total or tensor_scaled
-    compact = quantizer is not None and not sums
-    if path is None:
-        path = choose_path(ranks, rows * columns * dtype.itemsize, compact)
-    if path not in PATHS or (path == "compact" and not compact):
-        fitting = [name for name in PATHS if name != "compact" or compact]
-        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
-    block = 16 if quantizer is None else quantizer.format.block
-    height, part = tile_of(columns, block)
-    p, constant, eps = statistic(norm, block)
-    span = 1 if path == "one-stage" else ranks
-    warps = 4 if columns <= 2**12 else 8
-    most = min(PROGRAMS.value, processors * (WARPS_PER_SM // warps))
-    return _Plan(
-        grid=(min(most, triton.cdiv(triton.cdiv(rows, height), span)),),
-        warps=warps,
-        constants=(ranks, triton.next_power_of_2(ranks), PATHS[path], height, part,
-                   triton.cdiv(columns, part), block, p),
-        constant=constant,
-        eps=eps,
-        even=rows % (height * span) == 0 and columns % part == 0,
-        sums=sums,
-        tensor_scaled=tensor_scaled,
-        tag=_tag(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
-        shape=rows << 32 | columns,
-    )  # fmt: skip
+def room_of(ranks: int, capacity: int) -> int:
+    """Bytes of an area's half for an x of so many bytes, by the paths that are chosen for it."""
+    small = min(capacity, ONE_STAGE_BYTES[_listed(ranks)])
+    slack = ranks * 4 * WIDEST  # of tiles that reach beyond x
+    return max((ranks - 1) * small, 2 * capacity if capacity > small else 0) + slack
 
 
 def choose_path(ranks: int, size: int, compact: bool) -> str:
@@ -134,10 +161,13 @@ def choose_path(ranks: int, size: int, compact: bool) -> str:
 
     ``compact``: the sum itself is not wanted, and codes are.
     """
-    most = max((r for r in ONE_STAGE_BYTES if r <= ranks), default=2)
-    if size <= ONE_STAGE_BYTES[most]:
+    if size <= ONE_STAGE_BYTES[_listed(ranks)]:
         return "one-stage"
     return "compact" if compact else "gathered"
+
+
+def _listed(ranks: int) -> int:
+    return max((r for r in ONE_STAGE_BYTES if r <= ranks), default=2)
 
 
 @cache

@@ -51,22 +51,31 @@ def begin(areas, state, rank, shape, RANKS: tl.constexpr):
 
 
 @triton.jit
-def meet(
-    areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS: tl.constexpr,
-    PADDED: tl.constexpr,
+def arrive(
+    areas, call, meeting, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Wait until this program of all ranks has come; what they wrote before can be read then.
-
-    ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all is still well.
-    """
+    """Tell all ranks that this program has come; what it wrote before can be read then."""
     tl.debug_barrier()  # all of this program's writes come before its word
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
-    slots = ((call & 1) * PROGRAMS + tl.program_id(0)) * RANKS
     word = (meeting << TAG_BITS) + tl.where(well, tag, 0) + tl.zeros_like(others)
-    theirs = _area(areas, others, is_rank) + slots + rank
-    tl.atomic_xchg(theirs, word, mask=is_rank, sem="release", scope="sys")
-    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + slots + others
+    words = _area(areas, others, is_rank) + _slot(call, rank, RANKS)
+    tl.atomic_xchg(words, word, mask=is_rank, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(
+    areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS: tl.constexpr,
+    PADDED: tl.constexpr,
+):  # fmt: skip
+    """Wait until this program of all ranks has come.
+
+    ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all is still well.
+    """
+    others = tl.arange(0, PADDED)
+    is_rank = others < RANKS
+    word = (meeting << TAG_BITS) + tag + tl.zeros_like(others)
+    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + _slot(call, others, RANKS)
     seen = _look(mine, is_rank, word)
     missing = _missing(seen, meeting)
     polls = call * 0
@@ -104,6 +113,12 @@ def end(state, call, meetings):
         tl.store(state + DONE, 0)
         tl.store(state + CALLS, call)
         tl.store(state + MEETINGS, meetings)
+
+
+@triton.jit
+def _slot(call, rank, RANKS: tl.constexpr):
+    """Where a rank's word for this program stands in an area."""
+    return ((call & 1) * PROGRAMS + tl.program_id(0)) * RANKS + rank
 
 
 @triton.jit

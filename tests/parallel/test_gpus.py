@@ -20,7 +20,15 @@ from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm, AllReduceNor
 RANKS, CALLS = 2, 10_000
 CAPACITY = 2**24
 TIME_LIMIT_S = 3.0
-FORMAT_NAMES = (None, "fp8-1x128-e4m3", "mxfp8-e4m3", "mxfp4", "nvfp4")
+KINDS = [
+    (None, RMSNorm(), True),
+    (None, RMSNorm(), False),
+    ("fp8-1x128-e4m3", RMSNorm(), True),
+    ("mxfp8-e4m3", MXNorm(), True),
+    ("mxfp4", RMSNorm(), False),
+    ("nvfp4", MXNorm(), True),
+]
+"""Format, norm, whether with a residual: each is two kernels or more to compile."""
 
 
 def draw_call(draws, data):
@@ -29,15 +37,14 @@ def draw_call(draws, data):
     def pick(most: int) -> int:
         return int(torch.randint(most, (), generator=draws))
 
-    hidden = (1024, 4096, 5120)[pick(3)]
+    hidden = (1024, 4096)[pick(2)]
     rows = 1 + pick((8, 64, 300)[pick(3)])
     at = pick(data.shape[1] - (RANKS + 1) * rows * hidden)
     tensors = data[0, at : at + (RANKS + 1) * rows * hidden].view(RANKS + 1, rows, hidden)
-    name = FORMAT_NAMES[pick(len(FORMAT_NAMES))]
+    name, norm, added = KINDS[pick(len(KINDS))]
     request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
-    norm = MXNorm() if request is not None and pick(2) else RMSNorm()
     gain = None if isinstance(norm, MXNorm) else data[1, at : at + hidden]
-    residual = tensors[RANKS] if pick(2) else None
+    residual = tensors[RANKS] if added else None
     path = (None, "one-stage", "gathered")[pick(3)]
     return list(tensors[:RANKS]), residual, norm, gain, request, path, pick(3)
 

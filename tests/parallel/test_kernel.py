@@ -38,10 +38,13 @@ def shared_area(file: str, rank: int, ranks: int):
 
 
 def call(area, xs, residual, norm, gain=None, name=None, total=True, path=None, limit=POLLS):
-    from megatron_lowbit.parallel.launch import launch
+    from megatron_lowbit.parallel.launch import launch, plan_of
 
     request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
-    return launch(area, xs[area.rank], residual, norm, gain, request, total, path, limit)
+    x = xs[area.rank]
+    plan = plan_of(area.ranks, x, residual, norm, gain, request, total, path)
+    assert plan.room <= area.half
+    return launch(area, x, residual, norm, gain, request, plan, limit)
 
 
 def cases(draws, ranks):
