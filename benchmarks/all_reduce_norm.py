@@ -7,12 +7,13 @@ x and the residual in BF16, codes in 1x128 tiles of E4M3, the new residual is ke
 all-reduce, and the better of torch's symmetric-memory all-reduces on an x that is in such memory
 already, each with one kernel that adds, normalizes and casts. Every contender is captured in a CUDA
 graph of many calls, so that the CPU's launches are not what is timed; times are of the slower rank.
-The bound: what a rank must read from others at the rate of reading a peer's memory, or what it
+The bound: what a rank must be sent by others at the rate of reading a peer's memory, or what it
 moves in its own memory at the rate of a copy, whichever takes longer.
 """
 
 import argparse
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,12 +35,13 @@ from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
+from megatron_lowbit.parallel.paths import FLAGGED_BYTES, most
 
 HIDDEN = (4096, 8192)
 MOST_BYTES = 2**27
-CALLS, REPLAYS, COPY_BYTES = 20, 12, 2**28
+CALLS, REPLAYS, LEAD_CYCLES, COPY_BYTES = 40, 11, 500_000, 2**28
 NORM, REQUEST = RMSNorm(), Request(Quantizer(FORMATS["fp8-1x128-e4m3"]), kept=True)
-PATHS = ("one-stage", "gathered")
+PATHS = ("flagged", "one-stage", "gathered")
 OURS, NCCL, SYMMETRIC = "fused", "NCCL + kernel", "symmetric memory + kernel"
 
 
@@ -93,6 +95,7 @@ def contenders(
     found = {
         f"{OURS}, {path}": lambda path=path: run(x, residual, NORM, gain, REQUEST, path=path)
         for path in PATHS
+        if path != "flagged" or x.nbytes <= most(FLAGGED_BYTES, group.size())
     }
     found[OURS] = lambda: run(x, residual, NORM, gain, REQUEST)
 
@@ -122,8 +125,29 @@ def _symmetric(group: dist.ProcessGroup, case: Case) -> dict[str, Callable[[], o
     return {f"{SYMMETRIC}, one-shot": one_shot, f"{SYMMETRIC}, two-shot": two_shot}
 
 
-def measure(call: Callable[[], object], device: torch.device) -> float:
-    """Microseconds of a call in a graph of many, the slower rank's median."""
+def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
+    """Microseconds of each call, the slower rank's median, by graphs of many."""
+    graphs = {name: capture(call) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    order, token = random.Random(0), torch.zeros(1, device=device)
+    for _ in range(REPLAYS):
+        for name in order.sample(list(graphs), len(graphs)):
+            # The CPU gets ahead, and all GPUs begin together.
+            torch.cuda._sleep(LEAD_CYCLES)
+            dist.all_reduce(token)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graphs[name].replay()
+            end.record()
+            torch.cuda.synchronize()
+            times[name].append(1e3 * begin.elapsed_time(end) / CALLS)
+    mine = torch.tensor([statistics.median(times[name]) for name in calls], device=device)
+    dist.all_reduce(mine, dist.ReduceOp.MAX)
+    return dict(zip(calls, mine.tolist(), strict=True))
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of CALLS calls, replayed once."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
@@ -131,19 +155,9 @@ def measure(call: Callable[[], object], device: torch.device) -> float:
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(CALLS):
                 call()
-    times = []
-    for _ in range(REPLAYS):
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(1e3 * begin.elapsed_time(end) / CALLS)
-    mine = torch.tensor(statistics.median(times[2:]), device=device)
-    dist.all_reduce(mine, dist.ReduceOp.MAX)
-    return float(mine)
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
 
 
 def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -154,15 +168,15 @@ def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
     handle = symmetric_memory.rendezvous(memory, group)
     other = handle.get_buffer((group.rank() + 1) % group.size(), (COPY_BYTES,), torch.uint8)
     target = torch.empty_like(other, device=device)
-    return 1e6 * COPY_BYTES / measure(lambda: target.copy_(other), device)
+    return 1e6 * COPY_BYTES / measure({"copy": lambda: target.copy_(other)}, device)["copy"]
 
 
 def bound_us(rows: int, hidden: int, ranks: int, link: float, copy: float) -> float:
-    """The least time: a rank reads its share of the sums and the others' sums, or less for two."""
+    """The least time: a rank is sent its share of the sums and the others' sums, or less for two."""
     size = 2 * rows * hidden
     remote = size * min(ranks - 1, 2 * (ranks - 1) / ranks)
-    # x and its copy, the residual, the new residual, codes and scales.
-    local = 2 * size + 2 * size + size / 2 + rows * hidden / 32
+    # x to be sent, what is sent written and read, x, the residuals, codes and scales.
+    local = 3 * size + 3 * size + size / 2 + rows * hidden / 32
     return 1e6 * max(remote / link, local / copy)
 
 
@@ -181,9 +195,9 @@ def rows_of(
             residual += torch.randn_like(residual)
             case = Case(x, residual, torch.ones(hidden, dtype=torch.bfloat16, device=device))
             least = bound_us(rows, hidden, group.size(), link, copy)
-            for name, call in contenders(run, group, case).items():
+            for name, us in measure(contenders(run, group, case), device).items():
                 head = {"rows": rows, "hidden": hidden, "bytes": x.nbytes, "contender": name}
-                yield head | {"us": round(measure(call, device), 2), "bound_us": round(least, 2)}
+                yield head | {"us": round(us, 2), "bound_us": round(least, 2)}
 
 
 def best(rows: Sequence[dict], name: str) -> dict[tuple[int, int], float]:

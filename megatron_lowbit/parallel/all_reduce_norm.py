@@ -49,9 +49,9 @@ class AllReduceNorm:
         missing = missing_peers(group)
         if missing is None:
             # Triton is there wherever torch has CUDA, and on few other machines.
-            from megatron_lowbit.parallel.launch import room_of
+            from megatron_lowbit.parallel.paths import room
 
-            self._share(room_of(group.size(), capacity))
+            self._share(room(group.size(), capacity))
             self.choice = f"one kernel over the shared memory of {group.size()} GPUs"
         else:
             self.choice = f"torch.distributed and separate kernels: {missing}"
@@ -92,7 +92,7 @@ class AllReduceNorm:
         plan = plan_of(
             self.group.size(), x, residual, norm, gain, request, keep_total, path
         )  # fmt: skip
-        if plan.room > self.area.half:
+        if plan.room > self.area.room:
             print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
             self._share(plan.room)
         self._follow()
@@ -112,7 +112,7 @@ class AllReduceNorm:
     def _share(self, room: int) -> None:
         from megatron_lowbit.parallel.area import symmetric_area
 
-        self.area = symmetric_area(self.group, -(-room // 256) * 256)
+        self.area = symmetric_area(self.group, room)
 
     def _follow(self) -> None:
         """Have this call come after the last one, also where that was on another stream."""

@@ -8,29 +8,20 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_lowbit.kernels.norm import (
-    WIDEST,
-    normalize_quantize,
-    row_side,
-    statistic,
-    takes,
-    tile_of,
-)
+from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, takes, tile_of
 from megatron_lowbit.numerics import QuantizedTensor, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
+from megatron_lowbit.parallel import kernel, paths
 from megatron_lowbit.parallel.area import Area
-from megatron_lowbit.parallel.kernel import (
-    COMPACT,
-    GATHERED,
-    ONE_STAGE,
-    all_reduce_norm_kernel,
-)
-from megatron_lowbit.parallel.meeting import BROKEN, LATE, PROGRAMS, TAGS
+from megatron_lowbit.parallel.flagged import flagged_kernel
+from megatron_lowbit.parallel.meeting import BROKEN, LATE, MEETINGS, PROGRAMS, TAGS
 
-PATHS = {"one-stage": ONE_STAGE.value, "compact": COMPACT.value, "gathered": GATHERED.value}
-ONE_STAGE_BYTES = {2: 2**40, 4: 2**18, 8: 2**17}
-"""Up to how many bytes of x every rank sums up everything by itself, by ranks."""
+_KERNEL_PATHS = {
+    paths.ONE_STAGE: kernel.ONE_STAGE.value,
+    paths.COMPACT: kernel.COMPACT.value,
+    paths.GATHERED: kernel.GATHERED.value,
+}
 WARPS_PER_SM, REGISTERS = 16, 128
 """All programs run at once, since they wait for those of other ranks: registers allow for it."""
 
@@ -61,11 +52,12 @@ def plan_of(
 class Plan(NamedTuple):
     """What follows from the sizes and kinds of a call's arguments, and not from the tensors.
 
-    ``constants`` are the kernel's from RANKS to P; ``sums``: whether the sums are kept, be it for
+    ``constants`` are its kernel's from RANKS to P; ``sums``: whether the sums are kept, be it for
     a second kernel; ``tag`` and ``shape`` are what ranks tell one another; ``room``: bytes of an
     area's half that are used.
     """
 
+    path: str
     grid: tuple[int]
     warps: int
     constants: tuple[int, ...]
@@ -88,25 +80,27 @@ def _plan(
 ) -> Plan:  # fmt: skip
     tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
     sums = keep_total or tensor_scaled
-    compact = quantizer is not None and not sums
-    if path is None:
-        path = choose_path(ranks, rows * columns * dtype.itemsize, compact)
-    if path not in PATHS or (path == "compact" and not compact):
-        fitting = [name for name in PATHS if name != "compact" or compact]
-        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
     block = 16 if quantizer is None else quantizer.format.block
     height, part = tile_of(columns, block)
-    p, constant, eps = statistic(norm, block)
-    span = 1 if path == "one-stage" else ranks
-    warps = 4 if columns <= 2**12 else 8
-    most = min(PROGRAMS.value, processors * (WARPS_PER_SM // warps))
-    groups = triton.cdiv(triton.cdiv(rows, height), span)
     tile = height * columns * dtype.itemsize
+    size = triton.cdiv(rows, height) * tile
+    path = _fitting(path, ranks, size, columns * dtype.itemsize % 4 == 0,
+                    quantizer is not None and not sums)  # fmt: skip
+    flagged = path == paths.FLAGGED
+    span = 1 if path in (paths.FLAGGED, paths.ONE_STAGE) else ranks
+    groups = triton.cdiv(triton.cdiv(rows, height), span)
+    warps = 4 if columns <= 2**12 else 8
+    most = groups if flagged else min(PROGRAMS.value, processors * (WARPS_PER_SM // warps))
+    meetings = triton.cdiv(groups, most) * (1 if span == 1 else 2)
+    if meetings > MEETINGS.value:
+        raise ValueError(f"x has {rows} rows: at most {rows * MEETINGS.value // meetings} fit")
+    p, constant, eps = statistic(norm, block)
     return Plan(
+        path=path,
         grid=(min(most, groups),),
         warps=warps,
-        constants=(ranks, triton.next_power_of_2(ranks), PATHS[path], height, part,
-                   triton.cdiv(columns, part), block, p),
+        constants=(ranks, triton.next_power_of_2(ranks), height, part, triton.cdiv(columns, part),
+                   block, p),
         constant=constant,
         eps=eps,
         even=rows % (height * span) == 0 and columns % part == 0,
@@ -115,8 +109,20 @@ def _plan(
         tensor_scaled=tensor_scaled,
         tag=_tag(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
         shape=rows << 32 | columns,
-        room=groups * (ranks - 1) * tile + (groups * ranks * tile if span > 1 else 0) + 32,
+        room=groups * tile * (ranks - 1 + (ranks if span > 1 else 0)) + 32,
     )  # fmt: skip
+
+
+def _fitting(path: str | None, ranks: int, size: int, flags: bool, compact: bool) -> str:
+    """The path that was asked for, if it fits, or the table's."""
+    flagged = flags and size <= paths.most(paths.FLAGGED_BYTES, ranks)
+    if path is None:
+        return paths.choose_path(ranks, size, flags, compact)
+    fits = {paths.FLAGGED: flagged, paths.COMPACT: compact}
+    fitting = [name for name in paths.PATHS if fits.get(name, True)]
+    if path not in fitting:
+        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
+    return path
 
 
 def launch(
@@ -137,37 +143,20 @@ def launch(
         most = torch.zeros((), dtype=torch.int32, device=x.device)
     elif request is not None:
         side, arguments, made = row_side(request, x, None, False)
-    all_reduce_norm_kernel[plan.grid](
+    flagged = plan.path == paths.FLAGGED
+    called = flagged_kernel if flagged else kernel.all_reduce_norm_kernel
+    where = area.layout.flagged if flagged else area.layout.data
+    called[plan.grid](
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
         area.addresses, area.state, area.fault.data_ptr(), area.rank,
-        plan.tag, plan.shape, limit, area.data, area.half, *plan.constants, side, plan.even,
-        num_warps=plan.warps, maxnreg=REGISTERS, enable_fp_fusion=False,
+        plan.tag, plan.shape, limit, *where, *plan.constants, side, plan.even,
+        *([] if flagged else [_KERNEL_PATHS[plan.path]]), num_warps=plan.warps,
+        maxnreg=REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.tensor_scaled:
         amax = most.view(torch.float32)
         made, _ = normalize_quantize(total, norm, request, False, gain, amax)
     return (y if request is None else made), (total if plan.keep_total else None)
-
-
-def room_of(ranks: int, capacity: int) -> int:
-    """Bytes of an area's half for an x of so many bytes, by the paths that are chosen for it."""
-    small = min(capacity, ONE_STAGE_BYTES[_listed(ranks)])
-    slack = ranks * 4 * WIDEST  # of tiles that reach beyond x
-    return max((ranks - 1) * small, 2 * capacity if capacity > small else 0) + slack
-
-
-def choose_path(ranks: int, size: int, compact: bool) -> str:
-    """The fastest path, by measurement, for ``size`` bytes of x.
-
-    ``compact``: the sum itself is not wanted, and codes are.
-    """
-    if size <= ONE_STAGE_BYTES[_listed(ranks)]:
-        return "one-stage"
-    return "compact" if compact else "gathered"
-
-
-def _listed(ranks: int) -> int:
-    return max((r for r in ONE_STAGE_BYTES if r <= ranks), default=2)
 
 
 @cache

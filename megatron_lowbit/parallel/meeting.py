@@ -18,16 +18,18 @@ ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)
 
 PROGRAMS = tl.constexpr(1024)
 """The most programs of a launch."""
+MEETINGS = tl.constexpr(512)
+"""The most meetings of a program in a call."""
 TAG_BITS = tl.constexpr(23)
-"""Of a word; those above number meetings, enough for 10^12. No call has the tag 0."""
+"""Of a word; those above number meetings, enough for 2^31 calls. No call has the tag 0."""
 TAGS = tl.constexpr((1 << TAG_BITS.value) - 1)
 LATE, OTHER, BROKEN = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """What can be wrong: a rank did not come; came with another call; had found something wrong."""
 
-CALLS, MEETINGS, DONE, WRONG, CLOCKS = (tl.constexpr(word) for word in range(5))
-"""Words of a rank's own state: calls and meetings so far, programs of this call that are done,
-whether something is wrong; and a clock for each program."""
-_POLLS = tl.constexpr(1024)
+BEGUN, WRONG, CLOCKS = (tl.constexpr(word) for word in range(3))
+"""Words of a rank's own state: PROGRAMS for each call so far; whether something is wrong; and a
+clock for each program."""
+POLLS = tl.constexpr(1024)
 """Between looks at the clock."""
 
 
@@ -38,29 +40,44 @@ def words(ranks: int) -> int:
 
 @triton.jit
 def begin(areas, state, rank, shape, RANKS: tl.constexpr):
-    """The number of this call, int64, the meetings before it, and whether all is well so far.
+    """The number of this call, int64, and whether all is well so far.
 
     ``shape``, rows << 32 | columns, is what another rank is shown that came with another one.
     """
-    call = tl.load(state + CALLS, volatile=True) + 1
-    meetings = tl.load(state + MEETINGS, volatile=True)
+    call = tl.load(state + BEGUN, volatile=True) // PROGRAMS + 1
     well = tl.load(state + WRONG, volatile=True) == 0
     # Where something is wrong, the shape of the call that it was wrong with stays.
     tl.store(_shape_of(areas, rank, call, RANKS), shape, mask=well)
-    return call, meetings, well
+    return call, well
+
+
+@triton.jit
+def count(state):
+    """Count this program, whose threads have all used the number of the call.
+
+    Programs of a call add up to PROGRAMS with the last one to count, and to less before: whoever
+    begins meanwhile reads the same number. No one waits for the sum.
+    """
+    tl.debug_barrier()
+    others = tl.num_programs(0) - 1
+    share = tl.where(tl.program_id(0) == 0, PROGRAMS - others, 1)
+    tl.atomic_add(state + BEGUN, share.to(tl.int64), sem="relaxed", scope="gpu")
 
 
 @triton.jit
 def arrive(
-    areas, call, meeting, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr
+    areas, call, meeting, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr,
+    ORDERED: tl.constexpr = True,
 ):  # fmt: skip
-    """Tell all ranks that this program has come; what it wrote before can be read then."""
-    tl.debug_barrier()  # all of this program's writes come before its word
+    """Tell all ranks that this program has come; if ORDERED, what it wrote can be read then."""
+    if ORDERED:
+        tl.debug_barrier()  # all of this program's writes come before its word
+    SEM: tl.constexpr = "release" if ORDERED else "relaxed"
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
-    word = (meeting << TAG_BITS) + tl.where(well, tag, 0) + tl.zeros_like(others)
-    words = _area(areas, others, is_rank) + _slot(call, rank, RANKS)
-    tl.atomic_xchg(words, word, mask=is_rank, sem="release", scope="sys")
+    word = _word(call, meeting, tl.where(well, tag, 0)) + tl.zeros_like(others)
+    words = _area(areas, others, is_rank) + slot(call, rank, RANKS)
+    tl.atomic_xchg(words, word, mask=is_rank, sem=SEM, scope="sys")
 
 
 @triton.jit
@@ -68,57 +85,79 @@ def wait(
     areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until this program of all ranks has come.
+    """Wait until this program of all ranks has come, and what it wrote can be read.
 
     ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all is still well.
     """
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
-    word = (meeting << TAG_BITS) + tag + tl.zeros_like(others)
-    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + _slot(call, others, RANKS)
+    word = _word(call, meeting, tag) + tl.zeros_like(others)
+    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + slot(call, others, RANKS)
     seen = _look(mine, is_rank, word)
-    missing = _missing(seen, meeting)
-    polls = call * 0
-    start = polls
-    while missing & well:
+    missing = tl.max(is_behind(seen, call, meeting), 0)
+    polls, start = call * 0, call * 0
+    while (missing > 0) & well:
         seen = _look(mine, is_rank, word)
-        missing = _missing(seen, meeting)
+        missing = tl.max(is_behind(seen, call, meeting), 0)
         polls += 1
-        if polls % _POLLS == 0:
-            now = _clock(state, polls)
-            start = tl.where(polls == _POLLS, now, start)
-            late = missing & (now - start > limit)
-            if late:
-                who = _first((seen >> TAG_BITS) < meeting)
-                _report(fault, state, LATE, who, shape, call * 0)
-            # Another program may have found that no one will come.
-            well = (late == 0) & (tl.atomic_add(state + WRONG, 0) == 0)
-    theirs = seen & TAGS
-    other = well & (tl.max((theirs != tag).to(tl.int32), 0) > 0)
-    if other:
-        who = _first(theirs != tag)
-        what = tl.where(_first(theirs == 0) == who, BROKEN, OTHER)
-        their_shape = tl.load(_shape_of(areas, who, call, RANKS), volatile=True)
-        _report(fault, state, what, who, shape, their_shape)
+        if polls % POLLS == 0:
+            who = _first(is_behind(seen, call, meeting) > 0)
+            start, well = patience(state, fault, polls, start, limit, missing, who, shape)
+    who = _first((seen & TAGS) != tag)
+    theirs = tl.sum(tl.where(others == who, seen & TAGS, 0), 0)
+    differs = well & (who < PADDED)
+    if differs:
+        report_other(areas, fault, state, call, who, theirs == 0, shape, RANKS)
     tl.debug_barrier()
-    return well & (other == 0)
+    return well & (differs == 0)
 
 
 @triton.jit
-def end(state, call, meetings):
-    """Count the call, and the meetings after it, once all of its programs are done."""
-    tl.debug_barrier()
-    done = tl.atomic_add(state + DONE, 1, sem="acq_rel", scope="gpu")
-    if done == tl.num_programs(0) - 1:
-        tl.store(state + DONE, 0)
-        tl.store(state + CALLS, call)
-        tl.store(state + MEETINGS, meetings)
+def patience(state, fault, polls, start, limit, missing, who, shape):
+    """When polling began by the clock, int64, and whether to go on if something is missing."""
+    now = _clock(state, polls)
+    start = tl.where(polls == POLLS, now, start)
+    late = (missing > 0) & (now - start > limit)
+    if late:
+        report(fault, state, LATE, who, shape, polls * 0)
+    # Another program may have found that no one will come.
+    return start, (late == 0) & (tl.atomic_add(state + WRONG, 0) == 0)
 
 
 @triton.jit
-def _slot(call, rank, RANKS: tl.constexpr):
+def is_behind(words, call, meeting):
+    """Where a rank has not come to a meeting, as int32."""
+    return ((words >> TAG_BITS) < call * MEETINGS + meeting).to(tl.int32)
+
+
+@triton.jit
+def slot(call, rank, RANKS: tl.constexpr):
     """Where a rank's word for this program stands in an area."""
     return ((call & 1) * PROGRAMS + tl.program_id(0)) * RANKS + rank
+
+
+@triton.jit
+def report_other(areas, fault, state, call, who, broken, shape, RANKS: tl.constexpr):
+    """Report a rank that came with another call, or that is ``broken``."""
+    theirs = tl.load(_shape_of(areas, who, call, RANKS), volatile=True)
+    report(fault, state, tl.where(broken, BROKEN, OTHER), who, shape, theirs)
+
+
+@triton.jit
+def report(fault, state, what, who, shape, their_shape):
+    """Write what is wrong, unless another program of this rank has done so."""
+    if tl.atomic_xchg(state + WRONG, 1, sem="relaxed") == 0:
+        words = fault.to(tl.pointer_type(tl.int64))
+        tl.store(words + 1, who.to(tl.int64))
+        tl.store(words + 2, shape)
+        tl.store(words + 3, their_shape)
+        tl.debug_barrier()
+        tl.atomic_xchg(words, what + who.to(tl.int64) * 0, sem="release", scope="sys")
+
+
+@triton.jit
+def _word(call, meeting, tag):
+    return ((call * MEETINGS + meeting) << TAG_BITS) + tag
 
 
 @triton.jit
@@ -142,27 +181,10 @@ def _look(words, mask, other):
 
 
 @triton.jit
-def _missing(seen, meeting):
-    return tl.min(seen >> TAG_BITS, 0) < meeting
-
-
-@triton.jit
 def _first(condition):
-    """The least index where it holds."""
+    """The least index where it holds, or how many there are."""
     index = tl.arange(0, condition.shape[0])
     return tl.min(tl.where(condition, index, condition.shape[0]), 0)
-
-
-@triton.jit
-def _report(fault, state, what, who, shape, their_shape):
-    """Write what is wrong, unless another program of this rank has done so."""
-    if tl.atomic_xchg(state + WRONG, 1, sem="relaxed") == 0:
-        words = fault.to(tl.pointer_type(tl.int64))
-        tl.store(words + 1, who.to(tl.int64))
-        tl.store(words + 2, shape)
-        tl.store(words + 3, their_shape)
-        tl.debug_barrier()
-        tl.atomic_xchg(words, what + who.to(tl.int64) * 0, sem="release", scope="sys")
 
 
 @triton.jit

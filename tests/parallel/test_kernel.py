@@ -15,26 +15,26 @@ from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
-HALF = 2**18
+ROOM = 2**18
 POLLS = 20_000
 FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
 
 
 def empty(ranks: int) -> int:
     """Bytes of all areas, which begin as zeros."""
-    from megatron_lowbit.parallel.area import layout
+    from megatron_lowbit.parallel.area import Layout
 
-    return ranks * layout(ranks, HALF)[1]
+    return ranks * Layout.of(ranks, ROOM).size
 
 
 def shared_area(file: str, rank: int, ranks: int):
     """What ``symmetric_area`` gives, over a file."""
-    from megatron_lowbit.parallel.area import Area, layout
+    from megatron_lowbit.parallel.area import Area, Layout
 
-    data, size = layout(ranks, HALF)
-    memory = torch.from_file(file, shared=True, size=ranks * size, dtype=torch.uint8)
-    addresses = torch.tensor([memory.data_ptr() + size * r for r in range(ranks)])
-    return Area(addresses, rank, data, HALF, torch.zeros(4, dtype=torch.int64), memory)
+    layout = Layout.of(ranks, ROOM)
+    memory = torch.from_file(file, shared=True, size=ranks * layout.size, dtype=torch.uint8)
+    addresses = torch.tensor([memory.data_ptr() + layout.size * r for r in range(ranks)])
+    return Area(addresses, rank, layout, torch.zeros(4, dtype=torch.int64), memory)
 
 
 def call(area, xs, residual, norm, gain=None, name=None, total=True, path=None, limit=POLLS):
@@ -43,13 +43,13 @@ def call(area, xs, residual, norm, gain=None, name=None, total=True, path=None, 
     request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
     x = xs[area.rank]
     plan = plan_of(area.ranks, x, residual, norm, gain, request, total, path)
-    assert plan.room <= area.half
+    assert plan.path == "flagged" or plan.room <= area.room
     return launch(area, x, residual, norm, gain, request, plan, limit)
 
 
 def cases(draws, ranks):
     """Everything that a call can be asked for, with sizes at random."""
-    for path in ("one-stage", "compact", "gathered"):
+    for path in ("flagged", "one-stage", "compact", "gathered"):
         for name in (None, *FORMAT_NAMES):
             for norm in (RMSNorm(), MXNorm()):
                 wants_codes = name is not None and not FORMATS[name].tensor_scaled
@@ -104,7 +104,7 @@ def differ(area) -> None:
 
     rows = (4, 40)[area.rank]
     xs = list(torch.ones(area.ranks, rows, 128))
-    call(area, xs, None, RMSNorm())
+    call(area, xs, None, RMSNorm(), path="one-stage")
     other = 1 - area.rank
     assert reason(area) == (
         f"rank {other} of the group came with {(4, 40)[other]} x 128, rank {area.rank} with "
@@ -140,7 +140,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
     """Codes are gathered where nobody wants the sum."""
     (tmp_path / "area").write_bytes(bytes(empty(1)))
     area = shared_area(str(tmp_path / "area"), 0, 1)
-    with pytest.raises(ValueError, match=f"path '{path}' of this call is none of one-stage, gath"):
+    with pytest.raises(ValueError, match=f"path '{path}' of this call is none of flagged, one"):
         call(area, [torch.ones(4, 128)], None, RMSNorm(), name=name, path=path)
 
 
