@@ -172,7 +172,7 @@ def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def bound_us(rows: int, hidden: int, ranks: int, link: float, copy: float) -> float:
-    """The least time: a rank is sent its share of the sums and the others' sums, or less for two."""
+    """The least time: a rank is sent its share of x and the others' sums, or all of x by one."""
     size = 2 * rows * hidden
     remote = size * min(ranks - 1, 2 * (ranks - 1) / ranks)
     # x to be sent, what is sent written and read, x, the residuals, codes and scales.

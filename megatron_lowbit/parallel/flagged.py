@@ -87,12 +87,16 @@ def _fours(
     PER: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A tile of x, each 4 bytes the low ones of a word, in parts [TM, TN // PER]."""
-    fours = x.to(tl.pointer_type(tl.int32))
     parts = ()
     for i in tl.static_range(PARTS):
-        at = (col0 + i * TN) // PER
-        four = load_raw(fours, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
-        parts = parts + (four.to(tl.int64) & 0xFFFFFFFF,)
+        tile = load_raw(x, C, 1, row0, col0 + i * TN, R, C, TM, TN, EVEN)
+        if PER == 1:
+            word = tile.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+        else:
+            twos = tile.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF
+            low, high = tl.split(tl.reshape(twos, (TM, TN // 2, 2)))
+            word = low | (high << 16)
+        parts = parts + (word,)
     return parts
 
 

@@ -39,9 +39,11 @@ def draw_call(draws, data):
 
     hidden = (1024, 4096)[pick(2)]
     rows = 1 + pick((8, 64, 300)[pick(3)])
-    at = pick(data.shape[1] - (RANKS + 1) * rows * hidden)
-    tensors = data[0, at : at + (RANKS + 1) * rows * hidden].view(RANKS + 1, rows, hidden)
     name, norm, added = KINDS[pick(len(KINDS))]
+    # Also where no 16 bytes are aligned.
+    step = 8 if added else 1
+    at = step * pick((data.shape[1] - (RANKS + 1) * rows * hidden) // step)
+    tensors = data[0, at : at + (RANKS + 1) * rows * hidden].view(RANKS + 1, rows, hidden)
     request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
     gain = None if isinstance(norm, MXNorm) else data[1, at : at + hidden]
     residual = tensors[RANKS] if added else None
