@@ -35,13 +35,12 @@ from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
-from megatron_lowbit.parallel.paths import FLAGGED_BYTES, most
 
 HIDDEN = (4096, 8192)
 MOST_BYTES = 2**27
 CALLS, REPLAYS, LEAD_CYCLES, COPY_BYTES = 40, 11, 500_000, 2**28
 NORM, REQUEST = RMSNorm(), Request(Quantizer(FORMATS["fp8-1x128-e4m3"]), kept=True)
-PATHS = ("flagged", "one-stage", "gathered")
+PATHS = ("one-stage", "gathered")
 OURS, NCCL, SYMMETRIC = "fused", "NCCL + kernel", "symmetric memory + kernel"
 
 
@@ -95,7 +94,6 @@ def contenders(
     found = {
         f"{OURS}, {path}": lambda path=path: run(x, residual, NORM, gain, REQUEST, path=path)
         for path in PATHS
-        if path != "flagged" or x.nbytes <= most(FLAGGED_BYTES, group.size())
     }
     found[OURS] = lambda: run(x, residual, NORM, gain, REQUEST)
 

@@ -1,8 +1,8 @@
 """All-reduce, residual, norm and quantization of rows in one kernel, over memory that ranks share.
 
-Source: the three dispatch paths of Modular's "allreduce_residual_rmsnorm"; for small messages there
-is a fourth in ``flagged.py``. Rows are summed up in FP32, rank after rank, the residual last, and
-rounded once to x's dtype: that is the new residual, and what is normalized.
+Source: the three dispatch paths of Modular's "allreduce_residual_rmsnorm". Rows are summed up in
+FP32, rank after rank, the residual last, and rounded once to x's dtype: that is the new residual,
+and what is normalized.
 
     ONE_STAGE   each rank sums up all rows by itself
     COMPACT     each rank sums up, normalizes and quantizes its share; codes and scales are gathered
@@ -30,9 +30,9 @@ ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 def all_reduce_norm_kernel(
     x, residual, total, R, C, gain, constant, eps, y, most, amax, codes, scales, tensor_scale,
     areas, state, fault, rank, tag, shape, limit, data, half,
-    RANKS: tl.constexpr, PADDED: tl.constexpr,
+    RANKS: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
-    P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr, PATH: tl.constexpr,
+    P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """x (R, C), contiguous: tiles of TM rows in groups, one tile for each rank but in ONE_STAGE.
 
@@ -113,8 +113,8 @@ def _send(
             if SPAN > 1:
                 row0 = (group * SPAN + other) * TM
                 part = load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN)
-            inbox = shared(areas, other, data, x.dtype.element_ty)
-            row0 = letter(group, rank, other, RANKS) * TM
+            inbox = _shared(areas, other, data, x.dtype.element_ty)
+            row0 = _letter(group, rank, other, RANKS) * TM
             store_tile(inbox, part, row0, at, groups * ((RANKS - 1) * TM), C, EVEN)
 
 
@@ -128,7 +128,7 @@ def _sum(
 
     They are kept in ``total``. NaN where all is not well.
     """
-    inbox = shared(areas, rank, data, x.dtype.element_ty)
+    inbox = _shared(areas, rank, data, x.dtype.element_ty)
     rows = groups * ((RANKS - 1) * TM)
     parts = ()
     for i in tl.static_range(PARTS):
@@ -136,13 +136,13 @@ def _sum(
         part = tl.zeros((TM, TN), tl.float32)
         for other in tl.static_range(RANKS):
             mine = rank == other
-            at_row = letter(group, other, rank, RANKS) * TM
+            at_row = _letter(group, other, rank, RANKS) * TM
             tile = load_tile(tl.where(mine, x, inbox), C, 1, tl.where(mine, row0, at_row), at,
                              tl.where(mine, R, rows), C, TM, TN, EVEN)  # fmt: skip
             part = tile if other == 0 else part + tile
         if residual is not None:
             part += load_tile(residual, C, 1, row0, at, R, C, TM, TN, EVEN)
-        parts = parts + (keep(part, total, well, row0, at, R, C, x.dtype.element_ty, EVEN),)
+        parts = parts + (_keep(part, total, well, row0, at, R, C, x.dtype.element_ty, EVEN),)
     return parts
 
 
@@ -152,17 +152,17 @@ def _take_sum(
     TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The same of rows that another rank has summed up."""
-    sums = shared(areas, rank, gathered, DTYPE)
+    sums = _shared(areas, rank, gathered, DTYPE)
     parts = ()
     for i in tl.static_range(PARTS):
         at = col0 + i * TN
         part = load_tile(sums, C, 1, row0, at, R, C, TM, TN, EVEN)
-        parts = parts + (keep(part, total, well, row0, at, R, C, DTYPE, EVEN),)
+        parts = parts + (_keep(part, total, well, row0, at, R, C, DTYPE, EVEN),)
     return parts
 
 
 @triton.jit
-def keep(part, total, well, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.constexpr):
+def _keep(part, total, well, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.constexpr):
     """A sum rounded to DTYPE and kept in ``total``; NaN where all is not well."""
     part = as_dtype(tl.where(well, part, float("nan")), DTYPE)
     if total is not None:
@@ -195,8 +195,8 @@ def _take_codes(
     """Copy codes and scales that another rank has made; NaN scales where all is not well."""
     PER: tl.constexpr = 8 // S.element.bits
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
-    theirs = shared(areas, rank, gathered, codes.dtype.element_ty)
-    their_scales = shared(areas, rank, behind, scales.dtype.element_ty)
+    theirs = _shared(areas, rank, gathered, codes.dtype.element_ty)
+    their_scales = _shared(areas, rank, behind, scales.dtype.element_ty)
     for i in tl.static_range(PARTS):
         at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
         tile = load_raw(theirs, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
@@ -216,12 +216,12 @@ def _store_to_others(
 ):
     for step in tl.static_range(RANKS - 1):
         other = (rank + 1 + step) % RANKS
-        theirs = shared(areas, other, offset, tile.dtype)
+        theirs = _shared(areas, other, offset, tile.dtype)
         store_tile(theirs, tile, row0, at, R, C, EVEN)
 
 
 @triton.jit
-def letter(group, source, target, RANKS: tl.constexpr):
+def _letter(group, source, target, RANKS: tl.constexpr):
     """Which tile of the target's inbox is the source's."""
     return group * (RANKS - 1) + (source + RANKS - 1 - target) % RANKS
 
@@ -233,7 +233,7 @@ def _aligned(rows, columns, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def shared(areas, rank, offset, DTYPE: tl.constexpr):
+def _shared(areas, rank, offset, DTYPE: tl.constexpr):
     """A place in a rank's area, as an aligned pointer."""
     address = tl.load(areas + rank) + offset
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)

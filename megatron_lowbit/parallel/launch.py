@@ -14,7 +14,6 @@ from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel import kernel, paths
 from megatron_lowbit.parallel.area import Area
-from megatron_lowbit.parallel.flagged import flagged_kernel
 from megatron_lowbit.parallel.meeting import BROKEN, LATE, MEETINGS, PROGRAMS, TAGS
 
 _KERNEL_PATHS = {
@@ -22,8 +21,6 @@ _KERNEL_PATHS = {
     paths.COMPACT: kernel.COMPACT.value,
     paths.GATHERED: kernel.GATHERED.value,
 }
-WARPS_PER_SM, REGISTERS = 16, 128
-"""All programs run at once, since they wait for those of other ranks: registers allow for it."""
 
 
 def plan_of(
@@ -52,14 +49,14 @@ def plan_of(
 class Plan(NamedTuple):
     """What follows from the sizes and kinds of a call's arguments, and not from the tensors.
 
-    ``constants`` are its kernel's from RANKS to P; ``sums``: whether the sums are kept, be it for
+    ``constants`` are the kernel's from RANKS to P; ``sums``: whether the sums are kept, be it for
     a second kernel; ``tag`` and ``shape`` are what ranks tell one another; ``room``: bytes of an
     area's half that are used.
     """
 
-    path: str
     grid: tuple[int]
     warps: int
+    registers: int
     constants: tuple[int, ...]
     constant: float
     eps: float
@@ -80,27 +77,29 @@ def _plan(
 ) -> Plan:  # fmt: skip
     tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
     sums = keep_total or tensor_scaled
+    compact = quantizer is not None and not sums
     block = 16 if quantizer is None else quantizer.format.block
     height, part = tile_of(columns, block)
+    if path is None:
+        path = paths.choose_path(ranks, rows * columns * dtype.itemsize, compact)
+    if path not in paths.PATHS or (path == paths.COMPACT and not compact):
+        fitting = [name for name in paths.PATHS if name != paths.COMPACT or compact]
+        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
     tile = height * columns * dtype.itemsize
-    size = triton.cdiv(rows, height) * tile
-    path = _fitting(path, ranks, size, columns * dtype.itemsize % 4 == 0,
-                    quantizer is not None and not sums)  # fmt: skip
-    flagged = path == paths.FLAGGED
-    span = 1 if path in (paths.FLAGGED, paths.ONE_STAGE) else ranks
+    span = 1 if path == paths.ONE_STAGE else ranks
     groups = triton.cdiv(triton.cdiv(rows, height), span)
-    warps = 4 if columns <= 2**12 else 8
-    most = groups if flagged else min(PROGRAMS.value, processors * (WARPS_PER_SM // warps))
+    warps, at_once, registers = _occupancy(groups, columns, processors)
+    most = min(PROGRAMS.value, processors * at_once)
     meetings = triton.cdiv(groups, most) * (1 if span == 1 else 2)
     if meetings > MEETINGS.value:
         raise ValueError(f"x has {rows} rows: at most {rows * MEETINGS.value // meetings} fit")
     p, constant, eps = statistic(norm, block)
     return Plan(
-        path=path,
         grid=(min(most, groups),),
         warps=warps,
-        constants=(ranks, triton.next_power_of_2(ranks), height, part, triton.cdiv(columns, part),
-                   block, p),
+        registers=registers,
+        constants=(ranks, triton.next_power_of_2(ranks), _KERNEL_PATHS[path], height, part,
+                   triton.cdiv(columns, part), block, p),
         constant=constant,
         eps=eps,
         even=rows % (height * span) == 0 and columns % part == 0,
@@ -113,16 +112,18 @@ def _plan(
     )  # fmt: skip
 
 
-def _fitting(path: str | None, ranks: int, size: int, flags: bool, compact: bool) -> str:
-    """The path that was asked for, if it fits, or the table's."""
-    flagged = flags and size <= paths.most(paths.FLAGGED_BYTES, ranks)
-    if path is None:
-        return paths.choose_path(ranks, size, flags, compact)
-    fits = {paths.FLAGGED: flagged, paths.COMPACT: compact}
-    fitting = [name for name in paths.PATHS if fits.get(name, True)]
-    if path not in fitting:
-        raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
-    return path
+def _occupancy(groups: int, columns: int, processors: int) -> tuple[int, int, int]:
+    """Warps of a program, programs at once on a processor, registers of a thread: by measurement.
+
+    All programs of a launch run at once, since they wait for those of other ranks: the registers
+    are as many as allow for it.
+    """
+    wide = columns > 2**12
+    if groups <= processors:
+        return (8, 2, 128) if wide else (16, 1, 128)
+    if groups <= 32 * processors:
+        return (8, 2, 128) if wide else (4, 4, 128)
+    return (8, 3, 80) if wide else (4, 6, 80)
 
 
 def launch(
@@ -143,15 +144,11 @@ def launch(
         most = torch.zeros((), dtype=torch.int32, device=x.device)
     elif request is not None:
         side, arguments, made = row_side(request, x, None, False)
-    flagged = plan.path == paths.FLAGGED
-    called = flagged_kernel if flagged else kernel.all_reduce_norm_kernel
-    where = area.layout.flagged if flagged else area.layout.data
-    called[plan.grid](
+    kernel.all_reduce_norm_kernel[plan.grid](
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
-        area.addresses, area.state, area.fault.data_ptr(), area.rank,
-        plan.tag, plan.shape, limit, *where, *plan.constants, side, plan.even,
-        *([] if flagged else [_KERNEL_PATHS[plan.path]]), num_warps=plan.warps,
-        maxnreg=REGISTERS, enable_fp_fusion=False,
+        area.addresses, area.state, area.fault.data_ptr(), area.rank, plan.tag, plan.shape, limit,
+        area.data, area.room, *plan.constants, side, plan.even,
+        num_warps=plan.warps, maxnreg=plan.registers, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.tensor_scaled:
         amax = most.view(torch.float32)

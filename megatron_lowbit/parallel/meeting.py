@@ -29,7 +29,7 @@ LATE, OTHER, BROKEN = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 BEGUN, WRONG, CLOCKS = (tl.constexpr(word) for word in range(3))
 """Words of a rank's own state: PROGRAMS for each call so far; whether something is wrong; and a
 clock for each program."""
-POLLS = tl.constexpr(1024)
+_POLLS = tl.constexpr(1024)
 """Between looks at the clock."""
 
 
@@ -66,18 +66,15 @@ def count(state):
 
 @triton.jit
 def arrive(
-    areas, call, meeting, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr,
-    ORDERED: tl.constexpr = True,
+    areas, call, meeting, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """Tell all ranks that this program has come; if ORDERED, what it wrote can be read then."""
-    if ORDERED:
-        tl.debug_barrier()  # all of this program's writes come before its word
-    SEM: tl.constexpr = "release" if ORDERED else "relaxed"
+    """Tell all ranks that this program has come; what it wrote before can be read then."""
+    tl.debug_barrier()  # all of this program's writes come before its word
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
     word = _word(call, meeting, tl.where(well, tag, 0)) + tl.zeros_like(others)
-    words = _area(areas, others, is_rank) + slot(call, rank, RANKS)
-    tl.atomic_xchg(words, word, mask=is_rank, sem=SEM, scope="sys")
+    words = _area(areas, others, is_rank) + _slot(call, rank, RANKS)
+    tl.atomic_xchg(words, word, mask=is_rank, sem="release", scope="sys")
 
 
 @triton.jit
@@ -85,66 +82,50 @@ def wait(
     areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Wait until this program of all ranks has come, and what it wrote can be read.
+    """Wait until this program of all ranks has come.
 
     ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all is still well.
     """
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
     word = _word(call, meeting, tag) + tl.zeros_like(others)
-    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + slot(call, others, RANKS)
+    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + _slot(call, others, RANKS)
+    number = call * MEETINGS + meeting
     seen = _look(mine, is_rank, word)
-    missing = tl.max(is_behind(seen, call, meeting), 0)
+    missing = tl.min(seen >> TAG_BITS, 0) < number
     polls, start = call * 0, call * 0
-    while (missing > 0) & well:
+    while missing & well:
         seen = _look(mine, is_rank, word)
-        missing = tl.max(is_behind(seen, call, meeting), 0)
+        missing = tl.min(seen >> TAG_BITS, 0) < number
         polls += 1
-        if polls % POLLS == 0:
-            who = _first(is_behind(seen, call, meeting) > 0)
-            start, well = patience(state, fault, polls, start, limit, missing, who, shape)
-    who = _first((seen & TAGS) != tag)
-    theirs = tl.sum(tl.where(others == who, seen & TAGS, 0), 0)
-    differs = well & (who < PADDED)
+        if polls % _POLLS == 0:
+            now = _clock(state, polls)
+            start = tl.where(polls == _POLLS, now, start)
+            late = missing & (now - start > limit)
+            if late:
+                who = _first((seen >> TAG_BITS) < number)
+                _report(fault, state, LATE, who, shape, polls * 0)
+            # Another program may have found that no one will come.
+            well = (late == 0) & (tl.atomic_add(state + WRONG, 0) == 0)
+    theirs = seen & TAGS
+    differs = well & (tl.max((theirs != tag).to(tl.int32), 0) > 0)
     if differs:
-        report_other(areas, fault, state, call, who, theirs == 0, shape, RANKS)
+        who = _first(theirs != tag)
+        what = tl.where(_first(theirs == 0) == who, BROKEN, OTHER)
+        their_shape = tl.load(_shape_of(areas, who, call, RANKS), volatile=True)
+        _report(fault, state, what, who, shape, their_shape)
     tl.debug_barrier()
     return well & (differs == 0)
 
 
 @triton.jit
-def patience(state, fault, polls, start, limit, missing, who, shape):
-    """When polling began by the clock, int64, and whether to go on if something is missing."""
-    now = _clock(state, polls)
-    start = tl.where(polls == POLLS, now, start)
-    late = (missing > 0) & (now - start > limit)
-    if late:
-        report(fault, state, LATE, who, shape, polls * 0)
-    # Another program may have found that no one will come.
-    return start, (late == 0) & (tl.atomic_add(state + WRONG, 0) == 0)
-
-
-@triton.jit
-def is_behind(words, call, meeting):
-    """Where a rank has not come to a meeting, as int32."""
-    return ((words >> TAG_BITS) < call * MEETINGS + meeting).to(tl.int32)
-
-
-@triton.jit
-def slot(call, rank, RANKS: tl.constexpr):
+def _slot(call, rank, RANKS: tl.constexpr):
     """Where a rank's word for this program stands in an area."""
     return ((call & 1) * PROGRAMS + tl.program_id(0)) * RANKS + rank
 
 
 @triton.jit
-def report_other(areas, fault, state, call, who, broken, shape, RANKS: tl.constexpr):
-    """Report a rank that came with another call, or that is ``broken``."""
-    theirs = tl.load(_shape_of(areas, who, call, RANKS), volatile=True)
-    report(fault, state, tl.where(broken, BROKEN, OTHER), who, shape, theirs)
-
-
-@triton.jit
-def report(fault, state, what, who, shape, their_shape):
+def _report(fault, state, what, who, shape, their_shape):
     """Write what is wrong, unless another program of this rank has done so."""
     if tl.atomic_xchg(state + WRONG, 1, sem="relaxed") == 0:
         words = fault.to(tl.pointer_type(tl.int64))
@@ -182,7 +163,7 @@ def _look(words, mask, other):
 
 @triton.jit
 def _first(condition):
-    """The least index where it holds, or how many there are."""
+    """The least index where it holds."""
     index = tl.arange(0, condition.shape[0])
     return tl.min(tl.where(condition, index, condition.shape[0]), 0)
 

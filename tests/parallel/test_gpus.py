@@ -1,4 +1,4 @@
-"""On two GPUs: the operation under random calls, streams and graphs, and what ends a wrong one.
+"""On two GPUs and four: the operation under random calls, streams, graphs; what ends a wrong one.
 
 The file is its own worker.
 """
@@ -17,7 +17,7 @@ from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm, AllReduceNormError
 
-RANKS, CALLS = 2, 10_000
+CALLS, AGAIN = {2: 10_000, 4: 2_000}, 5
 CAPACITY = 2**24
 TIME_LIMIT_S = 3.0
 KINDS = [
@@ -31,7 +31,7 @@ KINDS = [
 """Format, norm, whether with a residual: each is two kernels or more to compile."""
 
 
-def draw_call(draws, data):
+def draw_call(draws, data, ranks):
     """Tensors of all ranks and arguments of a random call, the same on every rank."""
 
     def pick(most: int) -> int:
@@ -42,28 +42,30 @@ def draw_call(draws, data):
     name, norm, added = KINDS[pick(len(KINDS))]
     # Also where no 16 bytes are aligned.
     step = 8 if added else 1
-    at = step * pick((data.shape[1] - (RANKS + 1) * rows * hidden) // step)
-    tensors = data[0, at : at + (RANKS + 1) * rows * hidden].view(RANKS + 1, rows, hidden)
+    size = (ranks + 1) * rows * hidden
+    at = step * pick((data.shape[1] - size) // step)
+    tensors = data[0, at : at + size].view(ranks + 1, rows, hidden)
     request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
     gain = None if isinstance(norm, MXNorm) else data[1, at : at + hidden]
-    residual = tensors[RANKS] if added else None
+    residual = tensors[ranks] if added else None
     path = (None, "one-stage", "gathered")[pick(3)]
-    return list(tensors[:RANKS]), residual, norm, gain, request, path, pick(3)
+    return list(tensors[:ranks]), residual, norm, gain, request, path, pick(3)
 
 
 def agree(run: AllReduceNorm, rank: int) -> None:
-    """Random calls, each twice, on streams at random: the reference's bits, both times."""
+    """Random calls, AGAIN times each, on streams at random: the reference's bits, all times."""
     draws = torch.Generator().manual_seed(11)
     torch.manual_seed(5)  # of the GPU as well: all ranks have the same data
     data = torch.randn(2, 2**23, device="cuda").bfloat16()
     streams = [torch.cuda.Stream() for _ in range(3)]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    for _ in range(CALLS // 2):
-        xs, residual, norm, gain, request, path, stream = draw_call(draws, data)
+    calls = CALLS[run.group.size()]
+    for _ in range(calls // AGAIN):
+        xs, residual, norm, gain, request, path, stream = draw_call(draws, data, run.group.size())
         seen = []
         with torch.cuda.stream(streams[stream]):
-            for _ in range(2):
+            for _ in range(AGAIN):
                 result = run(xs[rank], residual, norm, gain, request, path=path)
                 seen.append(bits(*result))
             wanted = bits(*expected(xs, residual, norm, gain, request and request.quantizer))
@@ -73,13 +75,13 @@ def agree(run: AllReduceNorm, rank: int) -> None:
             streams[stream].synchronize()
     torch.cuda.synchronize()
     run.check()
-    assert wrong.item() == 0, f"{wrong.item()} of {CALLS} calls differ"
+    assert wrong.item() == 0, f"{wrong.item()} of {calls} calls differ"
 
 
 def replay(run: AllReduceNorm, rank: int) -> None:
     """A captured graph gives the same for new numbers, and grows no memory."""
     torch.manual_seed(5)
-    xs, new = torch.randn(2, RANKS, 64, 4096, device="cuda").bfloat16().unbind()
+    xs, new = torch.randn(2, run.group.size(), 64, 4096, device="cuda").bfloat16().unbind()
     x, graph, stream = xs[rank].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run(x, None, RMSNorm())
@@ -106,7 +108,7 @@ def die(run: AllReduceNorm, rank: int) -> None:
     run(x, None, RMSNorm())
     torch.cuda.synchronize()
     dist.barrier()
-    if rank == RANKS - 1:
+    if rank == 1:
         os._exit(0)
     result = run(x, None, RMSNorm())
     torch.cuda.synchronize()
@@ -128,20 +130,23 @@ def differ(run: AllReduceNorm, rank: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < RANKS, reason="one GPU")
-@pytest.mark.parametrize("what", ["agree", "replay", "die", "differ"])
-def test_two_gpus(run_ranks, tmp_path, what):
-    run_ranks(__file__, RANKS, what, tmp_path / "rendezvous", timeout=400)
+@pytest.mark.parametrize(
+    ("what", "ranks"), [("agree", 2), ("agree", 4), ("replay", 2), ("die", 2), ("differ", 2)]
+)
+def test_ranks(run_ranks, tmp_path, what, ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"fewer than {ranks} GPUs")
+    run_ranks(__file__, ranks, what, tmp_path / "rendezvous", ranks, timeout=400)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    test, file, number = sys.argv[1:]
+    test, file, count, number = sys.argv[1:]
     torch.cuda.set_device(int(number))
     dist.init_process_group(
-        "nccl", init_method=f"file://{file}", rank=int(number), world_size=RANKS
+        "nccl", init_method=f"file://{file}", rank=int(number), world_size=int(count)
     )
     operation = AllReduceNorm(dist.group.WORLD, CAPACITY, TIME_LIMIT_S)
-    assert "shared memory of 2 GPUs" in operation.choice
+    assert f"shared memory of {count} GPUs" in operation.choice
     globals()[test](operation, int(number))
     dist.destroy_process_group()
