@@ -43,6 +43,7 @@ class AllReduceNorm:
         self, group: dist.ProcessGroup, capacity: int, time_limit: float = TIME_LIMIT_S
     ) -> None:
         self.group, self.area = group, None
+        self._outgrown: list = []  # areas that graphs go on using
         self.limit = int(time_limit * 1e9)
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
@@ -79,7 +80,8 @@ class AllReduceNorm:
             path: one of ``PATHS`` in place of the table's.
 
         Raises:
-            ValueError: the kernel does not take x or the request.
+            ValueError: the kernel does not take x or the request, or x is larger than the capacity
+                while a graph is captured.
             AllReduceNormError: an earlier call went wrong.
         """
         _check(x, residual, norm, gain, request)
@@ -89,29 +91,33 @@ class AllReduceNorm:
         from megatron_lowbit.parallel.launch import launch, plan_of
 
         self.check()
-        plan = plan_of(
-            self.group.size(), x, residual, norm, gain, request, keep_total, path
-        )  # fmt: skip
+        plan = plan_of(self.area.ranks, x, residual, norm, gain, request, keep_total, path)
         if plan.room > self.area.room:
+            if torch.cuda.is_current_stream_capturing():
+                raise ValueError(f"buffers cannot grow in a graph: capacity below {x.nbytes} bytes")
             print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
             self._share(plan.room)
         self._follow()
         made = launch(self.area, x, residual, norm, gain, request, plan, self.limit)
         if not torch.cuda.is_current_stream_capturing():
             self._event.record()
+        else:
+            self.area.captured = True
         return Result(*made)
 
     def check(self) -> None:
         """Raise what a kernel has reported; one that still runs reports later."""
-        if self.area is None or not self.area.fault[0]:
-            return
-        from megatron_lowbit.parallel.launch import reason
+        for area in (*self._outgrown, self.area):
+            if area is not None and area.fault[0]:
+                from megatron_lowbit.parallel.launch import reason
 
-        raise AllReduceNormError(f"all-reduce + norm: {reason(self.area)}")
+                raise AllReduceNormError(f"all-reduce + norm: {reason(area)}")
 
     def _share(self, room: int) -> None:
         from megatron_lowbit.parallel.area import symmetric_area
 
+        if self.area is not None and self.area.captured:
+            self._outgrown.append(self.area)
         self.area = symmetric_area(self.group, room)
 
     def _follow(self) -> None:

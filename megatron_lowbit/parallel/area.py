@@ -16,7 +16,7 @@ class Area:
 
     ``addresses`` (int64, by rank) and ``state`` (int64) are on the device, ``fault`` (int64) in
     memory that the CPU reads as well. Shared data begin at byte ``data`` of an area and have
-    ``room`` bytes, twice. ``owner`` keeps the memory alive.
+    ``room`` bytes, twice. ``owner`` keeps the memory alive; ``captured``: graphs use it.
     """
 
     addresses: Tensor
@@ -25,6 +25,7 @@ class Area:
     room: int
     fault: Tensor
     owner: Any
+    captured: bool = False
     state: Tensor = field(init=False)
 
     def __post_init__(self) -> None:

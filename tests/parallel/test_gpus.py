@@ -79,7 +79,7 @@ def agree(run: AllReduceNorm, rank: int) -> None:
 
 
 def replay(run: AllReduceNorm, rank: int) -> None:
-    """A captured graph gives the same for new numbers, and grows no memory."""
+    """A captured graph gives the same for new numbers, and grows no memory; buffers grow later."""
     torch.manual_seed(5)
     xs, new = torch.randn(2, run.group.size(), 64, 4096, device="cuda").bfloat16().unbind()
     x, graph, stream = xs[rank].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -99,6 +99,12 @@ def replay(run: AllReduceNorm, rank: int) -> None:
         assert all(map(torch.equal, bits(*result), wanted))
         del wanted
     assert torch.cuda.memory_allocated() == before
+    run(torch.zeros(CAPACITY // 4096, 4096, device="cuda"), None, RMSNorm())  # buffers grow
+    x.copy_(new[rank])
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = bits(*expected(list(new), None, RMSNorm(), None, None))
+    assert all(map(torch.equal, bits(*result), wanted))
     run.check()
 
 
