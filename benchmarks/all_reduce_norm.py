@@ -233,7 +233,7 @@ def draw(rows: Sequence[dict], file: Path) -> None:
         for name in (OURS, NCCL, SYMMETRIC):
             times = best(mine, name)
             axes.plot([s[1] for s in sizes], [times[hidden, s[0]] for s in sizes], "o-", label=name)
-        axes.plot([s[1] for s in sizes], [s[2] for s in sizes], "k--", label="bound")
+        axes.plot([s[1] for s in sizes], [s[2] for s in sizes], "k--", label="bound: the link")
         axes.set(xscale="log", yscale="log", xlabel="bytes of x", title=f"hidden {hidden}")
         axes.grid(True, alpha=0.3)
     axes.legend()
