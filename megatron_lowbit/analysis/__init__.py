@@ -1,1 +1,1 @@
-"""What a run did: loss curves, quantization error, spikes. Reads files, trains nothing."""
+"""What runs did: loss curves, quantization error, spikes, comparisons, and studies of many runs."""

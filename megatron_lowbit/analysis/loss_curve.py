@@ -18,12 +18,17 @@ _WINDOW_SHARE = 1 / 50
 
 
 class LossCurve(NamedTuple):
-    """Training and validation losses (float64, NaN where the run had none) by iteration."""
+    """Training and validation losses (float64, NaN where the run had none) by iteration.
+
+    ``tokens`` and ``speeds``, tokens a second, go with ``iterations``; NaN where a run has none.
+    """
 
     iterations: np.ndarray
     losses: np.ndarray
     validation_iterations: np.ndarray
     validation_losses: np.ndarray
+    tokens: np.ndarray
+    speeds: np.ndarray
 
 
 def read_losses(path: Path) -> LossCurve:
@@ -32,6 +37,7 @@ def read_losses(path: Path) -> LossCurve:
         "lm_loss": ([], []),
         "validation_loss": ([], []),
     }
+    beside: dict[str, list[float]] = {"consumed_tokens": [], "tokens_per_second": []}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -43,14 +49,17 @@ def read_losses(path: Path) -> LossCurve:
                 if name in record:
                     losses.append(np.nan if record[name] is None else float(record[name]))
                     iterations.append(int(record["iteration"]))
+            if "lm_loss" in record:
+                for name, values in beside.items():
+                    values.append(float(record.get(name) or np.nan))
         except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"{path}:{number}: a JSON object with iteration and lm_loss is expected"
             ) from None
     if not series["lm_loss"][0]:
         raise UserError(f"{path}: holds no lm_loss")
-    arrays = [np.array(values) for pair in series.values() for values in pair]
-    return LossCurve(*arrays)
+    pairs = [values for pair in series.values() for values in pair]
+    return LossCurve(*(np.array(values) for values in (*pairs, *beside.values())))
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -87,7 +96,7 @@ def plot_loss(runs: dict[str, Path], output: Path) -> None:
     axes = figure.subplots(panels, 1, sharex=True, squeeze=False, height_ratios=[3, 1][:panels])[
         :, 0
     ]
-    for (name, curve), color in zip(curves.items(), _colors(len(curves)), strict=True):
+    for (name, curve), color in zip(curves.items(), colors(len(curves)), strict=True):
         _draw_losses(axes[0], name, curve, color)
         if panels == 2:
             iterations, gap = relative_gap(curve, next(iter(curves.values())))
@@ -122,7 +131,8 @@ def _window(values: np.ndarray) -> int:
     return 2 * int(len(values) * _WINDOW_SHARE / 2) + 1
 
 
-def _colors(number: int) -> list[object]:
+def colors(number: int) -> list[object]:
+    """As many colors that can be told apart."""
     if number <= 10:
         return list(matplotlib.colormaps["tab10"].colors[:number])
     return list(matplotlib.colormaps["turbo"](np.linspace(0, 1, number)))

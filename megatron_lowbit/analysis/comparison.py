@@ -1,0 +1,136 @@
+"""Runs against a baseline: final losses, gaps with their noise, spikes, speed."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, relative_gap, smooth
+from megatron_lowbit.analysis.spike_score import spike_score
+from megatron_lowbit.errors import UserError
+
+FINAL_SHARE = 1 / 20
+"""Of the logged iterations: what the final loss is a mean of."""
+
+
+class Contender(NamedTuple):
+    """The runs of one name, one for each seed."""
+
+    name: str
+    curves: tuple[LossCurve, ...]
+
+
+class Row(NamedTuple):
+    """What a table says of a contender; gaps are relative to the baseline's final loss.
+
+    ``loss_spread`` is the standard deviation over seeds and ``gap_error`` the gap's standard error,
+    both NaN for one seed; ``spikes`` is the mean spike score, ``speed`` the median of tokens/s.
+    """
+
+    name: str
+    seeds: int
+    loss: float
+    loss_spread: float
+    gap: float
+    gap_error: float
+    spikes: float
+    speed: float
+
+
+def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
+    """Named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
+
+    Raises UserError for a file that cannot be read.
+    """
+    found: dict[str, list[LossCurve]] = {}
+    for name, path in runs:
+        file = path / "metrics.jsonl" if path.is_dir() else path
+        found.setdefault(name, []).append(read_losses(file))
+    if not found:
+        raise UserError("give at least one run")
+    return [Contender(name, tuple(curves)) for name, curves in found.items()]
+
+
+def final_loss(curve: LossCurve) -> float:
+    """The mean over the last part of the logged iterations, at least one."""
+    losses = curve.losses[np.isfinite(curve.losses)]
+    if not len(losses):
+        return math.nan
+    return float(losses[-max(1, round(len(curve.losses) * FINAL_SHARE)) :].mean())
+
+
+def compare(contenders: Sequence[Contender]) -> list[Row]:
+    """A row for each; the first is the baseline."""
+    baseline = [final_loss(curve) for curve in contenders[0].curves]
+    return [_row(contender, baseline) for contender in contenders]
+
+
+def _row(contender: Contender, baseline: Sequence[float]) -> Row:
+    losses = [final_loss(curve) for curve in contender.curves]
+    speeds = np.concatenate([curve.speeds for curve in contender.curves])
+    gap, error = _gap(losses, baseline)
+    return Row(
+        contender.name,
+        len(losses),
+        statistics.fmean(losses),
+        _deviation(losses),
+        gap,
+        error,
+        statistics.fmean(spike_score(curve.losses) for curve in contender.curves),
+        float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan,
+    )
+
+
+def _gap(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
+    """The mean relative gap and its standard error.
+
+    Seed by seed where there are as many on both sides, since a seed draws the same weights and data
+    for both; else of two independent means.
+    """
+    if len(losses) == len(baseline):
+        gaps = [loss / base - 1 for loss, base in zip(losses, baseline, strict=True)]
+        return statistics.fmean(gaps), _deviation(gaps) / math.sqrt(len(gaps))
+    mean = statistics.fmean(baseline)
+    variance = sum(_deviation(side) ** 2 / len(side) for side in (losses, baseline))
+    return statistics.fmean(losses) / mean - 1, math.sqrt(variance) / mean
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else math.nan
+
+
+class GapCurve(NamedTuple):
+    """Smoothed relative gaps by tokens: the mean over seeds, the least and the largest."""
+
+    tokens: np.ndarray
+    mean: np.ndarray
+    least: np.ndarray
+    largest: np.ndarray
+
+
+def gap_curve(contender: Contender, baseline: Contender, window: int) -> GapCurve:
+    """Against the baseline's mean over seeds, so that its own band shows the noise.
+
+    ``window``: logged iterations to smooth over.
+    """
+    reference = _mean_curve(baseline)
+    gaps = [relative_gap(curve, reference) for curve in contender.curves]
+    common = gaps[0][0]
+    for iterations, _ in gaps[1:]:
+        common = np.intersect1d(common, iterations)
+    rows = np.array([smooth(gap[np.isin(its, common)], window) for its, gap in gaps])
+    first = contender.curves[0]
+    tokens = first.tokens[np.isin(first.iterations, common)]
+    return GapCurve(tokens, rows.mean(axis=0), rows.min(axis=0), rows.max(axis=0))
+
+
+def _mean_curve(contender: Contender) -> LossCurve:
+    first = contender.curves[0]
+    common = first.iterations
+    for curve in contender.curves[1:]:
+        common = np.intersect1d(common, curve.iterations)
+    losses = [curve.losses[np.isin(curve.iterations, common)] for curve in contender.curves]
+    return first._replace(iterations=common, losses=np.mean(losses, axis=0))

@@ -1,0 +1,108 @@
+"""A comparison of runs as a table, a picture, and a page that needs no other file."""
+
+import base64
+import io
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import jinja2
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from megatron_lowbit.analysis.comparison import FINAL_SHARE, Contender, Row, compare, gap_curve
+from megatron_lowbit.analysis.loss_curve import colors, smooth
+
+SMOOTHED = 1 / 30
+"""Share of the logged iterations that curves are smoothed over."""
+_COLUMNS = ("", "seeds", "final loss", "gap to {}", "spike score", "tokens/s")
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse } td, th { padding: .2rem .8rem; border-bottom: 1px solid #ccc }
+td { text-align: right } td:first-child { text-align: left } img { max-width: 100% }
+</style>
+<h1>{{ title }}</h1>
+<p>Final losses are means over the last {{ share }}% of the iterations, with the standard deviation
+over seeds; gaps have their standard error.</p>
+<table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
+{% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
+{% endfor %}</table>
+<img alt="losses and gaps over tokens" src="data:image/png;base64,{{ picture }}">
+</html>
+"""
+
+
+def table(contenders: Sequence[Contender]) -> Table:
+    """For a terminal."""
+    shown = Table(*_heads(contenders))
+    for row in compare(contenders):
+        shown.add_row(*_cells(row))
+    return shown
+
+
+def picture(contenders: Sequence[Contender]) -> bytes:
+    """Losses, and below them the gaps with a band over seeds, by tokens: a PNG."""
+    figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1))
+    for contender, color in zip(contenders, colors(len(contenders)), strict=True):
+        for number, curve in enumerate(contender.curves):
+            losses = smooth(curve.losses, _window(len(curve.losses)))
+            label = None if number else contender.name
+            above.plot(curve.tokens, losses, color=color, linewidth=1, label=label)
+        gap = gap_curve(contender, contenders[0], _window(len(contender.curves[0].losses)))
+        below.plot(gap.tokens, 100 * gap.mean, color=color, linewidth=1.5)
+        below.fill_between(
+            gap.tokens, 100 * gap.least, 100 * gap.largest, color=color, alpha=0.2, linewidth=0
+        )
+    above.set_ylabel("loss (nats per token)")
+    above.legend()
+    below.set_ylabel(f"gap to {contenders[0].name} (%)")
+    below.set_xlabel("tokens")
+    for panel in (above, below):
+        panel.grid(alpha=0.3)
+    file = io.BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> None:
+    """``comparison.png`` and ``comparison.html`` into a folder."""
+    directory.mkdir(parents=True, exist_ok=True)
+    image = picture(contenders)
+    (directory / "comparison.png").write_bytes(image)
+    page = jinja2.Environment(autoescape=True).from_string(_PAGE)
+    text = page.render(
+        title=title,
+        share=round(100 * FINAL_SHARE),
+        columns=_heads(contenders),
+        rows=[_cells(row) for row in compare(contenders)],
+        picture=base64.b64encode(image).decode(),
+    )
+    (directory / "comparison.html").write_text(text, encoding="utf-8")
+
+
+def _window(length: int) -> int:
+    return max(1, round(length * SMOOTHED))
+
+
+def _heads(contenders: Sequence[Contender]) -> list[str]:
+    return [head.format(contenders[0].name) for head in _COLUMNS]
+
+
+def _cells(row: Row) -> list[str]:
+    return [
+        row.name,
+        str(row.seeds),
+        f"{row.loss:.4f}" + _plus_minus(row.loss_spread, ".4f"),
+        f"{100 * row.gap:+.2f}%" + _plus_minus(100 * row.gap_error, ".2f"),
+        "" if math.isnan(row.spikes) else f"{row.spikes:.1f}",
+        "" if math.isnan(row.speed) else f"{row.speed:,.0f}",
+    ]
+
+
+def _plus_minus(value: float, form: str) -> str:
+    return "" if math.isnan(value) else f" ± {value:{form}}"

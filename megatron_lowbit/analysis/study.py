@@ -1,0 +1,100 @@
+"""A study: runs of one model that differ in a few arguments, each for several seeds."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_lowbit.errors import UserError
+
+_STATE = "study.json"
+"""In a run's folder: its command, and whether it has ended."""
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Study(BaseModel):
+    """What a YAML file says; arguments are as on a command line.
+
+    ``arguments`` are for all runs, ``runs`` name what each has beside them, the baseline first.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    script: str = "pretrain_gpt.py"
+    arguments: str
+    seeds: list[int] = Field(min_length=1)
+    runs: dict[str, str] = Field(min_length=1)
+
+
+class Job(NamedTuple):
+    """One run of one seed, in a folder of its own."""
+
+    name: str
+    seed: int
+    folder: Path
+    command: list[str]
+
+
+def read_study(file: Path) -> Study:
+    """Raises UserError that names the file and the key where it is no study."""
+    try:
+        return Study.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
+    except (OSError, UnicodeDecodeError):
+        raise UserError(f"{file}: cannot be read") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"{file}: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"])) or "the file"
+        raise UserError(f"{file}: {key}: {first['msg']}") from None
+
+
+def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
+    """All runs, every name's first seed first; ``more`` are arguments from the command line."""
+    jobs = []
+    for seed in study.seeds:
+        for name, own in study.runs.items():
+            folder = output / f"{_slug(name)}-{seed}"
+            arguments = [*shlex.split(study.arguments), *shlex.split(own), *more]
+            command = [sys.executable, study.script, *arguments, "--seed", str(seed)]
+            jobs.append(Job(name, seed, folder, command))
+    folders = [job.folder for job in jobs]
+    for job in jobs:
+        if folders.count(job.folder) > 1:
+            raise UserError(f"run {job.name!r}: another run's name is the same in a file's name")
+    return jobs
+
+
+def is_finished(job: Job) -> bool:
+    """Whether a run has ended well before.
+
+    Raises UserError where its folder is of another command.
+    """
+    file = job.folder / _STATE
+    if not file.is_file():
+        return False
+    state = json.loads(file.read_text())
+    if state["command"] != job.command[1:]:
+        raise UserError(f"{job.folder}: holds a run with other arguments; give another --output")
+    return state["finished"]
+
+
+def mark(job: Job, finished: bool) -> None:
+    """Write down what a run's folder holds."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    state = {"command": job.command[1:], "finished": finished}
+    (job.folder / _STATE).write_text(json.dumps(state, indent=1) + "\n")
+
+
+def launch_command(job: Job) -> list[str]:
+    """With where it saves, and where it goes on if it has begun."""
+    load = ["--load", str(job.folder)] if (job.folder / _TRACKER).is_file() else []
+    return [*job.command, "--save", str(job.folder), *load]
+
+
+def _slug(name: str) -> str:
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)

@@ -1,0 +1,86 @@
+"""Comparisons of runs: figures against numbers computed by hand, the page, the command."""
+
+import json
+import runpy
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_lowbit.analysis.comparison import compare, final_loss, gap_curve, read_contenders
+from megatron_lowbit.errors import UserError
+
+main = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "compare_runs.py"))["main"]
+
+
+@pytest.fixture
+def write_run(tmp_path):
+    def write(name: str, scale: float, iterations: int = 200, speed: float = 1000.0) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        lines = [
+            {"iteration": i, "lm_loss": scale * (2 + 8 / i), "consumed_tokens": 64 * i,
+             "tokens_per_second": speed}
+            for i in range(1, iterations + 1)
+        ]  # fmt: skip
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return folder
+
+    return write
+
+
+def test_gaps_seed_by_seed(write_run):
+    """As many seeds on both sides: the spread between seeds is no noise of the gap."""
+    base, more = (1.0, 1.1, 1.3), (0.010, 0.012, 0.017)
+    runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate(base)]
+    runs += [
+        ("other", write_run(f"o{i}", scale * (1 + gap), speed=500.0))
+        for i, (scale, gap) in enumerate(zip(base, more, strict=True))
+    ]
+    first, second = compare(read_contenders(runs))
+    assert (first.gap, first.gap_error, first.seeds) == (0.0, 0.0, 3)
+    assert second.gap == pytest.approx(statistics.fmean(more))
+    assert second.gap_error == pytest.approx(statistics.stdev(more) / 3**0.5)
+    tail = statistics.fmean(2 + 8 / i for i in range(191, 201))
+    assert first.loss == pytest.approx(tail * statistics.fmean(base))
+    assert first.loss_spread == pytest.approx(tail * statistics.stdev(base))
+    assert (first.speed, second.speed) == (1000.0, 500.0)
+
+
+def test_gaps_of_means(write_run):
+    """Other numbers of seeds: two independent means; of one seed no spread is known."""
+    runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate((1.0, 1.1))]
+    runs += [("other", write_run(f"o{i}", scale)) for i, scale in enumerate((1.2, 1.3, 1.4))]
+    runs += [("one", write_run("one", 1.05))]
+    _, other, one = compare(read_contenders(runs))
+    assert other.gap == pytest.approx(1.3 / 1.05 - 1)
+    wanted = (statistics.variance((1.0, 1.1)) / 2 + statistics.variance((1.2, 1.3, 1.4)) / 3) ** 0.5
+    assert other.gap_error == pytest.approx(wanted / 1.05)
+    assert one.gap == pytest.approx(0.0) and np.isnan(one.gap_error) and np.isnan(one.loss_spread)
+
+
+def test_gap_curves(write_run):
+    runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate((0.9, 1.1))]
+    runs += [("other", write_run("o", 1.5, iterations=150))]
+    base, other = read_contenders(runs)
+    band = gap_curve(base, base, window=5)
+    assert band.least == pytest.approx(-0.1) and band.largest == pytest.approx(0.1)
+    assert band.mean == pytest.approx(0.0, abs=1e-12)
+    gap = gap_curve(other, base, window=5)
+    assert gap.tokens[-1] == 150 * 64 and gap.mean == pytest.approx(0.5)
+    assert final_loss(other.curves[0]) == pytest.approx(
+        1.5 * statistics.fmean(2 + 8 / i for i in range(143, 151))
+    )
+
+
+def test_the_command(write_run, tmp_path, capsys):
+    first, second = write_run("a", 1.0), write_run("b", 1.01)
+    main([f"<bf16>={first}", str(second), "--output", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    assert "gap to <bf16>" in shown and "+1.00%" in shown
+    page = (tmp_path / "out" / "comparison.html").read_text()
+    assert "gap to &lt;bf16&gt;" in page and "data:image/png;base64,iVBOR" in page
+    assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match=r"none/?.*cannot be read"):
+        main([str(tmp_path / "none")])

@@ -1,0 +1,128 @@
+"""Studies: which runs they are, that they go on, and what is wrong with a file."""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.analysis.study import jobs_of, read_study
+from megatron_lowbit.errors import TrainingError, UserError
+
+TOOL = Path(__file__).parents[2] / "tools" / "ablate.py"
+main = runpy.run_path(str(TOOL))["main"]
+TRAINING = """
+import json, signal, sys, time
+from pathlib import Path
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder, seed = Path(arguments["--save"]), int(arguments["--seed"])
+tracker = folder / "latest_checkpointed_iteration.txt"
+begin = int(tracker.read_text()) if "--load" in arguments else 0
+def leave(*_):
+    tracker.write_text("7")
+    sys.exit()
+signal.signal(signal.SIGTERM, leave)
+with (folder / "metrics.jsonl").open("a") as file:
+    for i in range(begin + 1, 41):
+        record = {"iteration": i, "lm_loss": float(arguments["--scale"]) + seed / i, "began": begin,
+                  "consumed_tokens": i, "tokens_per_second": 1.0, "more": arguments.get("--more")}
+        file.write(json.dumps(record) + chr(10))
+        file.flush()
+        time.sleep(float(arguments["--sleep"]))
+(folder / "iter_0000040").mkdir()
+tracker.write_text("40")
+sys.exit(int(arguments.get("--code", 0)))
+"""
+
+
+@pytest.fixture
+def study(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINING)
+
+    def write(sleep: float = 0.0, **runs: str) -> Path:
+        file = tmp_path / "some-study.yaml"
+        runs = "".join(f"  {name}: {arguments}\n" for name, arguments in runs.items())
+        file.write_text(
+            f"script: {tmp_path}/train.py\narguments: --sleep {sleep}\nseeds: [1, 2]\nruns:\n{runs}"
+        )
+        return file
+
+    return write
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_run_of_every_seed(study, tmp_path, capsys):
+    """At once; compared in the study's order; a second time nothing runs, nor other arguments."""
+    file, output = study(base="--scale 2", other="--scale 2.1"), tmp_path / "out"
+    command = [str(file), "--output", str(output), "--at-once", "3", "--", "--more", "x"]
+    main(command)
+    folders = {f"{name}-{seed}" for name in ("base", "other") for seed in (1, 2)}
+    assert {path.name for path in output.iterdir() if path.is_dir()} == folders
+    for folder in folders:
+        assert [line["iteration"] for line in lines(output / folder)] == list(range(1, 41))
+        assert {line["more"] for line in lines(output / folder)} == {"x"}
+        assert not list((output / folder).glob("iter_*"))
+    assert "some-study" in (output / "comparison.html").read_text()
+    shown = capsys.readouterr().out
+    assert shown.index("base") < shown.index("other")
+    main(command)
+    assert len(lines(output / "base-1")) == 40
+    with pytest.raises(UserError, match=r"base-1: holds a run with other arguments"):
+        main([*command[:-1], "y"])
+
+
+def test_a_run_that_fails(study, tmp_path):
+    """The others end; run again, it alone begins anew."""
+    file, output = study(good="--scale 2", bad="--scale 2 --code 3"), tmp_path / "out"
+    with pytest.raises(TrainingError, match=r"2 of 4 runs failed: bad \(.*bad-1/output.log\)"):
+        main([str(file), "--output", str(output)])
+    assert len(lines(output / "good-2")) == 40
+    assert json.loads((output / "good-2" / "study.json").read_text())["finished"]
+    assert not json.loads((output / "bad-2" / "study.json").read_text())["finished"]
+
+
+def test_an_interrupted_study_goes_on(study, tmp_path):
+    """Ctrl-C stops the run with a checkpoint; run again, it goes on from there."""
+    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
+    command = [sys.executable, str(TOOL), str(file), "--output", str(output)]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (output / "base-1" / "metrics.jsonl").is_file():
+        time.sleep(0.05)
+    os.kill(first.pid, signal.SIGINT)
+    first.communicate(timeout=30)
+    assert first.returncode != 0
+    (tmp_path / "train.py").write_text(TRAINING.replace("time.sleep", "(lambda _: None)"))
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    assert [line["began"] for line in lines(output / "base-1")][-1] == 7
+    assert lines(output / "base-1")[-1]["iteration"] == 40
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("arguments: x\nseeds: [1]\nruns: {}\n", "runs: Dictionary should have at least 1"),
+        ("arguments: x\nseeds: [one]\nruns: {a: b}\n", "seeds.0: Input should be a valid integer"),
+        ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: Extra inputs"),
+        ("- 1\n", "the file: Input should be a valid dictionary"),
+        ("a: [\n", "while parsing"),
+    ],
+)
+def test_what_is_no_study(tmp_path, text, named):
+    file = tmp_path / "study.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=f"study.yaml: {named}"):
+        read_study(file)
+
+
+def test_names_that_would_share_a_folder(study, tmp_path):
+    file = study(**{"a b": "--scale 2", "a/b": "--scale 2"})
+    with pytest.raises(UserError, match="another run's name is the same"):
+        jobs_of(read_study(file), tmp_path, [])
