@@ -1,35 +1,30 @@
 """Whole checkpoints from Hugging Face's files to Megatron's and back: streaming, all or nothing."""
 
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
-
-# isort: split
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-
-from megatron_lowbit.conversion import llama, megatron_files, mixtral
+from megatron_lowbit.conversion import gpt2, llama, megatron_files, mixtral, nemotron_h
 from megatron_lowbit.conversion.hugging_face_files import (
     CONFIG,
-    Folder,
     carry,
     read_json,
     write_tensors,
 )
-from megatron_lowbit.conversion.plan import Family, Rule
+from megatron_lowbit.conversion.megatron_writer import COMMON, by_size, write_iteration
+from megatron_lowbit.conversion.partial import progress, whole
+from megatron_lowbit.conversion.pieces import check_names, made, piece
+from megatron_lowbit.conversion.plan import Family, as_named
+from megatron_lowbit.conversion.quantization_report import finish
+from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization
+from megatron_lowbit.conversion.quantized import made as made_quantized
+from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.training import checkpoint_files as files
 
-FAMILIES = {family.ARCHITECTURE: family for family in (llama, mixtral)}
-"""By the name that config.json has for them."""
+FAMILIES = {family.ARCHITECTURE: family for family in (nemotron_h, mixtral, gpt2, llama)}
+"""By the name that config.json has for them, the last the one that claims what no other does."""
 ITERATION = 0
 SHARD_BYTES = 5 * 10**9
 MODEL_ARGUMENTS, BESIDE = "model.args", "hugging_face"
@@ -37,31 +32,31 @@ MODEL_ARGUMENTS, BESIDE = "model.args", "hugging_face"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-def to_megatron(source: Path, output: Path, force: bool = False) -> Family:
+def to_megatron(
+    source: Path, output: Path, force: bool = False, file_bytes: int = SHARD_BYTES
+) -> Family:
     """Convert a folder of Hugging Face's into a checkpoint directory that ``--load`` takes.
 
     ``output`` gets iteration 0, without an optimizer (``--finetune``), config.json, tokenizer and
     generation files, and ``model.args``, the arguments that make the model. Weights keep their
-    dtype.
+    dtype; quantized ones become BF16. ``file_bytes`` is the most in a file, but for one tensor.
 
     Raises UserError, and leaves nothing, where the source is of no known family or not whole.
+    Interrupted, the same call goes on with the files that were not finished.
     """
-    folder = Folder(source)
-    family = _family(source, folder.config)
-    folder.check(name for rule in family.rules for name in rule.names)
-    pieces = [_piece(folder, rule) for rule in family.rules]
-    with _whole(output, force) as partial, _progress(len(pieces)) as done:
-        path = files.iteration_directory(partial, ITERATION)
-        path.mkdir()
-        megatron_files.write(path, pieces, lambda piece: done())
-        torch.save({"iteration": ITERATION, "checkpoint_version": 3.0}, path / "common.pt")
-        save_config(CheckpointingConfig("torch_dist"), str(path))
+    folder = open_folder(source)
+    family = as_named(_family(source, folder.config), folder.file_of)
+    check_names(folder, family)
+    pieces = [piece(folder, rule) for rule in family.rules]
+    task = {"task": "to-megatron", "source": str(source.absolute()), "config": folder.config,
+            "files": folder.files(), "file_bytes": file_bytes}  # fmt: skip
+    with whole(output, force, task) as partial, progress(len(pieces)) as done:
         state = {"model": family.model, "recipes": [], "recipe_set": []}
         document = {"iteration": ITERATION, "optimizer": None, "scheduler": None, "state": state}
-        files.write_document(path, document | {"files": files.checksums(path, 0)})
-        (partial / files.TRACKER).write_text(f"{ITERATION}\n")
-        carry(source, partial / BESIDE, family.config)
-        (partial / MODEL_ARGUMENTS).write_text(arguments(family))
+        contents = by_size(pieces, file_bytes)
+        write_iteration(partial, partial.path, document, COMMON, contents, done)
+        carry(source, partial.path / BESIDE, family.config)
+        (partial.path / MODEL_ARGUMENTS).write_text(arguments(family))
     return family
 
 
@@ -73,6 +68,7 @@ def to_hugging_face(
     carried: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
     force: bool = False,
+    quantized: QuantizedAs | None = None,
 ) -> Family:
     """Convert a checkpoint directory's newest checkpoint into a folder of Hugging Face's.
 
@@ -85,6 +81,7 @@ def to_hugging_face(
             further entries are kept; by default what :func:`to_megatron` put beside a checkpoint.
         shard_bytes: the most in a file, but for a single tensor.
         force: whether a folder that is there may be replaced.
+        quantized: how to store the weights that the recipe quantizes; None stores them as they are.
 
     Raises UserError, and leaves nothing, where the source is of no known family or not whole.
     """
@@ -94,24 +91,34 @@ def to_hugging_face(
     path = files.iteration_directory(source, iteration)
     document = files.read_document(path)
     model = document["state"]["model"]
-    if "hybrid_override_pattern" in model:
-        raise UserError(f"{path}: hybrid models are not converted yet")
-    family = mixtral if "num_experts" in model else llama
+    family = next(family for family in FAMILIES.values() if family.claims(model))
     files.check_files(path, document["files"], document["files"])
     if carried is None and (source / BESIDE).is_dir():
         carried = source / BESIDE
     config = read_json(carried / CONFIG) if carried and (carried / CONFIG).is_file() else {}
-    config.pop("rope_parameters", None)  # newer than the entries that follow, for the same
+    for newer in ("rope_parameters", "dtype"):  # than the entries that follow, for the same
+        config.pop(newer, None)
     config |= family.to_config(model, norm_epsilon)
     tensors = megatron_files.Tensors(path)
     rules = family.rules(model)
     tensors.check(rule.place for rule in rules)
-    kept = DTYPES[dtype] if dtype else tensors.dtype(rules[0].place)
-    config["torch_dtype"] = str(kept).removeprefix("torch.")
-    with _whole(output, force) as partial, _progress(len(rules)) as done:
-        write_tensors(partial, _parts(tensors, rules, kept, done), shard_bytes)
-        carry(carried, partial, config)
-    return Family(family.ARCHITECTURE, model, config, rules)
+    wanted = DTYPES[dtype] if dtype else None
+    config["torch_dtype"] = dtype or str(tensors.dtype(rules[0].place)).removeprefix("torch.")
+    config.pop(QUANTIZATION, None)
+    plan, tensors_to_come = None, made(tensors, rules, wanted)
+    if quantized is not None:
+        plan = plan_quantization(quantized, document, rules, tensors)
+        config[QUANTIZATION] = plan.config
+        tensors_to_come = made_quantized(tensors, rules, wanted, plan)
+    task = {"task": "to-hugging-face", "source": str(path.absolute()), "document": document,
+            "quantized": repr(quantized), "config": config, "dtype": dtype,
+            "shard_bytes": shard_bytes}  # fmt: skip
+    with whole(output, force, task) as partial, progress(len(tensors_to_come)) as done:
+        write_tensors(partial, tensors_to_come, shard_bytes, done)
+        carry(carried, partial.path, config)
+        if plan is not None:
+            finish(partial.path, tensors, plan)
+    return Family(family.ARCHITECTURE, model, config, rules, norm_epsilon)
 
 
 def arguments(family: Family) -> str:
@@ -124,8 +131,8 @@ def arguments(family: Family) -> str:
         elif value is True:
             lines.append(option)
         elif value is not False and key != "vocab_size":
-            lines.append(f"{option} {value}")
-    lines.append(f"--norm-epsilon {family.config.get('rms_norm_eps', 1e-6)}")
+            lines.append(f"{option}={value}")  # a hybrid's pattern may begin with "-"
+    lines.append(f"--norm-epsilon {family.norm_epsilon}")
     lines.append("--make-vocab-size-divisible-by 1")
     return "\n".join(lines) + "\n"
 
@@ -137,53 +144,7 @@ def _family(source: Path, config: dict[str, Any]) -> Family:
         raise UserError(
             f"{source / CONFIG}: architecture {names[0]} is not one of {', '.join(FAMILIES)}"
         )
-    if "quantization_config" in config:
-        raise UserError(f"{source / CONFIG}: quantized weights are not converted yet")
-    return found.from_config(config)
-
-
-def _piece(folder: Folder, rule: Rule) -> megatron_files.Piece:
-    shapes = [folder.shape(name) for name in rule.names]
-    for name, (shape, _), rows in zip(rule.names, shapes, rule.join.rows, strict=True):
-        if shape[0] != rows:
-            raise UserError(f"{folder.path}: {name} has {shape[0]} rows; config.json says {rows}")
-    whole = (sum(shape[0] for shape, _ in shapes), *shapes[0][0][1:])
-
-    def make() -> Tensor:
-        return rule.join.join([folder.read(name) for name in rule.names])
-
-    return megatron_files.Piece(rule.place, whole, shapes[0][1], make)
-
-
-def _parts(
-    tensors: megatron_files.Tensors, rules: Sequence[Rule], dtype: torch.dtype, done: Callable
-) -> Iterator[tuple[str, Tensor]]:
-    for rule in rules:
-        parts = rule.join.split(tensors.read(rule.place))
-        for name, part in zip(rule.names, parts, strict=True):
-            yield name, part.to(dtype, copy=True).contiguous()
-        done()
-
-
-@contextmanager
-def _whole(output: Path, force: bool) -> Iterator[Path]:
-    """A folder to write into, which becomes ``output`` if all goes well and else disappears."""
-    if output.exists() and not force:
-        raise UserError(f"{output} exists; --force replaces it")
-    partial = output.with_name(f".{output.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     try:
-        yield partial
-        files.replace_directory(partial, output)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal; what it gives is called for each tensor."""
-    with Progress(console=Console(stderr=True)) as progress:
-        task = progress.add_task("tensors", total=total)
-        yield lambda: progress.advance(task)
+        return found.from_config(config)
+    except KeyError as error:
+        raise UserError(f"{source / CONFIG}: a {names[0]} needs the entry {error}") from None

@@ -1,19 +1,22 @@
 """A folder of Hugging Face's: config.json, safetensors in one file or several, and what goes along.
 
-Tensors are read one at a time, and written a file at a time.
+Tensors are read and written one at a time.
 """
 
 import json
+import math
+import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_lowbit.conversion.partial import Partial
 from megatron_lowbit.errors import UserError
 
 CONFIG = "config.json"
@@ -22,6 +25,27 @@ SINGLE = "model.safetensors"
 CARRIED = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
            "chat_template*", "generation_config.json", "*.model")  # fmt: skip
 """Files beside the weights that a converted folder keeps."""
+DTYPE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+"""As the heads of safetensors files have them."""
+
+
+class Made(NamedTuple):
+    """Tensors that are still to be made, together, of these names, shapes and dtypes."""
+
+    names: Sequence[str]
+    shapes: Sequence[tuple[int, ...]]
+    dtypes: Sequence[torch.dtype]
+    make: Callable[[], Sequence[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return sum(map(_nbytes, self.shapes, self.dtypes))
 
 
 class Folder:
@@ -52,48 +76,97 @@ class Folder:
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Of a tensor, from its file's head."""
-        with self._open(self.file_of[name]) as file:
+        with self._open(self.file_of[name], name) as file:
             part = file.get_slice(name)
             empty = part[:0] if part.get_shape() else file.get_tensor(name)
             return tuple(part.get_shape()), empty.dtype
 
     def read(self, name: str) -> Tensor:
         """A tensor, on the CPU."""
-        with self._open(self.file_of[name]) as file:
+        with self._open(self.file_of[name], name) as file:
             return file.get_tensor(name)
 
-    def _open(self, file: str) -> Any:
+    def files(self) -> dict[str, list[int]]:
+        """Length and time of change of each file with weights."""
+        stats = {file: (self.path / file).stat() for file in sorted({*self.file_of.values()})}
+        return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
+
+    @contextmanager
+    def _open(self, file: str, name: str | None = None) -> Iterator[Any]:
         try:
-            return safe_open(self.path / file, framework="pt")
+            with safe_open(self.path / file, framework="pt") as opened:
+                yield opened
         except SafetensorError as error:
-            raise UserError(f"{self.path / file}: not a safetensors file: {error}") from None
+            what = "cut short, or not a safetensors file"
+            if "does not contain tensor" in str(error):
+                what = f"holds no {name}, which {INDEX} says is there"
+                raise UserError(f"{self.path / file}: {what}") from None
+            raise UserError(f"{self.path / file}: {what} ({error})") from None
 
 
 def _computed(names: Iterable[str]) -> set[str]:
     """Tensors that old checkpoints hold, but that follow from the configuration."""
-    return {name for name in names if name.endswith("rotary_emb.inv_freq")}
+    endings = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # two of GPT-2's mask
+    return {name for name in names if name.endswith(endings)}
 
 
-def write_tensors(path: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Write weights into a folder, files of at most ``shard_bytes`` each.
+def write_tensors(
+    partial: Partial, tensors: Iterable[Made], shard_bytes: int, done: Callable[[], None]
+) -> None:
+    """Write weights into a folder, one after another, in files of at most ``shard_bytes`` each.
 
-    A larger tensor has a file of its own.
+    What is made together is in one file; more of it than ``shard_bytes`` has a file of its own.
+    ``partial`` knows the files that are finished already. ``done`` is called for each of
+    ``tensors``.
     """
-    files: list[list[str]] = []
-    total = 0
-    for shard in _shards(tensors, shard_bytes):
-        save_file(shard, path / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
-        files.append(list(shard))
-        total += sum(tensor.nbytes for tensor in shard.values())
-    if len(files) == 1:
-        (path / "part-0.safetensors").rename(path / SINGLE)
-        return
-    weight_map = {}
-    for number, names in enumerate(files):
-        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        (path / f"part-{number}.safetensors").rename(path / name)
-        weight_map |= dict.fromkeys(names, name)
-    write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    shards = _shards(tensors, shard_bytes)
+    weight_map, total = {}, 0
+    for number, shard in enumerate(shards):
+        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = partial.path / (name if len(shards) > 1 else SINGLE)
+        if partial.note(file) is None:
+            _write_file(file, shard, done)
+            partial.finish(file, {})
+        else:
+            for _ in shard:
+                done()
+        weight_map |= {name: file.name for made in shard for name in made.names}
+        total += sum(made.nbytes for made in shard)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_json(partial.path / INDEX, index)
+
+
+def _write_file(path: Path, shard: Sequence[Made], done: Callable[[], None]) -> None:
+    """One file of safetensors' format, of which never more than one tensor is in memory.
+
+    Its own writer wants all of them, and copies each.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for made in shard:
+        for name, shape, dtype in zip(made.names, made.shapes, made.dtypes, strict=True):
+            start, end = end, end + _nbytes(shape, dtype)
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
+                            "data_offsets": [start, end]}  # fmt: skip
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for made in shard:
+            tensors = list(made.make())
+            for shape, dtype in zip(made.shapes, made.dtypes, strict=True):
+                tensor = tensors.pop(0)
+                if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+                    raise ValueError(f"{made.names}: made {tuple(tensor.shape)} {tensor.dtype}")
+                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+            done()
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
@@ -105,16 +178,16 @@ def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
             shutil.copy2(file, target / file.name)
 
 
-def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
+def _shards(tensors: Iterable[Made], shard_bytes: int) -> list[list[Made]]:
+    shards: list[list[Made]] = [[]]
     size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > shard_bytes:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += tensor.nbytes
-    yield shard
+    for made in tensors:
+        if shards[-1] and size + made.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(made)
+        size += made.nbytes
+    return shards
 
 
 def read_json(path: Path) -> dict[str, Any]:

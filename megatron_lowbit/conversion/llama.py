@@ -24,7 +24,12 @@ def from_config(config: dict[str, Any]) -> Family:
     Raises UserError for what this project's model cannot do.
     """
     model = model_of(config)
-    return Family("Llama", model, config, rules(model))
+    return Family("Llama", model, config, rules(model), norm_epsilon(config))
+
+
+def claims(model: dict[str, Any]) -> bool:
+    """Every model that no other family claims: :func:`to_config` says why one is no Llama."""
+    return True
 
 
 def model_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -54,6 +59,11 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
     }
     return model | _scaling(rope)
+
+
+def norm_epsilon(config: dict[str, Any]) -> float:
+    """Of the norms that a config.json describes."""
+    return config.get("rms_norm_eps", 1e-6)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:

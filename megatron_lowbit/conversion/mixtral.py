@@ -24,7 +24,12 @@ def from_config(config: dict[str, Any]) -> Family:
         "moe_layer_freq": 1,
         "moe_router_pre_softmax": False,
     }
-    return Family("Mixtral", model, config, rules(model))
+    return Family("Mixtral", model, config, rules(model), llama.norm_epsilon(config))
+
+
+def claims(model: dict[str, Any]) -> bool:
+    """Whether a model in the words of this project's arguments can only be of this family."""
+    return "num_experts" in model
 
 
 def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A :class:`Rule` is one tensor of Megatron's, or one layer's part of a tensor tha
 layers, and the Hugging Face tensors that it is made of.
 """
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from megatron_lowbit.conversion.joins import Join
@@ -19,7 +19,11 @@ class Place(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A part of Megatron's is these tensors of Hugging Face's, joined."""
+    """A part of Megatron's is these tensors of Hugging Face's, joined.
+
+    Rules of one tensor's shares (:class:`~megatron_lowbit.conversion.joins.Share`) have the same
+    ``names`` and follow one another, in order of the rows.
+    """
 
     place: Place
     names: tuple[str, ...]
@@ -30,10 +34,25 @@ class Family(NamedTuple):
     """One kind of model, of one size.
 
     ``model`` is its shape in the words of this project's arguments, as ``lowbit.json`` keeps it;
-    ``config`` is Hugging Face's config.json.
+    ``config`` is Hugging Face's config.json; ``norm_epsilon`` is of all the model's norms.
     """
 
     name: str
     model: dict
     config: dict
     rules: Sequence[Rule]
+    norm_epsilon: float
+
+
+def as_named(family: Family, found: Container[str]) -> Family:
+    """The family, with the names of ``found`` where these leave out the first part of all.
+
+    GPT-2's own files do: ``h.0.ln_1.weight`` for ``transformer.h.0.ln_1.weight``.
+    """
+    short = [
+        rule._replace(names=tuple(name.partition(".")[2] for name in rule.names))
+        for rule in family.rules
+    ]
+    if family.rules[0].names[0] in found or short[0].names[0] not in found:
+        return family
+    return family._replace(rules=short)

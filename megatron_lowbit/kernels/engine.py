@@ -22,9 +22,9 @@ class Engine:
     is not kept may come in whatever form ``gemm`` takes; ``gemm(lhs, rhs, bias, accumulation,
     out_dtype)`` is :func:`megatron_lowbit.numerics.gemm`. ``describe(lhs, rhs)`` says in words how
     formats (None: high precision) are multiplied. ``folds()`` gives how many operand values were
-    rounded when they were folded, of how many, since it was last called. ``fused_norm(x, norm,
-    request)`` is :meth:`normalize` in one kernel, or None for a case that it does not take.
-    ``reason`` says why this engine.
+    rounded when they were folded, of how many, since it was last called, ``fold_losses(lhs, rhs)``
+    that of one product's. ``fused_norm(x, norm, request)`` is :meth:`normalize` in one kernel, or
+    None for a case that it does not take. ``reason`` says why this engine.
     """
 
     name: str
@@ -35,6 +35,7 @@ class Engine:
         "dequantized to FP32, FP32 sums"
     )
     folds: Callable[[], tuple[int, int]] = lambda: (0, 0)
+    fold_losses: Callable[[Any, Any], tuple[int, int]] = lambda lhs, rhs: (0, 0)
     fused_norm: Callable[..., tuple | None] = lambda x, norm, request: None
 
     def normalize(self, x: Tensor, norm: MXNorm, request: Request) -> tuple[Any, Tensor]:
@@ -96,5 +97,6 @@ def _for_gpu(capability: tuple[int, int]) -> Engine:
         reason,
         describe,
         engine.folded.take,
+        engine.fold_losses,
         engine.normalize,
     )

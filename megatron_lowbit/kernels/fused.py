@@ -1,5 +1,6 @@
 """The engine of NVIDIA GPUs: fused quantization, and the GEMM that the table of routes says."""
 
+import math
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from megatron_lowbit.kernels.gemm import (
 )
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.norm import normalize_quantize, takes
-from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.kernels.operands import Transposed, Values, fold
 from megatron_lowbit.numerics import Accumulation, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.mxnorm import MXNorm
@@ -56,6 +57,16 @@ class FusedEngine:
                 return Values(by_col.values.t(), by_col.tensor_scale), by_col
             return Transposed(by_col), by_col
         return quantize_both(x, row, col, (values[0], values[1]))
+
+    def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
+        """Values of a product's operands that its folding rounds, of how many; they are kept."""
+        formats = [getattr(operand, "format", None) for operand in (lhs, rhs)]
+        if None in formats or self.route(*formats).multiply is not self.folded:
+            return 0, 0
+        inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
+        for operand in (lhs, rhs):
+            fold(operand, inexact)
+        return int(inexact), math.prod(lhs.shape) + math.prod(rhs.shape)
 
     def normalize(
         self, x: Tensor, norm: MXNorm, request: Request

@@ -113,6 +113,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
     group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
     group.add_argument(
+        "--openai-gelu", action="store_true",
+        help="GELU by tanh, as GPT-2's; without it GELU is exact on a CPU, by tanh where fused",
+    )  # fmt: skip
+    group.add_argument(
         "--normalization", choices=("LayerNorm", "RMSNorm", "MXNorm"), default="LayerNorm"
     )
     group.add_argument("--mxnorm-p", type=float, default=2.0, help="exponent of MXNorm's mean")
@@ -238,6 +242,10 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
 def _add_logging(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
     group.add_argument("--log-interval", type=int, default=10)
+    group.add_argument(
+        "--log-quantization-error-interval", type=int, nargs="?", const=1000, default=0,
+        metavar="N", help="measure every layer's every N iterations (without N: 1000)",
+    )  # fmt: skip
     group.add_argument("--tensorboard-dir", metavar="DIR")
     group.add_argument("--log-file-dir", metavar="DIR", help="a log file for each rank in DIR")
     group.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
@@ -296,7 +304,9 @@ def _check_model(args: Namespace) -> None:
         or (args.position_embedding_type == "rope" and args.hybrid_override_pattern is None),
         "--use-rope-scaling needs a GPT with --position-embedding-type rope",
     )
-    require(not (args.swiglu and args.squared_relu), "--swiglu and --squared-relu exclude another")
+    activations = ("--swiglu", "--squared-relu", "--openai-gelu")
+    given = [name for name in activations if getattr(args, name[2:].replace("-", "_"))]
+    require(len(given) <= 1, f"{' and '.join(given)} exclude each other")
     require(
         args.seq_length <= args.max_position_embeddings,
         f"--seq-length {args.seq_length} exceeds --max-position-embeddings "
@@ -337,6 +347,8 @@ def _check_checkpointing(args: Namespace) -> None:
 
 
 def _check_logging(args: Namespace) -> None:
+    interval = args.log_quantization_error_interval
+    require(interval >= 0, f"--log-quantization-error-interval {interval}: must not be negative")
     if args.wandb_project:
         import_wandb()
         return

@@ -1,6 +1,7 @@
 """The training loop: step after step, with evaluation, checkpoints, and what can go wrong."""
 
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron_lowbit.training.background_saves import background_saves
 from megatron_lowbit.training.checkpoint import valid_iteration
 from megatron_lowbit.training.distributed import all_ranks, print_rank0, rank
 from megatron_lowbit.training.metrics import METRICS_FILE, MetricLogger
+from megatron_lowbit.training.quantization_log import metrics_of, quantization_errors
 from megatron_lowbit.training.run import Run, batches, finish_saving, restore, save, saving_failed
 from megatron_lowbit.training.sentinels import BadSteps
 from megatron_lowbit.training.signals import StopRequest, stop_on_signals
@@ -61,7 +63,13 @@ def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
     while run.iteration < args.train_iters:
         if run.data.skip_bad() or stream is None:
             stream = batches(run, run.train_data, run.data.samples)
-        _step(run, stream, window, bad_steps)
+        errors: dict[str, dict[str, float]] = {}
+        watch = None
+        if _is_due(run, args.log_quantization_error_interval):
+            watch = quantization_errors(run.model, run.iteration, errors)
+        _step(run, stream, window, bad_steps, watch)
+        if errors:
+            logger.log_beside(run.iteration, metrics_of(errors))
         if bad_steps.too_many:
             _go_back(run, bad_steps)
             logger.rewind(run.iteration)
@@ -86,11 +94,20 @@ def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
     return validation
 
 
-def _step(run: Run, stream: Any, window: LogWindow, bad_steps: BadSteps) -> None:
+def _is_due(run: Run, interval: int | None) -> bool:
+    return bool(interval) and run.iteration % interval == 0
+
+
+def _step(
+    run: Run,
+    stream: Any,
+    window: LogWindow,
+    bad_steps: BadSteps,
+    watch: AbstractContextManager | None,
+) -> None:
     """One iteration, counted as good or bad."""
     args = run.args
     run.beat(f"iteration {run.iteration + 1}")
-    interval = args.check_output_norm_interval
     result = train_step(
         args,
         run.iteration,
@@ -100,7 +117,8 @@ def _step(run: Run, stream: Any, window: LogWindow, bad_steps: BadSteps) -> None
         run.scheduler,
         window.timer,
         after_backward=run.after_backward,
-        check_outputs=bool(interval) and run.iteration % interval == 0,
+        check_outputs=_is_due(run, args.check_output_norm_interval),
+        watch=watch,
     )
     start = run.data.samples
     run.iteration += 1

@@ -96,6 +96,11 @@ class MetricLogger:
         if self._enabled:
             self._write(iteration, {"save_seconds": seconds})
 
+    def log_beside(self, iteration: int, values: dict[str, float]) -> None:
+        """Log numbers that are too many for the console."""
+        if self._enabled:
+            self._write(iteration, values)
+
     def rewind(self, iteration: int) -> None:
         """Forget what metrics.jsonl holds of later iterations: the run is back at this one."""
         if self._file is not None:

@@ -223,6 +223,8 @@ def _model_shape(args: Namespace, vocab_size: int) -> dict[str, Any]:
     shape = {name: getattr(args, name) for name in names} | {"vocab_size": vocab_size}
     if args.use_rope_scaling:
         shape |= {"use_rope_scaling": True, "rope_scaling_factor": args.rope_scaling_factor}
+    if args.openai_gelu:
+        shape["openai_gelu"] = True
     if args.normalization == "MXNorm":
         shape["normalization"] = "RMSNorm"  # the same parameters
     return shape

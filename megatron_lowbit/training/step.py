@@ -4,7 +4,7 @@ import math
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -53,18 +53,20 @@ def train_step(
     timer: PhaseTimer,
     after_backward: Callable[[int, list], None] | None = None,
     check_outputs: bool = False,
+    watch: AbstractContextManager | None = None,
 ) -> StepResult:
     """Forward, backward and, if loss and gradients are finite on all ranks, the update.
 
     ``after_backward`` is called with the iteration and the model before gradients are looked at.
-    ``check_outputs`` takes the norms of all layers' outputs and names those that are not finite.
+    ``check_outputs`` takes the norms of all layers' outputs and names those that are not finite;
+    ``watch`` is open during forward and backward.
     """
     for chunk in model:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     set_iteration_seed(args.seed, iteration)
     watched = output_norms(model) if check_outputs else nullcontext({})
-    with timer.phase("forward_backward"), watched as norms:
+    with timer.phase("forward_backward"), watched as norms, watch or nullcontext():
         losses = _run_schedule(args, iteration, batches, model, forward_only=False)
     if after_backward is not None:
         after_backward(iteration, model)

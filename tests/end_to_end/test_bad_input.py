@@ -35,6 +35,7 @@ GOOD = shlex.split("""--num-layers 4 --hidden-size 64 --num-attention-heads 4 --
         (["--precision-recipe", "a", "--fp8-recipe", "b"], ["--precision-recipe", "--fp8-recipe"]),
         (["--overlap-param-gather"], ["--use-distributed-optimizer"]),
         (["--recompute-granularity", "full"], ["--recompute-method"]),
+        (["--openai-gelu", "--squared-relu"], ["--openai-gelu", "--squared-relu"]),
         (["@missing.args"], ["missing.args"]),
     ],
 )

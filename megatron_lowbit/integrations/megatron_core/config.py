@@ -1,10 +1,12 @@
 """megatron-core's configuration of a model, from parsed arguments."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
 
@@ -21,7 +23,6 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
     cuda = torch.cuda.is_available()
     if cuda and args.transformer_impl != "transformer_engine":
         use_fused_rope()
-    activation = F.silu if args.swiglu else squared_relu if args.squared_relu else F.gelu
     return TransformerConfig(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -35,7 +36,7 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         layernorm_epsilon=args.norm_epsilon,
         add_bias_linear=not args.disable_bias_linear,
         gated_linear_unit=args.swiglu,
-        activation_func=activation,
+        activation_func=_activation(args),
         init_method_std=args.init_method_std,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -65,6 +66,20 @@ def transformer_config(args: Namespace, dtype: torch.dtype) -> TransformerConfig
         persist_layer_norm=False,
         apply_rope_fusion=cuda,
     )
+
+
+def _activation(args: Namespace) -> Callable[[Tensor], Tensor]:
+    """What the MLPs compute between their linear layers."""
+    if args.swiglu:
+        return F.silu
+    if args.squared_relu:
+        return squared_relu
+    return _tanh_gelu if args.openai_gelu else F.gelu
+
+
+def _tanh_gelu(x: Tensor) -> Tensor:
+    """GELU with its Gaussian integral approximated by tanh, in x's shape and dtype."""
+    return F.gelu(x, approximate="tanh")
 
 
 def _expert_config(args: Namespace) -> dict[str, Any]:
@@ -102,4 +117,4 @@ def _activation_fuses(args: Namespace) -> bool:
     """Whether megatron-core's fused bias and activation has this one, also in experts."""
     if args.num_experts is not None:
         return args.swiglu and args.disable_bias_linear
-    return not args.squared_relu
+    return not (args.squared_relu or args.openai_gelu)

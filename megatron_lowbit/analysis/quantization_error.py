@@ -1,0 +1,150 @@
+"""What quantization does to the operands and the outputs of a layer's GEMMs.
+
+Measured as sums, which add up over calls and ranks, and then as figures:
+
+    sqnr_db       signal over noise of an operand, dB; after its transform, if it has one
+    flushed       share of its values other than zero that became zero
+    saturated     share of its values beyond the largest number of their block
+    amax          its largest magnitude
+    block_spread  standard deviation of the log2 of its blocks' largest magnitudes
+    folded        share of both operands' values that were rounded again when folded (MXFP4 on FP8)
+    error         of a GEMM's output: norm of what differs from operands in high precision, over
+                  that output's norm
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.numerics import QuantizedTensor, Request, hadamard_transform
+from megatron_lowbit.numerics.formats import decode, unpack_nibbles
+from megatron_lowbit.recipes.precision import GEMM_ROLES
+
+Sums = dict[str, Tensor]
+"""Scalars of FP64 on the device, by name; ``*/amax`` are maxima, all others sums."""
+_LARGEST = "amax"
+
+
+def gemm_sums(call: LinearCall, gemm: str, lhs: Tensor, rhs: Tensor) -> Sums:
+    """Of one GEMM lhs (A, L) . rhs (B, L)^T, its operands and its output.
+
+    ``lhs`` and ``rhs`` are in high precision, transposed as the GEMM contracts them. Nothing where
+    the recipe quantizes neither.
+    """
+    sums: Sums = {}
+    operands: list = []
+    for role, x in zip(GEMM_ROLES[gemm], (lhs, rhs), strict=True):
+        request = call.request(gemm, role, len(lhs) if gemm != "wgrad" else lhs.shape[1])
+        if request is None:
+            operands.append(x)
+            continue
+        request = replace(request, kept=True)
+        made, _ = call.engine.quantize(x, request, None)
+        operands.append(made)
+        sums |= {f"{role}/{k}": v for k, v in operand_sums(x, made, request).items()}
+    if not sums:
+        return {}
+    wanted = lhs.float() @ rhs.float().t()
+    wrong = call.gemm(gemm, *operands, torch.float32) - wanted
+    inexact, values = call.engine.fold_losses(*operands)
+    sums |= {"signal": _energy(wanted), "noise": _energy(wrong)}
+    if values:
+        sums |= {"folded": _number(inexact, lhs), "foldable": _number(values, lhs)}
+    return {f"{gemm}/{name}": value for name, value in sums.items()}
+
+
+def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
+    """Of x (R, L), which was quantized along its last axis."""
+    wanted = x.float()
+    if request.hadamard is not None:
+        wanted = hadamard_transform(x, request.hadamard, request.sign_key)
+    got = made.dequantize()
+    element = made.format.element
+    codes = unpack_nibbles(made.codes) if element.bits == 4 else made.codes
+    at_end = decode(codes.flatten(1), element).abs()[:, : got.shape[1]] == element.max
+    found = {
+        "signal": _energy(wanted),
+        "noise": _energy(got - wanted),
+        "values": _number(wanted.numel(), x),
+        "nonzero": (wanted != 0).sum().double(),
+        "flushed": ((wanted != 0) & (got == 0)).sum().double(),
+        "saturated": (at_end & (wanted.abs() > got.abs())).sum().double(),
+        _LARGEST: x.abs().amax().double(),
+    }
+    return found | _block_sums(wanted, made.format.block)
+
+
+def _block_sums(x: Tensor, block: int) -> Sums:
+    """Sums for the spread of blocks' largest magnitudes; of one block a row there is none."""
+    if not 1 < block < x.shape[1]:
+        return {}
+    padded = F.pad(x, (0, -x.shape[1] % block))
+    largest = padded.unflatten(1, (-1, block)).abs().amax(-1)
+    logs = largest[largest > 0].double().log2()
+    return {
+        "blocks": _number(logs.numel(), x),
+        "block_logs": logs.sum(),
+        "block_squares": logs.square().sum(),
+    }
+
+
+def add(total: dict[str, float], more: Mapping[str, float]) -> None:
+    """Add sums to others, in place."""
+    for name, value in more.items():
+        if name.endswith(_LARGEST):
+            total[name] = max(total.get(name, 0.0), value)
+        else:
+            total[name] = total.get(name, 0.0) + value
+
+
+def figures(sums: Mapping[str, float]) -> dict[str, float]:
+    """What the sums of a layer say, by ``GEMM/ROLE/figure`` and ``GEMM/figure``."""
+    found: dict[str, float] = {}
+    for gemm, roles in GEMM_ROLES.items():
+        for role in roles:
+            of = _under(sums, f"{gemm}/{role}/")
+            if of:
+                figure = _operand_figures(of)
+                found |= {f"{gemm}/{role}/{name}": value for name, value in figure.items()}
+        of = _under(sums, f"{gemm}/")
+        if "noise" in of:
+            found[f"{gemm}/error"] = math.sqrt(_ratio(of["noise"], of["signal"]))
+        if "foldable" in of:
+            found[f"{gemm}/folded"] = _ratio(of["folded"], of["foldable"])
+    return found
+
+
+def _operand_figures(of: Mapping[str, float]) -> dict[str, float]:
+    exact = of["noise"] == 0
+    found = {
+        "sqnr_db": math.inf if exact else 10 * math.log10(_ratio(of["signal"], of["noise"])),
+        "flushed": _ratio(of["flushed"], of["nonzero"]),
+        "saturated": _ratio(of["saturated"], of["values"]),
+        "amax": of["amax"],
+    }
+    if of.get("blocks"):
+        mean = of["block_logs"] / of["blocks"]
+        variance = max(0.0, of["block_squares"] / of["blocks"] - mean**2)
+        found["block_spread"] = math.sqrt(variance)
+    return found
+
+
+def _under(sums: Mapping[str, float], prefix: str) -> dict[str, float]:
+    return {k.removeprefix(prefix): v for k, v in sums.items() if k.startswith(prefix)}
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _energy(x: Tensor) -> Tensor:
+    return x.double().square().sum()
+
+
+def _number(value: int, like: Tensor) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64, device=like.device)

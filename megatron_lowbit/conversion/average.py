@@ -1,0 +1,97 @@
+"""The average of several checkpoints of one run, tensor by tensor."""
+
+from collections.abc import Sequence
+from functools import partial as bind
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from megatron_lowbit.conversion.checkpoints import Checkpoint, open_checkpoint
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.megatron_writer import COMMON, Piece, by_size, write_iteration
+from megatron_lowbit.conversion.partial import progress, whole
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.training import checkpoint_files as files
+
+FILE_BYTES = 5 * 10**9
+
+
+def average(
+    source: Path, iterations: Sequence[int], output: Path, force: bool = False
+) -> list[int]:
+    """Write the mean of a directory's checkpoints of these iterations; return the iterations.
+
+    Of the model alone: ``output`` gets the last one's iteration, for ``--finetune``. Sums are FP32
+    (FP64 of FP64 tensors), results have their tensor's dtype; what is no floating-point number is
+    the last one's. Never more than three pieces of one tensor are in memory.
+
+    Raises UserError, and leaves nothing, where the checkpoints are not of one model and recipe.
+    """
+    opened = [open_checkpoint(files.iteration_directory(source, i)) for i in iterations]
+    last = opened[-1]
+    for other in opened[:-1]:
+        _check_alike(other, last)
+    pieces = [
+        _piece([checkpoint.tensors for checkpoint in opened], key, chunk)
+        for key, entry in last.tensors.model.items()
+        for chunk in entry.chunks
+    ]
+    task = {"task": "average", "files": [checkpoint.document["files"] for checkpoint in opened]}
+    document = {"iteration": iterations[-1], "optimizer": None, "scheduler": None,
+                "state": {**last.document["state"], "averaged": list(iterations)}}  # fmt: skip
+    common = COMMON | {"iteration": iterations[-1]}
+    with whole(output, force, task) as partial, progress(len(pieces)) as done:
+        contents = by_size(pieces, FILE_BYTES)
+        write_iteration(partial, partial.path, document, common, contents, done)
+    return list(iterations)
+
+
+def _check_alike(one: Checkpoint, other: Checkpoint) -> None:
+    """Raise UserError where two checkpoints differ in more than their numbers."""
+    for key in ("model", "recipes", "recipe_set"):
+        found = [checkpoint.document["state"].get(key) for checkpoint in (one, other)]
+        if found[0] != found[1]:
+            what = {"model": "models"}.get(key, "recipes")
+            names = [key]
+            if key == "model":
+                both = found[0].keys() | found[1].keys()
+                names = [k for k in sorted(both) if found[0].get(k) != found[1].get(k)]
+                found = [model.get(names[0]) for model in found]
+            raise UserError(
+                f"{one.path} and {other.path} are of different {what}: {names[0]} is {found[0]!r} "
+                f"and {found[1]!r}"
+            )
+    first, second = ({k: (tuple(e.size), e.properties.dtype) for k, e in c.tensors.model.items()}
+                     for c in (one, other))  # fmt: skip
+    for key in sorted(first.keys() | second.keys()):
+        if first.get(key) != second.get(key):
+            raise UserError(
+                f"{one.path} and {other.path}: {key} is {_shown(first.get(key))} and "
+                f"{_shown(second.get(key))}; only tensors of one shape and dtype are averaged"
+            )
+
+
+def _shown(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    return "absent" if entry is None else f"{list(entry[0])} {entry[1]}"
+
+
+def _piece(sources: Sequence[Tensors], key: str, chunk: ChunkStorageMetadata) -> Piece:
+    entry = sources[-1].model[key]
+    offset, sizes, dtype = tuple(chunk.offsets), tuple(chunk.sizes), entry.properties.dtype
+    make = bind(_mean, sources, key, offset, sizes)
+    return Piece(key, offset, sizes, tuple(entry.size), dtype, make)
+
+
+def _mean(
+    sources: Sequence[Tensors], key: str, offset: tuple[int, ...], sizes: tuple[int, ...]
+) -> Tensor:
+    last = sources[-1].read_part(key, offset, sizes)
+    if not last.is_floating_point():
+        return last
+    total = torch.zeros(sizes, dtype=torch.promote_types(last.dtype, torch.float32))
+    for source in sources[:-1]:
+        total += source.read_part(key, offset, sizes)
+    total += last
+    return total.div_(len(sources)).to(last.dtype)

@@ -1,0 +1,130 @@
+"""GPT-2: Hugging Face's GPT2LMHeadModel and this project's GPT with learned positions."""
+
+from typing import Any
+
+from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Stacked, Transposed
+from megatron_lowbit.conversion.llama import in_layer
+from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.errors import UserError
+
+ARCHITECTURE = "GPT2LMHeadModel"
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_ONLY = {
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}  # fmt: skip
+
+
+def from_config(config: dict[str, Any]) -> Family:
+    """The family member that a config.json describes.
+
+    Raises UserError for what this project's model cannot do.
+    """
+    activation = config.get("activation_function", _TANH_GELU[0])
+    if activation not in _TANH_GELU:
+        raise UserError(
+            f"config.json: activation_function {activation!r}: this project's GPT has "
+            f"{' or '.join(map(repr, _TANH_GELU))} (--openai-gelu)"
+        )
+    for key, good in _ONLY.items():
+        if config.get(key, good) != good:
+            raise UserError(f"config.json: {key} {config[key]!r}: this project's GPT has {good!r}")
+    hidden, heads = config["n_embd"], config["n_head"]
+    model = {
+        "num_layers": config["n_layer"],
+        "hidden_size": hidden,
+        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": hidden // heads,
+        "swiglu": False,
+        "squared_relu": False,
+        "openai_gelu": True,
+        "normalization": "LayerNorm",
+        "disable_bias_linear": False,
+        "position_embedding_type": "learned_absolute",
+        "rotary_base": 10000,  # of no effect, but compared when a checkpoint is loaded
+        "rotary_percent": 1.0,
+        "max_position_embeddings": config["n_positions"],
+        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
+        "vocab_size": config["vocab_size"],
+    }
+    return Family("GPT-2", model, config, rules(model), config.get("layer_norm_epsilon", 1e-5))
+
+
+def claims(model: dict[str, Any]) -> bool:
+    """Whether a model in the words of this project's arguments can only be of this family."""
+    return model["position_embedding_type"] == "learned_absolute"
+
+
+def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+    """A config.json for a trained model of this kind.
+
+    Raises UserError where the model is no GPT-2.
+    """
+    heads = model["num_attention_heads"]
+    wanted = {"swiglu": False, "squared_relu": False, "normalization": "LayerNorm",
+              "disable_bias_linear": False, "num_query_groups": heads,
+              "kv_channels": model["hidden_size"] // heads}  # fmt: skip
+    for key, good in wanted.items():
+        if model[key] != good:
+            raise UserError(f"the model has {key} {model[key]!r}; a GPT-2 has {good!r}")
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "gpt2",
+        # Without --openai-gelu too: megatron-core's fused kernel, which GPUs run, is this one.
+        "activation_function": _TANH_GELU[0],
+        "n_layer": model["num_layers"],
+        "n_embd": model["hidden_size"],
+        "n_inner": model["ffn_hidden_size"],
+        "n_head": heads,
+        "n_positions": model["max_position_embeddings"],
+        "layer_norm_epsilon": norm_epsilon,
+        "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],
+        "vocab_size": model["vocab_size"],
+        **_ONLY,
+    }
+
+
+def rules(model: dict[str, Any]) -> list[Rule]:
+    """Every tensor of the model."""
+    hidden, vocabulary = model["hidden_size"], Cut((model["vocab_size"],))
+    tables = {
+        "embedding.word_embeddings.weight": ("transformer.wte.weight", vocabulary),
+        "embedding.position_embeddings.weight": (
+            "transformer.wpe.weight", Join((model["max_position_embeddings"],)),
+        ),
+        "decoder.final_layernorm.weight": ("transformer.ln_f.weight", Join((hidden,))),
+        "decoder.final_layernorm.bias": ("transformer.ln_f.bias", Join((hidden,))),
+    }  # fmt: skip
+    if model["untie_embeddings_and_output_weights"]:
+        tables["output_layer.weight"] = "lm_head.weight", vocabulary
+    found = [Rule(Place(ours), (theirs,), join) for ours, (theirs, join) in tables.items()]
+    for layer in range(model["num_layers"]):
+        found += _layer_rules(model, layer)
+    return found
+
+
+def _layer_rules(model: dict[str, Any], layer: int) -> list[Rule]:
+    hidden, wide = model["hidden_size"], model["ffn_hidden_size"]
+    query_key_value = Stacked(
+        (3 * hidden,), QueryKeyValue((hidden,) * 3, model["num_query_groups"])
+    )
+    linears = {
+        "self_attention.linear_qkv": ("attn.c_attn", hidden, query_key_value),
+        "self_attention.linear_proj": ("attn.c_proj", hidden, Join((hidden,))),
+        "mlp.linear_fc1": ("mlp.c_fc", hidden, Join((wide,))),
+        "mlp.linear_fc2": ("mlp.c_proj", wide, Join((hidden,))),
+    }
+    norms = {"self_attention.linear_qkv": "ln_1", "mlp.linear_fc1": "ln_2"}
+    found = {}
+    for ours, (theirs, width, join) in linears.items():
+        found[f"{ours}.weight"] = f"{theirs}.weight", Transposed((width,), join)
+        found[f"{ours}.bias"] = f"{theirs}.bias", join
+    for ours, theirs in norms.items():
+        for part in ("weight", "bias"):
+            found[f"{ours}.layer_norm_{part}"] = f"{theirs}.{part}", Join((hidden,))
+    return [
+        Rule(in_layer(ours, model, layer), (f"transformer.h.{layer}.{theirs}",), join)
+        for ours, (theirs, join) in found.items()
+    ]

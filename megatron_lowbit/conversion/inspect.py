@@ -1,0 +1,126 @@
+"""What a checkpoint holds: tensors, pieces and files, and what it says of its model."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_lowbit.conversion.checkpoints import open_checkpoint
+from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.training import checkpoint_files as files
+
+Row = dict[str, Any]
+
+
+def inspect(source: Path) -> dict[str, Any]:
+    """A checkpoint as JSON: a ``--save`` directory's newest, one iteration, or Hugging Face's.
+
+    "tensors" are rows of key, shape, dtype, bytes and the offsets and shapes of pieces (of Hugging
+    Face's: the file); "parameters" and "bytes" are the model's whole; "optimizer" sums up its
+    tensors, "files" are names and bytes.
+
+    Raises UserError where it is none of these. Tensors are not read.
+    """
+    is_hugging_face = (source / CONFIG).is_file() and not (source / files.TRACKER).is_file()
+    return _hugging_face(source) if is_hugging_face else _megatron(source)
+
+
+def _megatron(source: Path) -> dict[str, Any]:
+    path, document, tensors = open_checkpoint(source, check=False)
+    model, state = (
+        [_row(key, entry.size, entry.properties.dtype) | _cut(entry) for key, entry in part.items()]
+        for part in (tensors.model, tensors.state)
+    )
+    saved = document["state"]
+    return {
+        "format": "torch_dist",
+        "path": str(path),
+        "iteration": document["iteration"],
+        "model": saved["model"],
+        "recipes": saved.get("recipes", []),
+        "recipe_set": saved.get("recipe_set", []),
+        "tensors": model,
+        **_sums(model),
+        "optimizer": {"kind": document["optimizer"], "tensors": len(state), **_sums(state)},
+        "files": {name: entry["bytes"] for name, entry in document["files"].items()},
+    }
+
+
+def _hugging_face(source: Path) -> dict[str, Any]:
+    folder = Folder(source)
+    rows = [
+        _row(name, *folder.shape(name)) | {"pieces": 1, "file": file}
+        for name, file in sorted(folder.file_of.items())
+    ]
+    return {
+        "format": "safetensors",
+        "path": str(source),
+        "iteration": None,
+        "model": folder.config,
+        "recipes": [],
+        "recipe_set": [],
+        "tensors": rows,
+        **_sums(rows),
+        "optimizer": None,
+        "files": {name: size for name, (size, _) in folder.files().items()},
+    }
+
+
+def _row(key: str, shape: Iterable[int], dtype: Any) -> Row:
+    shape = list(shape)
+    nbytes = math.prod(shape) * dtype.itemsize
+    return {"key": key, "shape": shape, "dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
+
+
+def _cut(entry: Any) -> Row:
+    shapes = sorted({tuple(chunk.sizes) for chunk in entry.chunks})
+    return {"pieces": len(entry.chunks), "piece_shapes": [list(shape) for shape in shapes]}
+
+
+def _sums(rows: list[Row]) -> dict[str, int]:
+    return {
+        "parameters": sum(math.prod(row["shape"]) for row in rows),
+        "bytes": sum(row["bytes"] for row in rows),
+    }
+
+
+def report(found: dict[str, Any]) -> list[str]:
+    """The same as lines for people."""
+    where = f"iteration {found['iteration']}, " if found["iteration"] is not None else ""
+    lines = [
+        f"{found['path']}: {where}{found['format']}",
+        "",
+        *_table([_cells(row) for row in found["tensors"]]),
+        "",
+        f"model: {found['parameters']:,} parameters, {found['bytes']:,} bytes, "
+        f"{len(found['tensors'])} tensors",
+    ]
+    optimizer = found["optimizer"]
+    if optimizer is not None:
+        kind = optimizer["kind"] or "none"
+        lines.append(
+            f"optimizer and recipe state: {kind}, {optimizer['tensors']} tensors, "
+            f"{optimizer['bytes']:,} bytes"
+        )
+    if found["recipes"]:
+        chosen = " ".join(found["recipes"] + [f"--recipe-set {s}" for s in found["recipe_set"]])
+        lines.append(f"recipe: {chosen}")
+    lines.append("files: " + ", ".join(f"{n} ({size:,})" for n, size in found["files"].items()))
+    lines += ["", *(f"{key}: {value}" for key, value in found["model"].items())]
+    return lines
+
+
+def _cells(row: Row) -> list[str]:
+    pieces = row.get("file", f"{row['pieces']} x {row.get('piece_shapes', [None])[0]}")
+    if len(row.get("piece_shapes", [])) > 1:
+        pieces = f"{row['pieces']}, of {len(row['piece_shapes'])} shapes"
+    return [row["key"], str(row["shape"]), row["dtype"], f"{row['bytes']:,}", pieces]
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    head = ["tensor", "shape", "dtype", "bytes", "pieces"]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]

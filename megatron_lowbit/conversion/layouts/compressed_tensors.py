@@ -1,0 +1,127 @@
+"""compressed-tensors (llm-compressor, vLLM): NVFP4, MXFP4 and MXFP8, weights only.
+
+Source: the compressors of compressed-tensors 0.20. Two E2M1 codes a byte, the even column in the
+low nibble, as ``weight_packed``; ``weight_scale`` E4M3 a block of 16 (NVFP4), or E8M0 bytes a block
+of 32; ``weight_global_scale``, FP32 of shape (1,), divides NVFP4's block scales: it is the
+reciprocal of this project's tensor scale. MXFP8 keeps E4M3 codes in ``weight``.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.conversion.layouts.layout import (
+    Layout,
+    Stored,
+    decode_blocks,
+    modules_with,
+    one_by_one,
+)
+from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.numerics import FORMATS, QuantizedTensor
+from megatron_lowbit.numerics.block_format import BlockFormat
+
+METHOD = "compressed-tensors"
+_KINDS = {"nvfp4": "nvfp4-pack-quantized", "mxfp4": "mxfp4-pack-quantized",
+          "mxfp8-e4m3": "mxfp8-quantized"}  # fmt: skip
+"""compressed-tensors' names of formats, by ours in blocks of one row."""
+_MIXED = "mixed-precision"
+
+
+def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
+    codes = "weight_packed" if weight.format.element.bits == 4 else "weight"
+    found = {codes: weight.codes, "weight_scale": weight.scales}
+    if weight.format.tensor_scaled:
+        found["weight_global_scale"] = reciprocal(weight.tensor_scale).view(1)
+    return found
+
+
+def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, Any]:
+    by_kind: dict[str, list[str]] = {}
+    for module, format in formats.items():
+        by_kind.setdefault(_one_row(format), []).append(module)
+    several = len(by_kind) > 1
+    groups = {
+        f"group_{number}": {
+            "targets": modules if several else ["Linear"],
+            "format": _KINDS[kind],
+            "weights": _weights(FORMATS[kind]),
+        }
+        for number, (kind, modules) in enumerate(by_kind.items())
+    }
+    return {
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+        "format": _MIXED if several else _KINDS[next(iter(by_kind))],
+        "config_groups": groups,
+        "ignore": list(kept),
+    }
+
+
+def _one_row(format: BlockFormat) -> str:
+    return format.name.removesuffix("-2d")
+
+
+def _weights(format: BlockFormat) -> dict[str, Any]:
+    scale = "torch.float8_e4m3fn" if format.tensor_scaled else "torch.uint8"
+    return {
+        "num_bits": format.element.bits,
+        "type": "float",
+        "strategy": "tensor_group" if format.tensor_scaled else "group",
+        "group_size": format.block,
+        "symmetric": True,
+        "dynamic": False,
+        "scale_dtype": scale,
+        "zp_dtype": scale,
+    }
+
+
+def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
+    quantization = config["quantization_config"]
+    groups = quantization.get("config_groups", {}).values()
+    kinds = {group.get("format") or quantization.get("format") for group in groups}
+    if unknown := sorted(str(kind) for kind in kinds - set(_KINDS.values())):
+        raise UserError(
+            f"config.json: quantization_config: format {unknown[0]} is not one of "
+            f"{', '.join(_KINDS.values())}"
+        )
+    if quantization.get("transform_config"):
+        raise UserError(
+            "config.json: quantization_config: transform_config: transformed weights are not read"
+        )
+    names = set(names)
+    return {
+        f"{module}weight": _weight(module, names) for module in modules_with(names, "weight_scale")
+    }
+
+
+def _weight(module: str, names: set[str]) -> Stored:
+    """By the tensors that are there: each of the formats has others."""
+    scales = f"{module}weight_scale"
+    if f"{module}weight_packed" not in names:
+        return Stored((f"{module}weight", scales), torch.float8_e4m3fn, _mx("mxfp8-e4m3"))
+    packed = f"{module}weight_packed"
+    if f"{module}weight_global_scale" not in names:
+        return Stored((packed, scales), torch.uint8, _mx("mxfp4"))
+
+    def nvfp4(codes: Tensor, scales: Tensor, divisor: Tensor) -> Tensor:
+        return decode_blocks(codes, scales, 1.0 / divisor.float().view(()), FORMATS["nvfp4"])
+
+    parts = (packed, scales, f"{module}weight_global_scale")
+    return Stored(parts, torch.uint8, nvfp4)
+
+
+def _mx(name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda codes, scales: decode_blocks(codes, scales, torch.ones(()), FORMATS[name])
+
+
+LAYOUT = Layout(
+    METHOD,
+    tuple(name + suffix for name in _KINDS for suffix in ("", "-2d")),
+    one_by_one(_tensors),
+    _config,
+    _stored,
+)

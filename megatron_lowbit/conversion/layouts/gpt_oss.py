@@ -1,0 +1,111 @@
+"""gpt-oss's MXFP4: the experts of a layer in one tensor of ``_blocks`` and one of ``_scales``.
+
+Source: openai/gpt-oss, and transformers' reader of it. E experts of ``experts.gate_up_proj`` and of
+``experts.down_proj``: ``_blocks`` are bytes (E, rows, K/32, 16), two E2M1 codes a byte, the even
+column in the low nibble; ``_scales`` E8M0 bytes (E, rows, K/32). The rows of gate and up alternate,
+gate first. Only experts are quantized, and gpt-oss's own model is another one (biases, attention
+sinks, a clamped activation): here the tensors alone are as gpt-oss has them.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.conversion.layouts.layout import (
+    Layout,
+    Stored,
+    decode_blocks,
+    modules_with,
+)
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.numerics import FORMATS, QuantizedTensor
+from megatron_lowbit.numerics.block_format import BlockFormat
+
+METHOD = "mxfp4"
+_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+"""What families call gate, up and down, by what they call a layer of experts."""
+_EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
+_BYTES = 16
+"""A block of 32 codes."""
+_PAIR, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+
+
+def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
+    """A layer's tensors, of all its experts' gate, up and down."""
+    by_role: list[list[QuantizedTensor]] = [[], [], []]
+    for name, weight in weights.items():
+        _, family, _, role = _EXPERT.match(name).groups()
+        by_role[_NAMES[family].index(role)].append(weight)
+    layer = _layer(next(iter(weights)))
+    found = {}
+    for key, ending in (("codes", "_blocks"), ("scales", "_scales")):
+        gate, up, down = (
+            torch.stack([getattr(expert, key) for expert in experts]) for experts in by_role
+        )
+        for name, tensor in ((_PAIR, torch.stack([gate, up], dim=2).flatten(1, 2)), (_DOWN, down)):
+            shaped = tensor.unflatten(-1, (-1, _BYTES)) if key == "codes" else tensor
+            found[layer + name + ending] = shaped
+    return found
+
+
+def _layer(name: str) -> str:
+    """What comes before the experts in a weight's name."""
+    return _EXPERT.match(name)[1]
+
+
+def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, Any]:
+    for module in formats:
+        if not _EXPERT.match(module):
+            raise UserError(
+                f"--quantized gpt-oss holds experts alone, but the recipe quantizes {module}: "
+                "leave other layers in high precision by a matcher"
+            )
+    whole = {_layer(module) for module in formats}
+    for module in kept:
+        found = _EXPERT.match(module)
+        if found and found[1] in whole:
+            raise UserError(
+                f"--quantized gpt-oss holds all experts of a layer or none, but the recipe keeps "
+                f"{module} in high precision"
+            )
+    return {"quant_method": METHOD, "modules_to_not_convert": list(kept)}
+
+
+def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
+    experts = config.get("num_local_experts") or config.get("num_experts")
+    family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
+    gate, up, down = _NAMES[family]
+    found = {}
+    for layer in modules_with(names, f"{_PAIR}_blocks"):
+        for number in range(experts or 0):
+            module = f"{layer}{family}.experts.{number}"
+            pair, single = (
+                (f"{layer}{name}_blocks", f"{layer}{name}_scales") for name in (_PAIR, _DOWN)
+            )
+            found[f"{module}.{gate}.weight"] = _expert(pair, number, slice(0, None, 2))
+            found[f"{module}.{up}.weight"] = _expert(pair, number, slice(1, None, 2))
+            found[f"{module}.{down}.weight"] = _expert(single, number, slice(None))
+    return found
+
+
+def _expert(parts: tuple[str, str], number: int, rows: slice) -> Stored:
+    """Rows of one expert, out of blocks (rows, K/32, 16) and scales (rows, K/32)."""
+
+    def decode(blocks: Tensor, scales: Tensor) -> Tensor:
+        codes = blocks[rows].flatten(1).contiguous()
+        return decode_blocks(codes, scales[rows], torch.ones(()), FORMATS["mxfp4"])
+
+    return Stored(parts, torch.uint8, decode, number)
+
+
+LAYOUT = Layout(
+    "gpt-oss",
+    ("mxfp4", "mxfp4-2d"),
+    _encode,
+    _config,
+    _stored,
+    together=lambda names: _layer(names[0]),
+)

@@ -1,0 +1,80 @@
+"""What a layout is: how quantized weights stand in safetensors and in config.json."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.numerics.block_format import BlockFormat
+
+
+class Stored(NamedTuple):
+    """How to read a weight: of which tensors, or of which entry of their first axis.
+
+    The first part holds its codes, in ``dtype``. ``decode`` makes its FP32 values of the parts,
+    which may be on the ``meta`` device.
+    """
+
+    parts: tuple[str, ...]
+    dtype: torch.dtype
+    decode: Callable[..., Tensor]
+    entry: int | None = None
+
+
+class Layout(NamedTuple):
+    """One way to store quantized weights.
+
+    Attributes:
+        name: for the command line.
+        formats: names of the formats that it holds.
+        encode: weights by name, those of one or more linear layers that it stores together, to
+            tensors by name. A weight is a matrix (R, K) in blocks of one row, with a row of scales
+            for each of its rows; its tensors may be on the ``meta`` device.
+        config: config.json's ``quantization_config``, of the formats of quantized modules and the
+            names of linear modules that are not. Raises UserError where these do not fit.
+        stored: of the names of a folder's tensors and its config.json (with
+            ``quantization_config``), how to read each quantized weight. Raises UserError for a
+            kind that is not read.
+        together: of the names of one linear layer's weights, what those that it stores together
+            have in common.
+        documents: further JSON files to write, by name, of the arguments of ``config``.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    encode: Callable[[Mapping[str, QuantizedTensor]], dict[str, Tensor]]
+    config: Callable[[Mapping[str, BlockFormat], Sequence[str]], dict[str, Any]]
+    stored: Callable[[Iterable[str], dict[str, Any]], dict[str, Stored]]
+    together: Callable[[tuple[str, ...]], object] = lambda names: names
+    documents: Callable[[Mapping[str, BlockFormat], Sequence[str]], dict[str, dict]] = (
+        lambda formats, kept: {}
+    )
+
+
+def one_by_one(tensors: Callable[[QuantizedTensor], dict[str, Tensor]]) -> Callable:
+    """A :attr:`Layout.encode` that makes of each module's weight tensors of that module."""
+
+    def encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
+        return {
+            name.removesuffix("weight") + key: tensor
+            for name, weight in weights.items()
+            for key, tensor in tensors(weight).items()
+        }
+
+    return encode
+
+
+def modules_with(names: Iterable[str], ending: str) -> list[str]:
+    """The modules, each with a dot at its end, that have a tensor of this name."""
+    return [name.removesuffix(ending) for name in names if name.endswith(f".{ending}")]
+
+
+def decode_blocks(
+    codes: Tensor, scales: Tensor, tensor_scale: Tensor, format: BlockFormat
+) -> Tensor:
+    """FP32 (R, K) of 4-bit codes (R, K/2) or 8-bit ones (R, K), with a scale a block and row."""
+    columns = codes.shape[1] * (2 if format.element.bits == 4 else 1)
+    shape = (codes.shape[0], columns)
+    return QuantizedTensor(codes, scales, tensor_scale, format, shape).dequantize()

@@ -1,0 +1,162 @@
+"""Writing megatron-core's ``torch_dist`` format, one tensor at a time and a file after another."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+
+from megatron_lowbit.conversion.partial import Partial
+from megatron_lowbit.conversion.plan import Place
+from megatron_lowbit.training import checkpoint_files as files
+
+Span = tuple[int, int]
+"""Where a piece is in its file: first byte, number of bytes."""
+COMMON = {"iteration": 0, "checkpoint_version": 3.0}
+"""What common.pt holds where there is a model alone."""
+
+
+class Piece(NamedTuple):
+    """A piece of the tensor ``key``, still to be made: of this shape, at this place of the whole.
+
+    Without a dtype it is an object, a pickle that ``make`` returns as it is.
+    """
+
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    whole: tuple[int, ...]
+    dtype: torch.dtype | None
+    make: Callable[[], Tensor | bytes]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize if self.dtype else 0
+
+
+def piece_at(
+    place: Place, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+) -> Piece:
+    """All of a part of a tensor; ``shape`` and what ``make`` gives are without leading axes."""
+    lead = tuple(1 for _ in place.index)
+    offset = (*place.index, *(0 for _ in shape))
+    return Piece(place.key, offset, (*lead, *shape), (*place.of, *shape), dtype, make)
+
+
+def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
+    """Names of files and what goes there: up to ``most`` bytes, or one larger piece."""
+    found: list[list[Piece]] = [[]]
+    size = 0
+    for piece in pieces:
+        if found[-1] and size + piece.nbytes > most:
+            found.append([])
+            size = 0
+        found[-1].append(piece)
+        size += piece.nbytes
+    return {f"__0_{number}.distcp": part for number, part in enumerate(found)}
+
+
+def write_iteration(
+    partial: Partial,
+    parent: Path,
+    document: dict,
+    common: dict | bytes,
+    contents: dict[str, list[Piece]],
+    done: Callable[[], None],
+) -> None:
+    """Write the checkpoint of one iteration into ``parent``, and the tracker file that names it.
+
+    ``partial`` knows the files that are finished already. ``document`` is lowbit.json without its
+    list of files, ``common`` is what common.pt holds. ``done`` is called for each piece.
+    """
+    iteration = document["iteration"]
+    path = files.iteration_directory(parent, iteration)
+    path.mkdir(parents=True, exist_ok=True)
+    spans = {}
+    for name, pieces in contents.items():
+        spans[name] = partial.note(path / name)
+        if spans[name] is None:
+            spans[name] = _write_file(path / name, pieces, done)
+            partial.finish(path / name, spans[name])
+        else:
+            for _ in pieces:
+                done()
+    _write_metadata(path, contents, spans)
+    if isinstance(common, bytes):
+        (path / "common.pt").write_bytes(common)
+    else:
+        torch.save(common, path / "common.pt")
+    save_config(CheckpointingConfig("torch_dist"), str(path))
+    checksums: dict[str, dict] = {}
+    for rank in {0, *(int(name.split("_")[2]) for name in contents)}:
+        checksums |= files.checksums(path, rank)
+    files.write_document(path, document | {"files": checksums})
+    (parent / files.TRACKER).write_text(f"{iteration}\n")
+
+
+def _write_file(path: Path, pieces: Sequence[Piece], done: Callable[[], None]) -> list[Span]:
+    spans = []
+    with open(path, "wb") as file:
+        for piece in pieces:
+            start = file.tell()
+            made = piece.make()
+            if isinstance(made, bytes):
+                file.write(made)
+            else:
+                torch.save(_compact(made).view(piece.shape), file)
+            del made
+            spans.append((start, file.tell() - start))
+            done()
+        file.flush()
+        os.fsync(file.fileno())
+    return spans
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The same without what else its memory holds: torch.save writes that too."""
+    tensor = tensor.contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone()
+
+
+def _write_metadata(
+    directory: Path, contents: dict[str, list[Piece]], spans: dict[str, list[Span]]
+) -> None:
+    """torch's description of all pieces and where they are."""
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    results = []
+    for name, pieces in contents.items():
+        for piece, (start, length) in zip(pieces, spans[name], strict=True):
+            index = MetadataIndex(piece.key)
+            if piece.dtype is None:
+                described[piece.key] = BytesStorageMetadata()
+            else:
+                properties = TensorProperties(dtype=piece.dtype)
+                whole = TensorStorageMetadata(properties, torch.Size(piece.whole), [])
+                chunks = described.setdefault(piece.key, whole).chunks
+                index = MetadataIndex(piece.key, torch.Size(piece.offset), len(chunks))
+                chunks.append(
+                    ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
+                )
+            results.append(WriteResult(index, length, _StorageInfo(name, start, length)))
+    FileSystemWriter(directory).finish(Metadata(described), [results])

@@ -1,0 +1,191 @@
+"""Nemotron-H: Hugging Face's NemotronHForCausalLM and this project's hybrids.
+
+A Mamba-2 block's projection and convolution are one tensor there, and here one for each thing that
+they compute: gate z, input x, B, C and steps dt.
+"""
+
+from itertools import accumulate, pairwise
+from typing import Any
+
+from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Share
+from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.errors import UserError
+
+ARCHITECTURE = "NemotronHForCausalLM"
+_SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
+            "mamba": "M", "attention": "*"}  # fmt: skip
+"""Of kinds of blocks; the last two are names of older files."""
+_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+_ONLY = {
+    "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "use_conv_bias": True,
+    "layer_norm_epsilon": 1e-5, "use_bias": False, "mamba_proj_bias": False,
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    "sliding_window": None, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+"""What this project's hybrids have; of a mixer's norm megatron-core fixes the epsilon."""
+_SMALLEST_STEP = 1e-30
+"""transformers raises steps to ``time_step_min``; megatron-core leaves them, and 0 has no log."""
+
+
+def from_config(config: dict[str, Any]) -> Family:
+    """The family member that a config.json describes.
+
+    Raises UserError for what this project's model cannot do.
+    """
+    for key, good in _ONLY.items():
+        if config.get(key, good) != good:
+            raise UserError(
+                f"config.json: {key} {config[key]!r}: this project's hybrids have {good!r}"
+            )
+    pattern, heads = _pattern(config), config["num_attention_heads"]
+    model = {
+        "num_layers": len(pattern),
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "kv_channels": config["head_dim"],
+        "swiglu": False,
+        "squared_relu": True,
+        "normalization": "RMSNorm",
+        "disable_bias_linear": True,
+        "position_embedding_type": "none",
+        "rotary_base": 10000,  # of no effect, but compared when a checkpoint is loaded
+        "rotary_percent": 1.0,
+        "max_position_embeddings": config["max_position_embeddings"],
+        "untie_embeddings_and_output_weights": True,
+        "hybrid_override_pattern": pattern,
+        "mamba_state_dim": config["ssm_state_size"],
+        "mamba_head_dim": config["mamba_head_dim"],
+        "mamba_num_groups": config["n_groups"],
+        "mamba_num_heads": config["mamba_num_heads"],
+        "vocab_size": config["vocab_size"],
+    }
+    return Family("Nemotron-H", model, config, rules(model), _ONLY["layer_norm_epsilon"])
+
+
+def _pattern(config: dict[str, Any]) -> str:
+    """A symbol for each block, from one for each or from names."""
+    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern", "")
+    symbols = [kind if kind in _KINDS else _SYMBOLS.get(kind) for kind in kinds]
+    if None in symbols:
+        raise UserError(
+            f"config.json: a block is {kinds[symbols.index(None)]!r}: this project's hybrids "
+            f"have {', '.join(_KINDS.values())}"
+        )
+    return "".join(symbols)
+
+
+def claims(model: dict[str, Any]) -> bool:
+    """Whether a model in the words of this project's arguments can only be of this family."""
+    return "hybrid_override_pattern" in model
+
+
+def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+    """A config.json for a trained model of this kind.
+
+    Raises UserError where the model is no Nemotron-H.
+    """
+    wanted = {"swiglu": False, "squared_relu": True, "normalization": "RMSNorm",
+              "disable_bias_linear": True, "position_embedding_type": "none",
+              "untie_embeddings_and_output_weights": True}  # fmt: skip
+    for key, good in wanted.items():
+        if model[key] != good:
+            raise UserError(f"the model has {key} {model[key]!r}; a Nemotron-H has {good!r}")
+    if norm_epsilon != _ONLY["layer_norm_epsilon"]:
+        raise UserError(
+            f"--norm-epsilon {norm_epsilon:g}: a Nemotron-H has one for all norms, and "
+            f"megatron-core's Mamba blocks compute with {_ONLY['layer_norm_epsilon']:g}"
+        )
+    return {
+        "architectures": [ARCHITECTURE],
+        "model_type": "nemotron_h",
+        "hidden_size": model["hidden_size"],
+        "intermediate_size": model["ffn_hidden_size"],
+        "layers_block_type": [_KINDS[symbol] for symbol in model["hybrid_override_pattern"]],
+        "num_attention_heads": model["num_attention_heads"],
+        "num_key_value_heads": model["num_query_groups"],
+        "head_dim": model["kv_channels"],
+        "max_position_embeddings": model["max_position_embeddings"],
+        "ssm_state_size": model["mamba_state_dim"],
+        "mamba_head_dim": model["mamba_head_dim"],
+        "mamba_num_heads": _mamba_heads(model),
+        "n_groups": model["mamba_num_groups"],
+        "time_step_min": _SMALLEST_STEP,
+        "vocab_size": model["vocab_size"],
+        **_ONLY,
+    }
+
+
+def _mamba_heads(model: dict[str, Any]) -> int:
+    """As megatron-core counts them where the arguments do not."""
+    return model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]
+
+
+def rules(model: dict[str, Any]) -> list[Rule]:
+    """Every tensor of the model."""
+    vocabulary, hidden = Cut((model["vocab_size"],)), Join((model["hidden_size"],))
+    tables = {
+        "embedding.word_embeddings.weight": ("backbone.embeddings.weight", vocabulary),
+        "decoder.final_norm.weight": ("backbone.norm_f.weight", hidden),
+        "output_layer.weight": ("lm_head.weight", vocabulary),
+    }
+    found = [Rule(Place(ours), (theirs,), join) for ours, (theirs, join) in tables.items()]
+    blocks = {"M": _mamba, "*": _attention, "-": _mlp}
+    for layer, symbol in enumerate(model["hybrid_override_pattern"]):
+        norm, tensors = blocks[symbol](model)
+        ours, theirs = f"decoder.layers.{layer}", f"backbone.layers.{layer}"
+        found.append(Rule(Place(f"{ours}.{norm}"), (f"{theirs}.norm.weight",), hidden))
+        found += [
+            Rule(Place(f"{ours}.{name}"), tuple(f"{theirs}.mixer.{part}" for part in parts), join)
+            for name, (parts, join) in tensors.items()
+        ]
+    return found
+
+
+Block = tuple[str, dict[str, tuple[tuple[str, ...], Join]]]
+"""The name of a block's norm here; its other tensors, and what makes them."""
+
+
+def _mamba(model: dict[str, Any]) -> Block:
+    heads = _mamba_heads(model)
+    inner = heads * model["mamba_head_dim"]
+    states = model["mamba_num_groups"] * model["mamba_state_dim"]
+    tensors: dict[str, tuple[tuple[str, ...], Join]] = {
+        **_shares("in_proj.weight", z=inner, x=inner, B=states, C=states, dt=heads),
+        **_shares("conv1d.weight", x=inner, B=states, C=states),
+        **_shares("conv1d.bias", x=inner, B=states, C=states),
+        "mixer.norm.weight": (("norm.weight",), Join((inner,))),
+        "mixer.out_proj.weight": (("out_proj.weight",), Join((model["hidden_size"],))),
+    }
+    for name in ("A_log", "D", "dt_bias"):
+        tensors[f"mixer.{name}"] = (name,), Join((heads,))
+    return "mixer.in_proj.layer_norm_weight", tensors
+
+
+def _shares(name: str, **rows: int) -> dict[str, tuple[tuple[str, ...], Join]]:
+    """A mixer's tensor, which has these rows of each thing, one below the other."""
+    ends = list(accumulate(rows.values(), initial=0))
+    return {
+        f"mixer.{name}.{thing}": ((name,), Share((ends[-1],), start, stop))
+        for thing, (start, stop) in zip(rows, pairwise(ends), strict=True)
+    }
+
+
+def _attention(model: dict[str, Any]) -> Block:
+    groups, dimension = model["num_query_groups"], model["kv_channels"]
+    query, key = model["num_attention_heads"] * dimension, groups * dimension
+    return "self_attention.linear_qkv.layer_norm_weight", {
+        "self_attention.linear_qkv.weight": (
+            tuple(f"{name}_proj.weight" for name in "qkv"),
+            QueryKeyValue((query, key, key), groups),
+        ),
+        "self_attention.linear_proj.weight": (("o_proj.weight",), Join((model["hidden_size"],))),
+    }
+
+
+def _mlp(model: dict[str, Any]) -> Block:
+    return "mlp.linear_fc1.layer_norm_weight", {
+        "mlp.linear_fc1.weight": (("up_proj.weight",), Join((model["ffn_hidden_size"],))),
+        "mlp.linear_fc2.weight": (("down_proj.weight",), Join((model["hidden_size"],))),
+    }

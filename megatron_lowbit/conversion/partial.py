@@ -1,0 +1,132 @@
+"""A folder that is written file by file, and appears under its name once it is whole.
+
+Until then it is a hidden folder beside it, with a journal of its finished files. An interruption
+(Ctrl-C, a kill, a full disk) leaves it there, and the same work started again makes only the rest.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.training import checkpoint_files as files
+from megatron_lowbit.training.checkpoint_ranks import error_behind
+
+JOURNAL = ".finished.jsonl"
+
+
+class Partial:
+    """The folder ``path`` and, by name, what was noted of each of its finished files."""
+
+    def __init__(self, path: Path, task: dict[str, Any]) -> None:
+        """Go on with what is there of this task, a JSON object; else begin with an empty folder."""
+        self.path, self._journal = path, path / JOURNAL
+        self._finished = _finished(path, json.loads(json.dumps(task)))
+        if self._finished is None:
+            shutil.rmtree(path, ignore_errors=True)
+            path.mkdir(parents=True)
+            self._finished = {}
+        # Anew: its last line may be torn.
+        _write(self._journal, "w", task, *self._finished.values())
+
+    def __len__(self) -> int:
+        """How many files are finished."""
+        return len(self._finished)
+
+    def note(self, file: Path) -> Any:
+        """What :meth:`finish` was given with a file of this folder; None where it is to be made."""
+        return self._finished.get(str(file.relative_to(self.path)), {}).get("note")
+
+    def finish(self, file: Path, note: Any) -> None:
+        """Say that a file is written, and on the disk. ``note`` is JSON, and not None."""
+        name = str(file.relative_to(self.path))
+        entry = {"file": name, "bytes": file.stat().st_size, "note": note}
+        self._finished[name] = entry
+        _write(self._journal, "a", entry)
+
+    def close(self) -> None:
+        """Remove the journal."""
+        self._journal.unlink()
+
+
+@contextmanager
+def whole(output: Path, force: bool, task: dict[str, Any]) -> Iterator[Partial]:
+    """A folder to write into, which becomes ``output`` if all goes well.
+
+    After an interruption its finished files are kept for the next call with an equal ``task``,
+    which names the source and every argument that decides on the files. Bad input leaves nothing.
+
+    Raises UserError where ``output`` exists, without ``force``, or the system refuses to read or
+    write.
+    """
+    require(force or not output.exists(), f"{output} exists; --force replaces it")
+    path = output.with_name(f".{output.name}.partial")
+    try:
+        partial = Partial(path, task)
+        if len(partial):
+            print(f"{output}: going on where it was interrupted, {len(partial)} files are there")
+        yield partial
+        partial.close()
+        files.replace_directory(path, output)
+    except KeyboardInterrupt:
+        print(f"interrupted: {path} keeps the finished files for the same command")
+        raise
+    except UserError:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    except Exception as error:
+        cause = error_behind(error, OSError)  # torch.save hides it
+        if cause is None:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+        raise UserError(
+            f"{output}: stopped: {cause.strerror or cause}; the same command goes on from there"
+        ) from error
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal; what it gives is called for each tensor."""
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task("tensors", total=total)
+        yield lambda: bar.advance(task)
+
+
+def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
+    """The notes of an interrupted task's finished files; None where it was none, or another.
+
+    Deletes all other files.
+    """
+    try:
+        lines = (path / JOURNAL).read_text().splitlines()
+        if json.loads(lines[0]) != task:
+            return None
+    except (OSError, ValueError, IndexError):
+        return None
+    found = {}
+    for line in lines[1:]:
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            break
+        file = path / entry["file"]
+        if file.is_file() and file.stat().st_size == entry["bytes"]:
+            found[entry["file"]] = entry
+    for file in path.rglob("*"):
+        if file.is_file() and str(file.relative_to(path)) not in found:
+            file.unlink()
+    return found
+
+
+def _write(journal: Path, mode: str, *lines: dict[str, Any]) -> None:
+    with open(journal, mode) as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.flush()
+        os.fsync(file.fileno())

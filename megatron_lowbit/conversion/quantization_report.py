@@ -1,0 +1,91 @@
+"""How far quantized weights are from what they were, read back from the files written."""
+
+import sys
+from collections.abc import Iterable
+from math import log10
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_lowbit.conversion.hugging_face_files import write_json
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.quantized import Quantization
+from megatron_lowbit.conversion.quantized_folder import open_folder
+
+_COLUMNS = 130
+REPORT = "quantization_report.json"
+
+
+class Energy(NamedTuple):
+    """Sums of squares of a weight and of its error."""
+
+    signal: float
+    noise: float
+
+    @property
+    def sqnr(self) -> float | None:
+        """Signal to quantization noise in dB; None without noise or signal."""
+        return 10 * log10(self.signal / self.noise) if self.signal and self.noise else None
+
+
+def finish(path: Path, tensors: Tensors, plan: Quantization) -> None:
+    """Write what a quantized export has beside weights and config.json; print a row for each block.
+
+    ``weights`` in quantization_report.json has, by Hugging Face's names, the format and the SQNR in
+    dB; ``kept`` the modules with matrices that are not quantized.
+    """
+    for name, document in plan.documents.items():
+        write_json(path / name, document)
+    folder = open_folder(path)
+    weights: dict[str, Any] = {}
+    blocks: dict[int, dict[str, Energy]] = {}
+    for weight in plan.weights.values():
+        parts = weight.join.split(weight.read(tensors).float())
+        for name, part in zip(weight.names, parts, strict=True):
+            energy = _energy(part, folder.dequantized(name))
+            blocks.setdefault(weight.layer.block, {})[name] = energy
+            format = str(weight.quantizer.format)
+            weights[name] = {"format": format, "sqnr_db": energy.sqnr}
+    whole = _total(energy for energies in blocks.values() for energy in energies.values())
+    write_json(path / REPORT, {
+        "recipe": plan.recipe.name, "layout": plan.layout.name, "sqnr_db": whole.sqnr,
+        "weights": weights, "kept": list(plan.kept),
+    })  # fmt: skip
+    _print(plan, blocks, weights)
+
+
+def _energy(exact: torch.Tensor, quantized: torch.Tensor) -> Energy:
+    noise = (exact - quantized).square().sum(dtype=torch.float64)
+    return Energy(float(exact.square().sum(dtype=torch.float64)), float(noise))
+
+
+def _total(energies: Iterable[Energy]) -> Energy:
+    return Energy(*(sum(column) for column in zip(*energies, strict=True)))
+
+
+def _print(
+    plan: Quantization, blocks: dict[int, dict[str, Energy]], weights: dict[str, Any]
+) -> None:
+    table = Table(
+        title=f"recipe {plan.recipe.name} as {plan.layout.name}: {len(weights)} quantized weights",
+        title_justify="left",
+    )
+    for column in ("block", "weights", "formats", "SQNR (dB)", "lowest"):
+        table.add_column(column)
+    for block, energies in sorted(blocks.items()):
+        formats = dict.fromkeys(weights[name]["format"] for name in energies)
+        lowest = min(energies, key=lambda name: _shown(energies[name])[1])
+        whole = _shown(_total(energies.values()))[0]
+        low = f"{_shown(energies[lowest])[0]} {lowest}"
+        table.add_row(str(block), str(len(energies)), ", ".join(formats), whole, low)
+    # Without a terminal rich assumes 80 columns, which breaks names apart.
+    Console(width=None if sys.stdout.isatty() else _COLUMNS).print(table)
+
+
+def _shown(energy: Energy) -> tuple[str, float]:
+    """As text, and to compare."""
+    value = energy.sqnr
+    return ("exact", float("inf")) if value is None else (f"{value:.2f}", value)

@@ -1,0 +1,105 @@
+"""A folder of Hugging Face's with quantized weights, read as if they were not."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder, read_json
+from megatron_lowbit.conversion.layouts import METHODS, Layout
+from megatron_lowbit.conversion.layouts.modelopt import DOCUMENT
+from megatron_lowbit.conversion.layouts.modelopt import METHOD as MODELOPT
+from megatron_lowbit.errors import UserError, require
+
+QUANTIZATION = "quantization_config"
+_OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
+"""Scales that say nothing about weights."""
+
+
+def open_folder(path: Path) -> Folder:
+    """The folder, whose weights are dequantized to BF16 where they are quantized.
+
+    Raises UserError for a kind of quantization that is not read.
+    """
+    config = read_json(path / CONFIG)
+    quantization = config.get(QUANTIZATION)
+    if quantization is None and (path / DOCUMENT).is_file():
+        # ModelOpt's older exports say it beside config.json alone.
+        said = read_json(path / DOCUMENT).get("quantization") or {}
+        quantization = {"quant_method": MODELOPT, **said}
+    if quantization is None:
+        return Folder(path)
+    require(isinstance(quantization, dict), f"{path / CONFIG}: {QUANTIZATION} is no JSON object")
+    method = quantization.get("quant_method")
+    if method not in METHODS:
+        raise UserError(
+            f"{path / CONFIG}: {QUANTIZATION}: quant_method {method!r} is not one of "
+            f"{', '.join(METHODS)}"
+        )
+    return QuantizedFolder(path, METHODS[method], config | {QUANTIZATION: quantization})
+
+
+class QuantizedFolder(Folder):
+    """Has dequantized weights in the place of their codes and scales; matrices are BF16."""
+
+    def __init__(self, path: Path, layout: Layout, config: dict) -> None:
+        super().__init__(path)
+        self.config = {key: value for key, value in config.items() if key != QUANTIZATION}
+        self._weights = layout.stored(self.file_of, config)
+        parts = {part for stored in self._weights.values() for part in stored.parts}
+        if missing := sorted(parts - self.file_of.keys()):
+            raise UserError(f"{path}: no tensor {missing[0]} ({len(missing)} are missing)")
+        self._stored_in = self.file_of
+        plain = {
+            name: file
+            for name, file in self.file_of.items()
+            if name not in parts and not name.endswith(_OF_ACTIVATIONS)
+        }
+        self.file_of = plain | {
+            name: self.file_of[stored.parts[0]] for name, stored in self._weights.items()
+        }
+
+    def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+        """Of a tensor as :meth:`read` gives it."""
+        if name not in self._weights:
+            shape, dtype = super().shape(name)
+            # One tensor of Megatron's holds those of all layers: quantized or not, one dtype.
+            return shape, torch.bfloat16 if len(shape) > 1 else dtype
+        stored = self._weights[name]
+        parts = [self._outline(part, stored.entry) for part in stored.parts]
+        codes, dtype = stored.parts[0], parts[0].dtype
+        require(
+            dtype == stored.dtype,
+            f"{self.path}: {codes} is {dtype}; these codes are {stored.dtype}",
+        )
+        try:
+            return tuple(stored.decode(*parts).shape), torch.bfloat16
+        except RuntimeError:
+            shapes = ", ".join(str(list(part.shape)) for part in parts)
+            raise UserError(
+                f"{self.path}: {codes} and its scales do not fit together: {shapes}"
+            ) from None
+
+    def read(self, name: str) -> Tensor:
+        """A tensor, on the CPU."""
+        tensor = self.dequantized(name)
+        return tensor.to(torch.bfloat16) if tensor.ndim > 1 else tensor
+
+    def dequantized(self, name: str) -> Tensor:
+        """A quantized weight in FP32, or another tensor as it is."""
+        if name not in self._weights:
+            return super().read(name)
+        stored = self._weights[name]
+        return stored.decode(*(self._part(part, stored.entry) for part in stored.parts))
+
+    def _outline(self, part: str, entry: int | None) -> Tensor:
+        """A part without content."""
+        with self._open(self._stored_in[part], part) as file:
+            found = file.get_slice(part)
+            shape = found.get_shape()
+            dtype = (found[:0] if shape else file.get_tensor(part)).dtype
+        return torch.empty(shape if entry is None else shape[1:], dtype=dtype, device="meta")
+
+    def _part(self, part: str, entry: int | None) -> Tensor:
+        with self._open(self._stored_in[part], part) as file:
+            return file.get_tensor(part) if entry is None else file.get_slice(part)[entry]

@@ -1,0 +1,124 @@
+"""Whether both sides of a conversion compute the same: logits of transformers' model and ours."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.conversion import convert
+from megatron_lowbit.conversion.hugging_face_files import Folder
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.plan import Family
+from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
+from megatron_lowbit.conversion.quantized_folder import (
+    QUANTIZATION,
+    QuantizedFolder,
+    open_folder,
+)
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.integrations.megatron_core.config import transformer_config
+from megatron_lowbit.integrations.megatron_core.models import build_model
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.recipes import Recipe, load_recipe
+from megatron_lowbit.training import checkpoint_files as files
+from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.training.checkpoint import load_checkpoint
+from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+
+TOKENS = tuple(range(1, 9))
+
+
+def verify(
+    folder: Path,
+    checkpoint: Path,
+    tokens: Sequence[int] = TOKENS,
+    quantized: QuantizedAs | None = None,
+) -> tuple[float, float]:
+    """Compare a folder of Hugging Face's with a checkpoint directory's newest checkpoint.
+
+    Both models compute in FP32, and each has to fit into memory. ``quantized`` is what the folder
+    was exported as: this project's model then quantizes those weights, and no activation, and
+    transformers' has them dequantized in FP32; without it, in BF16 as they are imported.
+
+    Returns:
+        The largest difference of logits, and the largest logit of transformers'.
+
+    Raises UserError where transformers is not installed, or a token is not in the vocabulary.
+    """
+    opened = open_folder(folder)
+    family = convert.FAMILIES[opened.config["architectures"][0]].from_config(opened.config)
+    size = family.model["vocab_size"]
+    for token in tokens:
+        require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")
+    batch = torch.tensor([list(tokens)])
+    theirs = _of_transformers(opened, batch, exact=quantized is not None)
+    ours = _of_megatron(checkpoint, family, batch, quantized)[..., :size]
+    return float((ours - theirs).abs().max()), float(theirs.abs().max())
+
+
+def print_difference(*arguments: Any) -> None:
+    """Say what :func:`verify` finds, of its arguments."""
+    difference, largest = verify(*arguments)
+    print(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
+
+
+def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise UserError("--verify needs transformers: pip install transformers") from None
+    config = AutoConfig.from_pretrained(folder.path)
+    if hasattr(config, QUANTIZATION):
+        delattr(config, QUANTIZATION)  # the weights come dequantized
+    kind = type(AutoModelForCausalLM.from_config(config))
+    exact = exact and isinstance(folder, QuantizedFolder)
+    read = folder.dequantized if exact else folder.read
+    weights = {name: read(name).float() for name in folder.file_of}
+    model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
+    # transformers 5.23 leaves what it does not load, such as rotary frequencies, without a value.
+    fresh = dict(kind(config).named_buffers())
+    for name, buffer in model.named_buffers():
+        buffer.copy_(fresh[name])
+    with torch.no_grad():
+        return model.eval()(tokens).logits.float()
+
+
+def _of_megatron(
+    checkpoint: Path, family: Family, tokens: Tensor, quantized: QuantizedAs | None
+) -> Tensor:
+    iteration = files.latest_iteration(checkpoint)
+    path = files.iteration_directory(checkpoint, iteration)
+    state = files.read_document(path)["state"]
+    shape = shlex.split(convert.arguments(family), comments=True)
+    args = parse_arguments([
+        *shape, "--seq-length", str(tokens.shape[1]), "--micro-batch-size", "1",
+        "--lr", "1", "--train-iters", "1", "--data-path", "unused",
+    ])  # fmt: skip
+    recipe = load_recipe("bf16")
+    if quantized is not None:
+        recipe = _of_weights(recipe_of(quantized, state, path))
+    rows = Tensors(path).model["embedding.word_embeddings.weight"].size[0]
+    initialize_distributed(args)
+    try:
+        config = transformer_config(args, torch.float32)
+        [model] = chunks = build_model(args, config, recipe, reference("--verify"), rows)
+        load_checkpoint(checkpoint, chunks, None, None, state["model"], iteration)
+        place = next(model.parameters()).device
+        positions = torch.arange(tokens.shape[1], device=place)[None]
+        with torch.no_grad():
+            return model.eval()(tokens.to(place), positions, attention_mask=None).float().cpu()
+    finally:
+        shutdown()
+
+
+def _of_weights(recipe: Recipe) -> Recipe:
+    """The recipe with weights quantized in fprop, and nothing else."""
+    configs = {
+        name: replace(precision, fprop=replace(precision.fprop, lhs=None))
+        for name, precision in recipe.configs.items()
+    }
+    return replace(recipe, configs=configs, switches=())

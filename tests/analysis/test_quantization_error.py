@@ -1,0 +1,95 @@
+"""Quantization errors: sums against definitions written out in float64, and how they add up."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_lowbit.analysis.quantization_error import add, figures, gemm_sums
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.numerics import hadamard_transform
+from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.recipes.precision import GEMM_ROLES
+
+MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
+# Quantizes nothing, so that only the layer's own formulas are left.
+
+
+def call_of(name: str) -> LinearCall:
+    precision = load_recipe(name, []).precision_for(MIDDLE)
+    return LinearCall(precision, reference("a test"), key=5, training=False, keep_input=False)
+
+
+def numbers(sums) -> dict[str, float]:
+    return {name: float(value) for name, value in sums.items()}
+
+
+@pytest.fixture
+def operands():
+    draws = torch.Generator().manual_seed(2)
+    lhs = torch.randn(96, 128, generator=draws) * torch.rand(96, 1, generator=draws).exp()
+    lhs[3, 7], lhs[4, :32] = 90.0, 0.0
+    return lhs, torch.randn(64, 128, generator=draws)
+
+
+@pytest.mark.parametrize("gemm", GEMM_ROLES)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4-backward", "fp8-tile", "mxfp8"])
+def test_figures_by_their_definitions(operands, name, gemm):
+    call = call_of(name)
+    found = figures(numbers(gemm_sums(call, gemm, *operands)))
+    tokens = 96 if gemm != "wgrad" else 128
+    values = []
+    for role, x in zip(GEMM_ROLES[gemm], operands, strict=True):
+        request = call.request(gemm, role, tokens)
+        if request is None:
+            values.append(x.double())
+            assert f"{gemm}/{role}/sqnr_db" not in found
+            continue
+        wanted = x
+        if request.hadamard is not None:
+            wanted = hadamard_transform(x, request.hadamard, request.sign_key)
+        wanted, got = wanted.double(), request(x).dequantize().double()
+        values.append(got)
+        noise = (got - wanted).square().sum() / wanted.square().sum()
+        seen = {k.rpartition("/")[2]: v for k, v in found.items() if f"{gemm}/{role}/" in k}
+        assert seen["sqnr_db"] == pytest.approx(-10 * math.log10(noise), rel=1e-6)
+        lost = ((got == 0) & (wanted != 0)).sum() / (wanted != 0).sum()
+        assert seen["flushed"] == pytest.approx(float(lost))
+        assert seen["amax"] == x.abs().max()
+        block = request.quantizer.format.block
+        if 1 < block < x.shape[1]:
+            tops = wanted.unflatten(1, (-1, block)).abs().amax(-1)
+            tops = tops[tops > 0].log2()
+            assert seen["block_spread"] == pytest.approx(float(tops.std(correction=0)), rel=1e-6)
+    if not any(f"{gemm}/{role}/amax" in found for role in GEMM_ROLES[gemm]):
+        assert found == {}
+        return
+    exact = operands[0].double() @ operands[1].double().t()
+    error = (values[0] @ values[1].t() - exact).norm() / exact.norm()
+    assert found[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
+
+
+def test_saturated_values_are_those_beyond_the_largest(operands):
+    """NVFP4's scales are rounded: a block's largest value may lie beyond 6 of them."""
+    call = call_of("nvfp4")
+    x = operands[0]
+    made = call.request("fprop", "input", 96)(x)
+    scales = (made.scales.float() * made.tensor_scale).repeat_interleave(16, dim=1)
+    beyond = (x.abs() > 6 * scales) & (scales > 0)
+    found = figures(numbers(gemm_sums(call, "fprop", *operands)))
+    assert 0 < float(beyond.double().mean()) < 0.1
+    assert found["fprop/input/saturated"] == pytest.approx(float(beyond.double().mean()), rel=0.02)
+
+
+def test_sums_add_up(operands):
+    """Over two halves of the tokens: as of all of them, where blocks do not reach over."""
+    call = call_of("mxfp8")
+    lhs, rhs = operands
+    total: dict[str, float] = {}
+    for half in lhs.chunk(2):
+        sums = numbers(gemm_sums(call, "fprop", half, rhs))
+        add(total, {k: v for k, v in sums.items() if "/weight/" not in k})
+    whole = numbers(gemm_sums(call, "fprop", lhs, rhs))
+    whole = {k: v for k, v in whole.items() if "/weight/" not in k}
+    assert total == pytest.approx(whole, rel=1e-9)

@@ -1,0 +1,8 @@
+"""Where the tests find each other's helpers, and the tools."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+# pytest's importlib mode adds no paths.
+sys.path[:0] = map(str, (HERE, HERE.parent / "end_to_end", HERE.parents[1] / "tools"))

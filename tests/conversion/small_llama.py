@@ -1,0 +1,69 @@
+"""A Llama in Hugging Face's format without transformers, of any size, in files of any size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "vocab_size": 100, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every tensor's."""
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    query, key = (config[name] * config["head_dim"]
+                  for name in ("num_attention_heads", "num_key_value_heads"))  # fmt: skip
+    layer = {
+        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden),
+        "self_attn.v_proj": (key, hidden), "self_attn.o_proj": (hidden, query),
+        "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+    }  # fmt: skip
+    found = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for number in range(config["num_hidden_layers"]):
+        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    found["model.norm.weight"] = (hidden,)
+    if not config["tie_word_embeddings"]:
+        found["lm_head.weight"] = (config["vocab_size"], hidden)
+    return found
+
+
+def write_llama(
+    folder: Path,
+    config: dict[str, Any] | None = None,
+    shard_bytes: int = 10**9,
+    dtype: torch.dtype = torch.float32,
+    **changes: torch.Tensor | None,
+) -> int:
+    """Write config.json and random weights; return the largest file's bytes.
+
+    ``changes`` puts tensors in the place of the model's, or takes them away.
+    """
+    config = CONFIG | (config or {})
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    made = {name: torch.rand(shape).to(dtype) for name, shape in shapes(config).items()} | changes
+    shards, size = [{}], 0
+    for name, tensor in made.items():
+        if tensor is None:
+            continue
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        save_file(shard, folder / f"{number}.safetensors", metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, f"{number}.safetensors")
+    index = {"weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return max(path.stat().st_size for path in folder.glob("*.safetensors"))

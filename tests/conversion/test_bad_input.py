@@ -1,0 +1,122 @@
+"""What is wrong with a source is said in one line, before anything is written."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from small_llama import write_llama
+
+from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.training import checkpoint_files
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder to spoil, in several files."""
+    return tmp_path / "source"
+
+
+def refused(source, message: str, convert=to_megatron, *rest) -> None:
+    """Check that the one line has this, and that nothing is left."""
+    parent = source.parent
+    with pytest.raises(UserError, match=message) as caught:
+        convert(source, parent / "out", *rest)
+    assert len(str(caught.value).splitlines()) == 1
+    assert [path.name for path in parent.iterdir()] == [source.name]
+
+
+def test_a_missing_file(source):
+    write_llama(source, shard_bytes=20_000)
+    (source / "1.safetensors").unlink()
+    refused(source, r"1\.safetensors is missing: model\.safetensors\.index\.json names it")
+
+
+@pytest.mark.parametrize("length", [-1, 1000, 4, 0])
+def test_a_truncated_file(source, length):
+    """By one byte, in the data, in the head, empty."""
+    write_llama(source, shard_bytes=20_000)
+    file = source / "1.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    refused(source, r"1\.safetensors: cut short, or not a safetensors file")
+
+
+def test_a_tensor_that_the_index_has_and_the_file_has_not(source):
+    write_llama(source, shard_bytes=20_000)
+    index = source / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"][HEAD] = "0.safetensors"
+    index.write_text(json.dumps(content))
+    refused(source, r"0\.safetensors: holds no lm_head\.weight, which .*index\.json says is there")
+
+
+def test_tied_with_a_head_of_its_own(source):
+    write_llama(source, {"tie_word_embeddings": True}, **{HEAD: torch.rand(100, 32)})
+    refused(source, r"lm_head\.weight differs from .*embed_tokens\.weight, but config\.json says")
+
+
+def test_tied_with_the_embedding_again_as_head(source, tmp_path):
+    embedding = torch.rand(100, 32)
+    twice = {EMBEDDING: embedding, HEAD: embedding.clone()}
+    write_llama(source, {"tie_word_embeddings": True}, **twice)
+    to_megatron(source, tmp_path / "out")
+    keys = Tensors(tmp_path / "out" / "iter_0000000").model.keys()
+    assert "embedding.word_embeddings.weight" in keys and "output_layer.weight" not in keys
+
+
+def test_untied_without_a_head(source):
+    write_llama(source, **{HEAD: None})
+    refused(source, r'no tensor lm_head\.weight.*not tied; "tie_word_embeddings": true takes')
+
+
+@pytest.mark.parametrize("name", [EMBEDDING, HEAD])
+@pytest.mark.parametrize("rows", [96, 112])
+def test_a_vocabulary_of_another_size(source, name, rows):
+    write_llama(source, **{name: torch.rand(rows, 32)})
+    padding = r" \(vocab_size\); rows without tokens need pad_vocab_size_multiple" * (rows > 100)
+    refused(source, f"{name} has {rows} rows; config.json says 100{padding}")
+
+
+def test_a_vocabulary_that_is_padded_as_the_model_says(source, tmp_path):
+    """Its rows without tokens do not come along."""
+    padded = {name: torch.rand(112, 32) for name in (EMBEDDING, HEAD)}
+    write_llama(source, {"pad_vocab_size_multiple": 16}, **padded)
+    to_megatron(source, tmp_path / "out")
+    tensors = Tensors(tmp_path / "out" / "iter_0000000")
+    seen = tensors.read_part("embedding.word_embeddings.weight", (0, 0), (100, 32))
+    assert tuple(tensors.model["output_layer.weight"].size) == (100, 32)
+    assert torch.equal(seen, padded[EMBEDDING][:100])
+    shutil.rmtree(source)
+    write_llama(source, {"pad_vocab_size_multiple": 64}, **padded)
+    shutil.rmtree(tmp_path / "out")
+    refused(source, "has 112 rows; config.json says 100")
+
+
+def test_tensors_that_do_not_fit_each_other(source):
+    name = "model.layers.1.mlp.up_proj.weight"
+    write_llama(source, **{name: torch.rand(48, 16)})
+    refused(source, r"up_proj\.weight is \[48, 16\] .* does not fit .*gate_proj\.weight")
+    write_llama(source, **{name: torch.rand(48, 32).bfloat16()})
+    refused(source, r"up_proj\.weight is \[48, 32\] torch\.bfloat16 and does not fit")
+
+
+def test_a_checkpoint_of_another_shape_than_it_says(tmp_path):
+    """Too few rows for the vocabulary, and of another width; what a changed lowbit.json does."""
+    write_llama(tmp_path / "source")
+    checkpoint = tmp_path / "checkpoint"
+    to_megatron(tmp_path / "source", checkpoint)
+    shutil.rmtree(tmp_path / "source")
+    path = checkpoint / "iter_0000000"
+    document = checkpoint_files.read_document(path)
+    model = document["state"]["model"]
+    for change, named in (
+        ({"vocab_size": 104}, r"embedding\.word_embeddings\.weight is \[100, 32\]"),
+        ({"ffn_hidden_size": 40}, r"linear_fc1\.weight is \[96, 32\]"),
+    ):
+        document["state"]["model"] = model | change
+        checkpoint_files.write_document(path, document)
+        refused(checkpoint, named, to_hugging_face, 1e-5)

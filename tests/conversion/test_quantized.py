@@ -1,0 +1,390 @@
+"""Quantized exports: the bits of training in each reader's layout, and read back."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.plan import Place
+from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.numerics import quantize
+
+EPS = 1e-6
+SIZES = {
+    "vocab_size": 100, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128,
+    "max_position_embeddings": 64, "initializer_range": 0.3, "rms_norm_eps": EPS,
+}  # fmt: skip
+EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": None}
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+EXPERTS_ONLY = """
+name: experts
+description: MXFP4 in the experts only
+configs: {low: {weight: {format: mxfp4-2d, scale_rounding: rceil}, input: {format: mxfp4}}}
+matchers: {experts: {type: glob, pattern: "*.experts.*", config: low, enabled: true}}
+"""
+
+
+def checkpoint(folder: Path, model) -> Path:
+    """Of a model of transformers'; beside it its own files."""
+    model.save_pretrained(folder / "source")
+    to_megatron(folder / "source", folder / "checkpoint")
+    return folder / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return checkpoint(tmp_path_factory.mktemp("llama"), LlamaForCausalLM(LlamaConfig(**SIZES)))
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory) -> Path:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    torch.manual_seed(0)
+    model = MixtralForCausalLM(MixtralConfig(**SIZES, **EXPERTS))
+    return checkpoint(tmp_path_factory.mktemp("mixtral"), model)
+
+
+def export(source: Path, output: Path, layout: str, *recipes: str, changes=(), **options):
+    """Its tensors, config.json and report."""
+    to_hugging_face(source, output, EPS, quantized=QuantizedAs(layout, recipes, changes), **options)
+    documents = (json.loads((output / f).read_text()) for f in ("config.json", REPORT))
+    return weights(output), *documents
+
+
+REPORT = "quantization_report.json"
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def trained(source: Path, layer: int, format: str, **options) -> dict[str, torch.Tensor]:
+    """A Llama layer's weights as its GEMMs see them: Megatron's tensors quantized whole."""
+    tensors = Tensors(source / "iter_0000000")
+    names = {"self_attention.linear_qkv": ("q", "k", "v"), "self_attention.linear_proj": ("o",),
+             "mlp.linear_fc1": ("gate", "up"), "mlp.linear_fc2": ("down",)}  # fmt: skip
+    heights = {"q": 256, "k": 128, "v": 128, "o": 128, "gate": 256, "up": 256, "down": 128}
+    found = {}
+    for key, parts in names.items():
+        whole = tensors.read(Place(f"decoder.layers.{key}.weight", (layer,), (3,)))
+        values = quantize(whole, format, **options).dequantize()
+        block = "self_attn" if key.startswith("self") else "mlp"
+        # One group of queries: its heads, then its key, then its value.
+        for part, rows in zip(parts, values.split([heights[p] for p in parts]), strict=True):
+            found[f"model.layers.{layer}.{block}.{part}_proj.weight"] = rows
+    return found
+
+
+READ = {
+    "nvfp4": ("nvfp4-2d", {}, [1]),
+    "mxfp4": ("mxfp4-2d", {"scale_rounding": "rceil"}, [0, 1]),
+    "mxfp8": ("mxfp8-e4m3", {"scale_rounding": "rceil"}, [0, 1, 2]),
+}
+"""Of recipes: the weight's format, its options and the layers that are not BF16."""
+
+
+@pytest.mark.parametrize("recipe", READ)
+def test_compressed_tensors_in_its_reader(llama, tmp_path, recipe):
+    """transformers and compressed-tensors load training's weights, rounded to BF16."""
+    from transformers import CompressedTensorsConfig, LlamaForCausalLM
+
+    format, options, layers = READ[recipe]
+    _, config, report = export(llama, tmp_path / "out", "compressed-tensors", recipe)
+    loaded = LlamaForCausalLM.from_pretrained(
+        tmp_path / "out",
+        quantization_config=CompressedTensorsConfig(dequantize=True),
+        dtype=torch.float32,
+    ).state_dict()
+    source = weights(llama.parent / "source")
+    expected = {}
+    for layer in layers:
+        expected |= trained(llama, layer, format, **options)
+    assert report["weights"].keys() == expected.keys()
+    for name, tensor in source.items():
+        if name in expected:
+            tensor = expected[name].bfloat16().float()
+            noise = (source[name] - expected[name]).square().sum()
+            sqnr = 10 * torch.log10(source[name].square().sum() / noise)
+            assert report["weights"][name]["sqnr_db"] == pytest.approx(float(sqnr), abs=1e-3)
+        assert torch.equal(loaded[name], tensor), name
+    kept = [name for name in config["quantization_config"]["ignore"] if "layers" in name]
+    assert len(kept) == 7 * (3 - len(layers))
+
+
+def test_several_formats_in_one_folder(llama, tmp_path):
+    """Groups by name, and the same tensors as each would have alone."""
+    from transformers import LlamaForCausalLM
+
+    file = tmp_path / "two.yaml"
+    file.write_text("""
+name: two
+description: NVFP4 and MXFP8
+configs:
+  small: {weight: {format: nvfp4}, input: {format: nvfp4}}
+  large: {weight: {format: mxfp8-e4m3}, input: {format: mxfp8-e4m3}}
+matchers:
+  mlp: {type: glob, pattern: "*.mlp.*", config: small, enabled: true}
+  rest: {type: glob, pattern: "*", config: large, enabled: true}
+""")
+    found, config, _ = export(llama, tmp_path / "out", "compressed-tensors", str(file))
+    assert config["quantization_config"]["format"] == "mixed-precision"
+    assert found["model.layers.0.mlp.up_proj.weight_packed"].shape == (256, 64)
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float8_e4m3fn
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    model(torch.arange(4)[None])  # here compressed-tensors decompresses
+    for layer in range(3):
+        for format in ("nvfp4", "mxfp8-e4m3"):
+            for name, exact in trained(llama, layer, format).items():
+                if (".mlp." in name) == (format == "nvfp4"):
+                    assert torch.equal(model.get_parameter(name).float(), exact.bfloat16().float())
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tile", "fp8-tile-e4m3"])
+def test_fp8_blocks(llama, tmp_path, recipe):
+    """Codes times weight_scale_inv, a scale a 128x128 block."""
+    changes = ["bf16_blocks=none"] if recipe == "fp8-tile-e4m3" else []
+    out = tmp_path / "out"
+    found, config, report = export(llama, out, "fp8-blocks", recipe, changes=changes)
+    quantization = config["quantization_config"]
+    assert (quantization["quant_method"], quantization["weight_block_size"]) == ("fp8", [128, 128])
+    scale_format = "pow2" if recipe == "fp8-tile" else "fp32"
+    with_scales = [name for name in found if name.endswith("_scale_inv")]
+    assert len(with_scales) == len(report["weights"]) == 21
+    for layer in range(3):
+        for name, exact in trained(llama, layer, TILES, scale_format=scale_format).items():
+            codes, scales = found[name], found[f"{name}_scale_inv"]
+            assert (codes.dtype, scales.dtype) == (torch.float8_e4m3fn, torch.float32)
+            wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+            assert torch.equal(codes.float() * wide, exact)
+
+
+def test_ragged_fp8_tiles(tmp_path):
+    """A last tile of 64 rows or columns keeps its scale; import cuts it off again."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = checkpoint(tmp_path, LlamaForCausalLM(LlamaConfig(**SIZES | {"hidden_size": 192})))
+    found, _, _ = export(source, tmp_path / "out", "fp8-blocks", "fp8-tile")
+    name = "model.layers.2.self_attn.o_proj.weight"
+    assert (found[name].shape, found[f"{name}_scale_inv"].shape) == ((192, 256), (2, 2))
+    assert found["model.layers.2.mlp.up_proj.weight_scale_inv"].shape == (2, 2)
+    to_megatron(tmp_path / "out", tmp_path / "there")
+    for key in ("self_attention.linear_proj", "mlp.linear_fc1"):
+        place = Place(f"decoder.layers.{key}.weight", (2,), (3,))
+        exact, seen = (
+            Tensors(folder / "iter_0000000").read(place) for folder in (source, tmp_path / "there")
+        )
+        exact = quantize(exact, TILES, scale_format="pow2").dequantize()
+        assert torch.equal(seen, exact.bfloat16())
+
+
+TILES = "fp8-128x128-e4m3"
+
+
+def test_modelopt(llama, tmp_path):
+    """By ModelOpt's own description: low nibble first, value x weight_scale x weight_scale_2."""
+    found, config, _ = export(llama, tmp_path / "out", "modelopt", "nvfp4")
+    document = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert document["quantization"]["quant_algo"] == "W4A16_NVFP4"
+    assert document["quantization"]["exclude_modules"] == config["quantization_config"]["ignore"]
+    for name, exact in trained(llama, 1, "nvfp4-2d").items():
+        packed = found[name]
+        codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
+        blocks = (
+            E2M1[codes.long()].unflatten(1, (-1, 16)) * found[f"{name}_scale"].float()[..., None]
+        )
+        assert torch.equal(blocks.flatten(1) * found[f"{name}_scale_2"], exact)
+    scales = {float(found[f"model.layers.1.self_attn.{p}_proj.weight_scale_2"]) for p in "qkv"}
+    assert len(scales) == 1
+
+
+def test_modelopt_with_calibrated_activations(llama, tmp_path):
+    """As older exports say it, beside config.json; scales of activations are left out."""
+    source = tmp_path / "out"
+    found, config, _ = export(llama, source, "modelopt", "nvfp4")
+    to_megatron(source, tmp_path / "plain")
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    document = json.loads((source / "hf_quant_config.json").read_text())
+    document["quantization"]["quant_algo"] = "NVFP4"
+    (source / "hf_quant_config.json").write_text(json.dumps(document))
+    scales = {name.replace("weight_scale_2", "input_scale"): torch.ones(()) for name in found
+              if name.endswith("weight_scale_2")}  # fmt: skip
+    save_file(found | scales, source / "model.safetensors")
+    to_megatron(source, tmp_path / "there")
+    assert len(scales) == 7
+    for key in ("self_attention.linear_qkv", "mlp.linear_fc2"):
+        place = Place(f"decoder.layers.{key}.weight", (1,), (3,))
+        first, second = (
+            Tensors(tmp_path / name / "iter_0000000").read(place) for name in ("plain", "there")
+        )
+        assert torch.equal(first, second)
+
+
+def test_gpt_oss(mixtral, tmp_path):
+    """Experts alone; transformers' function for gpt-oss reads them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    recipe = tmp_path / "experts.yaml"
+    recipe.write_text(EXPERTS_ONLY)
+    found, config, _ = export(mixtral, tmp_path / "out", "gpt-oss", str(recipe))
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    tensors = Tensors(mixtral / "iter_0000000")
+    for name, rows in (("gate_up_proj", 512), ("down_proj", 128)):
+        prefix = f"model.layers.1.mlp.experts.{name}"
+        blocks, scales = (found[f"{prefix}_{part}"] for part in ("blocks", "scales"))
+        seen = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        for expert in range(3):
+            key = "linear_fc1" if name == "gate_up_proj" else "linear_fc2"
+            place = Place(f"decoder.layers.mlp.experts.experts.{key}.weight", (1, expert), (3, 3))
+            q = quantize(tensors.read(place), "mxfp4-2d", scale_rounding="rceil").dequantize()
+            if name == "gate_up_proj":
+                q = torch.stack(q.chunk(2), dim=1).flatten(0, 1)
+            assert q.shape[0] == rows and torch.equal(seen[expert], q)
+    assert found["model.layers.1.self_attn.q_proj.weight"].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("layout", "recipe", "model"),
+    [
+        ("fp8-blocks", "fp8-tile", "llama"), ("modelopt", "nvfp4", "llama"),
+        ("compressed-tensors", "nvfp4", "mixtral"), ("compressed-tensors", "mxfp4", "mixtral"),
+        ("compressed-tensors", "mxfp8", "llama"), ("gpt-oss", "experts", "mixtral"),
+    ],
+)  # fmt: skip
+def test_there_and_back(request, tmp_path, layout, recipe, model):
+    """What is imported is BF16; with powers of two for scales, quantized anew it stays."""
+    if recipe == "experts":
+        recipe = str(tmp_path / "experts.yaml")
+        Path(recipe).write_text(EXPERTS_ONLY)
+    source = request.getfixturevalue(model)
+    _, config, report = export(source, tmp_path / "out", layout, recipe, shard_bytes=200_000)
+    to_megatron(tmp_path / "out", tmp_path / "there")
+    assert "quantization_config" not in (tmp_path / "there/hugging_face/config.json").read_text()
+    tensors = Tensors(tmp_path / "there" / "iter_0000000")
+    exact = Tensors(source / "iter_0000000")
+    fc2 = "experts.experts.linear_fc2" if model == "mixtral" else "linear_fc2"
+    index, of = ((1, 0), (3, 3)) if model == "mixtral" else ((1,), (3,))
+    place = Place(f"decoder.layers.mlp.{fc2}.weight", index, of)
+    assert tensors.dtype(place) == torch.bfloat16
+    noise = (tensors.read(place).float() - exact.read(place)).square().sum()
+    sqnr = float(10 * torch.log10(exact.read(place).square().sum() / noise))
+    assert sqnr == pytest.approx(report["sqnr_db"], abs=0.3)
+    if recipe != "nvfp4":
+        _, again, _ = export(tmp_path / "there", tmp_path / "again", layout, recipe)
+        assert again["quantization_config"] == config["quantization_config"]
+        to_megatron(tmp_path / "again", tmp_path / "once more")
+        held = Tensors(tmp_path / "once more" / "iter_0000000")
+        for key in held.model:
+            assert torch.equal(held.read(Place(key)), tensors.read(Place(key))), key
+
+
+def test_training_s_own_recipe(llama, tmp_path):
+    """lowbit.json says which, with what was set on the command line."""
+    from megatron_lowbit.training import checkpoint_files
+
+    copied = tmp_path / "checkpoint"
+    to_megatron(llama.parent / "source", copied)
+    path = copied / "iter_0000000"
+    document = checkpoint_files.read_document(path)
+    document["state"] |= {"recipes": ["nvfp4"], "recipe_set": ["bf16_blocks=none"]}
+    del document["format_version"]
+    checkpoint_files.write_document(path, document)
+    _, _, report = export(copied, tmp_path / "out", "modelopt", dtype="bfloat16")
+    assert (report["recipe"], len(report["weights"])) == ("nvfp4", 21)
+    assert weights(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
+
+
+REFUSED = {
+    "no recipe": ("modelopt", [], "name one by --recipe"),
+    "another format": (
+        "modelopt",
+        ["mxfp4"],
+        "holds nvfp4, nvfp4-2d, but the recipe has.*mxfp4-2d",
+    ),
+    "nothing to do": ("modelopt", ["mxfp4-backward"], "quantizes no weight in fprop"),
+    "not experts": ("gpt-oss", ["mxfp4"], "experts alone, but .* model.layers.0.self_attn.q_proj"),
+    "random": ("compressed-tensors", ["nvfp4", "weight.rounding=stochastic"], "stochastically"),
+    "scaled": ("compressed-tensors", ["mxfp4", "weight.three_quarters=true"], "three quarters"),
+    "transformed": ("compressed-tensors", ["nvfp4", "fprop.hadamard={size: 16}"], "Hadamard"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_layout_cannot_hold_is_refused(llama, tmp_path, case):
+    layout, (*names,), message = REFUSED[case]
+    wanted = QuantizedAs(layout, names[:1], names[1:])
+    with pytest.raises(UserError, match=message):
+        to_hugging_face(llama, tmp_path / "out", EPS, quantized=wanted)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tiles_across_heads_are_refused(tmp_path):
+    """With two groups and heads of 32 a tile of 128 rows holds queries, a key and a value."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    heads = {"head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**SIZES | heads))
+    source = checkpoint(tmp_path, model)
+    with pytest.raises(UserError, match=r"linear_qkv: tiles of 128 rows lie across the borders"):
+        export(source, tmp_path / "out", "fp8-blocks", "fp8-tile")
+    export(source, tmp_path / "out", "modelopt", "nvfp4")  # in rows of 16 nothing is lost
+
+
+def test_unknown_quantization_is_refused(llama, tmp_path):
+    """Each in one line, and nothing is left."""
+    source = tmp_path / "out"
+    found, config, _ = export(llama, source, "compressed-tensors", "nvfp4")
+    quantization = config["quantization_config"]
+    name = "model.layers.1.mlp.up_proj.weight_packed"
+    for changed, tensors, message in (
+        ({"quant_method": "gptq"}, {}, "quant_method 'gptq' is not one of fp8, compressed-tensors"),
+        ({"config_groups": {"a": {"format": "float-quantized"}}}, {}, "format float-quantized is"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, {}, "quant_algo 'FP8' is not one of"),
+        ({"quant_method": "fp8"}, {}, "weight_block_size None"),
+        ({"transform_config": {"a": 1}}, {}, "transform_config"),
+        ({}, {name: found[name].view(torch.int8)}, "int8; these codes are torch.uint8"),
+        ({}, {name: found[name][:, :32].contiguous()}, "its scales do not fit together"),
+        ({}, {"model.layers.1.mlp.up_proj.weight_zero_point": torch.zeros(1)}, "has no place"),
+    ):
+        document = config | {"quantization_config": quantization | changed}
+        (source / "config.json").write_text(json.dumps(document))
+        save_file(found | tensors, source / "model.safetensors")
+        with pytest.raises(UserError, match=message):
+            to_megatron(source, tmp_path / "there")
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_verify_compares_logits(mixtral, tmp_path):
+    """Of the dequantized export, and of this project's model, whose layers quantize weights."""
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "tools/convert_checkpoint.py", "to-hugging-face", str(mixtral),
+               str(tmp_path / "out"), "--norm-epsilon", str(EPS), "--quantized", "modelopt",
+               "--recipe", "nvfp4", "--verify", "--verify-tokens", "5", "6", "7"]  # fmt: skip
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = re.search(r"logits differ by (\S+) at most; the largest is (\S+)", result.stdout)
+    assert float(found[1]) <= 1e-5 * float(found[2])
+
+
+def test_reciprocals_of_reciprocals():
+    """A divisor is found for every tensor scale that training can make."""
+    amax = torch.rand(100_000, generator=torch.Generator().manual_seed(0)) * 10 + 1e-3
+    scale = 1.0 / (2688.0 / amax)
+    assert torch.equal(1.0 / reciprocal(scale), scale)

@@ -1,0 +1,167 @@
+"""A conversion that was interrupted goes on where it stopped."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from functools import partial as bind
+from pathlib import Path
+
+import pytest
+import torch
+from small_llama import write_llama
+
+from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.partial import JOURNAL, Partial
+from megatron_lowbit.errors import UserError
+
+DIRECTIONS = ("to-megatron", "to-hugging-face")
+FINISHED = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """``source`` and ``there``, the same model in both formats."""
+    folder = tmp_path_factory.mktemp("resume")
+    write_llama(folder / "source", shard_bytes=20_000)
+    to_megatron(folder / "source", folder / "there")
+    return folder
+
+
+def conversion(folder: Path, direction: str) -> Callable[..., object]:
+    """Takes the output, and the most bytes of a file."""
+    if direction == "to-megatron":
+        return lambda output, most=9_000: to_megatron(folder / "source", output, file_bytes=most)
+    convert = bind(to_hugging_face, folder / "there", norm_epsilon=1e-5)
+    return lambda output, most=9_000: convert(output, shard_bytes=most)
+
+
+def stop(patch: pytest.MonkeyPatch, how: Callable[[], None]) -> None:
+    """Call ``how`` when one file more is written, but not yet known to be finished."""
+    finish, count = Partial.finish, iter(range(FINISHED + 1))
+
+    def finish_or_stop(self, *rest):
+        if next(count) == FINISHED:
+            how()
+        finish(self, *rest)
+
+    patch.setattr(Partial, "finish", finish_or_stop)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def throw() -> None:
+        raise error
+
+    return throw
+
+
+def killed(convert: Callable[[Path], object], output: Path) -> Path:
+    """Convert in a process that is killed in the middle; return the folder it leaves."""
+    child = os.fork()
+    if child == 0:
+        stop(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGKILL))
+        convert(output)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert not output.exists()
+    return output.with_name(f".{output.name}.partial")
+
+
+def noted(partial: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of the files that the journal has."""
+    lines = (partial / JOURNAL).read_text().splitlines()[1:]
+    stats = {name: (partial / name).stat() for name in (json.loads(line)["file"] for line in lines)}
+    return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Content by name, but for the number that torch draws for each of its ``.metadata``."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name not in (".metadata", "lowbit.json")
+    }
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_killed_conversion_goes_on(folder, tmp_path, direction, capsys):
+    """The output is what one go makes; files that were finished stay as they are."""
+    convert = conversion(folder, direction)
+    convert(tmp_path / "whole")
+    partial = killed(convert, tmp_path / "out")
+    before = noted(partial)
+    assert len(before) == FINISHED
+    with open(partial / JOURNAL, "a") as journal:
+        journal.write('{"file": "torn')
+    capsys.readouterr()
+    convert(tmp_path / "out")
+    assert f"going on where it was interrupted, {FINISHED} files" in capsys.readouterr().out
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert len(files(tmp_path / "out")) > FINISHED + 2
+    stats = {name: (tmp_path / "out" / name).stat() for name in before}
+    assert {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    back = to_hugging_face if direction == "to-megatron" else to_megatron
+    back(tmp_path / "out", tmp_path / "back", *([1e-5] if back is to_hugging_face else []))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_other_arguments_start_anew(folder, tmp_path, direction, capsys):
+    convert = conversion(folder, direction)
+    killed(convert, tmp_path / "out")
+    convert(tmp_path / "out", 30_000)
+    assert "going on" not in capsys.readouterr().out
+    convert(tmp_path / "whole", 30_000)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_another_source_starts_anew(folder, tmp_path, capsys):
+    """The same folder, too, once it has other content."""
+    shutil.copytree(folder / "source", tmp_path / "source")
+    convert = conversion(tmp_path, "to-megatron")
+    killed(convert, tmp_path / "out")
+    torch.manual_seed(1)
+    write_llama(tmp_path / "source", shard_bytes=20_000)
+    convert(tmp_path / "out")
+    assert "going on" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_write_that_fails(folder, tmp_path, direction):
+    """In one line, though torch.save hides what the system said; and it goes on."""
+    convert = conversion(folder, direction)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match="stopped: File too large; the same command") as caught:
+            convert(tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert len(str(caught.value).splitlines()) == 1
+    convert(tmp_path / "out")
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_what_an_error_leaves(folder, tmp_path, direction, capsys):
+    """Ctrl-C and a full disk: the finished files. Bad input: nothing."""
+    convert = conversion(folder, direction)
+    for error, seen, kept in (
+        (KeyboardInterrupt(), KeyboardInterrupt, FINISHED),
+        (OSError(28, "No space left on device"), UserError, FINISHED),
+        (UserError("bad input"), UserError, 0),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            stop(patch, raising(error))
+            with pytest.raises(seen) as caught:
+                convert(tmp_path / "out")
+        partial = tmp_path / ".out.partial"
+        assert (len(noted(partial)) if partial.exists() else 0) == kept
+        if isinstance(error, OSError):
+            assert "No space left on device; the same command goes on" in str(caught.value)
+        shutil.rmtree(partial, ignore_errors=True)
+    assert ".out.partial keeps the finished files" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
