@@ -50,6 +50,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def read_recipe(name_or_path: str) -> dict[str, Any]:
+    """What the YAML of a recipe says, checked. Raises UserError as :func:`load_recipe`."""
+    load_recipe(name_or_path)
+    return _unshared(_read(name_or_path)[0])
+
+
 def _unshared(data: Any) -> Any:
     """A copy in which what YAML aliases share is apart, so that an override hits one place."""
     if isinstance(data, dict):

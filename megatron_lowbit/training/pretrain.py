@@ -61,11 +61,16 @@ from megatron_lowbit.training.tokenizer import Tokenizer, load_tokenizer, padded
 from megatron_lowbit.training.watchdog import Watchdog, lost_ranks_named
 
 
-def pretrain(args: Namespace, after_backward: Callable[[int, list], None] | None = None) -> None:
+def pretrain(
+    args: Namespace,
+    after_backward: Callable[[int, list], None] | None = None,
+    work: Callable[[Run], None] = train,
+) -> None:
     """Run a pretraining job; collective over all ranks that were started.
 
     ``after_backward``, for experiments and injected faults, is called with the iteration (from 0)
-    and the model's chunks after each backward pass.
+    and the model's chunks after each backward pass. ``work`` is done with the run once it is built
+    and loaded.
 
     Raises:
         UserError: arguments, recipe, data or checkpoint that do not fit; nothing is left half-made.
@@ -84,7 +89,7 @@ def pretrain(args: Namespace, after_backward: Callable[[int, list], None] | None
                 run = _build(args, recipe, tokenizer)
                 run.after_backward, run.beat = after_backward, watchdog.beat
                 _load(run)
-                train(run)
+                work(run)
             failed = False
         finally:
             shutdown(failed)

@@ -61,16 +61,12 @@ def train_step(
     ``check_outputs`` takes the norms of all layers' outputs and names those that are not finite;
     ``watch`` is open during forward and backward.
     """
-    for chunk in model:
-        chunk.zero_grad_buffer()
     optimizer.zero_grad()
-    set_iteration_seed(args.seed, iteration)
     watched = output_norms(model) if check_outputs else nullcontext({})
     with timer.phase("forward_backward"), watched as norms, watch or nullcontext():
-        losses = _run_schedule(args, iteration, batches, model, forward_only=False)
+        loss = forward_backward(args, iteration, batches, model)
     if after_backward is not None:
         after_backward(iteration, model)
-    loss = _mean_loss(losses)
     finite = outputs_are_finite(iteration, norms) and gradients_are_finite(model)
     taken = all_ranks(math.isfinite(loss) and finite)
     with timer.phase("optimizer"):
@@ -79,6 +75,16 @@ def train_step(
     amax_history.end_step(model)
     scheduler.step(increment=args.global_batch_size)
     return StepResult(loss, float(grad_norm or 0.0), taken)
+
+
+def forward_backward(
+    args: Namespace, iteration: int, batches: Batches | list[Batches], model
+) -> float:
+    """The mean loss of a global batch; its gradients are then in the model's buffers."""
+    for chunk in model:
+        chunk.zero_grad_buffer()
+    set_iteration_seed(args.seed, iteration)
+    return _mean_loss(_run_schedule(args, iteration, batches, model, forward_only=False))
 
 
 @torch.no_grad()

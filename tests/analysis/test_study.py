@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -93,7 +94,11 @@ def test_an_interrupted_study_goes_on(study, tmp_path):
     """Ctrl-C stops the run with a checkpoint; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     command = [sys.executable, str(TOOL), str(file), "--output", str(output)]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeds
+    )
     while not (output / "base-1" / "metrics.jsonl").is_file():
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGINT)

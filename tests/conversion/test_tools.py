@@ -33,17 +33,24 @@ def options(tensor: int, pipeline: int) -> tuple:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
-    """``single``: 4 iterations. From its second on, by layout: from it as it is, and cut anew."""
+def saved(tmp_path_factory) -> Path:
+    """``single``: 4 iterations; ``start``: its second; by layout: that cut anew."""
     folder = tmp_path_factory.mktemp("runs")
     tiny_run.write_corpus(folder)
     run_here(folder, *RUN, "--train-iters", 4, "--save", folder / "single")
     start_from(folder / "single", 2, folder / "start")
-    jobs = {}
     for name, layout in LAYOUTS.items():
         reshard_checkpoint.main([
             str(folder / "start"), str(folder / f"{name} start"), *map(str, options(*layout))
         ])  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(saved) -> Path:
+    """From ``start`` on, by layout: from it as it is, and cut anew."""
+    folder, jobs = saved, {}
+    for name, layout in LAYOUTS.items():
         for begin in ("start", f"{name} start"):
             save = folder / f"{name} from {begin}"
             jobs[save.name] = arguments_for(
@@ -94,6 +101,7 @@ def cuts(tensors: Tensors) -> dict[tuple, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resharded_training_goes_on_as_from_the_original(runs, name):
     whole, cut = (losses(runs / f"{name} from {begin}") for begin in ("start", f"{name} start"))
@@ -102,6 +110,7 @@ def test_resharded_training_goes_on_as_from_the_original(runs, name):
     assert whole[4] == pytest.approx(losses(runs / "single")[4], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_resharded_pieces_are_those_of_a_run(runs, name):
     """Bits, cuts and objects, of model and optimizer; a replica may be of another rank."""
@@ -121,28 +130,28 @@ def test_resharded_pieces_are_those_of_a_run(runs, name):
     assert {piece: resharded[piece] for piece in split} == {p: written[p] for p in split}
 
 
-def test_resharded_twice_is_what_it_was(runs, tmp_path):
-    reshard(runs / "tensor start", tmp_path / "back", 1, 1)
-    assert cuts(opened(tmp_path / "back", 2)).keys() == cuts(opened(runs / "start", 2)).keys()
+def test_resharded_twice_is_what_it_was(saved, tmp_path):
+    reshard(saved / "tensor start", tmp_path / "back", 1, 1)
+    assert cuts(opened(tmp_path / "back", 2)).keys() == cuts(opened(saved / "start", 2)).keys()
 
 
-def test_a_layout_that_does_not_divide_is_refused(runs, tmp_path):
+def test_a_layout_that_does_not_divide_is_refused(saved, tmp_path):
     for layout, named in (((3, 1), "num_query_groups 4"), ((1, 3), "num_layers 4"),
                           ((0, 1), "at least 1")):  # fmt: skip
         with pytest.raises(UserError, match=named):
-            reshard(runs / "start", tmp_path / "out", *layout)
+            reshard(saved / "start", tmp_path / "out", *layout)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_average(runs, tmp_path, capsys):
+def test_the_average(saved, tmp_path, capsys):
     """FP32 means of the model, for --finetune and for Hugging Face's format."""
-    average_checkpoints.main([str(runs / "single"), str(tmp_path / "mean"), "--last", "2"])
+    average_checkpoints.main([str(saved / "single"), str(tmp_path / "mean"), "--last", "2"])
     assert "the mean of iterations 2, 4" in capsys.readouterr().out
     first, last, mean = (
         everything(opened(folder, iteration))
         for folder, iteration in (
-            (runs / "single", 2),
-            (runs / "single", 4),
+            (saved / "single", 2),
+            (saved / "single", 4),
             (tmp_path / "mean", 4),
         )
     )
@@ -153,12 +162,12 @@ def test_the_average(runs, tmp_path, capsys):
     weights = load_file(tmp_path / "converted" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], mean["output_layer.weight"])
     load = ("--load", tmp_path / "mean", "--finetune", "--save", tmp_path / "tuned")
-    run_here(runs, *RUN, "--train-iters", 1, *load)
-    assert losses(tmp_path / "tuned")[1] < losses(runs / "single")[1]
+    run_here(saved, *RUN, "--train-iters", 1, *load)
+    assert losses(tmp_path / "tuned")[1] < losses(saved / "single")[1]
 
 
-def test_what_cannot_be_averaged_is_refused(runs, tmp_path):
-    single, mixed = runs / "single", tmp_path / "mixed"
+def test_what_cannot_be_averaged_is_refused(saved, tmp_path):
+    single, mixed = saved / "single", tmp_path / "mixed"
     for last, named, message in (
         (3, [], "holds 2 complete"),
         (None, [2, 7], "no complete checkpoint of iteration 7"),
@@ -182,14 +191,14 @@ def test_what_cannot_be_averaged_is_refused(runs, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_inspection(runs, tmp_path, capsys):
+def test_inspection(saved, tmp_path, capsys):
     """The newest of a run, one iteration, and Hugging Face's folder."""
-    to_hugging_face(runs / "single", tmp_path / "converted", 1e-5)
+    to_hugging_face(saved / "single", tmp_path / "converted", 1e-5)
     found = {}
     for name, path in (
-        ("newest", runs / "single"),
-        ("second", runs / "single" / "iter_0000002"),
-        ("cut", runs / "tensor start"),
+        ("newest", saved / "single"),
+        ("second", saved / "single" / "iter_0000002"),
+        ("cut", saved / "tensor start"),
         ("converted", tmp_path / "converted"),
     ):
         inspect_checkpoint.main([str(path), "--json"])
@@ -203,7 +212,7 @@ def test_inspection(runs, tmp_path, capsys):
     row = rows["decoder.layers.mlp.linear_fc2.weight"]
     assert (row["shape"], row["pieces"], row["piece_shapes"]) == ([4, 64, 128], 8, [[1, 64, 64]])
     assert row["bytes"] == 4 * 64 * 128 * 4
-    inspect_checkpoint.main([str(runs / "tensor start")])
+    inspect_checkpoint.main([str(saved / "tensor start")])
     text = capsys.readouterr().out
     assert "iteration 2" in text and "8 x [1, 64, 64]" in text and "hidden_size: 64" in text
     with pytest.raises(UserError, match="neither a checkpoint directory"):

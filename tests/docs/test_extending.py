@@ -190,6 +190,7 @@ def test_show(page, extended):
     assert "8.25 x 8.25" in result.stdout
 
 
+@pytest.mark.slow
 def test_lowbit_linear(page, extended):
     """The page's lines, and the same bits from the compiled engine and the reference."""
     printed = run_code(

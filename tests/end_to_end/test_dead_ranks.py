@@ -33,6 +33,7 @@ def test_a_rank_dies(corpus):
     assert "iteration 3/6" in result.stdout and "iteration 4/6" not in result.stdout
 
 
+@pytest.mark.slow
 def test_a_rank_hangs(corpus):
     """Both end, as both make no progress; what they say tells which one waits for the other."""
     result = job(corpus, "hangs", "--distributed-timeout-minutes", "0.2")

@@ -174,6 +174,7 @@ matchers:
 """
 
 
+@pytest.mark.slow
 def test_two_ranks_load_and_keep_the_histories_of_one(
     whole, pretrain_here, pretrain_ranks, train, tmp_path
 ):

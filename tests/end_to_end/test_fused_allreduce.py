@@ -10,22 +10,27 @@ RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform"
 
 
 def test_the_same_losses(pretrain_ranks, tmp_path):
-    """Recomputed or not, and by the layers it replaces from its checkpoint on."""
+    """By the layers it replaces from its checkpoint on."""
     runs = {
         "plain": TWO,
-        "fused": (*TWO, FUSED, "--log-file-dir", tmp_path),
-        "recomputed": (*TWO, FUSED, *RECOMPUTED),
-        "half": (*TWO[:-1], 2, FUSED),
+        "half": (*TWO[:-1], 2, FUSED, "--log-file-dir", tmp_path),
         "resumed": (*TWO, "--load", tmp_path / "half"),
     }
     pretrain_ranks({name: (*run, "--save", tmp_path / name) for name, run in runs.items()})
     seen = {name: losses(tmp_path / name) for name in runs}
     assert seen["plain"].keys() == {1, 2, 3, 4}
-    for name in ("fused", "recomputed"):
-        assert seen[name] == pytest.approx(seen["plain"], abs=2e-4)
+    assert seen["half"] == pytest.approx({n: seen["plain"][n] for n in (1, 2)}, abs=2e-4)
     said = (tmp_path / "rank_00000.log").read_text()
     assert "8 fused all-reduces in forward on rank 0: torch.distributed" in said
     assert seen["resumed"] == pytest.approx({n: seen["plain"][n] for n in (3, 4)}, abs=2e-4)
+
+
+@pytest.mark.slow
+def test_the_same_losses_recomputed(pretrain_ranks, tmp_path):
+    runs = {"fused": (*TWO, FUSED), "recomputed": (*TWO, FUSED, *RECOMPUTED)}
+    pretrain_ranks({name: (*run, "--save", tmp_path / name) for name, run in runs.items()})
+    seen = {name: losses(tmp_path / name) for name in runs}
+    assert seen["recomputed"] == pytest.approx(seen["fused"], abs=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from tiny_run import metrics, steps
+from tiny_run import done, metrics, steps
 
 RECIPE = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none", "--train-iters", 4)
 LOGGED = ("--log-quantization-error-interval", 2)
@@ -22,12 +22,23 @@ def logged(folder) -> dict[int, dict[str, float]]:
     }
 
 
-def test_every_layer_and_the_same_training(pretrain_ranks, tmp_path):
+@pytest.mark.slow
+def test_two_ranks(pretrain_ranks, tmp_path):
     two = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
     pretrain_ranks({
         "off": (*RECIPE, *two, "--save", tmp_path / "off"),
         "on": (*RECIPE, *two, *LOGGED, "--save", tmp_path / "on"),
     })  # fmt: skip
+    check(tmp_path)
+
+
+def test_every_layer_and_the_same_training(pretrain_here, tmp_path):
+    done(pretrain_here(*RECIPE, "--save", tmp_path / "off"))
+    done(pretrain_here(*RECIPE, *LOGGED, "--save", tmp_path / "on"))
+    check(tmp_path)
+
+
+def check(tmp_path) -> None:
     assert steps(tmp_path / "on") == steps(tmp_path / "off")
     assert logged(tmp_path / "off") == {}
     found = logged(tmp_path / "on")

@@ -50,6 +50,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_padding_may_differ(saved, name):
     one, two, back = (tensors(saved / f"{name} {run}") for run in ("one", "two", "back"))

@@ -148,7 +148,14 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
 
 @pytest.mark.parametrize(
     ("what", "ranks"),
-    [("agree", 2), ("agree", 3), ("die", 3), ("differ", 2), ("differ_in_path", 2), ("give_up", 2)],
+    [
+        ("agree", 2),
+        pytest.param("agree", 3, marks=pytest.mark.slow),
+        ("die", 2),
+        ("differ", 2),
+        ("differ_in_path", 2),
+        ("give_up", 2),
+    ],
 )
 def test_ranks(run_ranks, tmp_path, what, ranks):
     file = tmp_path / "area"

@@ -1,0 +1,44 @@
+"""Recipes that keep in high precision the layers that are named, in place of those by position."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_lowbit.recipes.load import read_recipe
+
+_MATCHER, _CONFIG = "sensitive", "high"
+
+
+def keeping(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
+    """A recipe's YAML with the linear layers ``paths`` in high precision, and no others.
+
+    Raises UserError where there is no such recipe.
+    """
+    raw = read_recipe(name_or_path)
+    configs = dict(raw["configs"])
+    high = {name for name, config in configs.items() if not config}
+    matchers = {
+        name: matcher for name, matcher in raw["matchers"].items() if matcher["config"] not in high
+    }
+    configs = {name: config for name, config in configs.items() if name not in high}
+    if paths:
+        configs[_CONFIG] = {}
+        pattern = f"^({'|'.join(re.escape(path) for path in paths)})$"
+        first = {"type": "regex", "pattern": pattern, "config": _CONFIG, "enabled": True}
+        matchers = {_MATCHER: first, **matchers}
+    return {**raw, "configs": configs, "matchers": matchers}
+
+
+def most_sensitive(
+    scores: Mapping[str, float], sizes: Mapping[str, int], share: float
+) -> list[str]:
+    """The layers with the largest scores whose weights are at most ``share`` of all weights.
+
+    Taken one after another, leaving out what does not fit any more.
+    """
+    left, kept = share * sum(sizes.values()), []
+    for path in sorted(scores, key=lambda path: -scores[path]):
+        if sizes[path] <= left:
+            kept.append(path)
+            left -= sizes[path]
+    return kept
