@@ -371,6 +371,7 @@ def test_unknown_quantization_is_refused(llama, tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_verify_compares_logits(mixtral, tmp_path):
     """Of the dequantized export, and of this project's model, whose layers quantize weights."""
     root = Path(__file__).parents[2]
