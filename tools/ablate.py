@@ -7,7 +7,6 @@ What follows -- is for every run. A study that was interrupted goes on when it i
 """
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,15 +16,13 @@ from megatron_lowbit.analysis.comparison import read_contenders
 from megatron_lowbit.analysis.comparison_page import table, write_page
 from megatron_lowbit.analysis.study import jobs_of, read_study
 from megatron_lowbit.analysis.study_runner import run
+from megatron_lowbit.command_line import split_at_dashes
 from megatron_lowbit.errors import exit_on_user_error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run and compare what the command line names."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, more = given, []
-    if "--" in given:
-        own, more = given[: given.index("--")], given[given.index("--") + 1 :]
+    own, more = split_at_dashes(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -10,7 +10,6 @@ gradient, added.
 """
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -20,16 +19,14 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from megatron_lowbit.command_line import split_at_dashes
 from megatron_lowbit.errors import exit_on_user_error, require
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, and write what the command line names."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    own, training = given, []
-    if "--" in given:
-        own, training = given[: given.index("--")], given[given.index("--") + 1 :]
+    own, training = split_at_dashes(argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lowbit.conversion.partial import Partial
+from megatron_lowbit.conversion.partial import Partial, in_files
 from megatron_lowbit.errors import UserError
 
 CONFIG = "config.json"
@@ -119,7 +119,7 @@ def write_tensors(
     ``partial`` knows the files that are finished already. ``done`` is called for each of
     ``tensors``.
     """
-    shards = _shards(tensors, shard_bytes)
+    shards = in_files(tensors, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -176,18 +176,6 @@ def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
     for pattern in CARRIED if source is not None else ():
         for file in sorted(source.glob(pattern)):
             shutil.copy2(file, target / file.name)
-
-
-def _shards(tensors: Iterable[Made], shard_bytes: int) -> list[list[Made]]:
-    shards: list[list[Made]] = [[]]
-    size = 0
-    for made in tensors:
-        if shards[-1] and size + made.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append(made)
-        size += made.nbytes
-    return shards
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401
 # isort: split
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from megatron_lowbit.conversion.partial import Partial
+from megatron_lowbit.conversion.partial import Partial, in_files
 from megatron_lowbit.conversion.plan import Place
 from megatron_lowbit.training import checkpoint_files as files
 
@@ -64,15 +64,8 @@ def piece_at(
 
 def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
     """Names of files and what goes there: up to ``most`` bytes, or one larger piece."""
-    found: list[list[Piece]] = [[]]
-    size = 0
-    for piece in pieces:
-        if found[-1] and size + piece.nbytes > most:
-            found.append([])
-            size = 0
-        found[-1].append(piece)
-        size += piece.nbytes
-    return {f"__0_{number}.distcp": part for number, part in enumerate(found)}
+    parts = in_files(pieces, most)
+    return {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
 
 
 def write_iteration(

@@ -7,7 +7,7 @@ Until then it is a hidden folder beside it, with a journal of its finished files
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,19 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("tensors", total=total)
         yield lambda: bar.advance(task)
+
+
+def in_files(pieces: Iterable[Any], most: int) -> list[list[Any]]:
+    """Pieces, of ``nbytes`` each, file by file: up to ``most`` bytes, or one larger piece."""
+    found: list[list[Any]] = [[]]
+    size = 0
+    for piece in pieces:
+        if found[-1] and size + piece.nbytes > most:
+            found.append([])
+            size = 0
+        found[-1].append(piece)
+        size += piece.nbytes
+    return found
 
 
 def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
