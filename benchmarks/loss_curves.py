@@ -23,7 +23,6 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from linear import SQUARE_INPUT
 from rich.console import Console
 from rich.table import Table
@@ -139,8 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     script = ROOT / ("pretrain_hybrid.py" if hybrid else "pretrain_gpt.py")
     common = [str(script), f"@{args.model}", "--data-path", args.data_path]
     common += ["--tokenizer-model", args.tokenizer_model, *others]
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    data = {"machine": machine(gpu=gpu), "log_interval": LOG_INTERVAL, "runs": []}
+    data = {"machine": machine(), "log_interval": LOG_INTERVAL, "runs": []}
     if args.output.is_file():
         data = json.loads(args.output.read_text())
     for recipe in args.recipes:

@@ -255,7 +255,7 @@ def description() -> dict[str, str | int]:
         "megatron_core": "megatron-core",
     }
     versions = {key: _version(package) for key, package in packages.items()}
-    return machine(gpu=gpu_name(), driver=_driver(), **versions)
+    return machine(driver=_driver(), **versions)
 
 
 def _version(package: str) -> str:

@@ -26,8 +26,9 @@ class Contender(NamedTuple):
 class Row(NamedTuple):
     """What a table says of a contender; gaps are relative to the baseline's final loss.
 
-    ``loss_spread`` is the standard deviation over seeds and ``gap_error`` the gap's standard error,
-    both NaN for one seed; ``spikes`` is the mean spike score, ``speed`` the median of tokens/s.
+    ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
+    standard error, NaN where no name has two seeds; ``spikes`` is the mean spike score, ``speed``
+    the median of tokens/s.
     """
 
     name: str
@@ -63,20 +64,43 @@ def final_loss(curve: LossCurve) -> float:
 
 
 def compare(contenders: Sequence[Contender]) -> list[Row]:
-    """A row for each; the first is the baseline."""
-    baseline = [final_loss(curve) for curve in contenders[0].curves]
-    return [_row(contender, baseline) for contender in contenders]
+    """A row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
+    losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
+    found = zip(contenders, losses, gaps(losses), strict=True)
+    return [_row(contender, own, *gap) for contender, own, gap in found]
 
 
-def _row(contender: Contender, baseline: Sequence[float]) -> Row:
-    losses = [final_loss(curve) for curve in contender.curves]
+def gaps(values: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """Relative gaps to the first, and their standard errors; of each, a value for each seed.
+
+    A gap is the mean over seeds, seed by seed where there are as many on both sides, since a seed
+    draws the same weights and data for both; else that of two independent means. The noise is taken
+    to be the same for all and pooled, since a few seeds of one say little about it.
+    """
+    baseline = values[0]
+    mean = statistics.fmean(baseline)
+    paired = [_ratios(own, baseline) for own in values[1:] if len(own) == len(baseline)]
+    noise = _pooled_deviation([[value / mean for value in own] for own in values])
+    paired_noise = _pooled_deviation(paired)
+    found = [(0.0, 0.0)]
+    for own in values[1:]:
+        number = len(own)
+        if number == len(baseline):
+            gap = statistics.fmean(_ratios(own, baseline)) - 1
+            found.append((gap, paired_noise / math.sqrt(number)))
+        else:
+            gap = statistics.fmean(own) / mean - 1
+            found.append((gap, noise * math.sqrt(1 / number + 1 / len(baseline))))
+    return found
+
+
+def _row(contender: Contender, losses: Sequence[float], gap: float, error: float) -> Row:
     speeds = np.concatenate([curve.speeds for curve in contender.curves])
-    gap, error = _gap(losses, baseline)
     return Row(
         contender.name,
         len(losses),
         statistics.fmean(losses),
-        _deviation(losses),
+        statistics.stdev(losses) if len(losses) > 1 else math.nan,
         gap,
         error,
         statistics.fmean(spike_score(curve.losses) for curve in contender.curves),
@@ -84,22 +108,16 @@ def _row(contender: Contender, baseline: Sequence[float]) -> Row:
     )
 
 
-def _gap(losses: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
-    """The mean relative gap and its standard error.
-
-    Seed by seed where there are as many on both sides, since a seed draws the same weights and data
-    for both; else of two independent means.
-    """
-    if len(losses) == len(baseline):
-        gaps = [loss / base - 1 for loss, base in zip(losses, baseline, strict=True)]
-        return statistics.fmean(gaps), _deviation(gaps) / math.sqrt(len(gaps))
-    mean = statistics.fmean(baseline)
-    variance = sum(_deviation(side) ** 2 / len(side) for side in (losses, baseline))
-    return statistics.fmean(losses) / mean - 1, math.sqrt(variance) / mean
+def _ratios(losses: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    return [loss / base for loss, base in zip(losses, baseline, strict=True)]
 
 
-def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else math.nan
+def _pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
+    """The standard deviation within groups of equal noise; NaN where no group has two values."""
+    freedom = sum(len(group) - 1 for group in groups)
+    if not freedom:
+        return math.nan
+    return math.sqrt(sum(statistics.pvariance(g) * len(g) for g in groups) / freedom)
 
 
 class GapCurve(NamedTuple):

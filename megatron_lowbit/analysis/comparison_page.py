@@ -26,7 +26,7 @@ td { text-align: right } td:first-child { text-align: left } img { max-width: 10
 </style>
 <h1>{{ title }}</h1>
 <p>Final losses are means over the last {{ share }}% of the iterations, with the standard deviation
-over seeds; gaps have their standard error.</p>
+over seeds; gaps have their standard error, with the noise of all names pooled.</p>
 <table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>

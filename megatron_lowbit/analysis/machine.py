@@ -24,6 +24,7 @@ def machine(**more: str | int) -> dict[str, str | int]:
     ).stdout.strip()
     return {
         "cpu": next(names, platform.processor()),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "isa": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,

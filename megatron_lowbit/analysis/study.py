@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from megatron_lowbit.errors import UserError
 
 _STATE = "study.json"
-"""In a run's folder: its command, and whether it has ended."""
+"""In a run's folder: its command, whether it has ended, and on what machine."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -83,10 +83,10 @@ def is_finished(job: Job) -> bool:
     return state["finished"]
 
 
-def mark(job: Job, finished: bool) -> None:
-    """Write down what a run's folder holds."""
+def mark(job: Job, finished: bool, where: dict[str, str | int]) -> None:
+    """Write down what a run's folder holds, and ``where`` it was made: machine and versions."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    state = {"command": job.command[1:], "finished": finished}
+    state = {"command": job.command[1:], "finished": finished, "machine": where}
     (job.folder / _STATE).write_text(json.dumps(state, indent=1) + "\n")
 
 

@@ -49,15 +49,19 @@ def test_gaps_seed_by_seed(write_run):
 
 
 def test_gaps_of_means(write_run):
-    """Other numbers of seeds: two independent means; of one seed no spread is known."""
+    """Other numbers of seeds: two independent means, with the noise of all names together."""
     runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate((1.0, 1.1))]
     runs += [("other", write_run(f"o{i}", scale)) for i, scale in enumerate((1.2, 1.3, 1.4))]
     runs += [("one", write_run("one", 1.05))]
     _, other, one = compare(read_contenders(runs))
     assert other.gap == pytest.approx(1.3 / 1.05 - 1)
-    wanted = (statistics.variance((1.0, 1.1)) / 2 + statistics.variance((1.2, 1.3, 1.4)) / 3) ** 0.5
-    assert other.gap_error == pytest.approx(wanted / 1.05)
-    assert one.gap == pytest.approx(0.0) and np.isnan(one.gap_error) and np.isnan(one.loss_spread)
+    # Squares off the means 1.05 and 1.3: 2 x 0.05^2 and 2 x 0.1^2, of 1 + 2 + 0 degrees of freedom.
+    noise = ((2 * 0.05**2 + 2 * 0.1**2) / 3) ** 0.5 / 1.05
+    assert other.gap_error == pytest.approx(noise * (1 / 3 + 1 / 2) ** 0.5)
+    assert one.gap_error == pytest.approx(noise * (1 + 1 / 2) ** 0.5)
+    assert one.gap == pytest.approx(0.0) and np.isnan(one.loss_spread)
+    alone = compare(read_contenders([("a", runs[0][1]), ("b", runs[1][1])]))
+    assert np.isnan(alone[1].gap_error)
 
 
 def test_gap_curves(write_run):

@@ -23,6 +23,6 @@ def test_arguments_and_recipes(file, monkeypatch):
         load = load_recipe if len(args.recipes) == 1 else load_combined
         recipe = load(*args.recipes, args.recipe_set)
         found.append((args.seed, args.normalization, args.mxnorm_p, recipe))
-    assert len(STUDIES) == 4
+    assert len(STUDIES) == 5
     for number, one in enumerate(found):
         assert one not in found[:number]

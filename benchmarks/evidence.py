@@ -1,0 +1,179 @@
+"""Keep what studies gave, and write their tables and pictures into docs/evidence.md.
+
+    python tools/ablate.py examples/studies/nvfp4.yaml --output runs/nvfp4 --gpus 0 1 2 3 -- ...
+    python benchmarks/evidence.py runs/nvfp4
+
+A folder has its study's name. Its finished runs go into benchmarks/results/studies.json, in the
+place of those of the same name and seed; without folders the page is written from that file alone.
+
+Studies of one model share runs: where two have the same command but for the seed, each one's table
+counts the runs of both. "At the end" is the mean of the last twentieth of a run, "before the decay"
+that of its seventh and eighth tenth.
+"""
+
+import argparse
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from megatron_lowbit.analysis.comparison import (
+    Contender,
+    Row,
+    compare,
+    final_loss,
+    gap_curve,
+    gaps,
+)
+from megatron_lowbit.analysis.loss_curve import LossCurve, colors, read_losses
+from megatron_lowbit.analysis.study import Study, jobs_of, read_study
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "studies.json"
+PAGE = ROOT / "docs" / "evidence.md"
+STUDIES = ROOT / "examples" / "studies"
+SEEDS = range(1, 33)
+SMOOTHED, SHOWN_FROM = 1 / 12, 1 / 5
+
+
+def collect(folder: Path, study: Study) -> list[dict]:
+    """The finished runs of a study's folder, with what it takes to draw and compare them."""
+    runs = []
+    for job in jobs_of(study.model_copy(update={"seeds": list(SEEDS)}), folder, []):
+        file = job.folder / "study.json"
+        state = json.loads(file.read_text()) if file.is_file() else {"finished": False}
+        if not state["finished"]:
+            continue
+        curve = read_losses(job.folder / "metrics.jsonl")
+        runs.append(
+            {
+                "name": job.name,
+                "seed": job.seed,
+                **{key: state["machine"][key] for key in ("gpu", "torch", "commit")},
+                "every": int(curve.iterations[1] - curve.iterations[0]),
+                "tokens": int(curve.tokens[-1]),
+                "losses": [round(float(loss), 5) for loss in curve.losses],
+                "validation_loss": round(float(curve.validation_losses[-1]), 5),
+            }
+        )
+    return runs
+
+
+def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """Runs by name and seed, the new ones in the place of the old."""
+    runs = {(run["name"], run["seed"]): run for run in [*kept, *new]}
+    return [runs[key] for key in sorted(runs)]
+
+
+def curve_of(run: dict) -> LossCurve:
+    """As metrics.jsonl had it."""
+    losses = np.array(run["losses"])
+    iterations = run["every"] * np.arange(1, len(losses) + 1)
+    tokens = run["tokens"] / iterations[-1] * iterations
+    nothing = np.array([])
+    return LossCurve(iterations, losses, nothing, nothing, tokens, np.full(len(losses), np.nan))
+
+
+def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
+    """A study's runs, with those of other studies that have the same command."""
+    by_command: dict[tuple, list[LossCurve]] = {}
+    for other, study in studies.items():
+        for run in kept.get(other, []):
+            if run["name"] in study.runs:
+                key = _command(study, run["name"])
+                by_command.setdefault(key, []).append(curve_of(run))
+    study = studies[name]
+    found = [(run, by_command.get(_command(study, run), [])) for run in study.runs]
+    return [Contender(run, tuple(curves)) for run, curves in found if curves]
+
+
+def _command(study: Study, run: str) -> tuple[str, ...]:
+    return (study.script, *shlex.split(study.arguments), *shlex.split(study.runs[run]))
+
+
+def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
+    """Markdown: losses, gaps, and how much gaps grew from before the decay to the end."""
+    growth = gaps([[_growth(curve) for curve in one.curves] for one in contenders])
+    lines = ["| | runs | final loss | gap at the end | grown since before the decay |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for row, grown in zip(rows, growth, strict=True):
+        spread = "" if np.isnan(row.loss_spread) else f" ± {row.loss_spread:.4f}"
+        cells = [row.name, str(row.seeds), f"{row.loss:.4f}{spread}"]
+        pairs = [(row.gap, row.gap_error), grown] if row is not rows[0] else []
+        cells += [f"{100 * gap:+.2f}% ± {100 * error:.2f}" for gap, error in pairs] or ["", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _growth(curve: LossCurve) -> float:
+    tenth = len(curve.losses) // 10
+    return final_loss(curve) / float(curve.losses[6 * tenth : 8 * tenth].mean())
+
+
+def draw(contenders: Sequence[Contender], rows: Sequence[Row], output: Path) -> None:
+    """Gaps over tokens, smoothed, and those at the end with their standard errors."""
+    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+    shades = colors(len(contenders) - 1)
+    for place, (contender, row) in enumerate(zip(contenders[1:], rows[1:], strict=True)):
+        window = max(1, round(len(contender.curves[0].losses) * SMOOTHED))
+        gap = gap_curve(contender, contenders[0], window)
+        start = int(len(gap.tokens) * SHOWN_FROM)
+        left.plot(gap.tokens[start:] / 1e6, 100 * gap.mean[start:], color=shades[place])
+        error = 2 * 100 * row.gap_error
+        right.errorbar(100 * row.gap, place, xerr=error, fmt="o", color=shades[place], capsize=3)
+    left.set(xlabel="tokens (millions)", ylabel="gap to BF16 (%), smoothed")
+    right.set(xlabel="gap at the end (%), ± 2 standard errors", ylim=(len(rows) - 1.5, -0.5))
+    right.set_yticks(range(len(rows) - 1), [row.name for row in rows[1:]])
+    for panel in (left, right):
+        panel.grid(alpha=0.3)
+    left.axhline(0, color="black", linewidth=1)
+    right.axvline(0, color="black", linewidth=1)
+    figure.savefig(output)
+
+
+def fill(page: str, name: str, text: str) -> str:
+    """The page with ``text`` between the markers of a study."""
+    begin, end = f"<!-- study: {name} -->", "<!-- /study -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if not pattern.search(page):
+        raise SystemExit(f"error: {PAGE}: has no {begin}")
+    return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Collect the folders that the command line names, then write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    args = parser.parse_args(argv)
+    studies = {file.stem: read_study(file) for file in sorted(STUDIES.glob("*.yaml"))}
+    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    for folder in args.folders:
+        if folder.name not in studies:
+            parser.error(f"{folder}: no study in {STUDIES} has this name")
+        new = collect(folder, studies[folder.name])
+        kept[folder.name] = merge(kept.get(folder.name, []), new)
+    if args.folders:
+        RESULTS.write_text(json.dumps(kept) + "\n")
+    page = PAGE.read_text()
+    for name in kept:
+        contenders = contenders_of(name, studies, kept)
+        rows = compare(contenders)
+        picture = f"images/evidence_{name}.png"
+        draw(contenders, rows, PAGE.parent / picture)
+        page = fill(
+            page, name, f"{table(rows, contenders)}\n\n![gaps of the study {name}]({picture})"
+        )
+    PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
