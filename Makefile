@@ -25,6 +25,7 @@ performance-page: .venv/installed
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 	$(BIN)/pytest -q -n 2 --dist loadfile
 
 test-all: test

@@ -1,12 +1,12 @@
 """Pretrain a Mamba-Transformer hybrid in low precision."""
 
 from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training.script import run_script
+from megatron_lowbit.training import command
 
 
 def main() -> None:
     """Parse, build, train."""
-    run_script(hybrid=True)
+    command.main(hybrid=True)
 
 
 if __name__ == "__main__":

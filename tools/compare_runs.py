@@ -1,4 +1,4 @@
-"""Compare runs with a baseline: losses, gaps with their noise, spikes, speed.
+r"""Compare runs with a baseline: losses, gaps with their noise, spikes, speed.
 
 Example: python tools/compare_runs.py bf16=runs/bf16-1 bf16=runs/bf16-2 nvfp4=runs/nvfp4-1 \
              nvfp4=runs/nvfp4-2 --output runs/comparison
@@ -7,7 +7,6 @@ Runs of one name are seeds; the first name is the baseline. The folder gets comp
 comparison.html.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from rich.console import Console
 
 from megatron_lowbit.analysis.comparison import read_contenders
 from megatron_lowbit.analysis.comparison_page import table, write_page
+from megatron_lowbit.command_line import CommandParser
 from megatron_lowbit.errors import exit_on_user_error
 
 
@@ -29,12 +29,10 @@ def named(argument: str) -> tuple[str, Path]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compare what the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="[NAME=]RUN", help="what --save wrote")
-    parser.add_argument("--output", type=Path, metavar="FOLDER")
-    parser.add_argument("--title", default="Runs compared")
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="picture and page go there")
+    parser.add_argument("--title", default="Runs compared", help="of the page")
     args = parser.parse_args(argv)
     contenders = read_contenders([named(run) for run in args.runs])
     Console(width=120).print(table(contenders))

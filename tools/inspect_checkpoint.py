@@ -5,21 +5,19 @@
 RUN is a --save directory (its newest checkpoint), one iteration of it, or Hugging Face's folder.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lowbit.command_line import CommandParser
 from megatron_lowbit.conversion.inspect import inspect, report
 from megatron_lowbit.errors import exit_on_user_error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print what the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("source", type=Path, metavar="RUN")
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("source", type=Path, metavar="RUN", help="see above")
     parser.add_argument("--json", action="store_true", help="for machines")
     args = parser.parse_args(argv)
     found = inspect(args.source)

@@ -1,13 +1,13 @@
-"""Plot the losses of one or several runs from their metrics.jsonl.
+r"""Plot the losses of one or several runs from their metrics.jsonl.
 
 Example: python tools/plot_loss.py bf16=runs/bf16/metrics.jsonl nvfp4=runs/nvfp4/metrics.jsonl \
              --output loss.png
 """
 
-import argparse
 from pathlib import Path
 
 from megatron_lowbit.analysis.loss_curve import plot_loss
+from megatron_lowbit.command_line import CommandParser
 from megatron_lowbit.errors import UserError, exit_on_user_error
 
 
@@ -25,16 +25,16 @@ def named_runs(arguments: list[str]) -> dict[str, Path]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "runs",
         nargs="+",
         metavar="[NAME=]METRICS.jsonl",
         help="the first is the reference of the gap; name: its folder's",
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.png")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FILE.png", help="the picture"
+    )
     args = parser.parse_args(argv)
     plot_loss(named_runs(args.runs), args.output)
     print(args.output)

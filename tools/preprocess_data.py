@@ -1,57 +1,7 @@
-"""Tokenize text into a Megatron indexed dataset: PREFIX.bin, PREFIX.idx and PREFIX.json.
-
-A .jsonl file is a document a line; any other file is one document. With several --json-keys
-each key becomes a dataset of its own, PREFIX_KEY.
-
-Example: python tools/preprocess_data.py --input corpus.jsonl --tokenizer-model tokenizer/ \
-             --output-prefix data/corpus --workers 8
-"""
-
-import argparse
+"""``lowbit-preprocess``, in a checkout."""
 
 from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training.corpus import add_corpus_arguments, preprocess
-
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add_corpus_arguments(parser)
-    parser.add_argument(
-        "--tokenizer-model", required=True, metavar="DIR", help="folder with tokenizer.json"
-    )
-    parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
-        help="path of the dataset without suffix, as --data-path takes it",
-    )
-    parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that tokenize (default: 1)"
-    )
-    parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="end each document with the end-of-document token (default: on)",
-    )
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    preprocess(
-        args.input,
-        args.tokenizer_model,
-        args.output_prefix,
-        json_keys=args.json_keys,
-        pattern=args.pattern,
-        exclude=args.exclude,
-        workers=args.workers,
-        append_eod=args.append_eod,
-    )
-
+from megatron_lowbit.training.preprocess_command import main
 
 if __name__ == "__main__":
     exit_on_user_error(main)

@@ -5,25 +5,27 @@
 A run of any layout loads any checkpoint; cut for it, each rank reads its own pieces alone.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_lowbit.command_line import CommandParser
 from megatron_lowbit.conversion.reshard import reshard
 from megatron_lowbit.errors import exit_on_user_error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Cut anew what the command line names."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser(description=__doc__)
     parser.add_argument(
         "source", type=Path, metavar="RUN", help="what --save wrote, or one iteration"
     )
-    parser.add_argument("output", type=Path, metavar="OUTPUT")
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1, metavar="N")
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+    parser.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, help="ranks that will share a layer"
+    )
+    parser.add_argument(
+        "--pipeline-model-parallel-size", type=int, default=1, help="stages that there will be"
+    )
     parser.add_argument("--force", action="store_true", help="replace OUTPUT")
     args = parser.parse_args(argv)
     reshard(

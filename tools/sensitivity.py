@@ -1,4 +1,4 @@
-"""Find the linear layers that a recipe hurts most, and write a recipe that keeps them in BF16.
+r"""Find the linear layers that a recipe hurts most, and write a recipe that keeps them in BF16.
 
 Example: python tools/sensitivity.py --recipe nvfp4 --keep 0.15 --output mine.yaml -- \
              @examples/gpt-30m.args --load runs/bf16 --data-path data/text \
@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from megatron_lowbit.command_line import split_at_dashes
+from megatron_lowbit.command_line import CommandParser, split_at_dashes
 from megatron_lowbit.errors import exit_on_user_error, require
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 
@@ -27,15 +27,13 @@ from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, show, and write what the command line names."""
     own, training = split_at_dashes(argv)
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--recipe", required=True, metavar="NAME_OR_FILE")
-    parser.add_argument("--batches", type=int, default=4, help="(default: 4)")
+    parser = CommandParser(description=__doc__)
+    parser.add_argument("--recipe", required=True, metavar="NAME_OR_FILE", help="the one measured")
+    parser.add_argument("--batches", type=int, default=4, help="batches measured")
     parser.add_argument(
-        "--keep", type=float, default=0.15, help="most share of the weights (default: 0.15)"
+        "--keep", type=float, default=0.15, help="largest share of the weights to keep"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE.yaml")
+    parser.add_argument("--output", type=Path, metavar="FILE.yaml", help="the new recipe")
     args = parser.parse_args(own)
     require(0 <= args.keep <= 1, f"--keep {args.keep:g}: a share of the weights is 0 to 1")
     require("--load" in training, "give training's arguments, --load among them, after --")

@@ -28,7 +28,7 @@ class BlockFormat(ABC):
     block: ClassVar[int]
     tensor_scaled: ClassVar[bool] = False
     scale_bits: ClassVar[int]
-    OPTIONS: ClassVar[dict[str, tuple]] = {}
+    OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @abstractmethod
     def encode(

@@ -95,7 +95,7 @@ def absmax_constant(p: float, block: int) -> float:
     t, weights = _quadrature(_END ** (1 / n))
     beyond = -torch.expm1(block * torch.log(torch.special.erf(t**n / math.sqrt(2))))
     moment = (weights * p * n * t ** (n * p - 1) * beyond).sum()
-    return float(moment) ** (1 / p)
+    return math.pow(float(moment), 1 / p)
 
 
 def _quadrature(end: float) -> tuple[Tensor, Tensor]:

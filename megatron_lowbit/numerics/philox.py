@@ -61,16 +61,16 @@ class Draw:
             ValueError: the global numbers given are not as many as the operand has.
         """
         quad_count = -(-columns // WORDS)
-        numbers = tuple(
+        by_row, by_quad = (
             torch.arange(count, device=device) if given is None else given.to(device)
             for given, count in ((self.rows, rows), (self.quads, quad_count))
         )
-        if numbers[0].numel() != rows or numbers[1].numel() != quad_count:
+        if by_row.numel() != rows or by_quad.numel() != quad_count:
             raise ValueError(
-                f"Draw names {numbers[0].numel()} rows and {numbers[1].numel()} quads for an "
+                f"Draw names {by_row.numel()} rows and {by_quad.numel()} quads for an "
                 f"operand of {rows} x {columns}"
             )
-        return numbers
+        return by_row, by_quad
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

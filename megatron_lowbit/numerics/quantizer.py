@@ -203,7 +203,9 @@ def quantize_both(
     by_row = None if row is None else row(x, arithmetic)
     if col is None:
         return by_row, None
-    return by_row, by_row.transpose() if col is row else col(x.t(), arithmetic)
+    if by_row is not None and col is row:
+        return by_row, by_row.transpose()
+    return by_row, col(x.t(), arithmetic)
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -53,7 +53,8 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 def read_recipe(name_or_path: str) -> dict[str, Any]:
     """What the YAML of a recipe says, checked. Raises UserError as :func:`load_recipe`."""
     load_recipe(name_or_path)
-    return _unshared(_read(name_or_path)[0])
+    raw: dict[str, Any] = _unshared(_read(name_or_path)[0])
+    return raw
 
 
 def _unshared(data: Any) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
@@ -19,6 +19,10 @@ class Progress:
     fraction: float = 0.0
 
 
+Unit = Literal["iteration", "tokens", "fraction"]
+"""By what a switch is placed: the fields of :class:`Progress`."""
+
+
 @dataclass(frozen=True)
 class Switch:
     """A change of precision during a run ("Pretraining LLMs with NVFP4", appendix D).
@@ -28,14 +32,14 @@ class Switch:
     """
 
     name: str
-    unit: Literal["iteration", "tokens", "fraction"]
+    unit: Unit
     at: float
     part: Literal["all", "forward", "backward"]
     recipe: "Recipe"
 
     def reached(self, progress: Progress) -> bool:
         """Whether it has taken over."""
-        return getattr(progress, self.unit) >= self.at
+        return bool(getattr(progress, self.unit) >= self.at)
 
     def __str__(self) -> str:
         return f"{self.name}: from {self.unit} {self.at:g} on, {self.part} by {self.recipe.name}"
@@ -90,7 +94,7 @@ class Recipe:
 
         Whatever the run's length and batch size, so those of different units in any order.
         """
-        points = [
+        points: list[list[Any]] = [
             sorted({0, *(switch.at for switch in self.switches if switch.unit == unit.name)})
             for unit in fields(Progress)
         ]
@@ -107,8 +111,9 @@ class Recipe:
         A rule whose layers all fall to earlier rules is in order: that is what order is for.
         """
         for rule in self.rules:
-            numbered = isinstance(rule, BlockRule) and layers
-            outside = rule.outside(layers[0].num_blocks) if numbered else []
+            outside = []
+            if isinstance(rule, BlockRule) and layers:
+                outside = rule.outside(layers[0].num_blocks)
             if outside:
                 raise UserError(
                     f"recipe {self.name}: matcher {rule.name} names block {outside[0]}, but the "

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -33,7 +33,7 @@ from megatron_lowbit.numerics import (
     format_by_name,
 )
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
-from megatron_lowbit.recipes.recipe import Recipe, Switch
+from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
 from megatron_lowbit.recipes.rules import KINDS, BlockRule, GlobRule, RegexRule, Rule
 
 
@@ -96,7 +96,9 @@ class OperandSpec(_Strict):
 def _signs(value: Any) -> str | int:
     if value is None:
         return "none"  # on a command line, none and null are the same
-    if value in ("fixed", "fresh", "none") or type(value) is int:
+    if isinstance(value, str) and value in ("fixed", "fresh", "none"):
+        return value
+    if type(value) is int:
         return value
     raise ValueError(f"{value!r} is not 'fixed', 'fresh', 'none' or an integer seed")
 
@@ -245,7 +247,7 @@ class BlocksMatcher(_MatcherSpec):
     first: Extent | None = None
     last: Extent | None = None
     numbers: tuple[int, ...] | None = None
-    kinds: tuple[Literal[tuple(KINDS)], ...] | None = None
+    kinds: tuple[Literal[tuple(KINDS)], ...] | None = None  # type: ignore[valid-type]
 
     @model_validator(mode="after")
     def _selects(self) -> "BlocksMatcher":
@@ -269,7 +271,7 @@ class RegexMatcher(_MatcherSpec):
 
 
 MatcherSpec = Annotated[BlocksMatcher | GlobMatcher | RegexMatcher, Field(discriminator="type")]
-_RULES = {"blocks": BlockRule, "glob": GlobRule, "regex": RegexRule}
+_RULES: dict[str, type[Rule]] = {"blocks": BlockRule, "glob": GlobRule, "regex": RegexRule}
 
 
 class SwitchSpec(_Strict):
@@ -283,9 +285,10 @@ class SwitchSpec(_Strict):
     enabled: bool = True
 
     @property
-    def point(self) -> tuple[str, float]:
+    def point(self) -> tuple[Unit, float]:
         """(unit, value) of the measure that is given."""
-        given = {unit: getattr(self, unit) for unit in ("iteration", "tokens", "fraction")}
+        units: tuple[Unit, ...] = get_args(Unit)
+        given = {unit: getattr(self, unit) for unit in units}
         return next((unit, value) for unit, value in given.items() if value is not None)
 
     @model_validator(mode="after")
@@ -328,9 +331,11 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) ->
             raise UserError(f"{source}: configs.{name}.{error}") from None
     rules = tuple(_rule(source, name, m, configs) for name, m in spec.matchers.items() if m.enabled)
     enabled = {name: switch for name, switch in spec.switches.items() if switch.enabled}
-    if enabled and load is None:
-        raise UserError(f"recipe {spec.name} has switches of its own; name one without")
-    switches = tuple(_switch(source, name, s, load) for name, s in enabled.items())
+    switches: tuple[Switch, ...] = ()
+    if enabled:
+        if load is None:
+            raise UserError(f"recipe {spec.name} has switches of its own; name one without")
+        switches = tuple(_switch(source, name, s, load) for name, s in enabled.items())
     return Recipe(spec.name, spec.description, configs, rules, switches)
 
 
@@ -352,7 +357,7 @@ def _rule(source: str, name: str, matcher: Any, configs: dict[str, LinearPrecisi
     return _RULES[matcher.type](name=name, **fields)
 
 
-_MODELS_BY_FIELD = {
+_MODELS_BY_FIELD: dict[str, type[BaseModel]] = {
     "input": OperandSpec,
     "weight": OperandSpec,
     "grad": OperandSpec,
@@ -380,7 +385,7 @@ def _first_error(error: ValidationError) -> str:
         return f"{'.'.join(path) or 'the file'}: {message[0].lower() + message[1:]}"
     # Names that users give come before: a config may be called input.
     parent = tag or (path[-2] if len(path) > 3 else "")
-    by_section = {"configs": PrecisionSpec, "switches": SwitchSpec}
+    by_section: dict[str, type[BaseModel]] = {"configs": PrecisionSpec, "switches": SwitchSpec}
     section = by_section.get(path[0], RecipeSpec) if len(path) > 2 else RecipeSpec
     model = _MODELS_BY_FIELD.get(parent, section)
     return f"{'.'.join(path)}: no such key; use one of {', '.join(model.model_fields)}"

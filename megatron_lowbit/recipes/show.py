@@ -1,14 +1,14 @@
-"""``python -m megatron_lowbit.recipes``: what recipes there are, and what one does to a model."""
+"""What recipes there are, and what one does to a model."""
 
 import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
+from megatron_lowbit.command_line import CommandParser, command_parser
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
@@ -23,13 +23,8 @@ _PARTS = {
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
     "mamba": ("mixer.in_proj", "mixer.out_proj"),
 }
-_SYMBOLS = {"M": ("mamba",), "*": ("attention",), "-": ("mlp",)}
-_GPT_LAYER = ("attention", "mlp")
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
+_SYMBOLS: dict[str, tuple[str, ...]] = {"M": ("mamba",), "*": ("attention",), "-": ("mlp",)}
+_GPT_LAYER: tuple[str, ...] = ("attention", "mlp")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -59,26 +54,31 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m megatron_lowbit.recipes", description=__doc__)
+    parser = command_parser(prog="lowbit-recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the recipes that come with the package")
     show = commands.add_parser("show", help="a recipe, layer by layer and GEMM by GEMM")
-    show.add_argument("recipe", metavar="NAME_OR_FILE")
+    show.add_argument("recipe", metavar="NAME_OR_FILE", help="a recipe of the list, or a YAML file")
     show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
-    show.add_argument("--recipe-set", metavar="FIELD=VALUE", action="append", default=[])
+    show.add_argument(
+        "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
+        help="as in training (repeatable)",
+    )  # fmt: skip
     show.add_argument("--model", metavar="FILE", help="a model's arguments, as in examples/")
     _add_shape(show)
     return parser
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-layers", type=int, default=12, help="of a GPT (default: 12)")
+    parser.add_argument("--num-layers", type=int, default=12, help="of a GPT")
     parser.add_argument(
         "--hybrid-override-pattern",
         metavar="PATTERN",
         help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
     )
-    parser.add_argument("--normalization", help="MXNorm is shown where it is active")
+    parser.add_argument(
+        "--normalization", metavar="NAME", help="MXNorm is shown where it is active"
+    )
 
 
 def _read_model(file: str) -> argparse.Namespace:
@@ -87,7 +87,7 @@ def _read_model(file: str) -> argparse.Namespace:
         text = Path(file).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"--model {file}: {error.strerror}") from None
-    parser = _Parser(prog=file, allow_abbrev=False)
+    parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
     shape, _ = parser.parse_known_args(shlex.split(text, comments=True))
     return shape

@@ -1,11 +1,14 @@
 """The table printed at start: which linear layers run in which precision."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from megatron_lowbit.recipes.precision import LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe
 from megatron_lowbit.recipes.rules import Layer
+
+_Key = tuple[str, LinearPrecision]  # the rule's name, and what it gives
 
 
 def precision_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
@@ -24,9 +27,11 @@ def _summary(recipe: Recipe, layers: Sequence[Layer]) -> str:
     return f"{count} of {len(layers)} linear layers quantized"
 
 
-def _rows(recipe: Recipe, layers: Sequence[Layer]):
+def _rows(
+    recipe: Recipe, layers: Sequence[Layer]
+) -> Iterator[tuple[str, str, str, LinearPrecision]]:
     """Neighbouring blocks go together also where they hold other layers, as in a hybrid."""
-    groups: list[tuple[list[int], tuple, dict[str, None]]] = []
+    groups: list[tuple[list[int], _Key, dict[str, None]]] = []
     for block in sorted({layer.block for layer in layers}):
         for key, names in _by_rule(recipe, [x for x in layers if x.block == block]).items():
             group = next((g for g in groups if g[1] == key and g[0][-1] == block - 1), None)
@@ -35,14 +40,14 @@ def _rows(recipe: Recipe, layers: Sequence[Layer]):
                 groups.append(group)
             group[0].append(block)
             group[2].update(dict.fromkeys(names))
-    for blocks, (rule, precision), names in groups:
+    for blocks, (rule, precision), short in groups:
         span = f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
-        yield span, ", ".join(names), rule, precision
+        yield span, ", ".join(short), rule, precision
 
 
-def _by_rule(recipe: Recipe, layers: Sequence[Layer]) -> dict:
+def _by_rule(recipe: Recipe, layers: Sequence[Layer]) -> dict[_Key, list[str]]:
     """(rule name, precision) to the short names of one block's layers."""
-    grouped: dict = {}
+    grouped: dict[_Key, list[str]] = {}
     for layer in layers:
         key = (recipe.rule_names(layer), recipe.precision_for(layer))
         grouped.setdefault(key, []).append(layer.path.rsplit(".", 1)[-1])

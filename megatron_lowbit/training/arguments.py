@@ -1,29 +1,21 @@
 """Command-line arguments: Megatron-LM's names and meanings, and the recipe's own."""
 
 import argparse
-import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import NoReturn
 
+from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.training.expert_arguments import add_experts, check_experts, fill_experts
-from megatron_lowbit.training.hybrid_arguments import add_hybrid, check_hybrid
+from megatron_lowbit.training.expert_arguments import check_experts, fill_experts
+from megatron_lowbit.training.hybrid_arguments import check_hybrid
+from megatron_lowbit.training.model_arguments import add_model
 from megatron_lowbit.training.parallel_arguments import (
     add_parallelism,
     check_parallelism,
     fill_parallelism,
 )
 from megatron_lowbit.training.weights_and_biases import import_wandb
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(message)
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        return shlex.split(arg_line, comments=True)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
@@ -49,14 +41,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser, its arguments in the groups that ``--help`` shows."""
-    parser = _Parser(
-        description="Pretrain a model in low precision. @FILE reads arguments from a file.",
+    parser = command_parser(
+        description="Pretrain a GPT or a hybrid in low precision. @FILE reads arguments from FILE.",
+        usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
+        "    --data-path PREFIX --seq-length N --micro-batch-size N --train-iters N --lr X ...",
         allow_abbrev=False,
         fromfile_prefix_chars="@",
     )
     for add_group in (
         _add_precision,
-        _add_model,
+        add_model,
         _add_data,
         _add_training,
         _add_learning_rate,
@@ -90,57 +84,11 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
         "--quantization-engine",
         choices=("auto", "reference"),
         default="auto",
-        help="where quantization runs: the fastest there is, or plain torch",
+        help="what quantizes: the fastest there is, or plain torch",
     )
     compute = group.add_mutually_exclusive_group()
     compute.add_argument("--bf16", action="store_true", help="BF16 compute (FP32 on a CPU)")
     compute.add_argument("--fp32", action="store_true", help="FP32 compute (default)")
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--transformer-impl", choices=("local", "transformer_engine"),
-        help="whose layers (default: Transformer Engine's where it is installed)",
-    )  # fmt: skip
-    group.add_argument("--num-layers", type=int, required=True)
-    group.add_argument("--hidden-size", type=int, required=True)
-    group.add_argument("--ffn-hidden-size", type=int, help="default: 4 x hidden, 8/3 if gated")
-    group.add_argument("--num-attention-heads", type=int, required=True)
-    group.add_argument("--kv-channels", type=int, help="head dimension; default: hidden / heads")
-    group.add_argument("--group-query-attention", action="store_true")
-    group.add_argument("--num-query-groups", type=int, default=1)
-    group.add_argument("--swiglu", action="store_true", help="gated SiLU instead of GELU")
-    group.add_argument("--squared-relu", action="store_true", help="squared ReLU instead of GELU")
-    group.add_argument(
-        "--openai-gelu", action="store_true",
-        help="GELU by tanh, as GPT-2's; without it GELU is exact on a CPU, by tanh where fused",
-    )  # fmt: skip
-    group.add_argument(
-        "--normalization", choices=("LayerNorm", "RMSNorm", "MXNorm"), default="LayerNorm"
-    )
-    group.add_argument("--mxnorm-p", type=float, default=2.0, help="exponent of MXNorm's mean")
-    group.add_argument("--norm-epsilon", type=float, default=1e-5)
-    group.add_argument("--disable-bias-linear", action="store_true")
-    group.add_argument(
-        "--position-embedding-type", choices=("learned_absolute", "rope", "none"),
-        default="learned_absolute",
-    )  # fmt: skip
-    group.add_argument("--rotary-base", type=int, default=10000)
-    group.add_argument("--rotary-percent", type=float, default=1.0)
-    group.add_argument(
-        "--use-rope-scaling", action="store_true",
-        help="lower the low frequencies as Llama 3.1 does, from 8192 positions on",
-    )  # fmt: skip
-    group.add_argument("--rope-scaling-factor", type=float, default=8.0)
-    group.add_argument("--untie-embeddings-and-output-weights", action="store_true")
-    group.add_argument("--max-position-embeddings", type=int, help="default: --seq-length")
-    group.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    group.add_argument("--init-method-std", type=float, default=0.02)
-    group.add_argument("--hidden-dropout", type=float, default=0.0)
-    group.add_argument("--attention-dropout", type=float, default=0.0)
-    add_experts(parser)
-    add_hybrid(parser)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
@@ -150,42 +98,62 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="a dataset's prefix, or weights and prefixes: 0.3 A 0.7 B",
     )  # fmt: skip
     group.add_argument("--split", default="969, 30, 1", help="train, validation, test shares")
-    group.add_argument("--data-cache-path", help="default: a folder beside the dataset")
+    group.add_argument(
+        "--data-cache-path",
+        metavar="DIR",
+        help="index of samples (default: a folder beside the dataset)",
+    )
     group.add_argument("--num-workers", type=int, default=0, help="data loading processes")
     group.add_argument(
         "--tokenizer-type", choices=("HuggingFaceTokenizer", "NullTokenizer"),
-        default="HuggingFaceTokenizer",
+        default="HuggingFaceTokenizer", help="NullTokenizer: data that is token ids already",
     )  # fmt: skip
     group.add_argument("--tokenizer-model", metavar="DIR", help="a Hugging Face tokenizer folder")
-    group.add_argument("--vocab-size", type=int, help="with NullTokenizer")
-    group.add_argument("--seq-length", type=int, required=True)
+    group.add_argument("--vocab-size", type=int, help="tokens, with NullTokenizer")
+    group.add_argument("--seq-length", type=int, required=True, help="tokens of a sample")
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
-    group.add_argument("--micro-batch-size", type=int, required=True)
-    group.add_argument("--global-batch-size", type=int, help="default: micro x data parallel")
-    group.add_argument("--train-iters", type=int, required=True)
-    group.add_argument("--weight-decay", type=float, default=0.01)
-    group.add_argument("--adam-beta1", type=float, default=0.9)
-    group.add_argument("--adam-beta2", type=float, default=0.999)
-    group.add_argument("--adam-eps", type=float, default=1e-8)
-    group.add_argument("--clip-grad", type=float, default=1.0)
-    group.add_argument("--seed", type=int, default=1234)
-    group.add_argument("--eval-interval", type=int, default=1000)
-    group.add_argument("--eval-iters", type=int, default=100, help="0: no evaluation")
+    group.add_argument(
+        "--micro-batch-size", type=int, required=True, help="samples of a rank in one pass"
+    )
+    group.add_argument(
+        "--global-batch-size", type=int,
+        help="samples of an iteration (default: --micro-batch-size x data-parallel ranks)",
+    )  # fmt: skip
+    group.add_argument("--train-iters", type=int, required=True, help="iterations of the run")
+    group.add_argument("--weight-decay", type=float, default=0.01, help="AdamW's")
+    group.add_argument("--adam-beta1", type=float, default=0.9, help="decay of Adam's mean")
+    group.add_argument(
+        "--adam-beta2", type=float, default=0.999, help="decay of Adam's mean square"
+    )
+    group.add_argument("--adam-eps", type=float, default=1e-8, help="added to its root")
+    group.add_argument("--clip-grad", type=float, default=1.0, help="largest gradient norm; 0: any")
+    group.add_argument("--seed", type=int, default=1234, help="of weights, data and rounding")
+    group.add_argument(
+        "--eval-interval", type=int, default=1000, help="iterations between evaluations"
+    )
+    group.add_argument("--eval-iters", type=int, default=100, help="batches of one; 0: none at all")
     group.add_argument(
         "--max-skipped-updates", type=int, default=3,
         help="updates skipped in a row, for a loss or gradient that is not finite, after which "
         "the run goes back to its last checkpoint and leaves out their data",
     )  # fmt: skip
     group.add_argument(
-        "--check-output-norm-interval", type=int,
+        "--check-output-norm-interval", type=int, metavar="N",
         help="name the layers whose outputs are not finite, every so many iterations",
     )  # fmt: skip
-    group.add_argument("--recompute-granularity", choices=("full", "selective"))
-    group.add_argument("--recompute-method", choices=("uniform", "block"))
-    group.add_argument("--recompute-num-layers", type=int)
+    group.add_argument(
+        "--recompute-granularity", choices=("full", "selective"),
+        help="layers, or the core of attention alone, anew in backward (default: neither)",
+    )  # fmt: skip
+    group.add_argument(
+        "--recompute-method",
+        choices=("uniform", "block"),
+        help="all layers, N at a time, or N of a stage",
+    )
+    group.add_argument("--recompute-num-layers", type=int, metavar="N", help="that N")
     group.add_argument(
         "--no-gradient-accumulation-fusion", dest="gradient_accumulation_fusion",
         action="store_false", help="let autograd add weight gradients to the main gradients",
@@ -194,17 +162,18 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 def _add_learning_rate(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("learning rate")
-    group.add_argument("--lr", type=float, required=True)
-    group.add_argument("--min-lr", type=float, default=0.0)
+    group.add_argument("--lr", type=float, required=True, help="highest learning rate")
+    group.add_argument("--min-lr", type=float, default=0.0, help="lowest, at its end")
     group.add_argument(
-        "--lr-decay-style", choices=("constant", "linear", "cosine", "WSD"), default="linear"
-    )
-    group.add_argument("--lr-decay-iters", type=int, help="default: --train-iters")
-    group.add_argument("--lr-warmup-iters", type=int, default=0)
-    group.add_argument("--lr-wsd-decay-iters", type=int, help="length of WSD's final decay")
+        "--lr-decay-style", choices=("constant", "linear", "cosine", "WSD"), default="linear",
+        help="its course; WSD: warm-up, stable, decay",
+    )  # fmt: skip
+    group.add_argument("--lr-decay-iters", type=int, help="iterations (default: --train-iters)")
+    group.add_argument("--lr-warmup-iters", type=int, default=0, help="iterations, linear from 0")
+    group.add_argument("--lr-wsd-decay-iters", type=int, help="iterations of WSD's final decay")
     group.add_argument(
         "--lr-wsd-decay-style", choices=("exponential", "linear", "cosine", "minus_sqrt"),
-        default="exponential",
+        default="exponential", help="of that decay",
     )  # fmt: skip
 
 
@@ -224,7 +193,7 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
         "--override-opt-param-scheduler", "--override-opt_param-scheduler", action="store_true",
         help="on --load, the arguments' learning-rate schedule instead of the checkpoint's",
     )  # fmt: skip
-    group.add_argument("--save-interval", type=int, help="default: at the end only")
+    group.add_argument("--save-interval", type=int, help="iterations (default: the end only)")
     group.add_argument(
         "--async-save", action="store_true",
         help="write checkpoints while training goes on, from a copy in the CPU's memory",
@@ -241,16 +210,17 @@ def _add_checkpointing(parser: argparse.ArgumentParser) -> None:
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("logging")
-    group.add_argument("--log-interval", type=int, default=10)
+    group.add_argument("--log-interval", type=int, default=10, help="iterations between lines")
     group.add_argument(
         "--log-quantization-error-interval", type=int, nargs="?", const=1000, default=0,
-        metavar="N", help="measure every layer's every N iterations (without N: 1000)",
+        metavar="N",
+        help="measure every layer's every N iterations (default: never; without N: 1000)",
     )  # fmt: skip
-    group.add_argument("--tensorboard-dir", metavar="DIR")
+    group.add_argument("--tensorboard-dir", metavar="DIR", help="TensorBoard events in DIR")
     group.add_argument("--log-file-dir", metavar="DIR", help="a log file for each rank in DIR")
     group.add_argument("--wandb-project", metavar="NAME", help="log to Weights & Biases")
-    group.add_argument("--wandb-exp-name", metavar="NAME", help="default: wandb's choice")
-    group.add_argument("--wandb-save-dir", metavar="DIR", help="default: a folder in --save")
+    group.add_argument("--wandb-exp-name", metavar="NAME", help="(default: its own choice)")
+    group.add_argument("--wandb-save-dir", metavar="DIR", help="(default: a folder in --save)")
 
 
 def _fill_defaults(args: Namespace) -> None:

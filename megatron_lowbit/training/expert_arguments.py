@@ -21,15 +21,20 @@ def add_experts(parser: argparse.ArgumentParser) -> None:
         "--moe-router-pre-softmax", action="store_true",
         help="softmax over all experts, before the top k are chosen",
     )  # fmt: skip
-    group.add_argument("--moe-ffn-hidden-size", type=int, help="default: --ffn-hidden-size")
+    group.add_argument(
+        "--moe-ffn-hidden-size", type=int, help="of an expert (default: --ffn-hidden-size)"
+    )
     group.add_argument(
         "--moe-layer-freq", type=layer_frequency, default=1, metavar="N_OR_LIST",
         help="experts in every N-th layer, or 1 (experts) and 0 by layer: ([0]+[1]*3)",
     )  # fmt: skip
     group.add_argument(
-        "--moe-router-load-balancing-type", choices=_BALANCING, default="aux_loss"
+        "--moe-router-load-balancing-type", choices=_BALANCING, default="aux_loss",
+        help="what keeps experts evenly used",
     )  # fmt: skip
-    group.add_argument("--moe-aux-loss-coeff", type=float, default=0.0)
+    group.add_argument(
+        "--moe-aux-loss-coeff", type=float, default=0.0, help="weight of a balancing loss"
+    )
 
 
 def layer_frequency(text: str) -> int | list[int]:

@@ -19,10 +19,12 @@ def add_hybrid(parser: argparse.ArgumentParser) -> None:
         "--hybrid-override-pattern", metavar="PATTERN",
         help="a symbol for each block: M for Mamba-2, * for attention, - for an MLP",
     )  # fmt: skip
-    group.add_argument("--mamba-state-dim", type=int, default=128)
-    group.add_argument("--mamba-head-dim", type=int, default=64)
-    group.add_argument("--mamba-num-groups", type=int, default=8)
-    group.add_argument("--mamba-num-heads", type=int, help="default: 2 x hidden / --mamba-head-dim")
+    group.add_argument("--mamba-state-dim", type=int, default=128, help="size of a head's state")
+    group.add_argument("--mamba-head-dim", type=int, default=64, help="channels of a head")
+    group.add_argument("--mamba-num-groups", type=int, default=8, help="heads of one share B, C")
+    group.add_argument(
+        "--mamba-num-heads", type=int, help="(default: 2 x hidden / --mamba-head-dim)"
+    )
 
 
 def mamba_heads(args: Namespace) -> int:

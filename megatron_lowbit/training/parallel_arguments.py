@@ -9,22 +9,41 @@ from megatron_lowbit.errors import require
 def add_parallelism(parser: argparse.ArgumentParser) -> None:
     """The arguments, as a group of their own."""
     group = parser.add_argument_group("parallelism")
-    group.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    group.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    group.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
-    group.add_argument("--expert-model-parallel-size", type=int, default=1)
+    group.add_argument(
+        "--tensor-model-parallel-size", type=int, default=1, help="ranks that share each layer"
+    )
+    group.add_argument(
+        "--pipeline-model-parallel-size", type=int, default=1, help="stages of layers, a rank each"
+    )
+    group.add_argument(
+        "--num-layers-per-virtual-pipeline-stage", type=int,
+        help="a rank has several stages of so many layers (default: one stage)",
+    )  # fmt: skip
+    group.add_argument(
+        "--expert-model-parallel-size", type=int, default=1, help="ranks that share the experts"
+    )
     group.add_argument("--context-parallel-size", type=int, default=1, help="1 here")
-    group.add_argument("--sequence-parallel", action="store_true")
+    group.add_argument(
+        "--sequence-parallel", action="store_true",
+        help="tensor-parallel ranks share the sequence between their layers, too",
+    )  # fmt: skip
     group.add_argument(
         "--fused-allreduce-norm", action="store_true",
         help="one kernel for the all-reduce of tensor parallelism, the residual and the next norm",
     )  # fmt: skip
-    group.add_argument("--use-distributed-optimizer", action="store_true")
-    group.add_argument("--overlap-grad-reduce", action="store_true")
-    group.add_argument("--overlap-param-gather", action="store_true")
+    group.add_argument(
+        "--use-distributed-optimizer", action="store_true",
+        help="data-parallel ranks share the optimizer's state",
+    )  # fmt: skip
+    group.add_argument(
+        "--overlap-grad-reduce", action="store_true", help="reduce gradients during backward"
+    )
+    group.add_argument(
+        "--overlap-param-gather", action="store_true", help="gather weights during forward"
+    )
     group.add_argument(
         "--distributed-timeout-minutes", type=float, default=10,
-        help="without progress for so long, a rank ends the job",
+        help="minutes without progress after which a rank ends the job",
     )  # fmt: skip
 
 

@@ -1,21 +1,43 @@
-"""Relative links of the README and of docs lead to files that exist."""
+"""Relative links of the pages lead to files and headings that exist."""
 
 import re
+import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
+
+from pages import NAMES, PAGES, ROOT, prose_of
+
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)")
+NAMED = re.compile(r'<a id="([^"]+)">')
+HEADING = re.compile(r"^#+ +(.+?) *#*$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+@cache
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings: letters, digits and hyphens; a number for a second one."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    found = set(NAMED.findall(text))
+    for heading in HEADING.findall(text):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        again = sum(1 for other in found if re.fullmatch(rf"{re.escape(name)}(-\d+)?", other))
+        found.add(f"{name}-{again}" if again else name)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_links(page: Path):
-    targets = LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
-    paths = [target.partition("#")[0] for target in targets if not re.match(r"[a-z]+:|#", target)]
-    missing = [path for path in paths if not (page.parent / path).exists()]
-    assert not missing, f"{page.name} links to {', '.join(missing)}"
-    outside = [p for p in paths if not (page.parent / p).resolve().is_relative_to(ROOT.resolve())]
-    assert not outside, f"{page.name} links out of the repository: {', '.join(outside)}"
+    targets = LINK.findall(prose_of(page))
+    for target in targets:
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert file.is_relative_to(ROOT.resolve()), f"{page.name} links out of the repository"
+        assert not anchor or anchor in anchors(file), f"{target}: there are {anchors(file)}"

@@ -81,7 +81,7 @@ class MX(BlockFormat):
 
     scale_rounding: ScaleRounding = "floor"
     three_quarters: bool = False
-    block: int = BLOCK
+    block: int = BLOCK  # type: ignore[misc]  # the other formats' is their class's
 
     scale_bits = 8
     OPTIONS: ClassVar = {

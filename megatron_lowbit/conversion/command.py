@@ -1,0 +1,81 @@
+"""Checkpoints from Hugging Face's format to Megatron's and back.
+
+    lowbit-convert to-megatron FOLDER OUTPUT
+    lowbit-convert to-hugging-face CHECKPOINTS OUTPUT --norm-epsilon 1e-5
+
+To go on training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
+--tokenizer-model OUTPUT/hugging_face ...
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.conversion.convert import DTYPES, SHARD_BYTES, to_hugging_face, to_megatron
+from megatron_lowbit.conversion.layouts import LAYOUTS
+from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.errors import require
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Convert what the command line names."""
+    parser = command_parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    there = commands.add_parser("to-megatron", help="safetensors to torch_dist")
+    back = commands.add_parser("to-hugging-face", help="torch_dist to safetensors")
+    for command in (there, back):
+        command.add_argument("source", type=Path, metavar="SOURCE", help="what is converted")
+        command.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+        command.add_argument("--force", action="store_true", help="replace OUTPUT")
+        command.add_argument(
+            "--shard-bytes", type=int, default=SHARD_BYTES, help="the most bytes in a file"
+        )
+        command.add_argument(
+            "--verify", action="store_true", help="compare logits of both sides, on the CPU"
+        )
+        command.add_argument(
+            "--verify-tokens", type=int, nargs="+", default=[], metavar="ID",
+            help="token ids for --verify (default: 1 to 8)",
+        )  # fmt: skip
+    back.add_argument("--norm-epsilon", type=float, default=1e-5, help="that of training")
+    back.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
+    back.add_argument("--carry", type=Path, metavar="FOLDER", help="its tokenizer comes along")
+    back.add_argument(
+        "--quantized", choices=LAYOUTS, help="store the weights that training quantized so"
+    )
+    back.add_argument(
+        "--recipe", nargs="+", default=[], metavar="NAME_OR_FILE",
+        help="for --quantized (default: training's); of two the first gives fprop",
+    )  # fmt: skip
+    back.add_argument(
+        "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
+        help="of that recipe, as in training (repeatable)",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    if args.command == "to-megatron":
+        to_megatron(args.source, args.output, args.force, args.shard_bytes)
+        if args.verify:
+            _verify(args.source, args.output, args.verify_tokens)
+        return
+    quantized = None
+    if args.quantized:
+        quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
+    else:
+        require(
+            not (args.recipe or args.recipe_set), "--recipe and --recipe-set go with --quantized"
+        )
+    to_hugging_face(
+        args.source, args.output, args.norm_epsilon, args.dtype, args.carry, args.shard_bytes,
+        args.force, quantized,
+    )  # fmt: skip
+    if args.verify:
+        _verify(args.output, args.source, args.verify_tokens, quantized)
+
+
+def _verify(
+    folder: Path, checkpoint: Path, tokens: list[int], quantized: QuantizedAs | None = None
+) -> None:
+    # Here alone: it needs megatron-core's models, which take seconds to import.
+    from megatron_lowbit.conversion.verify import TOKENS, print_difference
+
+    print_difference(folder, checkpoint, tokens or TOKENS, quantized)

@@ -1,0 +1,43 @@
+"""The pages of the documentation, and what is code in them."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+_ROOMS = ("benchmarks", "docs", "examples", "recipes", "tests", "tools")
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(page for room in _ROOMS for page in ROOT.glob(f"{room}/**/*.md"))]
+)
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+
+_FENCE = re.compile(r"^( *)(```+)(\w*)[^\n]*\n(.*?)^\1\2", re.MULTILINE | re.DOTALL)
+# Four spaces after an empty line; in a list they are its text.
+_INDENTED = re.compile(r"(?<=\n\n)((?: {4}[^\n]*\n|\n(?= {4}))+)")
+_SPAN = re.compile(r"`([^`\n]+)`")
+
+
+class Code(NamedTuple):
+    """A piece of code on a page; ``language`` is empty where none is given."""
+
+    language: str
+    text: str
+
+
+def code_of(page: Path) -> Iterator[Code]:
+    """The fenced and indented blocks of a page, and the spans in its text."""
+    text = page.read_text(encoding="utf-8")
+    for _, _, language, block in _FENCE.findall(text):
+        yield Code(language, block)
+    text = _FENCE.sub("\n", text)
+    for block in _INDENTED.findall(text):
+        yield Code("", block)
+    for span in _SPAN.findall(_INDENTED.sub("\n", text)):
+        yield Code("", span)
+
+
+def prose_of(page: Path) -> str:
+    """The page without its blocks and spans of code."""
+    text = _FENCE.sub("\n", page.read_text(encoding="utf-8"))
+    return _SPAN.sub("`code`", _INDENTED.sub("\n", text))

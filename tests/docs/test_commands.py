@@ -1,0 +1,221 @@
+"""Commands and Python on the pages: scripts, targets, files and options exist; Python compiles."""
+
+import argparse
+import re
+import runpy
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
+
+from pages import NAMES, PAGES, ROOT, code_of
+
+SHELL = ("", "sh", "bash", "shell", "console", "text")
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+TARGETS = set(re.findall(r"^([\w./-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+TRAINING = "lowbit-pretrain"
+SEPARATORS = {"&&", "||", "|", ";", "do", "then", "exec", "time", "env"}
+PLACEHOLDER = re.compile(r"\.\.\.|[A-Z_]{2,}\b|\$|[\[{<*…]")
+
+
+class Parsed(Exception):
+    """Raised where a command would parse its arguments."""
+
+
+class Options(NamedTuple):
+    """What a command takes: its parser, and whether it hands on the rest to training."""
+
+    parser: argparse.ArgumentParser
+    hands_on: bool
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command of a block of shell."""
+    for line in re.sub(r"\\\n\s*", " ", text).splitlines():
+        try:
+            words = shlex.split(line.strip().removeprefix("$ "), comments=True)
+        except ValueError:
+            continue  # prose with an apostrophe, or a quoted text of several lines
+        command: list[str] = []
+        for word in [*words, ";"]:
+            if word in SEPARATORS:
+                yield command
+                command = []
+            elif command or not re.match(r"\w+=", word):
+                command.append(word)
+
+
+def program(words: list[str]) -> tuple[str, list[str]] | None:
+    """What a command of this project runs, a script's path, a console script's name, or
+    ``-m MODULE``, and its arguments; None for what is not the project's."""
+    if not words:
+        return None
+    first = Path(words[0]).name
+    if first in ("docker", "srun", "torchrun"):
+        for at, word in enumerate(words):
+            if word in SCRIPTS or word.endswith(".py"):
+                return word, words[at + 1 :]
+    if first in SCRIPTS:
+        return first, words[1:]
+    if re.fullmatch(r"python[\d.]*", first) and len(words) > 1:
+        if words[1] == "-m" and len(words) > 2:
+            return f"-m {words[2]}", words[3:]
+        if words[1].endswith(".py"):
+            return words[1], words[2:]
+    return None
+
+
+@contextmanager
+def caught(name: str, beside: Path) -> Iterator[None]:
+    """As if started as ``name``: what is beside a script can be imported, and is forgotten."""
+
+    def stop(strict):
+        def parse(parser, *_, **__):
+            raise Parsed(Options(parser, not strict))
+
+        return parse
+
+    known = set(sys.modules)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [name])
+        patch.setattr(sys, "path", [str(beside), *sys.path])
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop(strict=True))
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop(strict=False))
+        yield
+    for module in set(sys.modules) - known:
+        if Path(getattr(sys.modules[module], "__file__", None) or "/").parent == beside:
+            del sys.modules[module]
+
+
+@cache
+def options(name: str) -> Options | None:
+    """What a program takes, from the parser that it makes; None where it makes none."""
+    script = ROOT / name
+    with caught(name, script.parent):
+        try:
+            if name in SCRIPTS:
+                module, _, function = SCRIPTS[name].partition(":")
+                getattr(import_module(module), function)()
+            elif name.startswith("-m "):
+                runpy.run_module(name[3:], run_name="__main__")
+            else:
+                runpy.run_path(str(script)).get("main", lambda: None)()
+        except Parsed as parsed:
+            return parsed.args[0]
+    return None
+
+
+def test_options_are_found():
+    """Or else all would be accepted."""
+    assert "--recipe-set" in options(TRAINING).parser._option_string_actions
+    assert options("-m megatron_lowbit.recipes").parser._subparsers is not None
+    assert options("benchmarks/loss_curves.py").hands_on
+    assert not options("tools/plot_loss.py").hands_on
+
+
+def check(name: str, arguments: list[str]) -> None:
+    """That a program takes the arguments; what it hands on, training."""
+    takes = options(name)
+    if takes is None:
+        return
+    known, behind = actions(takes.parser, arguments), ["--"]
+    behind += [option for option, action in known.items() if action.nargs == argparse.REMAINDER]
+    if takes.hands_on:
+        known = actions(options(TRAINING).parser, []) | known
+    for at, word in enumerate(arguments):
+        if word in behind:
+            check(TRAINING, arguments[at + 1 :])
+            return
+        if word.startswith("@examples/"):
+            assert (ROOT / word[1:]).is_file(), word
+        # [--json] and {--last N} are notations.
+        option, _, value = word.strip("[]{}()").partition("=")
+        if option.startswith("--"):
+            assert option in known, f"{name} has no {option}"
+            value = value or " ".join(arguments[at + 1 : at + 2])
+            choices = known[option].nargs is None and known[option].choices
+            concrete = choices and not PLACEHOLDER.match(value)
+            assert not concrete or value in choices, f"{name} {option} {value}: {list(choices)}"
+
+
+def actions(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, argparse.Action]:
+    """A parser's options by their names, and those of the subcommand that is given."""
+    found = dict(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            given = next((word for word in arguments if not word.startswith("-")), "...")
+            if not PLACEHOLDER.match(given):
+                assert given in action.choices, f"{given} is none of {list(action.choices)}"
+                found |= action.choices[given]._option_string_actions
+    return found
+
+
+def check_command(words: list[str]) -> None:
+    """That what a command of this project names exists."""
+    if words[0] == "make":
+        wanted = [w for w in words[1:] if re.fullmatch(r"[\w./-]+", w) and not w.startswith("-")]
+        assert set(wanted) <= TARGETS, f"make {' '.join(wanted)}: there are {sorted(TARGETS)}"
+    runs_pytest = words[0].endswith("pytest") or words[:3] == ["python", "-m", "pytest"]
+    if runs_pytest:
+        for word in words[1:]:
+            path = word.partition("::")[0]
+            assert not path.startswith("tests") or (ROOT / path).exists(), path
+    found = program(words)
+    if found is None:
+        return
+    name, arguments = found
+    if name.startswith("-m "):
+        if not name.startswith("-m megatron_lowbit"):
+            return
+        assert find_spec(name[3:]), name
+    elif name not in SCRIPTS:
+        # The page's own files are written as they are named in it: launch.py, not DIR/launch.py.
+        if ("/" not in name and not (ROOT / name).is_file()) or PLACEHOLDER.match(name):
+            return
+        assert (ROOT / name).is_file(), name
+    check(name, arguments)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_commands(page: Path):
+    for code in code_of(page):
+        if code.language in SHELL:
+            for words in commands(code.text):
+                if words:
+                    check_command(words)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_python_compiles(page: Path):
+    for code in code_of(page):
+        if code.language in ("python", "py"):
+            compile(code.text, str(page), "exec")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python tools/plot_los.py",
+        "python tools/plot_loss.py --out x",
+        "python tools/ablate.py a.yaml --output x -- --lrr 1",
+        "lowbit-pretrain --lr-decay-style cubic",
+        "lowbit-recipes shw nvfp4",
+        "torchrun --nproc-per-node 2 pretrain_gpt.py @examples/none.args",
+        "python benchmarks/loss_curves.py --recipez bf16",
+        "make pretain",
+        "pytest tests/numerix",
+    ],
+)
+def test_a_wrong_command_is_found(command):
+    with pytest.raises(AssertionError):
+        check_command(shlex.split(command))

@@ -1,0 +1,166 @@
+"""What is installed: the commands, the wheel and what is in it, and that it trains by itself."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tomllib
+import zipfile
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.training.arguments import build_parser
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+COMMANDS = PROJECT["scripts"]
+NOT_SOURCES = shutil.ignore_patterns(
+    ".*", "__pycache__", "*.egg-info", "build", "data", "dist", "runs"
+)
+TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
+TINY += " --micro-batch-size 2 --train-iters 20 --eval-iters 1 --data-path data"
+TINY += " --tokenizer-model tokenizer --split 60,40,0"
+
+
+def test_one_version():
+    version = PROJECT["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_one_ruff():
+    """That of ``make test`` and that of a commit."""
+    pinned = re.search(r"^ruff==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
+    assert f"[{pinned}]" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Runs a console script's function in this process: exit code, output, errors."""
+
+    def run(name: str, *arguments: str) -> tuple[int, str, str]:
+        module, _, function = COMMANDS[name].partition(":")
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            getattr(import_module(module), function)()
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name, command):
+    code, output, _ = command(name, "--help")
+    assert code == 0 and output.startswith("usage: ")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_argument_is_one_line(name, command):
+    code, _, errors = command(name, "--no-such-argument")
+    assert code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+
+
+def test_help_of_training():
+    parser = build_parser()
+    usage = parser.format_usage()
+    for action in parser._actions:
+        assert action.help, f"{action.option_strings} has no help"
+        if action.required:
+            assert f" {action.option_strings[0]} " in usage.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["lowbit-pretrain", "lowbit-recipes", "lowbit-convert"])
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_completion(name, command):
+    """Bash completes an option, of a subcommand, too."""
+    code, script, _ = command(name, "--print-completion", "bash")
+    assert code == 0
+    words = {"lowbit-pretrain": "--fp4", "lowbit-recipes": "show --hyb",
+             "lowbit-convert": "to-megatron --ver"}[name].split()  # fmt: skip
+    line = " ".join([name, *words])
+    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; COMP_LINE='{line}'\n"
+    ask += f"_shtab_{name.replace('-', '_')} {name} {words[-1]} {name}; echo ${{COMPREPLY[@]}}"
+    result = subprocess.run(
+        ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True
+    )
+    completed = {"--fp4": "--fp4-recipe", "--hyb": "--hybrid-override-pattern",
+                 "--ver": "--verify --verify-tokens"}  # fmt: skip
+    assert result.stdout.strip() == completed[words[-1]]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source distribution and the wheel that is made from it alone."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "sources", symlinks=True, ignore=NOT_SOURCES)
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(folder / "sources")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return folder
+
+
+@pytest.mark.slow
+def test_distributions(built):
+    """Both hold the package and its data; the source distribution also what tests and shows it."""
+    package = {
+        str(path.relative_to(ROOT))
+        for pattern in ("**/*.py", "planning/*.yaml", "recipes/shipped/*.yaml", "py.typed")
+        for path in (ROOT / "megatron_lowbit").glob(pattern)
+    }
+    assert "megatron_lowbit/recipes/shipped/nvfp4.yaml" in package
+    wheel = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
+    assert {name for name in wheel if ".dist-info/" not in name} == package
+    with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
+        source = {name.partition("/")[2] for name in archive.getnames()}
+    more = {
+        "Makefile", "constraints.txt", "pretrain_gpt.py", "tools/plot_loss.py",
+        "recipes/nvfp4.yaml", "docs/images/loss.png", "examples/gpt-7m-cpu.args",
+        "tests/golden/quantizers.npz",
+    }  # fmt: skip
+    assert package | more <= source
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_by_itself(built, tmp_path):
+    """Text, tokenizer, dataset, training on one and on two ranks, and back, in an empty folder."""
+    site, here = tmp_path / "site", tmp_path / "here"
+    here.mkdir()
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(site)]
+    subprocess.run([*install, str(next(built.glob("*.whl")))], check=True, capture_output=True)
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+
+    def run(*command: str) -> str:
+        result = subprocess.run(
+            command, cwd=here, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return result.stdout
+
+    def lowbit(name: str, arguments: str) -> str:
+        return run(str(site / "bin" / f"lowbit-{name}"), *arguments.split())
+
+    where = run(sys.executable, "-c", "import megatron_lowbit; print(megatron_lowbit.__file__)")
+    assert Path(where.strip()).is_relative_to(site)
+    text = Path(sysconfig.get_path("stdlib")) / "json"
+    lowbit("tokenizer", f"--input {text} --pattern *.py --vocab-size 300 --output tokenizer")
+    lowbit("preprocess", f"--input {text} --pattern *.py --tokenizer-model tokenizer "
+           "--output-prefix data")  # fmt: skip
+    output = lowbit(
+        "pretrain", f"--fp4-recipe nvfp4 --recipe-set bf16_blocks=none {TINY} --save run"
+    )
+    assert "checkpoint run, loss curve run/loss.png" in output
+    hybrid = "--hybrid-override-pattern M- --mamba-num-groups 1 --position-embedding-type none"
+    assert "Mamba scan" in lowbit("pretrain", f"--precision-recipe fp8-tile {TINY} {hybrid}")
+    ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
+    pretrain = str(site / "bin" / "lowbit-pretrain")
+    parallel = (
+        f"--fp4-recipe nvfp4 --recipe-set bf16_blocks=none {TINY} --tensor-model-parallel-size 2"
+    )
+    output = run(sys.executable, *ranks.split(), pretrain, *parallel.split())
+    assert "validation loss" in output
+    assert "nvfp4" in lowbit("recipes", "list")
