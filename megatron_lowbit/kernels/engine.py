@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels import compiled
+from megatron_lowbit.kernels.routes import MIN_CAPABILITY
 from megatron_lowbit.numerics import Request, quantize_both
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -77,7 +78,7 @@ def select_engine(device: torch.device, request: str = "auto") -> Engine:
 
 def _for_gpu(capability: tuple[int, int]) -> Engine:
     # Triton is there wherever torch has CUDA, and on few other machines.
-    from megatron_lowbit.kernels.fused import MIN_CAPABILITY, FusedEngine
+    from megatron_lowbit.kernels.fused import FusedEngine
 
     shown = ".".join(map(str, capability))
     if capability < MIN_CAPABILITY:

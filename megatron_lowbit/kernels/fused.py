@@ -1,7 +1,6 @@
 """The engine of NVIDIA GPUs: fused quantization, and the GEMM that the table of routes says."""
 
 import math
-from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -9,21 +8,29 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.gemm import (
     FoldedProduct,
-    Format,
     GpuOperand,
-    Route,
+    dequantized_product,
+    exact_product,
     plain,
-    routes,
+    tensor_product,
+    tile_product,
 )
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.norm import normalize_quantize, takes
 from megatron_lowbit.kernels.operands import Transposed, Values, fold
+from megatron_lowbit.kernels.routes import (
+    DEQUANTIZED,
+    EXACT,
+    FOLDED,
+    TENSORS,
+    TILES,
+    Format,
+    Route,
+    route,
+)
 from megatron_lowbit.numerics import Accumulation, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.mxnorm import MXNorm
-
-MIN_CAPABILITY = (8, 9)
-"""From here on GPUs cast to FP8 and multiply it."""
 
 
 class FusedEngine:
@@ -32,14 +39,17 @@ class FusedEngine:
     def __init__(self, capability: tuple[int, int]) -> None:
         self.capability = capability
         self.folded = FoldedProduct()
-        self._routes = routes(self.folded)
-        self._first = cache(
-            lambda lhs, rhs: next(r for r in self._routes if r.takes(lhs, rhs, capability))
-        )
+        self._multiply = {
+            TILES: tile_product,
+            TENSORS: tensor_product,
+            FOLDED: self.folded,
+            EXACT: exact_product,
+            DEQUANTIZED: dequantized_product,
+        }
 
     def route(self, lhs: Format, rhs: Format) -> Route:
         """How a pair of formats, one of them at least quantized, is multiplied; in any order."""
-        return self._first(lhs, rhs)
+        return route(lhs, rhs, self.capability)
 
     def quantize(
         self, x: Tensor, row: Request | None, col: Request | None
@@ -61,7 +71,7 @@ class FusedEngine:
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Values of a product's operands that its folding rounds, of how many; they are kept."""
         formats = [getattr(operand, "format", None) for operand in (lhs, rhs)]
-        if None in formats or self.route(*formats).multiply is not self.folded:
+        if None in formats or self.route(*formats) is not FOLDED:
             return 0, 0
         inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
         for operand in (lhs, rhs):
@@ -97,25 +107,23 @@ class FusedEngine:
         if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
             y = F.linear(lhs, rhs, bias)
             return y if out_dtype is None else y.to(out_dtype)
-        route = self.route_of(lhs, rhs)
-        if not route.values:
+        found = self.route_of(lhs, rhs)
+        if not found.values:
             lhs, rhs = plain(lhs), plain(rhs)
-        return route.multiply(lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
+        multiply = self._multiply[found]
+        return multiply(lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
 
     def route_of(self, lhs: GpuOperand, rhs: GpuOperand) -> Route:
         """The route of two operands, one of them at least quantized."""
         formats = []
         for operand in (lhs, rhs):
             if isinstance(operand, Values):
-                return self._named("exact BF16")
+                return EXACT
             if isinstance(operand, Tensor) and operand.dtype is not torch.bfloat16:
-                return self._named("dequantized to FP32")
+                return DEQUANTIZED
             operand = operand.of if isinstance(operand, Transposed) else operand
             formats.append(None if isinstance(operand, Tensor) else operand.format)
         return self.route(*formats)
-
-    def _named(self, name: str) -> Route:
-        return next(r for r in self._routes if r.name == name)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

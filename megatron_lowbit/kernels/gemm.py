@@ -1,11 +1,6 @@
-"""GEMMs on a GPU: which tensor cores multiply a pair of formats, and how exactly they add up.
-
-:func:`routes` is the table: the first route that takes both formats on a device is the pair's.
-"""
+"""GEMMs on a GPU, one for each route of ``kernels/routes.py``: how operands go to tensor cores."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 
 import torch
@@ -17,33 +12,12 @@ from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.operands import Folded, Transposed, Values, exact_values, fold
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
-from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
-from megatron_lowbit.numerics.block_formats.mx import MX
-from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.formats import E2M1, E5M2
+from megatron_lowbit.numerics.block_formats.fp8 import TILE
 
 GpuOperand = Tensor | QuantizedTensor | Values | Transposed
-Format = BlockFormat | None
-"""A format, or None for an operand in BF16."""
 
 _ALIGNMENT = 16
 """cuBLAS takes FP8 matrices whose sizes are multiples of this."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """One way to multiply.
-
-    ``takes(lhs, rhs, capability)`` says for which formats and devices. ``values``: operands that
-    are used at once are best quantized to BF16 numbers. ``multiply(lhs, rhs, bias, out_dtype)``.
-    """
-
-    name: str
-    accumulation: str
-    takes: Callable[[Format, Format, tuple[int, int]], bool]
-    multiply: Callable[[GpuOperand, GpuOperand, Tensor | None, torch.dtype], Tensor]
-    values: bool = False
 
 
 def exact_product(
@@ -175,37 +149,3 @@ def _finish(
     if bias is not None:
         y = y + bias
     return y.to(dtype).contiguous()
-
-
-def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)
-    return (
-        both
-        and capability[0] == 9
-        and 1 in (lhs.block_rows, rhs.block_rows)
-        and not lhs.element == rhs.element == E5M2
-    )
-
-
-def _takes_tensors(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    both = isinstance(lhs, FP8Tensor) and isinstance(rhs, FP8Tensor)
-    return both and not lhs.element == rhs.element == E5M2
-
-
-def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    return all(isinstance(f, MX) and f.element == E2M1 for f in (lhs, rhs))
-
-
-def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    return all(f is None or isinstance(f, NVFP4 | MX | FP8Tensor) for f in (lhs, rhs))
-
-
-def routes(folded: FoldedProduct) -> tuple[Route, ...]:
-    """The table, in order of preference."""
-    return (
-        Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles, tile_product),
-        Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors, tensor_product),
-        Route("MXFP4 folded to FP8", "FP8 tensor cores' sums", _takes_folded, folded),
-        Route("exact BF16", "FP32", _takes_exact, exact_product, values=True),
-        Route("dequantized to FP32", "FP32", lambda *_: True, dequantized_product),
-    )

@@ -53,6 +53,7 @@ PRESETS = {
     "llama3-125m": Published(32000, 125e6, 0.01, 2.62e9, rounding=5e6),
     "llama3-1b": Published(128256, 1e9, 0.01, 20.97e9, rounding=5e6),
     "llama3-8b": Published(128256, 8e9, 0.01, 314.57e9, rounding=5e6),
+    "llama3-405b": Published(128256, 405e9, 0.01, 15.6e12, rounding=1e7),
 }
 TWINS = {
     "gpt-tiny": ("gpt-345m", "gpt-1.3b", "gpt-6.7b"),

@@ -1,0 +1,72 @@
+"""Which tensor cores multiply a pair of formats on a GPU: the one table, of formats alone.
+
+The first route that takes both formats on a device is the pair's; ``gemm.py`` carries it out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
+from megatron_lowbit.numerics.formats import E2M1, E5M2
+
+Format = BlockFormat | None
+"""A format, or None for an operand in BF16."""
+MIN_CAPABILITY = (8, 9)
+"""From here on GPUs cast to FP8 and multiply it; before, everything is dequantized."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to multiply.
+
+    ``takes(lhs, rhs, capability)`` says for which formats and devices. ``values``: operands that
+    are used at once are best quantized to BF16 numbers.
+    """
+
+    name: str
+    accumulation: str
+    takes: Callable[[Format, Format, tuple[int, int]], bool]
+    values: bool = False
+
+
+def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)
+    return (
+        both
+        and capability[0] == 9
+        and 1 in (lhs.block_rows, rhs.block_rows)
+        and not lhs.element == rhs.element == E5M2
+    )
+
+
+def _takes_tensors(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    both = isinstance(lhs, FP8Tensor) and isinstance(rhs, FP8Tensor)
+    return both and not lhs.element == rhs.element == E5M2
+
+
+def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    return all(isinstance(f, MX) and f.element == E2M1 for f in (lhs, rhs))
+
+
+def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    return all(f is None or isinstance(f, NVFP4 | MX | FP8Tensor) for f in (lhs, rhs))
+
+
+TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)
+TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors)
+FOLDED = Route("MXFP4 folded to FP8", "FP8 tensor cores' sums", _takes_folded)
+EXACT = Route("exact BF16", "FP32", _takes_exact, values=True)
+DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
+
+
+@cache
+def route(lhs: Format, rhs: Format, capability: tuple[int, int]) -> Route:
+    """How a pair of formats, one of them at least quantized, is multiplied; in any order."""
+    if capability < MIN_CAPABILITY:
+        return DEQUANTIZED
+    table = (TILES, TENSORS, FOLDED, EXACT, DEQUANTIZED)
+    return next(one for one in table if one.takes(lhs, rhs, capability))

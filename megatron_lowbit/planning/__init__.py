@@ -1,0 +1,1 @@
+"""What a training run will take, before it is started: memory, time, and which layouts to try."""

@@ -1,0 +1,175 @@
+"""Plan a training run: memory, time and tokens a second of its layouts, without starting it.
+
+Example: lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --fp4-recipe nvfp4 \\
+             --vocab-size 128256
+
+What this command does not know is an argument of training, as pretrain_gpt.py takes it. All
+figures are calculated; --figures shows what from, measured or not.
+"""
+
+import argparse
+from argparse import Namespace
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.planning import report
+from megatron_lowbit.planning.communication import Cluster
+from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.estimate import Estimate, estimate
+from megatron_lowbit.planning.hardware import gpu, kinds
+from megatron_lowbit.planning.kept import SCANS
+from megatron_lowbit.planning.layouts import Candidate, candidates, given
+from megatron_lowbit.planning.memory import usable_bytes
+from megatron_lowbit.planning.model import layers, stages
+from megatron_lowbit.planning.routing import needs_transformer_engine
+from megatron_lowbit.recipes import Recipe, load_combined, load_recipe
+from megatron_lowbit.training.arguments import parse_arguments
+
+_FILLED = {"--data-path": "unread", "--lr": "1", "--train-iters": "1"}
+"""What training insists on and the plan does not depend on."""
+_WIDTH = 130
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the plan of what the command line names.
+
+    Raises:
+        UserError: an argument, of this command's or of training's, that is wrong.
+    """
+    own, training = _parser().parse_known_args(argv)
+    for name in ("gpus", "gpus_per_node", "top"):
+        value = getattr(own, name)
+        require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
+    words = complete(training)
+    args = parse_arguments(words)
+    vocabulary, recipe = vocabulary_size(args), load_of(args)
+    recipe.check_rules(layers(args))
+    device = Device(gpu(own.gpu), _through_transformer_engine(args, own.gpu), own.scan)
+    cluster = Cluster(device.gpu, min(own.gpus_per_node, own.gpus))
+    if own.as_given:
+        tried, refused = [given(args, own.gpus)], 0
+    else:
+        tried, refused = _search(words, own.gpus, cluster.gpus_per_node)
+    found = plan(tried, recipe, vocabulary, device, cluster)
+    console = Console(width=_WIDTH)
+    if own.figures:
+        console.print(report.gpu_table(device))
+    (whole,) = stages(args, recipe)
+    console.print(report.heading(args, whole, vocabulary, own.gpus, device), highlight=False)
+    console.print(report.gemm_table(whole, recipe, device))
+    _show(console, own, found, refused, device)
+
+
+def _show(
+    console: Console, own: Namespace, found: list[Estimate], refused: int, device: Device
+) -> None:
+    """The layouts ranked, and the first of them in detail."""
+    usable = usable_bytes(device)
+    fitting = [one for one in found if one.most_memory <= usable]
+    ranked = sorted(fitting, key=lambda one: -one.tokens_per_second)
+    smallest = min(found, key=lambda one: one.most_memory)
+    if not own.as_given:
+        caption = (
+            f"{len(found)} layouts tried: {len(found) - len(fitting)} do not fit in "
+            f"{usable / report.GIB:.0f} GiB and are left out, {refused} more are refused by "
+            "training's own checks"
+        )
+        title = "layouts, fastest first"
+        console.print(report.layout_table(ranked[: own.top], device, title, caption))
+    best = (ranked or [smallest])[0]
+    console.print("arguments: " + " ".join(best.layout.arguments()), highlight=False)
+    console.print(report.memory_table(best, usable))
+    console.print(report.time_table(best, device))
+    require(
+        bool(fitting),
+        f"--gpus {own.gpus}: no layout fits in {usable / report.GIB:.0f} GiB a GPU, the smallest, "
+        f"above, takes {smallest.most_memory / report.GIB:.0f}; pipeline stages must divide "
+        "--num-layers and the GPUs",
+    )
+
+
+def plan(
+    tried: Sequence[Candidate], recipe: Recipe, vocabulary: int, device: Device, cluster: Cluster
+) -> list[Estimate]:
+    """The figures of every candidate, in their order."""
+    made: dict[tuple, list] = {}
+    found = []
+    for layout, args in tried:
+        key = layout.pipeline, layout.virtual
+        if key not in made:
+            made[key] = stages(args, recipe, *key)
+        found.append(estimate(args, made[key], layout, vocabulary, device, cluster))
+    return found
+
+
+def _search(words: Sequence[str], gpus: int, per_node: int) -> tuple[list[Candidate], int]:
+    """The candidates, and how many rank layouts training refuses."""
+    tried = list(candidates(words, gpus, per_node))
+    refusals = [one for one in tried if isinstance(one, str)]
+    good = [one for one in tried if not isinstance(one, str)]
+    if not good:
+        why = (
+            refusals[0] if refusals else "--global-batch-size is no multiple of any layout's ranks"
+        )
+        raise UserError(f"--gpus {gpus}: no layout is possible; {why}")
+    return good, len(refusals)
+
+
+def complete(training: Sequence[str]) -> list[str]:
+    """Training's arguments with those filled in that it requires and the plan does not need.
+
+    Before the others, so that what is given, in files too, takes precedence.
+    """
+    filled = [word for pair in _FILLED.items() for word in pair]
+    return [*filled, "--bf16", *training]
+
+
+def vocabulary_size(args: Namespace) -> int:
+    """Size of the tokenizer, without padding.
+
+    Raises UserError where no argument says it.
+    """
+    if args.vocab_size is not None:
+        require(args.vocab_size > 0, f"--vocab-size {args.vocab_size}: must be positive")
+        return args.vocab_size
+    require(
+        args.tokenizer_model is not None,
+        "--vocab-size is missing: give the tokenizer's size, or the tokenizer by --tokenizer-model",
+    )
+    from megatron_lowbit.training.tokenizer import load_tokenizer
+
+    return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
+
+
+def load_of(args: Namespace) -> Recipe:
+    """The recipe that training would load, as it is at the start of the run."""
+    load = load_recipe if len(args.recipes) == 1 else load_combined
+    return load(*args.recipes, args.recipe_set)
+
+
+def _through_transformer_engine(args: Namespace, kind: str) -> bool:
+    """Whether Transformer Engine's layers run: as asked for, else where only they use the GPU."""
+    if args.transformer_impl is not None:
+        return args.transformer_impl == "transformer_engine"
+    own = args.num_experts is not None or args.fused_allreduce_norm
+    own = own or args.normalization == "MXNorm"
+    return needs_transformer_engine(gpu(kind).capability) and not own
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--gpu", default="h200", help=", ".join(kinds()))
+    parser.add_argument("--gpus", type=int, required=True, help="all of them")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="that NVLink joins")
+    parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument("--scan", choices=SCANS, default=SCANS[0], help="which scan hybrids run")
+    parser.add_argument(
+        "--as-given", action="store_true", help="only the layout that training's arguments ask for"
+    )
+    parser.add_argument(
+        "--figures", action="store_true", help="the GPU's figures and their sources"
+    )
+    return parser

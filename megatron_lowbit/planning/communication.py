@@ -1,0 +1,138 @@
+"""Time of communication: collectives over rings, point to point between pipeline stages.
+
+An all-gather or reduce-scatter of B bytes over n ranks moves B (n - 1) / n over each rank's slowest
+link, an all-reduce twice that. Ranks are numbered as Megatron-LM does: tensor-parallel ones next to
+each other, then data-parallel ones, then pipeline stages.
+"""
+
+from argparse import Namespace
+from collections import Counter
+from typing import NamedTuple
+
+from megatron_lowbit.planning.compute import BF16, FP32, Passes, Seconds
+from megatron_lowbit.planning.hardware import GPU
+from megatron_lowbit.planning.kept import call
+from megatron_lowbit.planning.layouts import Layout
+from megatron_lowbit.planning.model import Linear, Parameters, Part
+
+
+class Cluster(NamedTuple):
+    """GPUs, so many of them on a host, which NVLink joins."""
+
+    gpu: GPU
+    gpus_per_node: int
+
+
+class Link(NamedTuple):
+    """Bytes a second through one rank of a ring, and seconds that any collective takes."""
+
+    bandwidth: float
+    latency: float
+
+    def gather(self, count: float, ranks: int) -> float:
+        """An all-gather or a reduce-scatter of so many bytes, all ranks' together."""
+        if ranks == 1:
+            return 0.0
+        return count * (ranks - 1) / ranks / self.bandwidth + self.latency
+
+
+def link(cluster: Cluster, ranks: int, stride: int) -> Link:
+    """What joins ``ranks`` GPUs whose numbers are ``stride`` apart.
+
+    Between hosts a group has the network cards of all its ranks on a host.
+    """
+    gpu = cluster.gpu
+    nvlink = gpu["nvlink_gb_per_s"] * 1e9
+    if ranks * stride <= cluster.gpus_per_node:
+        return Link(nvlink, gpu["nvlink_latency_us"] * 1e-6)
+    cards = max(1, cluster.gpus_per_node // stride)
+    network = cards * gpu["network_gb_per_s"] * 1e9
+    return Link(min(nvlink, network), gpu["network_latency_us"] * 1e-6)
+
+
+def part_communication(
+    args: Namespace, part: Part, tokens: int, layout: Layout, cluster: Cluster, times: Passes
+) -> tuple[Seconds, Seconds]:
+    """Tensor- and expert-parallel communication of one part, forward and backward.
+
+    With sequence parallelism the first layer gathers its input, as codes where it quantizes them,
+    in forward and for wgrad in backward, and the second scatters sums; without, it reduces them.
+    What a first layer's dgrad sums up is on its way while wgrad multiplies.
+    """
+    forward, backward = Counter(), Counter()
+    ranks = layout.tensor
+    if ranks > 1:
+        within = link(cluster, ranks, 1)
+        whole = tokens * args.hidden_size * BF16
+        one = within.gather(whole, ranks)
+        if args.sequence_parallel:
+            inputs = within.gather(tokens * args.hidden_size * _sent(part.first, "fprop"), ranks)
+            again = within.gather(tokens * args.hidden_size * _sent(part.first, "wgrad"), ranks)
+            if not part.first.precision.quantized:
+                again = max(0.0, again - times.dgrad)
+            forward["tensor parallel"] = inputs + one
+            backward["tensor parallel"] = one + again + max(0.0, one - times.wgrad)
+        else:
+            forward["tensor parallel"] = 2 * one
+            backward["tensor parallel"] = max(0.0, 2 * one - times.wgrad)
+    if part.kind == "experts" and layout.expert > 1:
+        between = link(cluster, layout.expert, ranks)
+        # There and back; each rank sends and receives its own tokens' choices.
+        sent = tokens // ranks * args.moe_router_topk * args.hidden_size * BF16
+        share = (layout.expert - 1) / layout.expert
+        once = sent * share / _own(between, cluster, ranks) + between.latency
+        forward["expert parallel"] = backward["expert parallel"] = 2 * once
+    return forward, backward
+
+
+def _own(between: Link, cluster: Cluster, stride: int) -> float:
+    """A rank's own bandwidth to any other: in an all-to-all it has one network card."""
+    gpu = cluster.gpu
+    across = between.latency == gpu["network_latency_us"] * 1e-6
+    return gpu["network_gb_per_s"] * 1e9 if across else between.bandwidth
+
+
+def _sent(linear: Linear, gemm: str) -> float:
+    """Bytes an element of an input that is gathered."""
+    quantizer = call(linear.precision).quantizer(gemm, "input")
+    return BF16 if quantizer is None else quantizer.format.bits_per_element / 8
+
+
+def stage_to_stage(args: Namespace, tokens: int, layout: Layout, cluster: Cluster) -> float:
+    """Seconds that a microbatch's activation and its gradient take to and from another stage."""
+    if layout.pipeline == 1 or layout.virtual > 1:  # interleaved, transfers overlap
+        return 0.0
+    count = tokens * args.hidden_size * BF16
+    if args.sequence_parallel:
+        count /= layout.tensor
+    gpu, apart = cluster.gpu, layout.tensor * layout.data
+    near = apart * layout.pipeline <= cluster.gpus_per_node
+    way = "nvlink" if near else "network"
+    return 2 * (count / (gpu[f"{way}_gb_per_s"] * 1e9) + gpu[f"{way}_latency_us"] * 1e-6)
+
+
+class DataParallel(NamedTuple):
+    """Seconds a step, before any overlap: summing gradients, gathering parameters."""
+
+    gradients: float
+    parameters: float
+
+
+def data_parallel(
+    args: Namespace, count: Parameters, layout: Layout, cluster: Cluster
+) -> DataParallel:
+    """FP32 gradients and BF16 parameters of one rank's part of the model over its replicas."""
+    gradients = parameters = 0.0
+    for number, ranks, stride in (
+        (count.all - count.experts, layout.data, layout.tensor),
+        (count.experts, layout.data // layout.expert, layout.tensor * layout.expert),
+    ):
+        if number == 0 or ranks == 1:
+            continue
+        joined = link(cluster, ranks, stride)
+        gradients += joined.gather(number * FP32, ranks)
+        if args.use_distributed_optimizer:
+            parameters += joined.gather(number * BF16, ranks)
+        else:
+            gradients += joined.gather(number * FP32, ranks)
+    return DataParallel(gradients, parameters)

@@ -1,0 +1,240 @@
+"""Time of one part's forward and backward pass on one GPU: GEMMs, quantization and the rest.
+
+A GEMM takes its FLOPs at the rate of the tensor cores that multiply its formats, or its bytes at
+the copy's bandwidth, whichever is longer. Other kernels take the bytes that they read and write,
+each counted once, and quantization what transforms and random numbers take on top. All in seconds,
+for a microbatch.
+"""
+
+from argparse import Namespace
+from collections import Counter
+from functools import partial
+from math import log2
+from typing import NamedTuple
+
+from megatron_lowbit.numerics import Quantizer, Rounding
+from megatron_lowbit.planning.hardware import GPU
+from megatron_lowbit.planning.kept import call
+from megatron_lowbit.planning.model import Linear, Part, mixer
+from megatron_lowbit.planning.routing import gemm_name, takes_values
+from megatron_lowbit.recipes import LinearPrecision
+
+BF16, FP32 = 2, 4
+Seconds = Counter[str]
+"""Seconds by what takes them."""
+_SCAN_FORWARD = 0.37
+"""Of the scan's forward and backward time: mamba-ssm's and torch's in scan-h200.json."""
+_SMALL_HEADS = 0.67
+"""What attention with heads below 128 channels reaches of its rate with 128; cuDNN's, published."""
+
+
+class Passes(NamedTuple):
+    """A part's times: forward and backward pass of a microbatch, and once a step.
+
+    ``dgrad`` and ``wgrad`` are the first linear layer's GEMMs, which communication hides behind.
+    """
+
+    forward: Seconds
+    backward: Seconds
+    step: Seconds
+    dgrad: float = 0.0
+    wgrad: float = 0.0
+
+
+class Device(NamedTuple):
+    """The GPU, and what runs on it."""
+
+    gpu: GPU
+    transformer_engine: bool
+    scan: str
+    accumulate: bool = True
+    """Whether weight gradients are added to FP32 main gradients."""
+
+    def moved(self, count: float) -> float:
+        """Seconds that a kernel takes which reads and writes so many bytes."""
+        return count / (self.gpu["copy_tb_per_s"] * self.gpu["kernel_share"] * 1e12)
+
+    def gemm(self, precision: LinearPrecision, name: str) -> str:
+        """What multiplies one of a linear layer's GEMMs."""
+        return gemm_name(precision, name, self.gpu.capability, self.transformer_engine)
+
+
+def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Passes:
+    """One part of ``tokens`` tokens of a microbatch, on one tensor-parallel rank."""
+    tensor = args.tensor_model_parallel_size
+    local = tokens // tensor if args.sequence_parallel else tokens
+    routed = tokens * args.moe_router_topk if part.kind == "experts" else tokens
+    experts = experts_of(args, part)
+    times = [_linear(linear, routed, tensor, device, experts) for linear in part[1:]]
+    forward, backward, step = (sum((t[i] for t in times), Counter()) for i in range(3))
+    one_way, back = _around(args, part, tokens, local, routed)
+    forward["elementwise"] += device.moved(one_way)
+    backward["elementwise"] += device.moved(back)
+    if part.kind == "attention":
+        times_of = _attention(args, tokens, device.gpu)
+        forward["attention"], backward["attention"] = times_of
+    if part.kind == "mamba":
+        channels = mixer(args).inner / tensor * args.mamba_state_dim / 128
+        scan = tokens * channels * device.gpu[f"scan_ps.{device.scan}"] * 1e-12
+        forward["scan"], backward["scan"] = _SCAN_FORWARD * scan, (1 - _SCAN_FORWARD) * scan
+    return Passes(forward, backward, step, times[0].dgrad, times[0].wgrad)
+
+
+def experts_of(args: Namespace, part: Part) -> int:
+    """Experts of a part on a rank, one after another; 1 for what is no expert."""
+    return args.num_experts // args.expert_model_parallel_size if part.kind == "experts" else 1
+
+
+def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) -> Passes:
+    """The final norm, the output layer and the loss."""
+    linear, tensor = Linear(args.hidden_size, vocabulary, True), args.tensor_model_parallel_size
+    times = _linear(linear, tokens, tensor, device)
+    # Logits are read for the loss, then read and overwritten by their gradient.
+    logits = tokens * vocabulary // tensor * BF16
+    norm = tokens * args.hidden_size * BF16
+    times.forward["elementwise"] += device.moved(logits + 2 * norm)
+    times.backward["elementwise"] += device.moved(2 * logits + 3 * norm)
+    return times
+
+
+def embedding_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
+    """The table's gradient, dense: set to zero, written, added to the main gradient."""
+    table = vocabulary // args.tensor_model_parallel_size * args.hidden_size
+    return Passes(Counter(), Counter(elementwise=device.moved(14 * table)), Counter())
+
+
+def gemm_seconds(rows: float, inputs: int, outputs: int, name: str, gpu: GPU) -> float:
+    """One GEMM of (rows, inputs) by (inputs, outputs), or of its like in the backward pass."""
+    flops = 2.0 * rows * inputs * outputs
+    code = BF16 if name == "bf16" else 1
+    touched = code * (rows * inputs + inputs * outputs) + BF16 * rows * outputs
+    rate = gpu[f"gemm.{name}"] * gpu["gemm_sustained"] * 1e12
+    return max(flops / rate, touched / (gpu["copy_tb_per_s"] * 1e12))
+
+
+def _linear(linear: Linear, tokens: int, tensor: int, device: Device, experts: int = 1) -> Passes:
+    """Of so many ``experts`` on the rank, which share the tokens."""
+    inputs, outputs = linear.split(tensor)
+    names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+    seconds = {
+        gemm: experts * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu)
+        for gemm, name in names.items()
+    }
+    forward = Counter({"GEMM": seconds["fprop"]})
+    backward = Counter({"GEMM": seconds["dgrad"] + seconds["wgrad"]})
+    step: Seconds = Counter()
+    weights = inputs * outputs * experts
+    if device.accumulate:
+        # dW is written, read again and added: FP32 of a quantized layer, else BF16.
+        size = FP32 if linear.precision.quantized else BF16
+        backward["elementwise"] += device.moved(weights * (2 * size + 2 * FP32))
+    if linear.precision.quantized:
+        quantized = _quantization(linear, tokens, weights, inputs, outputs, names, device)
+        for times, seconds_of in zip((forward, backward, step), quantized, strict=True):
+            times["quantization"] += seconds_of
+    return Passes(forward, backward, step, seconds["dgrad"], seconds["wgrad"])
+
+
+def _quantization(
+    linear: Linear, tokens: int, weights: int, inputs: int, outputs: int,
+    names: dict[str, str], device: Device,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Seconds of quantizing in forward, in backward, and of a cached weight once a step.
+
+    As the layer does it: a source for both its GEMMs at once; wgrad's input kept in forward as
+    codes, and turned into what its GEMM takes in backward; so are a cached weight's in each pass.
+    """
+    precision, asked = linear.precision, call(linear.precision)
+    delayed = precision.history_length > 0
+    sizes = {"input": tokens * inputs, "grad": tokens * outputs, "weight": weights}
+
+    def made(role: str, *gemms: str, kept: tuple[str, ...] = ()) -> float:
+        sides = [(gemm, q) for gemm in gemms if (q := asked.quantizer(gemm, role)) is not None]
+        if not sides:
+            return 0.0
+        passes = 1 + any(q.format.tensor_scaled and not delayed for _, q in sides)
+        written = sum(
+            BF16 if takes_values(names[gemm]) and gemm not in kept else _packed(q)
+            for gemm, q in sides
+        )
+        extra = sum(map(partial(_extra_ps, asked=asked, gpu=device.gpu), *zip(*sides, strict=True)))
+        return device.moved(sizes[role] * (BF16 * passes + written)) + sizes[role] * extra * 1e-12
+
+    def unpacked(role: str, gemm: str) -> float:
+        """Codes that were kept, as the GEMM takes them."""
+        quantizer = asked.quantizer(gemm, role)
+        bits = 8 * BF16 if takes_values(names[gemm]) else 8
+        if quantizer is None or quantizer.format.element.bits == bits:
+            return 0.0
+        return device.moved(sizes[role] * (_packed(quantizer) + bits / 8))
+
+    forward = made("input", "fprop", "wgrad", kept=("wgrad",))
+    backward = made("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
+    if asked.caches_weight:
+        forward += unpacked("weight", "fprop")
+        backward += unpacked("weight", "dgrad")
+        return forward, backward, made("weight", "fprop", "dgrad", kept=("fprop", "dgrad"))
+    if asked.weight_serves_dgrad:
+        return forward + made("weight", "fprop", "dgrad"), backward, 0.0
+    return forward + made("weight", "fprop"), backward + made("weight", "dgrad"), 0.0
+
+
+def _packed(quantizer: Quantizer) -> float:
+    return quantizer.format.bits_per_element / 8
+
+
+def _extra_ps(gemm: str, quantizer: Quantizer, asked, gpu: GPU) -> float:
+    """What one side takes beside its bytes: additions of the transform, random numbers."""
+    transform = asked.hadamard(gemm)
+    found = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
+    return found + gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
+
+
+def _attention(args: Namespace, tokens: int, gpu: GPU) -> tuple[float, float]:
+    """Causal: half of the scores. Two GEMMs forward, and with the scores' again five backward."""
+    width = args.num_attention_heads // args.tensor_model_parallel_size * args.kv_channels
+    one = tokens * args.seq_length * width  # 2 FLOPs, half of the scores
+    share = 1.0 if args.kv_channels >= 128 else _SMALL_HEADS
+    rates = [gpu[f"attention_{name}"] * share * 1e12 for name in ("forward", "backward")]
+    return 2 * one / rates[0], 5 * one / rates[1]
+
+
+def _around(
+    args: Namespace, part: Part, tokens: int, local: int, routed: int
+) -> tuple[float, float]:
+    """Bytes that the kernels between the GEMMs move, forward and backward.
+
+    A norm reads and writes once, its gradient takes one read more; a residual is two reads and a
+    write, each way.
+    """
+    forward, backward = 5.0 * local * args.hidden_size, 6.0 * local * args.hidden_size
+    tensor = args.tensor_model_parallel_size
+    wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]
+    if part.kind == "attention":
+        values = args.num_query_groups // tensor * args.kv_channels
+        turned = 2 * (wide - values) if args.position_embedding_type == "rope" else 0
+        forward += tokens * (turned + 2 * values)
+        # The gradients of query, key and value are put together.
+        backward += tokens * (turned + 2 * wide)
+    elif part.kind == "mamba":
+        # To and from batch-first, and the gated norm.
+        forward += tokens * (2 * wide + 4 * inner)
+        backward += tokens * (2 * wide + 5 * inner)
+    else:
+        more = _activation_moves(args)
+        forward += routed * inner * more[0]
+        backward += routed * inner * more[1]
+    if part.kind == "experts":
+        # Tokens are gathered by expert and put back, each way.
+        forward += 4.0 * routed * args.hidden_size
+        backward += 4.0 * routed * args.hidden_size
+    return BF16 * forward, BF16 * backward
+
+
+def _activation_moves(args: Namespace) -> tuple[int, int]:
+    """Reads and writes an output element of the activation, forward and backward."""
+    if args.swiglu:
+        return 3, 5
+    if args.squared_relu:
+        return 4, 10  # ReLU and a power, a kernel for every operation
+    return 2, 3

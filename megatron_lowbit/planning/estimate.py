@@ -1,0 +1,172 @@
+"""What one layout of a model takes: parameters, memory, and the time of a step by what takes it."""
+
+from argparse import Namespace
+from collections import Counter
+from typing import NamedTuple
+
+from megatron_lowbit.planning.communication import (
+    Cluster,
+    data_parallel,
+    part_communication,
+    stage_to_stage,
+)
+from megatron_lowbit.planning.compute import (
+    Device,
+    Passes,
+    Seconds,
+    embedding_times,
+    experts_of,
+    head_times,
+    part_times,
+)
+from megatron_lowbit.planning.layouts import Layout
+from megatron_lowbit.planning.memory import Memory, rank_memory
+from megatron_lowbit.planning.model import Parameters, Part, parameters
+from megatron_lowbit.training.flops import sample_flops
+from megatron_lowbit.training.tokenizer import padded_vocab_size
+
+_LAUNCHES = {False: 34, True: 48}
+"""Kernels of a part, forward and backward, by whether its linear layers are quantized: counted."""
+_ADAM_BYTES = 102
+"""What torch's AdamW reads and writes a parameter, tensor by tensor, with clipping and the cast."""
+_WHOLE_BYTES = 8
+"""A parameter's gradient set to zero and looked through for infinities, on every rank."""
+
+
+class Estimate(NamedTuple):
+    """A layout's figures. ``seconds`` of a step on the slowest stage's GPUs, by what takes them.
+
+    ``parameters`` and ``memory`` are those of each pipeline stage's ranks.
+    """
+
+    layout: Layout
+    parameters: list[Parameters]
+    memory: list[Memory]
+    seconds: dict[str, float]
+    tokens: int
+    model_flops: int
+
+    @property
+    def step(self) -> float:
+        """Seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def most_memory(self) -> float:
+        """Bytes of the rank that needs most."""
+        return max(memory.total for memory in self.memory)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs together."""
+        return self.tokens / self.step
+
+    @property
+    def gpus(self) -> int:
+        """Ranks of the layout."""
+        return self.layout.tensor * self.layout.pipeline * self.layout.data
+
+    def utilisation(self, device: Device) -> float:
+        """Model FLOPs over what the GPUs' BF16 tensor cores could do by the data sheet."""
+        peak = self.gpus * device.gpu["peak_bf16"] * 1e12
+        return self.model_flops / self.step / peak
+
+
+def estimate(
+    args: Namespace, stages: list[Counter[Part]], layout: Layout, vocabulary: int,
+    device: Device, cluster: Cluster,
+) -> Estimate:  # fmt: skip
+    """The figures of a layout.
+
+    Args:
+        args: training's arguments in that layout.
+        stages: what each pipeline stage is made of.
+        layout: the same layout.
+        vocabulary: the tokenizer's size, without padding.
+        device: the GPU and what runs on it.
+        cluster: how GPUs are joined.
+    """
+    padded = padded_vocab_size(vocabulary, args.make_vocab_size_divisible_by, layout.tensor)
+    counts = [
+        parameters(args, parts, padded, layout.tensor, layout.expert, ends(stage, layout.pipeline))
+        for stage, parts in enumerate(stages)
+    ]
+    memory = [
+        rank_memory(args, parts, count, layout, stage, padded, device)
+        for stage, (parts, count) in enumerate(zip(stages, counts, strict=True))
+    ]
+    times = [
+        _stage_times(args, parts, layout, padded, device, cluster, ends(stage, layout.pipeline))
+        for stage, parts in enumerate(stages)
+    ]
+    seconds = _step(args, times, counts, layout, device, cluster)
+    tokens = layout.data * layout.microbatches * layout.micro_batch * args.seq_length
+    flops = sample_flops(args, padded) * tokens // args.seq_length
+    return Estimate(layout, counts, memory, seconds, tokens, flops)
+
+
+def ends(stage: int, pipeline: int) -> str:
+    """Which ends of the model a stage has."""
+    return " ".join(["first"] * (stage == 0) + ["last"] * (stage == pipeline - 1))
+
+
+def _stage_times(
+    args: Namespace, parts: Counter[Part], layout: Layout, vocabulary: int,
+    device: Device, cluster: Cluster, which: str,
+) -> Passes:  # fmt: skip
+    """One microbatch in one stage, and what it does once a step."""
+    tokens = layout.micro_batch * args.seq_length
+    forward, backward, step = Counter(), Counter(), Counter()
+    launches = 0
+    for part, number in parts.items():
+        times = part_times(args, part, tokens, device)
+        there, back = part_communication(args, part, tokens, layout, cluster, times)
+        for sums, more in ((forward, times.forward + there), (backward, times.backward + back)):
+            for name, seconds in more.items():
+                sums[name] += number * seconds
+        for name, seconds in times.step.items():
+            step[name] += number * seconds
+        quantized = part.first.precision.quantized or part.second.precision.quantized
+        launches += number * experts_of(args, part) * _LAUNCHES[quantized]
+    if layout.recomputed:
+        backward["recomputation"] = forward.total() * layout.recomputed / layout.layers
+    ended = []
+    if "first" in which:
+        ended.append(embedding_times(args, vocabulary, device))
+    if "last" in which:
+        ended.append(head_times(args, vocabulary, tokens, device))
+    for times in ended:
+        forward, backward = forward + times.forward, backward + times.backward
+    backward["pipeline transfers"] = stage_to_stage(args, tokens, layout, cluster)
+    # Launches run ahead of the GPU unless it is faster than they are.
+    launched = launches * device.gpu["launch_us"] * 1e-6
+    backward["waiting for the CPU"] = max(0.0, launched - forward.total() - backward.total())
+    return Passes(forward, backward, step)
+
+
+def _step(
+    args: Namespace, times: list[Passes], counts: list[Parameters], layout: Layout,
+    device: Device, cluster: Cluster,
+) -> dict[str, float]:  # fmt: skip
+    """Seconds of a step by what takes them, as the slowest stage sees them.
+
+    Under 1F1B the first microbatch passes all stages, the others follow at the slowest one's pace;
+    with virtual stages (arXiv 2104.04473, section 2.2) others fill what they wait for.
+    """
+    totals = [passes.forward.total() + passes.backward.total() for passes in times]
+    slowest = max(range(len(times)), key=totals.__getitem__)
+    passes = times[slowest]
+    found: Seconds = Counter()
+    for name, seconds in (passes.forward + passes.backward).items():
+        found[name] += layout.microbatches * seconds
+    found["pipeline bubble"] = (sum(totals) - totals[slowest]) / layout.virtual
+    found += passes.step
+    sent = data_parallel(args, counts[slowest], layout, cluster)
+    hidden = passes.backward.total() if args.overlap_grad_reduce else 0.0
+    ahead = passes.forward.total() if args.overlap_param_gather else 0.0
+    found["data parallel"] = max(0.0, sent.gradients - hidden) + max(0.0, sent.parameters - ahead)
+    if device.accumulate:
+        most = max(count.all for count in counts)
+        shards = layout.data if args.use_distributed_optimizer else 1
+        found["optimizer"] = device.moved(most * (_WHOLE_BYTES + _ADAM_BYTES / shards))
+    return {name: seconds for name, seconds in found.items() if seconds > 0}

@@ -1,0 +1,159 @@
+"""Bytes that forward keeps for backward, part by part: what this project's layers save on a GPU.
+
+Every tensor is counted once, however many operations save it. In the notation of "Reducing
+Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), whose table this follows
+with other entries: attention keeps no scores, RoPE nothing of a query, the activation its input
+alone, a quantized linear layer codes and scales of its input. The tests count what is saved.
+"""
+
+from argparse import Namespace
+from collections import Counter
+from functools import cache
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.planning.model import CONVOLUTION, Linear, Part, mixer
+from megatron_lowbit.recipes import LinearPrecision
+
+Bytes = dict[str, float]
+"""Bytes by what they are of."""
+CHUNK = 128
+"""Tokens that torch's scan takes together: megatron-core's default."""
+SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
+
+
+@cache
+def call(precision: LinearPrecision) -> LinearCall:
+    """What a layer asks itself about its operands, without tensors."""
+    return LinearCall(precision, reference("planned"), key=0, training=True, keep_input=True)
+
+
+def kept(args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element: int = 2) -> Bytes:
+    """Bytes that one part keeps of a microbatch of ``tokens`` on one rank.
+
+    Tensor and sequence parallelism go by the arguments, ``scan`` is one of ``SCANS``. ``element``:
+    bytes of a high-precision number.
+    """
+    tensor = args.tensor_model_parallel_size
+    local = tokens // tensor if args.sequence_parallel else tokens
+    found = Counter(norms=_norm(args, local, element))
+    wide = part.first.split(tensor)[1]
+    routed = tokens * args.moe_router_topk if part.kind == "experts" else 0
+    if part.kind == "experts":
+        # The router's input and, for each choice, index, weight and place of the token.
+        found["routing"] = local * args.hidden_size * element + routed * 40
+        found["linear inputs"] = _input(args, part.first, routed, element, gathered=True)
+    else:
+        found["linear inputs"] = _input(args, part.first, local, element)
+    inner = part.second.split(tensor)[0]
+    shared = False
+    if part.kind == "attention":
+        found["attention"] = _attention(args, tokens, element)
+        shared = True  # the kernel's output is the second layer's input, kept once
+    elif part.kind == "mamba":
+        found["scan"] = _scan(args, tokens, scan, element)
+    else:
+        found["activation"] = _activation(args, part.kind, routed or tokens, wide, inner, element)
+    if _bytes_of_input(part.second) is not None or not shared:
+        found["linear inputs"] += _input(args, part.second, routed or tokens, element)
+    return dict(found)
+
+
+def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tuple[float, float]:
+    """Bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
+
+    A weight that is the same in all microbatches is quantized once, for fprop and dgrad. Where both
+    take the same square blocks ``as_values``, in BF16, they share the codes; GEMMs of codes need
+    them a second time, transposed.
+    """
+    asked, precision = call(linear.precision), linear.precision
+    sides = [asked.quantizer(gemm, "weight") for gemm in ("fprop", "dgrad")]
+    elements = linear.inputs * linear.outputs // tensor
+    sizes = [elements * q.format.bits_per_element / 8 if q is not None else 0.0 for q in sides]
+    if not precision.quantized:
+        return 0.0, 0.0
+    if asked.caches_weight:
+        shared = asked.weight_serves_dgrad and as_values
+        return (sizes[0] if shared else sum(sizes)), 0.0
+    return 0.0, sizes[1] if asked.weight_serves_dgrad else 0.0
+
+
+def _norm(args: Namespace, tokens: int, element: int) -> float:
+    """The input, and FP32 numbers of each token: RMSNorm its scale, LayerNorm also its mean."""
+    numbers = 2 if args.normalization == "LayerNorm" else 1
+    return tokens * (args.hidden_size * element + 4 * numbers)
+
+
+def _bytes_of_input(linear: Linear) -> float | None:
+    """Bytes an element of what wgrad needs, as it is kept; None where that is the input itself."""
+    quantizer = call(linear.precision).quantizer("wgrad", "input")
+    return None if quantizer is None else quantizer.format.bits_per_element / 8
+
+
+def _input(
+    args: Namespace, linear: Linear, tokens: int, element: int, gathered: bool = False
+) -> float:
+    size = _bytes_of_input(linear)
+    inputs = linear.split(args.tensor_model_parallel_size)[0]
+    split = args.sequence_parallel and linear.column and not gathered
+    if size is None or (split and not call(linear.precision).gathers_codes("wgrad", tokens)):
+        size = element
+    return tokens * inputs * size
+
+
+def _attention(args: Namespace, tokens: int, element: int) -> float:
+    """Query, key, value and output, and the logarithm of each head's sum of exponentials.
+
+    Rotated queries and keys are tensors of their own. Without RoPE they are views into the output
+    of the QKV layer, which then stays whole, but grouped queries are copied.
+    """
+    tensor = args.tensor_model_parallel_size
+    heads, groups = args.num_attention_heads // tensor, args.num_query_groups // tensor
+    rope = args.position_embedding_type == "rope"
+    channels = 2 * heads + 2 * groups  # query and output, key and value
+    if not rope:
+        channels += groups if heads == groups else heads + groups
+    found = tokens * (channels * args.kv_channels * element + 4 * heads)
+    if rope:
+        # Cosines and sines in FP32, once for the queries and once for the keys.
+        width = int(args.kv_channels * args.rotary_percent)
+        found += 4 * args.seq_length * width * 4
+    return found
+
+
+def _activation(
+    args: Namespace, kind: str, tokens: int, wide: int, inner: int, element: int
+) -> float:
+    """The activation's input; squared ReLU, which no kernel fuses, keeps its ReLU instead."""
+    if kind == "experts":
+        # Fused, the token's weight goes with it; unfused it multiplies the activation.
+        fused = args.swiglu and args.disable_bias_linear
+        return tokens * ((wide if fused else wide + inner) * element + 4)
+    if args.swiglu and not args.disable_bias_linear:
+        return tokens * wide * element
+    return tokens * (wide if args.swiglu else inner) * element
+
+
+def _scan(args: Namespace, tokens: int, scan: str, element: int) -> float:
+    """What convolution, scan and gated norm keep, by which scan runs.
+
+    mamba-ssm 2.2 fused with its convolution keeps the output of in_proj and the ungated output, and
+    computes the rest again; its scan alone keeps copies of its inputs and the sums of log decays.
+    torch's scan keeps every FP32 tensor between its products.
+    """
+    sizes, tensor = mixer(args), args.tensor_model_parallel_size
+    heads, inner = sizes.heads // tensor, sizes.inner // tensor
+    convolved, state = sizes.convolved // tensor, args.mamba_state_dim
+    normed = inner * element + 4 * args.mamba_num_groups / tensor
+    if scan == "mamba-ssm":
+        whole = inner + convolved + heads
+        return tokens * ((whole + inner) * element + normed)
+    padding = 1 + (CONVOLUTION - 1) / args.seq_length
+    convolution = convolved * (padding + 1) * element
+    if scan != "torch":
+        copies = (convolved + inner + heads) * element  # x, B, C; z; dt
+        return tokens * (convolution + copies + inner * element + 4 * heads + normed)
+    chunk = min(CHUNK, args.seq_length)
+    numbers = 9 * inner + 6 * heads * state + 3 * heads * chunk + 3 * heads
+    numbers += 2 * inner * state / chunk  # the states of each chunk, in and out
+    return tokens * (convolution + 4 * numbers)

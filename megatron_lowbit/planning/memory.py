@@ -1,0 +1,146 @@
+"""Memory of one rank: what stays, what forward keeps, and the moment at which most is allocated."""
+
+from argparse import Namespace
+from collections import Counter
+from typing import NamedTuple
+
+from megatron_lowbit.planning.compute import BF16, FP32, Device, experts_of
+from megatron_lowbit.planning.kept import kept, quantized_weight_bytes
+from megatron_lowbit.planning.layouts import Layout
+from megatron_lowbit.planning.model import Linear, Parameters, Part
+from megatron_lowbit.planning.routing import takes_values
+
+
+class Memory(NamedTuple):
+    """Bytes of one rank at its peak, by what they are of, and which moment that is."""
+
+    parts: dict[str, float]
+    moment: str
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return sum(self.parts.values())
+
+
+def usable_bytes(device: Device) -> float:
+    """What of a GPU's memory torch's tensors may fill."""
+    return (device.gpu["memory_gib"] - device.gpu["reserve_gib"]) * 2**30
+
+
+def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float]:
+    """Weights, main gradients and optimizer states: 18 bytes a parameter, 12 of them sharded.
+
+    A BF16 parameter has an FP32 main parameter and two FP32 moments, an FP32 one its moments alone
+    (megatron-core's Float16OptimizerWithFloat16Params and DistributedOptimizer).
+    """
+    optimizer = 0.0
+    for number, ranks in (
+        (count.all - count.experts, layout.data),
+        (count.experts, layout.data // layout.expert),
+    ):
+        shards = ranks if args.use_distributed_optimizer else 1
+        optimizer += 3 * FP32 * number / shards
+    shards = layout.data if args.use_distributed_optimizer else 1
+    return {
+        "weights": BF16 * count.all + (FP32 - BF16) * count.fp32,
+        "main gradients": FP32 * count.all,
+        "optimizer": optimizer - FP32 * count.fp32 / shards,
+    }
+
+
+def in_flight(layout: Layout, stage: int) -> float:
+    """Microbatches whose activations a stage holds at once, under the 1F1B schedule.
+
+    With virtual stages as in "Efficient Large-Scale Language Model Training on GPU Clusters Using
+    Megatron-LM" (arXiv 2104.04473): chunks warm up, of which ``virtual`` are a microbatch.
+    """
+    stages, virtual = layout.pipeline, layout.virtual
+    if virtual == 1:
+        return min(layout.microbatches, stages - stage)
+    warm = 2 * (stages - stage - 1) + (virtual - 1) * stages + 1
+    return min(layout.microbatches, warm / virtual)
+
+
+def rank_memory(
+    args: Namespace, parts: Counter[Part], count: Parameters, layout: Layout, stage: int,
+    vocabulary: int, device: Device,
+) -> Memory:  # fmt: skip
+    """The peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
+    tokens, tensor = layout.micro_batch * args.seq_length, layout.tensor
+    held = Counter(state(args, count, layout))
+    if not device.accumulate:
+        held = Counter(weights=held["weights"])
+    microbatch: Counter[str] = Counter()
+    for part, number in parts.items():
+        times = experts_of(args, part)
+        for linear in part[1:]:
+            as_values = takes_values(device.gemm(linear.precision, "fprop"))
+            step, each = quantized_weight_bytes(linear, tensor, as_values)
+            held["quantized weights"] += number * times * step
+            microbatch["quantized weights"] += number * times * each
+        for name, size in kept(args, part, tokens, device.scan).items():
+            microbatch[name] += number * size
+    local = tokens // tensor if args.sequence_parallel else tokens
+    stream = local * args.hidden_size * BF16
+    share = layout.recomputed / layout.layers
+    again: Counter[str] = Counter()
+    if share:
+        # The layers that are recomputed keep their input; one of them at a time all the rest.
+        again = Counter({name: size / layout.layers for name, size in microbatch.items()})
+        microbatch = Counter({name: size * (1 - share) for name, size in microbatch.items()})
+        microbatch["recomputed layers' inputs"] = layout.recomputed * stream
+    copies = in_flight(layout, stage)
+    held_by_all = Counter({name: copies * size for name, size in microbatch.items()})
+    moments = {
+        "backward of a layer": held + held_by_all + again + _layer_backward(args, parts, device),
+    }
+    if stage == layout.pipeline - 1:
+        table = vocabulary // tensor * BF16
+        # Final norm's input and output, and the gradient of that and of the table.
+        head = Counter({"logits": tokens * table})
+        head["working memory"] = 3 * stream + table * args.hidden_size
+        moments["loss"] = held + held_by_all + head
+    if device.accumulate:
+        # torch's AdamW makes one temporary of all parameters.
+        shards = layout.data if args.use_distributed_optimizer else 1
+        adam = Counter({"working memory": FP32 * count.all / shards})
+        moments["optimizer step"] = held + adam
+    moment = max(moments, key=lambda name: moments[name].total())
+    return Memory(dict(moments[moment]), moment)
+
+
+def _layer_backward(args: Namespace, parts: Counter[Part], device: Device) -> Counter[str]:
+    """What backward needs beside what forward kept, in the part where that is most.
+
+    There the first linear layer multiplies: its output's gradient and, of a quantized one, that for
+    dgrad and for wgrad, the weight for dgrad, the input's gradient, dW. What the part kept behind
+    that layer is free again.
+    """
+    tokens, tensor = args.micro_batch_size * args.seq_length, args.tensor_model_parallel_size
+    most = 0.0
+    for part in parts:
+        rows = tokens * args.moe_router_topk if part.kind == "experts" else tokens
+        needed = _linear_backward(part.first, rows, tensor, device)
+        keeps = kept(args, part, tokens, device.scan)
+        behind = keeps.get("activation", 0.0) + keeps.get("scan", 0.0)
+        # In front of it, the activation's gradient and its input's are there at once.
+        wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]
+        before = rows * (wide + inner) * BF16
+        most = max(most, needed - behind, before)
+    stream = tokens * args.hidden_size * BF16
+    split = tensor if args.sequence_parallel else 1
+    return Counter({"working memory": most + 2 * stream / split})
+
+
+def _linear_backward(linear: Linear, rows: int, tensor: int, device: Device) -> float:
+    inputs, outputs = linear.split(tensor)
+    found = rows * (outputs + inputs) * BF16
+    weight = inputs * outputs
+    quantized = linear.precision.quantized
+    found += weight * (FP32 if quantized and device.accumulate else BF16)
+    if quantized:
+        for gemm, size in (("dgrad", rows * outputs), ("wgrad", rows * outputs), ("dgrad", weight)):
+            name = device.gemm(linear.precision, gemm)
+            found += size * (BF16 if takes_values(name) else 1)
+    return found

@@ -1,0 +1,121 @@
+"""The plan in tables: the GPU's figures, one layout's memory and time, the layouts ranked."""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.estimate import Estimate
+from megatron_lowbit.planning.model import Part, parameters
+from megatron_lowbit.recipes import Recipe
+from megatron_lowbit.recipes.precision import side
+from megatron_lowbit.training.tokenizer import padded_vocab_size
+
+GIB = 2**30
+DAY = 86400
+
+
+def gpu_table(device: Device) -> Table:
+    """Every figure that the plan rests on, and where it comes from."""
+    gpu = device.gpu
+    table = Table(title=f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}")
+    for heading in ("figure", "value", "source"):
+        table.add_column(heading)
+    for key, figure in gpu.figures.items():
+        table.add_row(key, f"{figure.value:g}", figure.source)
+    return table
+
+
+def gemm_table(parts: Counter[Part], recipe: Recipe, device: Device) -> Table:
+    """Which tensor cores take each GEMM of the model's linear layers."""
+    layers = "Transformer Engine's layers" if device.transformer_engine else "this project's layers"
+    table = Table(title=f"recipe {recipe.name}, {layers}")
+    for heading in ("GEMM", "left", "right", "multiplied as", "TFLOP/s", "linear layers"):
+        table.add_column(heading)
+    counts: Counter[tuple] = Counter()
+    for part, number in parts.items():
+        for linear in part[1:]:
+            for gemm, precision in linear.precision.gemms.items():
+                name = device.gemm(linear.precision, gemm)
+                counts[gemm, side(precision.lhs), side(precision.rhs), name] += number
+    for (gemm, left, right, name), number in counts.items():
+        rate = device.gpu[f"gemm.{name}"] * device.gpu["gemm_sustained"]
+        table.add_row(gemm, left, right, name, f"{rate:.0f}", str(number))
+    return table
+
+
+def memory_table(found: Estimate, usable: float) -> Table:
+    """Of the first and the last pipeline stage, and of the one that needs most."""
+    numbers = [memory.total for memory in found.memory]
+    shown = sorted({0, len(numbers) - 1, max(range(len(numbers)), key=numbers.__getitem__)})
+    table = Table(title=f"GiB on a rank of a stage, of {usable / GIB:.1f}")
+    table.add_column("")
+    for stage in shown:
+        table.add_column(f"stage {stage}", justify="right")
+    memories = [found.memory[stage] for stage in shown]
+    for name in dict.fromkeys(name for memory in memories for name in memory.parts):
+        cells = [memory.parts.get(name, 0.0) / GIB for memory in memories]
+        table.add_row(name, *(f"{cell:.2f}" for cell in cells))
+    table.add_section()
+    table.add_row("peak", *(f"{memory.total / GIB:.2f}" for memory in memories))
+    table.add_row("at", *(memory.moment for memory in memories))
+    counted = [f"{found.parameters[stage].all:,}" for stage in shown]
+    table.add_row("parameters on the rank", *counted)
+    return table
+
+
+def time_table(found: Estimate, device: Device) -> Table:
+    """A step of the slowest stage, by what takes it, and what follows from it."""
+    table = Table(title=f"a step of {found.tokens:,} tokens")
+    for heading in ("", "ms", "share"):
+        table.add_column(heading, justify="right" if heading else "left")
+    for name, seconds in sorted(found.seconds.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{1e3 * seconds:.1f}", f"{seconds / found.step:.1%}")
+    table.add_section()
+    table.add_row("step", f"{1e3 * found.step:.1f}", "")
+    for name, value in speeds(found, device).items():
+        table.add_row(name, value, "")
+    return table
+
+
+def speeds(found: Estimate, device: Device) -> dict[str, str]:
+    """Tokens a second of a GPU and of all, a day's tokens, utilisation."""
+    speed = found.tokens_per_second
+    return {
+        "tokens/s of a GPU": f"{speed / found.gpus:,.0f}",
+        "tokens/s": f"{speed:,.0f}",
+        "billion tokens a day": f"{speed * DAY / 1e9:,.2f}",
+        "model FLOPs / BF16 peak": f"{found.utilisation(device):.1%}",
+    }
+
+
+def layout_table(found: Sequence[Estimate], device: Device, title: str, caption: str) -> Table:
+    """The layouts in the order given."""
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    headings = ("TP", "PP", "VP", "DP", "EP", "micro batch", "microbatches", "recomputed", "GiB",
+                "tokens/s of a GPU", "MFU", "bubble")  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    for one in found:
+        layout = one.layout
+        table.add_row(
+            *map(str, layout[:7]), layout.recompute, f"{one.most_memory / GIB:.1f}",
+            f"{one.tokens_per_second / one.gpus:,.0f}", f"{one.utilisation(device):.1%}",
+            f"{one.seconds.get('pipeline bubble', 0.0) / one.step:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def heading(
+    args: Namespace, parts: Counter[Part], vocabulary: int, gpus: int, device: Device
+) -> str:
+    """The model, with its vocabulary as one process pads it, and the cluster in a line."""
+    padded = padded_vocab_size(vocabulary, args.make_vocab_size_divisible_by, 1)
+    size = parameters(args, parts, padded, tensor=1, expert=1, ends="first last").all
+    kind = "hybrid" if args.hybrid_override_pattern else "GPT"
+    return (
+        f"{kind} of {args.num_layers} layers, {size:,} parameters, vocabulary {padded:,}, "
+        f"{args.seq_length} tokens a sequence; {gpus} x {device.gpu.name}"
+    )

@@ -1,0 +1,53 @@
+"""Which tensor cores carry out a GEMM on a kind of GPU: the engine's own table, asked for it."""
+
+from megatron_lowbit.integrations.transformer_engine.native import native_recipe
+from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, TENSORS, TILES, route
+from megatron_lowbit.numerics.block_formats.fp8 import TILE
+from megatron_lowbit.recipes import LinearPrecision
+
+_MEASURED = {
+    TENSORS: "fp8 per tensor",
+    FOLDED: "fp8 per row",
+    EXACT: "bf16",
+    DEQUANTIZED: "fp32",
+}
+"""The engine's routes, and what their GEMMs are called in ``hardware.yaml``."""
+_NATIVE = {
+    "Float8CurrentScaling": "fp8 per tensor",
+    "DelayedScaling": "fp8 per tensor",
+    "Float8BlockScaling": "mxfp8",  # Transformer Engine has MXFP8's GEMM multiply tiles there
+    "MXFP8BlockScaling": "mxfp8",
+    "NVFP4BlockScaling": "nvfp4",
+}
+"""Transformer Engine's recipes, and their GEMMs on Blackwell."""
+
+
+def needs_transformer_engine(capability: tuple[int, int]) -> bool:
+    """Whether formats have tensor cores of their own there that only Transformer Engine uses."""
+    return capability >= (10, 0)
+
+
+def gemm_name(
+    precision: LinearPrecision, gemm: str, capability: tuple[int, int], transformer_engine: bool
+) -> str:
+    """The name in ``hardware.yaml`` of what multiplies one of a linear layer's GEMMs."""
+    sides = precision.gemms[gemm]
+    if not sides.quantized:
+        return "bf16"
+    if transformer_engine and needs_transformer_engine(capability):
+        native = native_recipe(precision, capability)
+        if native is not None:
+            return _NATIVE[native.name]
+    if sides.accumulation is not None:
+        return "fp32"
+    formats = tuple(None if side is None else side.format for side in (sides.lhs, sides.rhs))
+    found = route(*formats, capability)
+    if found is not TILES:
+        return _MEASURED[found]
+    square = TILE in [format.block_rows for format in formats]
+    return "fp8 1x128 . 128x128" if square else "fp8 1x128 . 1x128"
+
+
+def takes_values(gemm: str) -> bool:
+    """Whether a GEMM's quantized operands go to it as exact BF16 numbers, not as codes."""
+    return gemm == "bf16"

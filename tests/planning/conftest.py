@@ -1,0 +1,6 @@
+"""Lets the tests here import their helper ``built``: pytest's importlib mode adds no paths."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

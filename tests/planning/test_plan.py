@@ -1,0 +1,245 @@
+"""The command: what it refuses, what it leaves out, how it ranks, and figures counted by hand."""
+
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from built import parse
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.planning.command import complete, load_of, main, plan
+from megatron_lowbit.planning.communication import Cluster, data_parallel, link
+from megatron_lowbit.planning.compute import Device, gemm_seconds
+from megatron_lowbit.planning.estimate import Estimate
+from megatron_lowbit.planning.hardware import GPU, Figure, gpu, kinds
+from megatron_lowbit.planning.layouts import Layout, candidates, given
+from megatron_lowbit.planning.memory import in_flight, state
+from megatron_lowbit.planning.model import Parameters
+from megatron_lowbit.planning.routing import gemm_name
+from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.training.arguments import parse_arguments
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"
+SIMPLE = GPU(
+    "simple",
+    (9, 0),
+    {
+        key: Figure(value, "made up")
+        for key, value in {
+            "copy_tb_per_s": 1.0, "kernel_share": 1.0, "gemm_sustained": 1.0, "gemm.bf16": 100.0,
+            "nvlink_gb_per_s": 100.0, "nvlink_latency_us": 0.0, "network_gb_per_s": 10.0,
+            "network_latency_us": 0.0,
+        }.items()
+    },
+)  # fmt: skip
+
+
+def planned(text: str, gpus: int = 1, kind: str = "h200", per_node: int = 8) -> Estimate:
+    args = parse_arguments(complete(shlex.split(text)))
+    device = Device(gpu(kind), False, "mamba-ssm")
+    tried = [given(args, gpus)]
+    return plan(tried, load_of(args), 128256, device, Cluster(device.gpu, per_node))[0]
+
+
+def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
+    words = complete(shlex.split(text))
+    args = parse_arguments(words)
+    tried = [one for one in candidates(words, gpus, 8) if not isinstance(one, str)]
+    device = Device(gpu(kind), False, "mamba-ssm")
+    return plan(tried, load_of(args), 128256, device, Cluster(device.gpu, 8))
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    {
+        f"--gpus 8 --gpu gtx {LLAMA_8B}": "--gpu gtx",
+        f"--gpus 0 {LLAMA_8B}": "--gpus 0",
+        f"--gpus 8 @{EXAMPLES}/llama3-8b.args": "--vocab-size",
+        f"--gpus 8 {LLAMA_8B} --fp4-recipe nvfp5": "nvfp5",
+        f"--gpus 8 {LLAMA_8B} --hidden-sise 4": "--hidden-sise",
+        f"--gpus 8 {LLAMA_8B} --as-given --tensor-model-parallel-size 3": "--num-attention-heads",
+        f"--gpus 6 {LLAMA_8B} --as-given --tensor-model-parallel-size 4": "--gpus 6",
+        f"--gpus 7 {LLAMA_8B} --as-given": "--global-batch-size 256",
+        f"--gpus 7 {LLAMA_8B}": "--gpus 7: no layout is possible; --global-batch-size",
+        f"--gpus 2 --gpu h100 @{EXAMPLES}/llama3-405b.args --vocab-size 128256": "no layout fits",
+        LLAMA_8B: "--gpus",
+    }.items(),
+)
+def test_errors_name_the_argument_in_one_line(words, named):
+    with pytest.raises(UserError, match=named.replace("(", r"\(")) as error:
+        main(shlex.split(words))
+    assert "\n" not in str(error.value)
+
+
+def test_what_does_not_fit_is_left_out_and_counted(capsys):
+    main(shlex.split(f"--gpus 8 --gpu h100 --top 1000 {LLAMA_8B}"))
+    shown = capsys.readouterr().out
+    found = searched(LLAMA_8B, 8, "h100")
+    usable = (gpu("h100")["memory_gib"] - gpu("h100")["reserve_gib"]) * 2**30
+    fits = [one for one in found if one.most_memory <= usable]
+    assert 0 < len(fits) < len(found)
+    assert f"{len(found)} layouts tried: {len(found) - len(fits)} do not fit" in shown
+    rows = [line for line in shown.splitlines() if line.count("│") == 13]
+    assert len(rows) == len(fits)
+    columns = [[cell.strip() for cell in row.split("│")[1:-1]] for row in rows]
+    assert all(float(row[8]) * 2**30 <= usable + 2**27 for row in columns)
+    speeds = [float(row[9].replace(",", "")) for row in columns]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_takes():
+    words = complete(shlex.split(LLAMA_8B))
+    layouts = {one.layout for one in candidates(words, 16, 8) if not isinstance(one, str)}
+    assert len(layouts) > 100
+    for layout in layouts:
+        assert layout.tensor * layout.pipeline * layout.data == 16 and layout.tensor <= 8
+        assert layout.data * layout.micro_batch * layout.microbatches == 256
+        assert layout.pipeline * layout.layers == 32
+    for layout in sorted(layouts)[::25]:
+        args = parse_arguments([*words, *layout.arguments()])
+        assert given(args, 16).layout == layout
+
+
+@pytest.mark.parametrize(
+    "given_too",
+    [
+        "--tensor-model-parallel-size 4 --sequence-parallel",
+        "--pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2",
+        "--tensor-model-parallel-size 2 --sequence-parallel --num-experts 8",
+    ],
+)
+def test_a_search_takes_no_notice_of_the_layout_that_is_given(given_too):
+    words = complete(shlex.split(f"{LLAMA_8B} {given_too}"))
+    tried = [one for one in candidates(words, 4, 8) if not isinstance(one, str)]
+    assert {layout.tensor for layout, _ in tried} >= {1, 2, 4}
+    assert {layout.pipeline for layout, _ in tried} >= {1, 2, 4}
+    for layout, args in tried:
+        assert args.tensor_model_parallel_size == layout.tensor
+        assert args.sequence_parallel == (layout.tensor > 1)
+        assert args.pipeline_model_parallel_size == layout.pipeline
+        assert (args.virtual_pipeline_model_parallel_size or 1) == layout.virtual
+
+
+def test_more_never_takes_less():
+    # Sharded over 64 GPUs, so that the peak is not the optimizer's.
+    model = f"{LLAMA_8B} --use-distributed-optimizer"
+    base = planned(model, 64)
+    bigger = planned(f"{model} --micro-batch-size 2", 64)
+    longer = planned(f"{model} --seq-length 8192", 64)
+    assert base.most_memory < bigger.most_memory and base.most_memory < longer.most_memory
+    # Attention's FLOPs a token grow with the sequence.
+    assert base.tokens_per_second > longer.tokens_per_second
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    recomputed = planned(f"{model} {full}", 64)
+    assert recomputed.most_memory < base.most_memory and recomputed.step > base.step
+    one = planned(LLAMA_8B)
+    split = planned(f"{LLAMA_8B} --tensor-model-parallel-size 2 --sequence-parallel", 2)
+    assert split.most_memory < one.most_memory
+    assert one.tokens_per_second < split.tokens_per_second < 2 * one.tokens_per_second
+
+
+def test_recipes_rank_as_their_tensor_cores_do():
+    speeds = {}
+    for name in ("bf16", "fp8-tile", "fp8-delayed"):
+        speeds[name] = planned(f"{LLAMA_8B} --precision-recipe {name}").tokens_per_second
+    assert speeds["bf16"] < speeds["fp8-tile"] < speeds["fp8-delayed"]
+    every = "--fp4-recipe nvfp4 --recipe-set bf16_blocks=none"
+    # On Hopper NVFP4 is multiplied in BF16, and quantized on top.
+    assert planned(f"{LLAMA_8B} {every}").tokens_per_second < speeds["bf16"]
+
+
+def test_gemms_go_where_the_engine_sends_them():
+    """The fused engine's own description, for each GEMM of each recipe."""
+    from megatron_lowbit.kernels.engine import _for_gpu
+
+    engine: Engine = _for_gpu((9, 0))
+    words = {"fp8 1x128": "FP8 tiles", "fp8 per tensor": "FP8 tensors",
+             "fp8 per row": "MXFP4 folded", "bf16": "exact BF16"}  # fmt: skip
+    seen = set()
+    for name in ("fp8-tile", "fp8-delayed", "mxfp4-backward", "mxfp4", "nvfp4", "mxfp8"):
+        precision = load_recipe(name).precision_for(Layer("decoder.layers.16.mlp.x", 16, 32))
+        for gemm, sides in precision.gemms.items():
+            if sides.quantized:
+                found = gemm_name(precision, gemm, (9, 0), True)
+                start = next(text for key, text in words.items() if found.startswith(key))
+                assert engine.describe(sides.lhs.format, sides.rhs.format).startswith(start)
+                seen.add(found)
+    assert len(seen) == 5
+
+
+def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():
+    precision = load_recipe("nvfp4").configs["nvfp4"]
+    assert gemm_name(precision, "fprop", (10, 0), True) == "nvfp4"
+    assert gemm_name(precision, "fprop", (10, 0), False) == "bf16"
+    assert gemm_name(precision, "fprop", (8, 0), True) == "fp32"
+
+
+def test_a_gemm_takes_its_flops_or_its_bytes():
+    # 2 * 1000^3 FLOPs at 100 TFLOP/s; 2 * (3 * 1000 * 1000) bytes at 1 TB/s are less.
+    assert gemm_seconds(1000, 1000, 1000, "bf16", SIMPLE) == pytest.approx(20e-6)
+    # One column: 2 * (1e6 + 1000 + 1000) bytes.
+    assert gemm_seconds(1000, 1000, 1, "bf16", SIMPLE) == pytest.approx(2.004e-6)
+
+
+def test_collectives_over_a_host_and_between_hosts():
+    cluster = Cluster(SIMPLE, 8)
+    # 8e9 bytes over 4 ranks of a host: 3/4 of it at 100 GB/s.
+    assert link(cluster, 4, 1).gather(8e9, 4) == pytest.approx(0.06)
+    # 16 ranks next to each other: 8 cards of 10 GB/s a host. Every eighth rank: one card.
+    assert link(cluster, 16, 1).bandwidth == 80e9
+    assert link(cluster, 2, 8).bandwidth == 10e9
+
+
+def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quarters():
+    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, 1)
+    args = parse("@llama3-tiny --use-distributed-optimizer")
+    count, cluster = Parameters(10**9, 0, 0), Cluster(SIMPLE, 8)
+    sharded = data_parallel(args, count, layout, cluster)
+    assert sharded.gradients == pytest.approx(4e9 * 0.75 / 100e9)
+    assert sharded.parameters == pytest.approx(2e9 * 0.75 / 100e9)
+    whole = data_parallel(parse("@llama3-tiny"), count, layout, cluster)
+    assert whole.gradients == pytest.approx(2 * sharded.gradients) and whole.parameters == 0
+
+
+def test_18_bytes_a_parameter_of_which_12_are_sharded():
+    args = parse("@llama3-tiny --use-distributed-optimizer")
+    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, 1)
+    found = state(args, Parameters(1000, 0, 0), layout)
+    assert found == {"weights": 2000, "main gradients": 4000, "optimizer": 3000}
+    # An FP32 parameter has 4 + 4 + 8.
+    one = state(parse("@llama3-tiny"), Parameters(1, 0, 1), layout._replace(data=1))
+    assert sum(one.values()) == 16
+
+
+def test_1f1b_holds_a_microbatch_less_in_each_later_stage():
+    layout = Layout(1, 4, 1, 1, 1, 1, 8, 0, 8)
+    assert [in_flight(layout, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert in_flight(layout._replace(microbatches=2), 0) == 2
+    # Interleaved, the first of 4 stages with 2 pieces each warms up 2 * 3 + 4 pieces, and 1.
+    assert in_flight(layout._replace(virtual=2), 0) == 5.5
+
+
+def test_the_bubble_is_that_of_the_textbook():
+    """(p - 1) / m of the time of the microbatches, where stages are equal."""
+    text = f"@{EXAMPLES}/llama3-8b.args --num-layers 32 --pipeline-model-parallel-size 4"
+    args = parse_arguments(complete(shlex.split(text)))
+    device = Device(gpu("h200"), False, "mamba-ssm")
+    # A vocabulary so small that the ends weigh nothing.
+    (found,) = plan([given(args, 4)], load_of(args), 128, device, Cluster(device.gpu, 8))
+    seconds = Counter(found.seconds)
+    work = found.step - seconds["pipeline bubble"] - seconds["optimizer"]
+    assert seconds["pipeline bubble"] / work == pytest.approx(3 / 256, rel=0.02)
+
+
+def test_every_figure_says_where_it_comes_from():
+    for kind in kinds():
+        figures = gpu(kind).figures
+        assert figures.keys() >= gpu("h100").figures.keys() - {
+            "gemm.fp8 1x128 . 128x128", "gemm.fp8 1x128 . 1x128"
+        }  # fmt: skip
+        for figure in figures.values():
+            assert figure.source.startswith(("measured: ", "data sheet", "published: ", "estimate"))
+            assert figure.value > 0
