@@ -158,6 +158,7 @@ def test_checkpoint_of_another_shape_is_refused(pretrain_here, tmp_path):
     assert sorted(path.name for path in save.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_full_disk_while_saving_leaves_the_previous_checkpoint(
     pretrain_here, pretrain_command, tmp_path
 ):

@@ -9,6 +9,7 @@ RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform"
               "--recompute-num-layers", 1)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_same_losses(pretrain_ranks, tmp_path):
     """By the layers it replaces from its checkpoint on."""
     runs = {

@@ -9,7 +9,7 @@ from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
 # Pipelines are in test_resharding.py.
-FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP", "DP2-distributed")}
+FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP",)}
 FAST_RECIPES = {name: RECIPES[name] for name in ("nvfp4-group", "mxfp4-backward")} | {
     "fixed signs": Recipe(f"{RECIPES['mxfp4-backward'].options} {FIXED}")
 }

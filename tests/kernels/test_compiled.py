@@ -127,7 +127,7 @@ def traced_only(monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("first", [NEAREST, STOCHASTIC])
+@pytest.mark.parametrize("first", [NEAREST, pytest.param(STOCHASTIC, marks=pytest.mark.slow)])
 def test_rounding_is_guarded_in_either_order(traced_only, first):
     """Whichever rounding a format is traced with first, the other one is not given its result."""
     second = STOCHASTIC if first is NEAREST else NEAREST
@@ -150,7 +150,15 @@ def test_what_is_covered():
     assert {q.format.name for q in QUANTIZERS} >= {"nvfp4-2d", "mxfp4-2d", "mxfp6-e2m3-2d"}
 
 
-@pytest.mark.parametrize("quantizer", QUANTIZERS, ids=name_of)
+@pytest.mark.parametrize(
+    "quantizer",
+    # What draws is also in test_shard.
+    [
+        pytest.param(q, marks=pytest.mark.slow) if q.rounding is STOCHASTIC else q
+        for q in QUANTIZERS
+    ],
+    ids=name_of,
+)
 def test_fused_is_the_reference(quantizer):
     """Golden inputs, then ragged ones, then both ends of FP32, NaN and infinity."""
     for x in golden_inputs(quantizer.format):

@@ -153,8 +153,8 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
         pytest.param("agree", 3, marks=pytest.mark.slow),
         ("die", 2),
         ("differ", 2),
-        ("differ_in_path", 2),
-        ("give_up", 2),
+        pytest.param("differ_in_path", 2, marks=pytest.mark.slow),
+        pytest.param("give_up", 2, marks=pytest.mark.slow),
     ],
 )
 def test_ranks(run_ranks, tmp_path, what, ranks):

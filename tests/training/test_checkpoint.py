@@ -35,9 +35,9 @@ LAYOUTS = {
 
 
 def layouts(*names: str) -> list:
-    """Parameters; a plain optimizer changes layouts in tests/end_to_end/test_resharding.py too."""
+    """Parameters; tests/end_to_end/test_hybrid.py goes through tp2 and pp2, too."""
     slow = pytest.mark.slow
-    return [pytest.param(name, marks=slow if "plain" in name else ()) for name in names]
+    return [pytest.param(name, marks=() if name == "dp2-overlap" else slow) for name in names]
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess:
