@@ -152,7 +152,6 @@ def passed_on(folder: Path, model: tuple, source: str, name: str, layout: Layout
     return (*model, *layout.arguments, "--load", folder / source, "--save", folder / name)
 
 
-@pytest.mark.slow
 def test_a_chain_of_layouts_ends_with_what_it_began(runs):
     contents = {name: content(runs / name) for name in CHAIN}
     first = contents["single"]
