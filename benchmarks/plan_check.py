@@ -34,7 +34,7 @@ from model import CONTENDERS, MODEL, VOCABULARY, ours
 from performance_page import table
 from rich.console import Console
 
-from megatron_lowbit.planning.command import complete, load_of, plan, vocabulary_size
+from megatron_lowbit.planning.command import complete, plan, vocabulary_size
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate
@@ -42,6 +42,7 @@ from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.layouts import candidates, given
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.routing import needs_transformer_engine
+from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.training.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[1]
@@ -272,7 +273,13 @@ def planned(
     args = parse_arguments(complete(here))
     device = Device(gpu(kind), False, scan, accumulate)
     tried = [given(args, gpus)]
-    return plan(tried, load_of(args), vocabulary, device, Cluster(device.gpu, max(gpus, 2)))[0]
+    return plan(
+        tried,
+        load_recipes(args.recipes, args.recipe_set),
+        vocabulary,
+        device,
+        Cluster(device.gpu, max(gpus, 2)),
+    )[0]
 
 
 def kind_of(name: str) -> str:
@@ -370,7 +377,13 @@ def calculated(preset: str) -> str:
         args = parse_arguments(words)
         device = Device(gpu(kind), needs_transformer_engine(gpu(kind).capability), "mamba-ssm")
         tried = [one for one in candidates(words, gpus, 8) if not isinstance(one, str)]
-        found = plan(tried, load_of(args), int(vocabulary), device, Cluster(device.gpu, 8))
+        found = plan(
+            tried,
+            load_recipes(args.recipes, args.recipe_set),
+            int(vocabulary),
+            device,
+            Cluster(device.gpu, 8),
+        )
         usable = usable_bytes(device)
         fitting = [one for one in found if one.most_memory <= usable]
         best = max(fitting, key=lambda one: one.tokens_per_second)

@@ -79,18 +79,17 @@ def gaps(values: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
     """
     baseline = values[0]
     mean = statistics.fmean(baseline)
-    paired = [_ratios(own, baseline) for own in values[1:] if len(own) == len(baseline)]
+    paired = [_ratios(own, baseline) for own in values[1:]]
     noise = _pooled_deviation([[value / mean for value in own] for own in values])
-    paired_noise = _pooled_deviation(paired)
+    paired_noise = _pooled_deviation([ratios for ratios in paired if ratios])
     found = [(0.0, 0.0)]
-    for own in values[1:]:
-        number = len(own)
-        if number == len(baseline):
-            gap = statistics.fmean(_ratios(own, baseline)) - 1
-            found.append((gap, paired_noise / math.sqrt(number)))
+    for own, ratios in zip(values[1:], paired, strict=True):
+        if ratios:
+            gap = statistics.fmean(ratios) - 1
+            found.append((gap, paired_noise / math.sqrt(len(ratios))))
         else:
             gap = statistics.fmean(own) / mean - 1
-            found.append((gap, noise * math.sqrt(1 / number + 1 / len(baseline))))
+            found.append((gap, noise * math.sqrt(1 / len(own) + 1 / len(baseline))))
     return found
 
 
@@ -109,6 +108,9 @@ def _row(contender: Contender, losses: Sequence[float], gap: float, error: float
 
 
 def _ratios(losses: Sequence[float], baseline: Sequence[float]) -> list[float]:
+    """Seed by seed; empty where there are not as many on both sides."""
+    if len(losses) != len(baseline):
+        return []
     return [loss / base for loss, base in zip(losses, baseline, strict=True)]
 
 

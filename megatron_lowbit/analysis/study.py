@@ -9,6 +9,7 @@ from typing import NamedTuple
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.errors import UserError
 
 _STATE = "study.json"
@@ -83,10 +84,10 @@ def is_finished(job: Job) -> bool:
     return state["finished"]
 
 
-def mark(job: Job, finished: bool, where: dict[str, str | int]) -> None:
-    """Write down what a run's folder holds, and ``where`` it was made: machine and versions."""
+def mark(job: Job, finished: bool) -> None:
+    """Write down what a run's folder holds, and on what machine and with what versions."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    state = {"command": job.command[1:], "finished": finished, "machine": where}
+    state = {"command": job.command[1:], "finished": finished, "machine": machine()}
     (job.folder / _STATE).write_text(json.dumps(state, indent=1) + "\n")
 
 

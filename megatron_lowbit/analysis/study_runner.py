@@ -11,7 +11,6 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.analysis.study import Job, is_finished, launch_command, mark
 from megatron_lowbit.errors import TrainingError
 
@@ -36,7 +35,6 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
     Raises TrainingError, after all others have ended, where a run failed.
     """
     left = [job for job in jobs if not is_finished(job)]
-    where = machine()
     free, running, failed = list(places), [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
@@ -44,7 +42,7 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
         try:
             while left or running:
                 while left and free:
-                    running.append(_start(left.pop(0), free.pop(0), progress, where))
+                    running.append(_start(left.pop(0), free.pop(0), progress))
                 time.sleep(_LOOK_S)
                 for one in list(running):
                     progress.update(one.task, completed=_iteration(one.job))
@@ -54,7 +52,7 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
                     free.append(one.place)
                     progress.remove_task(one.task)
                     progress.advance(whole)
-                    if not _end(one, keep_checkpoints, where):
+                    if not _end(one, keep_checkpoints):
                         failed.append(one.job)
         finally:
             for one in running:
@@ -66,8 +64,8 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
         raise TrainingError(f"{len(failed)} of {len(jobs)} runs failed: {names}")
 
 
-def _start(job: Job, place: str | None, progress: Progress, where: dict) -> _Running:
-    mark(job, False, where)
+def _start(job: Job, place: str | None, progress: Progress) -> _Running:
+    mark(job, finished=False)
     environment = os.environ if place is None else os.environ | {"CUDA_VISIBLE_DEVICES": place}
     with (job.folder / _LOG).open("a") as log:
         # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
@@ -78,7 +76,7 @@ def _start(job: Job, place: str | None, progress: Progress, where: dict) -> _Run
     return _Running(job, process, place, task)
 
 
-def _end(one: _Running, keep_checkpoints: bool, where: dict) -> bool:
+def _end(one: _Running, keep_checkpoints: bool) -> bool:
     """Whether a run that ended did so well."""
     if one.process.returncode:
         return False
@@ -87,7 +85,7 @@ def _end(one: _Running, keep_checkpoints: bool, where: dict) -> bool:
             shutil.rmtree(directory)
         for file in one.job.folder.glob("latest_*.txt"):
             file.unlink()
-    mark(one.job, True, where)
+    mark(one.job, finished=True)
     return True
 
 

@@ -25,7 +25,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.numerics import QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
-from megatron_lowbit.recipes import Layer, Recipe, load_combined, load_recipe
+from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
 _HEAD = "lm_head"
@@ -134,7 +134,7 @@ def recipe_of(wanted: QuantizedAs, state: Mapping[str, Any], path: Path) -> Reci
         require(not overrides, "--recipe-set changes the recipe that --recipe names: name one")
         names, overrides = state.get("recipes", ()), state.get("recipe_set", ())
     require(len(names) > 0, f"{path}: was not trained here with a recipe; name one by --recipe")
-    return (load_recipe if len(names) == 1 else load_combined)(*names, overrides)
+    return load_recipes(names, overrides)
 
 
 def made(

@@ -25,7 +25,7 @@ from megatron_lowbit.planning.layouts import Candidate, candidates, given
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.model import layers, stages
 from megatron_lowbit.planning.routing import needs_transformer_engine
-from megatron_lowbit.recipes import Recipe, load_combined, load_recipe
+from megatron_lowbit.recipes import Recipe, load_recipes
 from megatron_lowbit.training.arguments import parse_arguments
 
 _FILLED = {"--data-path": "unread", "--lr": "1", "--train-iters": "1"}
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
     words = complete(training)
     args = parse_arguments(words)
-    vocabulary, recipe = vocabulary_size(args), load_of(args)
+    vocabulary, recipe = vocabulary_size(args), load_recipes(args.recipes, args.recipe_set)
     recipe.check_rules(layers(args))
     device = Device(gpu(own.gpu), _through_transformer_engine(args, own.gpu), own.scan)
     cluster = Cluster(device.gpu, min(own.gpus_per_node, own.gpus))
@@ -142,12 +142,6 @@ def vocabulary_size(args: Namespace) -> int:
     from megatron_lowbit.training.tokenizer import load_tokenizer
 
     return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
-
-
-def load_of(args: Namespace) -> Recipe:
-    """The recipe that training would load, as it is at the start of the run."""
-    load = load_recipe if len(args.recipes) == 1 else load_combined
-    return load(*args.recipes, args.recipe_set)
 
 
 def _through_transformer_engine(args: Namespace, kind: str) -> bool:

@@ -1,6 +1,11 @@
 """Recipes: which precision each GEMM of each linear layer has. YAML in and out, layer rules."""
 
-from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
+from megatron_lowbit.recipes.load import (
+    load_combined,
+    load_recipe,
+    load_recipes,
+    shipped_recipes,
+)
 from megatron_lowbit.recipes.precision import (
     HIGH_PRECISION,
     OPERANDS,
@@ -22,6 +27,7 @@ __all__ = [
     "combine",
     "load_combined",
     "load_recipe",
+    "load_recipes",
     "precision_table",
     "shipped_recipes",
 ]

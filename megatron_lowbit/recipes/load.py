@@ -50,6 +50,22 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a command line: one, or two of which the first gives fprop.
+
+    Args:
+        names: of :func:`load_recipe`, or forward and backward of :func:`load_combined`.
+        overrides: as theirs.
+
+    Raises:
+        UserError: as theirs.
+    """
+    if len(names) == 1:
+        return load_recipe(names[0], overrides)
+    forward, backward = names
+    return load_combined(forward, backward, overrides)
+
+
 def read_recipe(name_or_path: str) -> dict[str, Any]:
     """What the YAML of a recipe says, checked. Raises UserError as :func:`load_recipe`."""
     load_recipe(name_or_path)

@@ -28,8 +28,7 @@ from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.recipes import (
     Layer,
     Recipe,
-    load_combined,
-    load_recipe,
+    load_recipes,
     precision_table,
 )
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
@@ -76,8 +75,7 @@ def pretrain(
         UserError: arguments, recipe, data or checkpoint that do not fit; nothing is left half-made.
         TrainingError: losses or gradients stay non-finite, or another rank died or hangs.
     """
-    load = load_recipe if len(args.recipes) == 1 else load_combined
-    recipe = load(*args.recipes, args.recipe_set)
+    recipe = load_recipes(args.recipes, args.recipe_set)
     tokenizer = load_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
     for prefix in parse_data_path(args.data_path)[0]:
         check_dataset(prefix, tokenizer)

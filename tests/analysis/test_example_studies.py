@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.analysis.study import jobs_of, read_study
-from megatron_lowbit.recipes import load_combined, load_recipe
+from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.training.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -20,8 +20,7 @@ def test_arguments_and_recipes(file, monkeypatch):
     found = []
     for job in jobs:
         args = parse_arguments(job.command[2:])
-        load = load_recipe if len(args.recipes) == 1 else load_combined
-        recipe = load(*args.recipes, args.recipe_set)
+        recipe = load_recipes(args.recipes, args.recipe_set)
         found.append((args.seed, args.normalization, args.mxnorm_p, recipe))
     assert len(STUDIES) == 5
     for number, one in enumerate(found):

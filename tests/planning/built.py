@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
@@ -29,6 +28,7 @@ from megatron_lowbit.layers.saved import take_apart
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments
 from megatron_lowbit.training.optimizer import build_optimizer, parts, wrap_data_parallel
+from tests.on_meta import OnMeta
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NEEDED = ["--data-path", "unread", "--train-iters", "1", "--lr", "1", "--micro-batch-size", "1"]
@@ -38,18 +38,6 @@ def parse(text: str) -> Namespace:
     """Training's arguments; @NAME is a preset."""
     words = [f"@{EXAMPLES / word[1:]}.args" if word[0] == "@" else word for word in text.split()]
     return parse_arguments([*NEEDED, *words])
-
-
-class _OnMeta(TorchFunctionMode):
-    """Tensors that name a device are made on the meta device and stay: they take no memory."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.to:
-            return args[0]
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
-        return function(*args, **kwargs)
 
 
 @contextmanager
@@ -108,7 +96,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 def parameter_count(args: Namespace, vocabulary: int, stage: int = 0) -> int:
     """Parameters of a rank, as training's first lines print them; the weights take no memory."""
-    with rank_of(args, stage), _OnMeta():
+    with rank_of(args, stage), OnMeta():
         (chunk,) = _build(args, vocabulary, transformer_config(args, torch.float32))
     return sum(parameter.numel() for parameter in chunk.parameters())
 

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.planning.command import complete, load_of, plan
+from megatron_lowbit.planning.command import complete, plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.layouts import given
+from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.training.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +29,9 @@ def estimated(words, vocabulary: int, **device):
     settings = {"transformer_engine": False, "scan": "mamba-ssm"} | device
     device = Device(gpu("h200"), **settings)
     cluster = Cluster(device.gpu, 8)
-    (found,) = plan([given(args, 1)], load_of(args), vocabulary, device, cluster)
+    (found,) = plan(
+        [given(args, 1)], load_recipes(args.recipes, args.recipe_set), vocabulary, device, cluster
+    )
     return found
 
 

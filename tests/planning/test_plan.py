@@ -9,7 +9,7 @@ from built import parse
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.planning.command import complete, load_of, main, plan
+from megatron_lowbit.planning.command import complete, main, plan
 from megatron_lowbit.planning.communication import Cluster, data_parallel, link
 from megatron_lowbit.planning.compute import Device, gemm_seconds
 from megatron_lowbit.planning.estimate import Estimate
@@ -18,7 +18,7 @@ from megatron_lowbit.planning.layouts import Layout, candidates, given
 from megatron_lowbit.planning.memory import in_flight, state
 from megatron_lowbit.planning.model import Parameters
 from megatron_lowbit.planning.routing import gemm_name
-from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.recipes import Layer, load_recipe, load_recipes
 from megatron_lowbit.training.arguments import parse_arguments
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -41,7 +41,13 @@ def planned(text: str, gpus: int = 1, kind: str = "h200", per_node: int = 8) -> 
     args = parse_arguments(complete(shlex.split(text)))
     device = Device(gpu(kind), False, "mamba-ssm")
     tried = [given(args, gpus)]
-    return plan(tried, load_of(args), 128256, device, Cluster(device.gpu, per_node))[0]
+    return plan(
+        tried,
+        load_recipes(args.recipes, args.recipe_set),
+        128256,
+        device,
+        Cluster(device.gpu, per_node),
+    )[0]
 
 
 def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
@@ -49,7 +55,9 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
     args = parse_arguments(words)
     tried = [one for one in candidates(words, gpus, 8) if not isinstance(one, str)]
     device = Device(gpu(kind), False, "mamba-ssm")
-    return plan(tried, load_of(args), 128256, device, Cluster(device.gpu, 8))
+    return plan(
+        tried, load_recipes(args.recipes, args.recipe_set), 128256, device, Cluster(device.gpu, 8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,7 +236,13 @@ def test_the_bubble_is_that_of_the_textbook():
     args = parse_arguments(complete(shlex.split(text)))
     device = Device(gpu("h200"), False, "mamba-ssm")
     # A vocabulary so small that the ends weigh nothing.
-    (found,) = plan([given(args, 4)], load_of(args), 128, device, Cluster(device.gpu, 8))
+    (found,) = plan(
+        [given(args, 4)],
+        load_recipes(args.recipes, args.recipe_set),
+        128,
+        device,
+        Cluster(device.gpu, 8),
+    )
     seconds = Counter(found.seconds)
     work = found.step - seconds["pipeline bubble"] - seconds["optimizer"]
     assert seconds["pipeline bubble"] / work == pytest.approx(3 / 256, rel=0.02)

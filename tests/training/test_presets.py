@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.integrations.megatron_core.config import transformer_config
 from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
@@ -14,6 +13,7 @@ from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments
 from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+from tests.on_meta import OnMeta
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY_VOCABULARY = 4096
@@ -70,21 +70,6 @@ KIND = (
     "lr_decay_style", "lr_wsd_decay_style", "adam_beta1", "adam_beta2", "weight_decay",
     "clip_grad",
 )  # fmt: skip
-
-
-class OnMeta(TorchFunctionMode):
-    """Tensors that name a device are made on torch's meta device and stay: they take no memory.
-
-    ``torch.device("meta")`` as a context moves only those that name none; megatron-core's do.
-    """
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if function is torch.Tensor.to:
-            return args[0]
-        if "device" in kwargs:
-            kwargs["device"] = "meta"
-        return function(*args, **kwargs)
 
 
 def parse(name: str) -> Namespace:
