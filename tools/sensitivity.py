@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         everywhere = Path(folder) / "everywhere.yaml"
         everywhere.write_text(yaml.safe_dump(keeping(args.recipe, []), sort_keys=False))
         more = ["--precision-recipe", str(everywhere), "--finetune", "--lr", "1",
+                "--lr-decay-style", "constant", "--lr-warmup-iters", "0",
                 "--train-iters", str(args.batches), "--eval-iters", "0",
                 "--exit-on-missing-checkpoint"]  # fmt: skip
         _measure([*training, *more], partial(_report, args))
