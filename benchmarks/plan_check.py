@@ -314,7 +314,7 @@ def _origin(data: dict) -> str:
     )
 
 
-HEADINGS = ("GiB planned", "measured", "off", "tokens/s planned", "measured", "off")
+HEADINGS = ("GiB planned", "measured", "off", "ms a step, planned", "measured", "off")
 
 
 def _runs(data: dict) -> str:
@@ -346,10 +346,10 @@ def _layers(data: dict) -> str:
 
 
 def _beside(found: Estimate, unit: float, memory: float, speed: float) -> list[str]:
-    most, tokens = found.most_memory / unit, found.tokens_per_second
+    most, planned_s, measured_s = found.most_memory / unit, found.step, found.tokens / speed
     return [
         f"{most:.2f}", f"{memory:.2f}", f"{most / memory - 1:+.1%}",
-        f"{tokens:,.0f}", f"{speed:,.0f}", f"{tokens / speed - 1:+.1%}",
+        f"{1e3 * planned_s:.1f}", f"{1e3 * measured_s:.1f}", f"{planned_s / measured_s - 1:+.1%}",
     ]  # fmt: skip
 
 

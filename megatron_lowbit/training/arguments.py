@@ -15,6 +15,7 @@ from megatron_lowbit.training.parallel_arguments import (
     check_parallelism,
     fill_parallelism,
 )
+from megatron_lowbit.training.profile_arguments import add_profiling, check_profiling
 from megatron_lowbit.training.weights_and_biases import import_wandb
 
 
@@ -35,6 +36,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Namespace:
     _check_model(args)
     _check_batches(args)
     _check_logging(args)
+    check_profiling(args)
     _check_checkpointing(args)
     return args
 
@@ -56,6 +58,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_learning_rate,
         _add_checkpointing,
         _add_logging,
+        add_profiling,
         add_parallelism,
     ):
         add_group(parser)

@@ -11,6 +11,7 @@ from megatron_lowbit.training.background_saves import background_saves
 from megatron_lowbit.training.checkpoint import valid_iteration
 from megatron_lowbit.training.distributed import all_ranks, print_rank0, rank
 from megatron_lowbit.training.metrics import METRICS_FILE, MetricLogger
+from megatron_lowbit.training.profiling import Profiler
 from megatron_lowbit.training.quantization_log import metrics_of, quantization_errors
 from megatron_lowbit.training.run import Run, batches, finish_saving, restore, save, saving_failed
 from megatron_lowbit.training.sentinels import BadSteps
@@ -58,6 +59,7 @@ def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
     folds = next((engine.folds for engine in engines), lambda: (0, 0))
     window = LogWindow(args, logger, args.padded_vocab_size, folds)
     bad_steps = BadSteps(args.max_skipped_updates)
+    profiler = Profiler(args, rank())
     stream = validation = saved_at = None
     run.set_precision()
     while run.iteration < args.train_iters:
@@ -67,7 +69,8 @@ def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
         watch = None
         if _is_due(run, args.log_quantization_error_interval):
             watch = quantization_errors(run.model, run.iteration, errors)
-        _step(run, stream, window, bad_steps, watch)
+        with profiler.iteration(run.iteration):
+            _step(run, stream, window, bad_steps, watch)
         if errors:
             logger.log_beside(run.iteration, metrics_of(errors))
         if bad_steps.too_many:

@@ -15,8 +15,11 @@ def test_a_recipe_that_keeps_the_worst(pretrain_here, corpus, tmp_path, capsys):
     run, recipe = tmp_path / "run", tmp_path / "mine.yaml"
     done(pretrain_here("--precision-recipe", "bf16", "--train-iters", 3, "--save", run))
     tool = ["--recipe", "nvfp4", "--batches", "2", "--keep", "0.2", "--output", str(recipe)]
+    # Its schedule is longer than the batches that are measured.
+    more = ("--load", run, "--lr-decay-style", "WSD", "--lr-warmup-iters", 10,
+            "--lr-decay-iters", 0, "--lr-wsd-decay-iters", 5)  # fmt: skip
     with pytest.raises(SystemExit) as ended:
-        exit_on_user_error(partial(main, [*tool, "--", *arguments_for(corpus, ("--load", run))]))
+        exit_on_user_error(partial(main, [*tool, "--", *arguments_for(corpus, more)]))
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert shown.count("decoder.layers.") >= 16 and "BF16" in shown

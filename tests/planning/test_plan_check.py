@@ -85,4 +85,5 @@ def test_the_page_is_renewed_between_its_markers_alone(check, monkeypatch, tmp_p
     check.write_page(page, tmp_path)
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
-    assert "| 50.00 |" in text and "| 10,000 |" in text and "- M, R, L: out of memory" in text
+    # A step is four sequences of 4096 tokens.
+    assert "| 50.00 |" in text and "| 1638.4 |" in text and "- M, R, L: out of memory" in text
