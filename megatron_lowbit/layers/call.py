@@ -77,7 +77,7 @@ class LinearCall:
             quantizer,
             hadamard=transform,
             # Without the role: both operands of a GEMM take the same signs.
-            sign_key=derive_key(self.key, "signs", gemm),
+            sign_key=0 if transform is None else derive_key(self.key, "signs", gemm),
             scale_amax=partial(self._scale_amax, gemm, role),
             draw=draw,
             other=None if other is None else other.format,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_lowbit.numerics import Accumulation, DelayedScaling, Hadamard, Quantizer, Rounding
@@ -89,7 +90,7 @@ class LinearPrecision:
     dgrad: GemmPrecision = GemmPrecision()
     wgrad: GemmPrecision = GemmPrecision()
 
-    @property
+    @cached_property  # asked for dozens of times in a call of a layer
     def gemms(self) -> dict[str, GemmPrecision]:
         """The GEMMs by name."""
         return {gemm: getattr(self, gemm) for gemm in GEMM_ROLES}

@@ -1,4 +1,4 @@
-"""benchmarks/plan_check.py by its parts: what it reads, when it starts what, what it writes."""
+"""benchmarks/plan_check.py by its parts: what it reads, when it starts what; and its page."""
 
 import json
 import subprocess
@@ -26,16 +26,23 @@ def check(monkeypatch):
     return plan_check
 
 
+@pytest.fixture
+def page(check):
+    import planning_page
+
+    return planning_page
+
+
 def test_speeds_and_memory_of_all_ranks_are_read_from_their_logs(check):
     other = LOG.replace("1.50 GiB", "2.75 GiB")
     assert check.read_logs([LOG, other]) == ([100.0, 12345.0, 12346.0], [1.5, 2.75])
 
 
-def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check):
+def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check, page):
     found = check.cases(tiny=False)
-    assert len(found) == len({tuple(case.name) for case in found}) == 14
+    assert len(found) == len({tuple(case.name) for case in found}) == 22
     for case in found:
-        planned = check.planned(case.arguments, case.gpus, 4096, "h200", "torch")
+        planned = page.planned(case.arguments, case.gpus, 4096, "h200", "torch")
         assert planned.gpus == case.gpus and planned.most_memory < 60 * 2**30
         layout = planned.layout
         kind, count = (case.layout[:2], int(case.layout[2:])) if case.gpus > 1 else ("TP", 1)
@@ -67,11 +74,11 @@ def test_no_case_runs_on_a_device_that_another_has(check, monkeypatch):
     assert sorted(row["name"] for row in rows) == wanted and max(at_once) == 2
 
 
-def test_the_page_is_renewed_between_its_markers_alone(check, monkeypatch, tmp_path):
-    monkeypatch.setattr(check, "CLUSTERS", {})
-    begin, end = f"<!-- measured: {check.MADE} -->", "<!-- /measured -->"
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
+def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch, tmp_path):
+    monkeypatch.setattr(page, "CLUSTERS", {})
+    begin, end = f"<!-- measured: {page.MADE} -->", "<!-- /measured -->"
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     case = check.cases(tiny=False)[0]
     row = {
         "model": case.model, "recipe": case.recipe, "layout": case.layout, "gpus": 1,
@@ -82,8 +89,8 @@ def test_the_page_is_renewed_between_its_markers_alone(check, monkeypatch, tmp_p
     machine = {"gpu": "NVIDIA H200", "torch": "2", "date": "today", "commit": "abc"}
     data = {"machine": machine, "gpus": 1, "rows": [row, failed]}
     (tmp_path / "plan_check-x.json").write_text(json.dumps(data))
-    check.write_page(page, tmp_path)
-    text = page.read_text()
+    page.write_page(document, tmp_path)
+    text = document.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     # A step is four sequences of 4096 tokens.
     assert "| 50.00 |" in text and "| 1638.4 |" in text and "- M, R, L: out of memory" in text

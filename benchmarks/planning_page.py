@@ -1,0 +1,193 @@
+"""Set the planner's figures beside all that was measured so far, in docs/planning.md.
+
+    python benchmarks/planning_page.py
+
+Reads what plan_check.py measured, and model.py's whole models, from benchmarks/results; renews what
+stands between the page's markers, also what is calculated for large clusters.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import timing
+from model import CONTENDERS, MODEL, VOCABULARY, ours
+from performance_page import table
+from plan_check import COUNTED, ITERATIONS, NAME
+
+from megatron_lowbit.planning.command import complete, plan
+from megatron_lowbit.planning.communication import Cluster
+from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.estimate import Estimate
+from megatron_lowbit.planning.hardware import gpu
+from megatron_lowbit.planning.layouts import candidates, given
+from megatron_lowbit.planning.memory import usable_bytes
+from megatron_lowbit.planning.routing import needs_transformer_engine
+from megatron_lowbit.recipes import load_recipes
+from megatron_lowbit.training.arguments import parse_arguments
+
+ROOT = Path(__file__).parents[1]
+MADE = "made by `python benchmarks/planning_page.py`"
+
+
+def planned(
+    words: Sequence[str], gpus: int, vocabulary: int, kind: str, scan: str, accumulate: bool = True
+) -> Estimate:
+    """The planner's figures of training's arguments as they are."""
+    here = [word.replace("@examples", f"@{ROOT}/examples") for word in words]
+    args = parse_arguments(complete(here))
+    device = Device(gpu(kind), False, scan, accumulate)
+    tried = [given(args, gpus)]
+    return plan(
+        tried,
+        load_recipes(args.recipes, args.recipe_set),
+        vocabulary,
+        device,
+        Cluster(device.gpu, max(gpus, 2)),
+    )[0]
+
+
+def kind_of(name: str) -> str:
+    """The planner's name of a GPU; an unknown one is an H200."""
+    return next((kind for kind in ("h100", "h200", "b200") if kind.upper() in name), "h200")
+
+
+def body(results: Path) -> str:
+    """What goes between the page's markers."""
+    parts = []
+    for file in sorted(results.glob("plan_check-*.json")):
+        data = json.loads(file.read_text())
+        if data["machine"]["gpu"] != "none":  # tried out on a CPU
+            parts += [_origin(data), _runs(data)]
+    file = results / "model-h200.json"
+    if file.is_file():
+        data = json.loads(file.read_text())
+        title = (
+            "Forward and backward of four layers of Llama-3-8B, 4 sequences of 4096 tokens, "
+            f"without an optimizer (`python benchmarks/model.py`), one {data['machine']['gpu']}:"
+        )
+        parts += [title, _layers(data)]
+    return "\n\n".join(parts)
+
+
+def _origin(data: dict) -> str:
+    machine = data["machine"]
+    return (
+        f"{ITERATIONS} iterations of training on {data['gpus']} {machine['gpu']}, torch "
+        f"{machine['torch']}, {machine['date']}, commit {machine['commit'][:12]}; the speed is the "
+        f"median of the last {COUNTED}, the memory that of the rank which took most:"
+    )
+
+
+HEADINGS = ("GiB planned", "measured", "off", "ms a step, planned", "measured", "off")
+
+
+def _runs(data: dict) -> str:
+    lines, failed = [], []
+    for row in data["rows"]:
+        name = [row[key] for key in NAME]
+        if "failed" in row:
+            failed.append(f"- {', '.join(name)}: {row['failed']}")
+            continue
+        kind = kind_of(data["machine"]["gpu"])
+        scan = row.get("scan", "mamba-ssm")
+        found = planned(row["arguments"], row["gpus"], row["vocabulary"], kind, scan)
+        cells = _beside(found, 2**30, max(row["memory_gib"]), row["tokens_per_s"])
+        lines.append([*name, *cells])
+    shown = table((*NAME, *HEADINGS), lines)
+    return "\n\n".join([shown, "\n".join(["Failed:", "", *failed])] if failed else [shown])
+
+
+def _layers(data: dict) -> str:
+    lines = []
+    for row in data["rows"]:
+        contender = CONTENDERS[row["contender"]]
+        if contender.build is not ours or "transformer_engine" in contender.arguments:
+            continue
+        words = [*MODEL, *contender.arguments]
+        found = planned(words, 1, VOCABULARY, "h200", "mamba-ssm", accumulate=False)
+        lines.append([row["contender"], *_beside(found, 1e9, row["peak_gb"], row["tokens_per_s"])])
+    return table(("recipe", "GB planned", *HEADINGS[1:]), lines)
+
+
+def _beside(found: Estimate, unit: float, memory: float, speed: float) -> list[str]:
+    most, planned_s, measured_s = found.most_memory / unit, found.step, found.tokens / speed
+    return [
+        f"{most:.2f}", f"{memory:.2f}", f"{most / memory - 1:+.1%}",
+        f"{1e3 * planned_s:.1f}", f"{1e3 * measured_s:.1f}", f"{planned_s / measured_s - 1:+.1%}",
+    ]  # fmt: skip
+
+
+CLUSTERS = {
+    "hybrid-12b": ("131072", [
+        ("h100", 736, "bf16"), ("h200", 736, "bf16"), ("h200", 736, "fp8-tile"),
+        ("h200", 2944, "fp8-tile"), ("b200", 736, "mxfp8"), ("b200", 736, "nvfp4"),
+        ("b200", 2944, "nvfp4"),
+    ]),
+    "llama3-405b": ("128256", [
+        ("h100", 9216, "bf16"), ("h200", 9216, "bf16"), ("h200", 9216, "fp8-tile"),
+        ("h200", 4608, "fp8-tile"), ("b200", 4608, "mxfp8"), ("b200", 4608, "nvfp4"),
+        ("b200", 9216, "nvfp4"),
+    ]),
+}  # fmt: skip
+"""Presets, their vocabulary, and what each is planned for: GPU, how many, recipe."""
+
+
+def calculated(preset: str) -> str:
+    """The fastest layout of a preset on each of its clusters."""
+    vocabulary, clusters = CLUSTERS[preset]
+    lines = []
+    for kind, gpus, recipe in clusters:
+        words = complete([f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe])
+        args = parse_arguments(words)
+        device = Device(gpu(kind), needs_transformer_engine(gpu(kind).capability), "mamba-ssm")
+        tried = [one for one in candidates(words, gpus, 8) if not isinstance(one, str)]
+        found = plan(
+            tried,
+            load_recipes(args.recipes, args.recipe_set),
+            int(vocabulary),
+            device,
+            Cluster(device.gpu, 8),
+        )
+        usable = usable_bytes(device)
+        fitting = [one for one in found if one.most_memory <= usable]
+        best = max(fitting, key=lambda one: one.tokens_per_second)
+        run = args.train_iters * args.global_batch_size * args.seq_length
+        layout = best.layout
+        ranks = f"{layout.tensor} x {layout.pipeline} x {layout.data}"
+        lines.append([
+            f"{gpus} x {device.gpu.name.removeprefix('NVIDIA ')}", f"`{recipe}`", ranks,
+            layout.virtual, f"{layout.micro_batch} x {layout.microbatches}", layout.recompute,
+            f"{best.most_memory / 2**30:.0f}", f"{best.tokens_per_second / gpus:,.0f}",
+            f"{best.utilisation(device):.1%}", f"{run / best.tokens_per_second / 86400:,.0f}",
+        ])  # fmt: skip
+    headings = ("GPUs", "recipe", "TP x PP x DP", "VP", "micro batch x number", "recomputed", "GiB",
+                "tokens/s of a GPU", "MFU", "days")  # fmt: skip
+    return table(headings, lines)
+
+
+def write_page(document: Path, results: Path) -> None:
+    """Replace what stands between the page's markers."""
+    text = document.read_text(encoding="utf-8")
+    made = {"measured": body(results)} | {preset: calculated(preset) for preset in CLUSTERS}
+    for name, content in made.items():
+        begin, end_ = f"<!-- {name}: {MADE} -->", f"<!-- /{name} -->"
+        before, after = text.split(begin)[0], text.split(end_)[1]
+        text = f"{before}{begin}\n\n{content}\n\n{end_}{after}"
+    document.write_text(text, encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "planning.md")
+    parser.add_argument("--results", type=Path, default=timing.RESULTS, metavar="DIR")
+    args = parser.parse_args(argv)
+    write_page(args.document, args.results)
+
+
+if __name__ == "__main__":
+    main()
