@@ -22,7 +22,9 @@ def add_profiling(parser: ArgumentParser) -> None:
     group.add_argument(
         "--profile-step-end", type=int, default=12, metavar="N", help="until so many are done"
     )
-    group.add_argument("--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK")
+    group.add_argument(
+        "--profile-ranks", type=int, nargs="+", default=[0], metavar="RANK", help="(default: 0)"
+    )
 
 
 def check_profiling(args: Namespace) -> None:
