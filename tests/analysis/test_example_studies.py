@@ -22,6 +22,6 @@ def test_arguments_and_recipes(file, monkeypatch):
         args = parse_arguments(job.command[2:])
         recipe = load_recipes(args.recipes, args.recipe_set)
         found.append((args.seed, args.normalization, args.mxnorm_p, recipe))
-    assert len(STUDIES) == 5
+    assert len(STUDIES) == 6
     for number, one in enumerate(found):
         assert one not in found[:number]
