@@ -7,14 +7,14 @@ saves each of its sources without a step of training or evaluation. Without sour
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-
-from megatron_lowbit.training import pretrain as pretraining
 from megatron_lowbit.training.arguments import parse_arguments
 from megatron_lowbit.training.checkpoint import valid_iteration
+from megatron_lowbit.training.loop import train
+from megatron_lowbit.training.pretrain import pretrain
 from megatron_lowbit.training.run import Run, restore, save
 
 
@@ -42,10 +42,8 @@ def pass_on(run: Run, copies: dict[str, str]) -> None:
 
 def main() -> None:
     for arguments, copies in json.loads(Path(sys.argv[1]).read_text()):
-        with pytest.MonkeyPatch.context() as patch:
-            if copies:
-                patch.setattr(pretraining, "train", lambda run, c=copies: pass_on(run, c))
-            pretraining.pretrain(parse_arguments(arguments))
+        work = partial(pass_on, copies=copies) if copies else train
+        pretrain(parse_arguments(arguments), work=work)
 
 
 if __name__ == "__main__":
