@@ -59,7 +59,7 @@ def _iterate(run: Run, logger: MetricLogger, stop: StopRequest) -> float | None:
     folds = next((engine.folds for engine in engines), lambda: (0, 0))
     window = LogWindow(args, logger, args.padded_vocab_size, folds)
     bad_steps = BadSteps(args.max_skipped_updates)
-    profiler = Profiler(args, rank())
+    profiler = Profiler(args, rank(), run.iteration)
     stream = validation = saved_at = None
     run.set_precision()
     while run.iteration < args.train_iters:

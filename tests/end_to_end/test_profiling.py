@@ -26,6 +26,16 @@ def test_a_trace_and_a_table_of_the_iterations_asked_for(pretrain_here, tmp_path
     assert "aten::" in (tmp_path / files[1]).read_text()
 
 
+def test_a_run_that_goes_on_after_them_says_so(pretrain_here, tmp_path):
+    save = ("--save", tmp_path / "run")
+    done(pretrain_here(*TRAIN, "--train-iters", 3, *save))
+    profiled = (*ASKED, "--tensorboard-dir", tmp_path / "board")
+    result = pretrain_here(*TRAIN, *save, "--load", tmp_path / "run", *profiled)
+    done(result)
+    assert "nothing is profiled: the run goes on after 3 iterations" in result.stdout
+    assert not list((tmp_path / "board").glob("profile*"))
+
+
 def done_result(result) -> str:
     """A run's last word, its validation loss."""
     done(result)
