@@ -32,6 +32,10 @@ def check_profiling(args: Namespace) -> None:
     start, end = args.profile_step_start, args.profile_step_end
     require(start >= 1, f"--profile-step-start {start}: must be positive, for a first warm-up")
     require(end > start, f"--profile-step-end {end} must exceed --profile-step-start {start}")
+    require(
+        not args.profile or end <= args.train_iters,
+        f"--profile-step-end {end} exceeds --train-iters {args.train_iters}",
+    )
     if args.use_pytorch_profiler:
         require(args.profile, "--use-pytorch-profiler needs --profile")
         require(args.tensorboard_dir is not None, "--use-pytorch-profiler needs --tensorboard-dir")

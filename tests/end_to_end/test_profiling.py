@@ -7,7 +7,8 @@ import pytest
 from tiny_run import done, refused
 
 TRAIN = ("--fp4-recipe", "nvfp4", "--train-iters", 5)
-ASKED = ("--profile", "--use-pytorch-profiler", "--profile-step-start", 2, "--profile-step-end", 4)
+STEPS = ("--profile-step-start", 2, "--profile-step-end", 4)
+ASKED = ("--profile", "--use-pytorch-profiler", *STEPS)
 
 
 def test_a_trace_and_a_table_of_the_iterations_asked_for(pretrain_here, tmp_path):
@@ -48,8 +49,9 @@ def done_result(result) -> str:
         (("--use-pytorch-profiler",), "needs --profile"),
         (ASKED, "--use-pytorch-profiler needs --tensorboard-dir"),
         ((*ASKED, "--profile-step-end", 2), "--profile-step-end 2 must exceed"),
+        ((*ASKED, "--profile-step-end", 6), "--profile-step-end 6 exceeds --train-iters 5"),
         ((*ASKED, "--profile-step-start", 0), "--profile-step-start 0: must be positive"),
-        (("--profile",), "marks work on a GPU, and there is none"),
+        (("--profile", *STEPS), "marks work on a GPU, and there is none"),
     ],
 )
 def test_what_does_not_go_together(pretrain_here, arguments, named):
