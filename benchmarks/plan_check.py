@@ -6,7 +6,8 @@
 
 Started once on a host with 1, 2 or 4 GPUs: cases run beside one another on different GPUs, those
 that need more GPUs than there are wait for another host. What this script does not know goes to the
-training script. The file is written after every case; cases that it holds already are not repeated.
+training script. The file is written after every case; cases that it, or another plan_check-*.json
+beside it, holds already are not repeated.
 Without a GPU tiny twins of the models run on the CPU, to try the script out. The second command
 writes what was measured into docs/planning.md.
 """
@@ -241,7 +242,8 @@ def measure(args: argparse.Namespace, more: Sequence[str]) -> None:
     data = {"machine": timing.description(), "gpus": number, "rows": []}
     if args.output.is_file():
         data = json.loads(args.output.read_text())
-    done = [[row[key] for key in NAME] for row in data["rows"]]
+    held = data["rows"] + [row for file in others(args.output) for row in file["rows"]]
+    done = [[row[key] for key in NAME] for row in held]
     todo = [case for case in cases(tiny=not cuda) if case.name not in done]
     data_path, tokenizer = Path(args.data_path).absolute(), Path(args.tokenizer_model).absolute()
     given_to_all = ["--data-path", str(data_path), "--tokenizer-model", str(tokenizer), *more]
@@ -250,6 +252,12 @@ def measure(args: argparse.Namespace, more: Sequence[str]) -> None:
         data["rows"].append(row | {"vocabulary": vocabulary_of(args.tokenizer_model)})
         args.output.write_text(json.dumps(data, indent=1) + "\n")
         console.print({key: row[key] for key in row if key != "arguments"})
+
+
+def others(output: Path) -> list[dict]:
+    """What was measured on other machines, in files beside the output."""
+    files = set(output.parent.glob("plan_check-*.json")) - {output}
+    return [json.loads(file.read_text()) for file in sorted(files)]
 
 
 def vocabulary_of(folder: str) -> int:

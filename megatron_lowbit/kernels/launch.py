@@ -6,14 +6,13 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from megatron_lowbit.kernels import scales
 from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
 from megatron_lowbit.kernels.fp8_tiles import fp8_tiles_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
-from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
+from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
 from megatron_lowbit.numerics import (
     Hadamard,
@@ -232,6 +231,7 @@ def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int,
     return (rows, columns // format.block), torch.float8_e4m3fn
 
 
+@cache
 def _transform(hadamard: Hadamard | None) -> Transform | None:
     if hadamard is None:
         return None
@@ -303,7 +303,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _grid(x: Tensor, tile: tuple[int, int]) -> tuple[int]:
-    return (triton.cdiv(x.shape[0], tile[0]) * triton.cdiv(x.shape[1], tile[1]),)
+    return (cdiv(x.shape[0], tile[0]) * cdiv(x.shape[1], tile[1]),)
 
 
 def _is_even(x: Tensor, tile: tuple[int, int]) -> bool:

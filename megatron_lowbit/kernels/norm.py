@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
 from megatron_lowbit.kernels.launch import outputs
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import Values, cdiv
 from megatron_lowbit.kernels.quantize import Side, tile_side
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request, Rounding
@@ -62,9 +62,9 @@ def normalize_quantize(
     p, constant, eps = statistic(norm, block)
 
     def launch(side, most, *arguments) -> None:
-        norm_kernel[(triton.cdiv(rows, height),)](
+        norm_kernel[(cdiv(rows, height),)](
             x, *x.stride(), rows, columns, gain, constant, eps, rho, most, *arguments,
-            height, part, triton.cdiv(columns, part), block, p, side,
+            height, part, cdiv(columns, part), block, p, side,
             rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 

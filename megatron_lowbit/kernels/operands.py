@@ -85,6 +85,11 @@ def has_tensor_scale(format: BlockFormat) -> bool:
     return format.tensor_scaled or "three_quarters" in format.options
 
 
+def cdiv(size: int, part: int) -> int:
+    """``triton.cdiv``, which takes the CPU as long as a launch."""
+    return -(-size // part)
+
+
 def _columns(operand: QuantizedTensor) -> int:
     return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
 
@@ -94,7 +99,7 @@ def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor) -> None:
     if not out.numel():
         return
     tile = (16, 256)
-    grid = (triton.cdiv(rows, tile[0]) * triton.cdiv(columns, tile[1]),)
+    grid = (cdiv(rows, tile[0]) * cdiv(columns, tile[1]),)
     even = rows % tile[0] == 0 and columns % tile[1] == 0
     _decode_kernel[grid](
         operand.codes.view(torch.uint8), operand.scales.view(torch.uint8), out,

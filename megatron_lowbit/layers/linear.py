@@ -48,7 +48,7 @@ class _LowbitLinear(torch.autograd.Function):
             dgrad_weight = None
         _keep(ctx, kept_input, dgrad_weight)
         # Without the operand: its source would live until backward beside what is kept of it.
-        ctx.call = replace(call, operand=None)
+        ctx.call = call if call.operand is None else replace(call, operand=None)
         ctx.weight, ctx.x_shape, ctx.has_bias = weight, x.shape, bias is not None
         if call.shards.sequence_parallel:
             return y.view(-1, *x.shape[1:-1], weight.shape[0])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor
@@ -20,9 +21,18 @@ def take_apart(part: Any, tensors: list[Tensor]) -> Any:
     if isinstance(part, Tensor):
         tensors.append(part)
         return _SAVED
-    if is_dataclass(part) and not isinstance(part, BlockFormat):
-        return type(part), [take_apart(getattr(part, f.name), tensors) for f in fields(part)]
-    return part
+    names = _names(type(part))
+    if names is None:
+        return part
+    return type(part), [take_apart(getattr(part, name), tensors) for name in names]
+
+
+@cache
+def _names(kind: type) -> tuple[str, ...] | None:
+    """The fields of a dataclass that may have tensors; None for what stays as it is."""
+    if not is_dataclass(kind) or issubclass(kind, BlockFormat):
+        return None
+    return tuple(field.name for field in fields(kind))
 
 
 def put_together(description: Any, tensors: Iterator[Tensor]) -> Any:

@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 
 from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, takes, tile_of
+from megatron_lowbit.kernels.operands import cdiv
 from megatron_lowbit.numerics import QuantizedTensor, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -87,10 +88,10 @@ def _plan(
         raise ValueError(f"path {path!r} of this call is none of {', '.join(fitting)}")
     tile = height * columns * dtype.itemsize
     span = 1 if path == paths.ONE_STAGE else ranks
-    groups = triton.cdiv(triton.cdiv(rows, height), span)
+    groups = cdiv(cdiv(rows, height), span)
     warps, at_once, registers = _occupancy(groups, columns, processors)
     most = min(PROGRAMS.value, processors * at_once)
-    meetings = triton.cdiv(groups, most) * (1 if span == 1 else 2)
+    meetings = cdiv(groups, most) * (1 if span == 1 else 2)
     if meetings > MEETINGS.value:
         raise ValueError(f"x has {rows} rows: at most {rows * MEETINGS.value // meetings} fit")
     p, constant, eps = statistic(norm, block)
@@ -99,7 +100,7 @@ def _plan(
         warps=warps,
         registers=registers,
         constants=(ranks, triton.next_power_of_2(ranks), _KERNEL_PATHS[path], height, part,
-                   triton.cdiv(columns, part), block, p),
+                   cdiv(columns, part), block, p),
         constant=constant,
         eps=eps,
         even=rows % (height * span) == 0 and columns % part == 0,
