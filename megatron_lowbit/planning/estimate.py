@@ -15,18 +15,16 @@ from megatron_lowbit.planning.compute import (
     Passes,
     Seconds,
     embedding_times,
-    experts_of,
     head_times,
     part_times,
 )
+from megatron_lowbit.planning.launches import Launches, stage_launches, waiting
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.memory import Memory, rank_memory
 from megatron_lowbit.planning.model import Parameters, Part, parameters
 from megatron_lowbit.training.flops import sample_flops
 from megatron_lowbit.training.tokenizer import padded_vocab_size
 
-_LAUNCHES = {False: 34, True: 48}
-"""Kernels of a part, forward and backward, by whether its linear layers are quantized: counted."""
 _ADAM_BYTES = 102
 """What torch's AdamW reads and writes a parameter, tensor by tensor, with clipping and the cast."""
 _WHOLE_BYTES = 8
@@ -99,7 +97,8 @@ def estimate(
         _stage_times(args, parts, layout, padded, device, cluster, ends(stage, layout.pipeline))
         for stage, parts in enumerate(stages)
     ]
-    seconds = _step(args, times, counts, layout, device, cluster)
+    launches = [stage_launches(args, parts, layout, device.gpu) for parts in stages]
+    seconds = _step(args, times, launches, counts, layout, device, cluster)
     tokens = layout.data * layout.microbatches * layout.micro_batch * args.seq_length
     flops = sample_flops(args, padded) * tokens // args.seq_length
     return Estimate(layout, counts, memory, seconds, tokens, flops)
@@ -117,7 +116,6 @@ def _stage_times(
     """One microbatch in one stage, and what it does once a step."""
     tokens = layout.micro_batch * args.seq_length
     forward, backward, step = Counter(), Counter(), Counter()
-    launches = 0
     for part, number in parts.items():
         times = part_times(args, part, tokens, device)
         there, back = part_communication(args, part, tokens, layout, cluster, times)
@@ -126,8 +124,6 @@ def _stage_times(
                 sums[name] += number * seconds
         for name, seconds in times.step.items():
             step[name] += number * seconds
-        quantized = part.first.precision.quantized or part.second.precision.quantized
-        launches += number * experts_of(args, part) * _LAUNCHES[quantized]
     if layout.recomputed:
         backward["recomputation"] = forward.total() * layout.recomputed / layout.layers
     ended = []
@@ -138,15 +134,12 @@ def _stage_times(
     for times in ended:
         forward, backward = forward + times.forward, backward + times.backward
     backward["pipeline transfers"] = stage_to_stage(args, tokens, layout, cluster)
-    # Launches run ahead of the GPU unless it is faster than they are.
-    launched = launches * device.gpu["launch_us"] * 1e-6
-    backward["waiting for the CPU"] = max(0.0, launched - forward.total() - backward.total())
     return Passes(forward, backward, step)
 
 
 def _step(
-    args: Namespace, times: list[Passes], counts: list[Parameters], layout: Layout,
-    device: Device, cluster: Cluster,
+    args: Namespace, times: list[Passes], launches: list[Launches], counts: list[Parameters],
+    layout: Layout, device: Device, cluster: Cluster,
 ) -> dict[str, float]:  # fmt: skip
     """Seconds of a step by what takes them, as the slowest stage sees them.
 
@@ -169,4 +162,8 @@ def _step(
         most = max(count.all for count in counts)
         shards = layout.data if args.use_distributed_optimizer else 1
         found["optimizer"] = device.moved(most * (_WHOLE_BYTES + _ADAM_BYTES / shards))
+    cpu = launches[slowest]
+    microbatch = [(cpu.forward, passes.forward.total()), (cpu.backward, passes.backward.total())]
+    step = [(cpu.step, found["optimizer"])] if device.accumulate else []
+    found["waiting for the CPU"] = waiting(layout.microbatches * microbatch + step)
     return {name: seconds for name, seconds in found.items() if seconds > 0}

@@ -1,4 +1,4 @@
-"""Whole runs against what H200s took: benchmarks/results/model-h200.json and docs/hybrids.md."""
+"""Whole runs against what H200s took: plan_check's, model-h200.json, and docs/hybrids.md."""
 
 import json
 from pathlib import Path
@@ -24,15 +24,39 @@ RECIPES = {
 }
 
 
-def estimated(words, vocabulary: int, **device):
+RUNS = [
+    row
+    for file in sorted((ROOT / "benchmarks" / "results").glob("plan_check-*.json"))
+    for row in json.loads(file.read_text())["rows"]
+]
+UNEXPLAINED = ("fp8-tile", "TP4")
+"""docs/planning.md: it takes longer than its GEMMs, communication and launches."""
+
+
+def estimated(words, vocabulary: int, gpus: int = 1, **device):
     args = parse_arguments(words)
     settings = {"transformer_engine": False, "scan": "mamba-ssm"} | device
     device = Device(gpu("h200"), **settings)
     cluster = Cluster(device.gpu, 8)
     (found,) = plan(
-        [given(args, 1)], load_recipes(args.recipes, args.recipe_set), vocabulary, device, cluster
+        [given(args, gpus)],
+        load_recipes(args.recipes, args.recipe_set),
+        vocabulary,
+        device,
+        cluster,
     )
     return found
+
+
+@pytest.mark.parametrize("row", RUNS, ids=lambda row: f"{row['recipe']}, {row['layout']}")
+def test_training_runs_that_plan_check_measured(row, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    found = estimated(
+        complete(row["arguments"]), row["vocabulary"], row["gpus"], scan=row.get("scan", "torch")
+    )
+    assert found.most_memory == pytest.approx(2**30 * max(row["memory_gib"]), rel=0.02)
+    if (row["recipe"], row["layout"]) != UNEXPLAINED:
+        assert found.tokens_per_second == pytest.approx(row["tokens_per_s"], rel=0.21)
 
 
 @pytest.mark.parametrize("contender", RECIPES)

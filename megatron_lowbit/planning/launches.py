@@ -1,0 +1,79 @@
+"""How long the CPU takes to launch a step's kernels, and how long the GPU waits for it.
+
+Eager torch and megatron-core's own Python take a time that depends on neither the model's width nor
+its tokens. It was measured where the GPU had next to nothing to do.
+"""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from megatron_lowbit.planning.compute import experts_of
+from megatron_lowbit.planning.hardware import GPU
+from megatron_lowbit.planning.layouts import Layout
+from megatron_lowbit.planning.model import Linear, Part
+
+_TENSORS = {"attention": 3, "mlp": 3, "experts": 2, "mamba": 8}
+"""A part's parameter tensors, with the norm before it; of experts each one's."""
+_AROUND = 3
+"""Embedding, last norm and output layer."""
+
+
+class Launches(NamedTuple):
+    """Seconds of the CPU: a microbatch's forward and backward pass, and the optimizer's step."""
+
+    forward: float
+    backward: float
+    step: float
+
+
+def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: GPU) -> Launches:
+    """What the CPU of one rank takes for the parts of its pipeline stage."""
+    forward = backward = tensors = 0.0
+    for part, number in parts.items():
+        times = number * experts_of(args, part)
+        linears = sum(_quantized(linear, gpu) for linear in part[1:])
+        there, back = _collectives(args, part, layout)
+        forward += times * (gpu["host_us.forward"] + linears)
+        backward += times * (gpu["host_us.backward"] + linears)
+        forward += number * there * gpu["host_us.collective"]
+        backward += number * back * gpu["host_us.collective"]
+        tensors += times * _TENSORS[part.kind]
+    step = (tensors + _AROUND) * gpu["host_us.tensor"]
+    return Launches(1e-6 * forward, 1e-6 * backward, 1e-6 * step)
+
+
+def _quantized(linear: Linear, gpu: GPU) -> float:
+    """Microseconds that each pass of a linear layer takes longer than in BF16."""
+    formats = [one.quantizer.format for one in linear.precision.operands() if one.quantizer]
+    if not formats:
+        return 0.0
+    scaled = any(format.tensor_scaled for format in formats)
+    return gpu["host_us.quantized"] + scaled * gpu["host_us.tensor_scaled"]
+
+
+def _collectives(args: Namespace, part: Part, layout: Layout) -> tuple[int, int]:
+    """Collectives of a part's tensor parallelism, forward and backward."""
+    if layout.tensor == 1:
+        return 0, 0
+    if not args.sequence_parallel:
+        return 1, 1
+    # Codes and scales travel apart.
+    inputs = 2 if part.first.precision.quantized else 1
+    return inputs + 1, inputs + 2
+
+
+def waiting(phases: Iterable[tuple[float, float]]) -> float:
+    """Seconds that a GPU is idle until the CPU has launched what comes next.
+
+    Args:
+        phases: what each takes the CPU and the GPU, in order. The GPU ends a phase when it has done
+            the work, and not before the last of it was launched; the CPU runs ahead.
+    """
+    launched = done = busy = 0.0
+    for cpu, gpu in phases:
+        launched += cpu
+        done = max(done + gpu, launched)
+        busy += gpu
+    return done - busy

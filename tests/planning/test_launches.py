@@ -1,0 +1,72 @@
+"""The CPU's part of a step: by hand, and as the runs had it that a GPU does in no time."""
+
+import pytest
+
+from megatron_lowbit.planning.command import complete, plan
+from megatron_lowbit.planning.communication import Cluster
+from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.hardware import gpu
+from megatron_lowbit.planning.launches import waiting
+from megatron_lowbit.planning.layouts import given
+from megatron_lowbit.recipes import load_recipes
+from megatron_lowbit.training.arguments import parse_arguments
+
+
+@pytest.mark.parametrize(
+    ("phases", "idle"),
+    [
+        ([], 0.0),
+        ([(1.0, 4.0), (1.0, 4.0)], 0.0),
+        ([(4.0, 1.0), (4.0, 1.0)], 6.0),
+        # The forward pass is launched in 3 and done in 1: idle for 2, and never again.
+        ([(3.0, 1.0), (1.0, 5.0)], 2.0),
+        # 4 ahead after the first phase, which the second, 5 slower, takes up.
+        ([(1.0, 5.0), (6.0, 1.0)], 1.0),
+    ],
+)
+def test_a_gpu_waits_for_what_is_not_launched_yet(phases, idle):
+    assert waiting(phases) == pytest.approx(idle)
+
+
+def step(words: str) -> dict[str, float]:
+    args = parse_arguments(complete(words.split()))
+    device = Device(gpu("h200"), False, "torch")
+    recipe = load_recipes(args.recipes, args.recipe_set)
+    ranks = args.tensor_model_parallel_size
+    (found,) = plan([given(args, ranks)], recipe, 4096, device, Cluster(device.gpu, 8))
+    return found.seconds
+
+
+SMALL = (
+    "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --seq-length 128 "
+    "--micro-batch-size 1 --global-batch-size 3 --bf16 "
+)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "linear"),
+    [("bf16", 0), ("fp8-tile", 2 * 345), ("nvfp4 --recipe-set bf16_blocks=none", 2 * (345 + 195))],
+)
+def test_a_tiny_model_takes_what_the_cpu_does(recipe, linear):
+    seconds = step(SMALL + f"--precision-recipe {recipe}")
+    parts = 4 * 2 * (1200 + 800 + 2 * linear)
+    # But for the weights, which a GPU quantizes once a step: microseconds.
+    expected = pytest.approx(1e-6 * (3 * parts + (4 * 6 + 3) * 170), rel=1e-3)
+    assert sum(seconds.values()) == expected
+
+
+def test_each_collective_of_tensor_parallelism_takes_the_cpu_some_time():
+    one = sum(step(SMALL + "--precision-recipe fp8-tile").values())
+    split = SMALL + "--tensor-model-parallel-size 2 --precision-recipe fp8-tile"
+    reduced = sum(step(split).values())
+    scattered = sum(step(split + " --sequence-parallel").values())
+    # Two all-reduces; or codes and scales gathered for fprop and for wgrad, the second layer's
+    # gradient gathered, and two reduce-scatters.
+    assert reduced - one == pytest.approx(3 * 4 * 2 * 2 * 125e-6, rel=1e-2)
+    assert scattered - one == pytest.approx(3 * 4 * 2 * 7 * 125e-6, rel=1e-2)
+
+
+def test_a_wide_model_does_not_wait():
+    words = "--num-layers 4 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 "
+    words += "--micro-batch-size 1 --global-batch-size 2 --bf16 --precision-recipe nvfp4"
+    assert "waiting for the CPU" not in step(words)
