@@ -106,7 +106,7 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
     if not any(scaled):
         return [None, None]
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
-    outs = [found[i] if request else None for i, request in enumerate(scaled)]
+    outs = [bits if r else None for bits, r in zip(found.unbind(), scaled, strict=True)]
     signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
     transforms = [_transform(r.hadamard) if r else None for r in scaled]
     largest = max([64, *(transform.points for transform in transforms if transform)])
@@ -115,10 +115,9 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
         x, *x.stride(), *x.shape, outs[0], signs[0], outs[1], signs[1],
         *tile, *transforms, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    values = found.view(torch.float32)
     return [
-        None if r is None else r.scale_amax(values[i]) if r.scale_amax else values[i]
-        for i, r in enumerate(scaled)
+        None if r is None else r.scale_amax(amax) if r.scale_amax else amax
+        for amax, r in zip(found.view(torch.float32).unbind(), scaled, strict=True)
     ]
 
 

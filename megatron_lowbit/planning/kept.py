@@ -109,16 +109,10 @@ def _attention(args: Namespace, tokens: int, element: int) -> float:
     """
     tensor = args.tensor_model_parallel_size
     heads, groups = args.num_attention_heads // tensor, args.num_query_groups // tensor
-    rope = args.position_embedding_type == "rope"
     channels = 2 * heads + 2 * groups  # query and output, key and value
-    if not rope:
+    if args.position_embedding_type != "rope":
         channels += groups if heads == groups else heads + groups
-    found = tokens * (channels * args.kv_channels * element + 4 * heads)
-    if rope:
-        # Cosines and sines in FP32, once for the queries and once for the keys.
-        width = int(args.kv_channels * args.rotary_percent)
-        found += 4 * args.seq_length * width * 4
-    return found
+    return tokens * (channels * args.kv_channels * element + 4 * heads)
 
 
 def _activation(

@@ -50,12 +50,14 @@ def test_bf16_is_rounded_once(freqs):
     torch.testing.assert_close(output.double(), expected, rtol=2**-8, atol=1e-6)
 
 
-def test_keeps_no_queries(freqs):
+def test_keeps_no_queries_and_one_set_of_sines_for_all_layers(freqs):
     x = queries().requires_grad_()
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda packed: packed):
-        fused_rope(x, freqs)
-    assert all(tensor.numel() == freqs.numel() for tensor in kept)
+        one, other = fused_rope(x, freqs), fused_rope(x, freqs)
+    assert not kept
+    for first, second in zip(one.grad_fn.turn_back, other.grad_fn.turn_back, strict=True):
+        assert first is second
 
 
 def test_interleaved_channels_are_refused(freqs):

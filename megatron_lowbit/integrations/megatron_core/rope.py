@@ -41,15 +41,22 @@ class _Rope(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, t: Tensor, freqs: Tensor) -> Tensor:
-        cos, sin = freqs.cos(), freqs.sin()
-        sin[..., : sin.size(-1) // 2].neg_()
-        ctx.save_for_backward(cos, sin)
+        cos, sin, back = _turns(freqs)
+        ctx.turn_back = cos, back
         return _rotate(t, cos, sin)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        cos, sin = ctx.saved_tensors
-        return _rotate(grad, cos, -sin), None
+        return _rotate(grad, *ctx.turn_back), None
+
+
+def _turns(freqs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Cosines, and sines to turn forth and back: with the tensor, which all layers are given."""
+    if not hasattr(freqs, "turns"):
+        cos, sin = freqs.cos(), freqs.sin()
+        sin[..., : sin.size(-1) // 2].neg_()
+        freqs.turns = cos, sin, -sin
+    return freqs.turns
 
 
 @one_kernel
