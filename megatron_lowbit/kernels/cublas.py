@@ -89,8 +89,8 @@ def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
     by_rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
     rows, columns = x.shape[::-1] if by_rows else x.shape
     step = x.stride(0) if by_rows else x.stride(1)
-    alignment = next(n for n in (256, 128, 64, 32, 16, 8, 4, 2) if x.data_ptr() % n == 0)
-    return _Matrix(rows, columns, step, by_rows is not transposed, alignment)
+    address = x.data_ptr()
+    return _Matrix(rows, columns, step, by_rows is not transposed, min(256, address & -address))
 
 
 @cache

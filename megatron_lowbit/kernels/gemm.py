@@ -60,10 +60,13 @@ def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]
     codes, scales = _aligned(operand.codes, tiles * TILE), operand.scales
     square = operand.format.block_rows == TILE
     right = codes.shape[1] // TILE - scales.shape[1]
-    bottom = 0 if square else len(codes) - len(scales)
+    bottom = 0 if square else codes.shape[0] - scales.shape[0]
     if right or bottom:
         scales = F.pad(scales, (0, right, 0, bottom), value=1.0)
-    return codes, scales.contiguous() if square else scales.t().contiguous().t()
+    if square:
+        return codes, scales.contiguous()
+    by_columns = scales.stride() == (1, scales.shape[0])
+    return codes, scales if by_columns else scales.t().contiguous().t()
 
 
 def tensor_product(
@@ -112,7 +115,7 @@ class FoldedProduct:
 
 def _aligned_rows(folded: Folded) -> Folded:
     codes = _aligned(folded.codes)
-    missing = len(codes) - len(folded.scales)
+    missing = codes.shape[0] - folded.scales.shape[0]
     scales = F.pad(folded.scales, (0, 0, 0, missing), value=1.0) if missing else folded.scales
     return Folded(codes, scales)
 
@@ -145,7 +148,7 @@ def _finish(
     y: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Cut off what was added for alignment; add the bias."""
-    y = y[: lhs.shape[0], : rhs.shape[0]]
-    if bias is not None:
-        y = y + bias
-    return y.to(dtype).contiguous()
+    rows, columns = lhs.shape[0], rhs.shape[0]
+    if y.shape != (rows, columns):
+        y = y[:rows, :columns].contiguous()
+    return (y if bias is None else y + bias).to(dtype)
