@@ -76,13 +76,18 @@ class LinearCall:
         return Request(
             quantizer,
             hadamard=transform,
-            # Without the role: both operands of a GEMM take the same signs.
-            sign_key=0 if transform is None else derive_key(self.key, "signs", gemm),
+            sign_key=self._sign_key(gemm),
             scale_amax=partial(self._scale_amax, gemm, role),
             draw=draw,
             other=None if other is None else other.format,
             kept=kept or precision.accumulation is not None,
         )
+
+    def _sign_key(self, gemm: str) -> int:
+        """The key of a GEMM's fresh signs; both operands take the same."""
+        transform = self.hadamard(gemm)
+        fresh = transform is not None and transform.signs == "fresh"
+        return derive_key(self.key, "signs", gemm) if fresh else 0
 
     def quantize(self, x: Tensor, row: Request | None, col: Request | None) -> tuple:
         """x for the GEMM that contracts its columns, and for the one that contracts its rows.

@@ -27,8 +27,8 @@ from megatron_lowbit.training.tokenizer import padded_vocab_size
 
 _ADAM_BYTES = 102
 """What torch's AdamW reads and writes a parameter, tensor by tensor, with clipping and the cast."""
-_WHOLE_BYTES = 8
-"""A parameter's gradient set to zero and looked through for infinities, on every rank."""
+_WHOLE_BYTES = 12
+"""A parameter's gradient set to zero and looked through for infinities twice, on every rank."""
 
 
 class Estimate(NamedTuple):

@@ -74,13 +74,11 @@ def gradients_are_finite(model: Sequence[Any]) -> bool:
     After the backward pass and its reductions: what one data-parallel rank did wrong is then in the
     sums of the others, or in the shard that one of them holds.
     """
-    largest = [
-        buffer.grad_data.abs().amax()
-        for chunk in model
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-        if buffer.grad_data.numel()
-    ]
-    return bool(torch.stack([x.float() for x in largest]).isfinite().all()) if largest else True
+    buffers = [b for chunk in model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    gradients = [buffer.grad_data for buffer in buffers if buffer.grad_data.numel()]
+    # Of magnitudes or of single values there would be a copy as large as all gradients.
+    extremes = [x.float() for grad in gradients for x in (grad.amin(), grad.amax())]
+    return bool(torch.stack(extremes).isfinite().all()) if extremes else True
 
 
 @contextmanager
