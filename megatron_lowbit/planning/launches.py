@@ -40,6 +40,7 @@ def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: G
         forward += number * there * gpu["host_us.collective"]
         backward += number * back * gpu["host_us.collective"]
         tensors += times * _TENSORS[part.kind]
+    backward += forward * layout.recomputed / layout.layers
     step = (tensors + _AROUND) * gpu["host_us.tensor"]
     return Launches(1e-6 * forward, 1e-6 * backward, 1e-6 * step)
 

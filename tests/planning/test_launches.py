@@ -66,6 +66,13 @@ def test_each_collective_of_tensor_parallelism_takes_the_cpu_some_time():
     assert scattered - one == pytest.approx(3 * 4 * 2 * 7 * 125e-6, rel=1e-2)
 
 
+def test_recomputed_layers_are_launched_twice():
+    words = SMALL + "--precision-recipe bf16"
+    all_layers = " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    more = sum(step(words + all_layers).values()) - sum(step(words).values())
+    assert more == pytest.approx(3 * 4 * 2 * 1200e-6, rel=1e-3)
+
+
 def test_a_wide_model_does_not_wait():
     words = "--num-layers 4 --hidden-size 8192 --num-attention-heads 64 --seq-length 8192 "
     words += "--micro-batch-size 1 --global-batch-size 2 --bf16 --precision-recipe nvfp4"

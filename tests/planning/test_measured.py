@@ -29,7 +29,7 @@ RUNS = [
     for file in sorted((ROOT / "benchmarks" / "results").glob("plan_check-*.json"))
     for row in json.loads(file.read_text())["rows"]
 ]
-UNEXPLAINED = ("fp8-tile", "TP4")
+UNEXPLAINED = ("Llama-3-8B's width, 6 layers", "fp8-tile", "TP4")
 """docs/planning.md: it takes longer than its GEMMs, communication and launches."""
 
 
@@ -55,8 +55,8 @@ def test_training_runs_that_plan_check_measured(row, monkeypatch):
         complete(row["arguments"]), row["vocabulary"], row["gpus"], scan=row.get("scan", "torch")
     )
     assert found.most_memory == pytest.approx(2**30 * max(row["memory_gib"]), rel=0.02)
-    if (row["recipe"], row["layout"]) != UNEXPLAINED:
-        assert found.tokens_per_second == pytest.approx(row["tokens_per_s"], rel=0.21)
+    if (row["model"], row["recipe"], row["layout"]) != UNEXPLAINED:
+        assert found.step == pytest.approx(found.tokens / row["tokens_per_s"], rel=0.20)
 
 
 @pytest.mark.parametrize("contender", RECIPES)
