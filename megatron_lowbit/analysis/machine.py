@@ -1,6 +1,7 @@
 """The machine, versions and commit that measured figures belong to."""
 
 import platform
+import shutil
 import subprocess
 from datetime import date
 from pathlib import Path
@@ -15,13 +16,6 @@ def machine(**more: str | int) -> dict[str, str | int]:
         for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     )
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
     return {
         "cpu": next(names, platform.processor()),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
@@ -30,5 +24,14 @@ def machine(**more: str | int) -> dict[str, str | int]:
         "torch": torch.__version__,
         **more,
         "date": date.today().isoformat(),
-        "commit": commit,
+        "commit": _commit(),
     }
+
+
+def _commit() -> str:
+    """The checkout's; nothing of an installed package, or where there is no git."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or shutil.which("git") is None:
+        return ""
+    command = ["git", "rev-parse", "HEAD"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
