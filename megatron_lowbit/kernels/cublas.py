@@ -145,7 +145,7 @@ def _library() -> ctypes.CDLL:
     # The one that torch has loaded, found by its name.
     library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
     # Handle, description; factor, two matrices with layouts, a zero, two more; algorithm, workspace
-    # and its size, stream. Declared, plain numbers go in: a call then costs half as much.
+    # and its size, stream. Declared, so that plain numbers go in.
     library.cublasLtMatmul.argtypes = [c_void_p] * 14 + [c_size_t, c_void_p]
     return library
 

@@ -224,7 +224,7 @@ def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int,
         case FP8Tensor():
             return (rows, 0), torch.float32
         case FP8Tile():
-            return (-(-rows // format.block_rows), columns // format.block), torch.float32
+            return (cdiv(rows, format.block_rows), columns // format.block), torch.float32
         case MX():
             return (rows, columns // format.block), torch.uint8
     return (rows, columns // format.block), torch.float8_e4m3fn
@@ -298,7 +298,7 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    return cdiv(size, multiple) * multiple
 
 
 def _grid(x: Tensor, tile: tuple[int, int]) -> tuple[int]:
