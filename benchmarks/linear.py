@@ -124,7 +124,7 @@ def _transformer_engine(recipe: str | None, size: Size) -> Built:
 
 def _in_transformer_engine(name: str, size: Size) -> Built:
     """A recipe in Transformer Engine's layer, with its kernels or, where it has none, with ours."""
-    from megatron_lowbit.integrations.transformer_engine.recipe import to_te_recipe
+    from megatron_lowbit.transformer_engine.recipe import to_te_recipe
 
     return _te_linear(to_te_recipe(middle_precision(name)), size)
 

@@ -53,7 +53,7 @@ class Contender(NamedTuple):
 
 def ours(args: Namespace) -> nn.Module:
     """A model of this project's, as the arguments say."""
-    from megatron_lowbit.integrations.megatron_core.models import build_model
+    from megatron_lowbit.megatron.models import build_model
     from megatron_lowbit.kernels.engine import select_engine
     from megatron_lowbit.recipes import load_recipe
 
@@ -62,7 +62,7 @@ def ours(args: Namespace) -> nn.Module:
 
 
 def _config(args: Namespace):
-    from megatron_lowbit.integrations.megatron_core.config import transformer_config
+    from megatron_lowbit.megatron.config import transformer_config
 
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     return transformer_config(args, dtype)
@@ -129,7 +129,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     if CONTENDERS[name].build is ours and IN_TE[0] not in CONTENDERS[name].arguments:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
-    from megatron_lowbit.integrations.megatron_core import models  # noqa: F401  the slowest import
+    from megatron_lowbit.megatron import models  # noqa: F401  the slowest import
     from megatron_lowbit.training.arguments import parse_arguments
     from megatron_lowbit.training.distributed import initialize_distributed, shutdown
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor
 
-from megatron_lowbit.integrations.megatron_core.mamba import (
+from megatron_lowbit.megatron.mamba import (
     convolve_and_scan,
     torch_scan,
     triton_scan,

@@ -17,14 +17,14 @@ def pretrain() -> NoReturn:
 
 def tokenizer() -> NoReturn:
     """``lowbit-tokenizer``."""
-    from megatron_lowbit.training.tokenizer_command import main
+    from megatron_lowbit.data.tokenizer_command import main
 
     exit_on_user_error(main)
 
 
 def preprocess() -> NoReturn:
     """``lowbit-preprocess``."""
-    from megatron_lowbit.training.preprocess_command import main
+    from megatron_lowbit.data.preprocess_command import main
 
     exit_on_user_error(main)
 

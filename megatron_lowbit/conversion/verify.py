@@ -20,8 +20,8 @@ from megatron_lowbit.conversion.quantized_folder import (
     open_folder,
 )
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.integrations.megatron_core.config import transformer_config
-from megatron_lowbit.integrations.megatron_core.models import build_model
+from megatron_lowbit.megatron.config import transformer_config
+from megatron_lowbit.megatron.models import build_model
 from megatron_lowbit.kernels.engine import reference
 from megatron_lowbit.recipes import Recipe, load_recipe
 from megatron_lowbit.training import checkpoint_files as files

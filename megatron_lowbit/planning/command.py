@@ -139,7 +139,7 @@ def vocabulary_size(args: Namespace) -> int:
         args.tokenizer_model is not None,
         "--vocab-size is missing: give the tokenizer's size, or the tokenizer by --tokenizer-model",
     )
-    from megatron_lowbit.training.tokenizer import load_tokenizer
+    from megatron_lowbit.data.tokenizer import load_tokenizer
 
     return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
 

@@ -23,7 +23,7 @@ from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.memory import Memory, rank_memory
 from megatron_lowbit.planning.model import Parameters, Part, parameters
 from megatron_lowbit.training.flops import sample_flops
-from megatron_lowbit.training.tokenizer import padded_vocab_size
+from megatron_lowbit.data.tokenizer import padded_vocab_size
 
 _ADAM_BYTES = 102
 """What torch's AdamW reads and writes a parameter, tensor by tensor, with clipping and the cast."""

@@ -11,7 +11,7 @@ from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.model import Part, parameters
 from megatron_lowbit.recipes import Recipe
 from megatron_lowbit.recipes.precision import side
-from megatron_lowbit.training.tokenizer import padded_vocab_size
+from megatron_lowbit.data.tokenizer import padded_vocab_size
 
 GIB = 2**30
 DAY = 86400

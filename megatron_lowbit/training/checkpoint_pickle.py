@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist

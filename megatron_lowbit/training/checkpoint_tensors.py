@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import dist_checkpointing
@@ -33,8 +33,8 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.core.utils import unwrap_model
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.integrations.megatron_core import amax_history
-from megatron_lowbit.integrations.megatron_core.fp32_parameters import fp32_as_main
+from megatron_lowbit.megatron import amax_history
+from megatron_lowbit.megatron.fp32_parameters import fp32_as_main
 from megatron_lowbit.training.checkpoint_pickle import CommonLoader, Reader, confined
 from megatron_lowbit.training.checkpoint_ranks import error_behind
 from megatron_lowbit.training.optimizer import parts

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-import megatron_lowbit.integrations.megatron_core  # noqa: F401  must come before megatron.core
+import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 
 # isort: split
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
@@ -26,7 +26,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import DType
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.training.tokenizer import Tokenizer
+from megatron_lowbit.data.tokenizer import Tokenizer
 
 _SPLIT_NAMES = ("train", "validation", "test")
 _CHECKED_TOKENS = 1 << 24

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import num_microbatches_calculator, parallel_state, tensor_parallel

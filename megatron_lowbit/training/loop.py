@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.errors import TrainingError
-from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
+from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.training.background_saves import background_saves
 from megatron_lowbit.training.checkpoint import valid_iteration
 from megatron_lowbit.training.distributed import all_ranks, print_rank0, rank

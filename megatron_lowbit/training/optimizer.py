@@ -4,7 +4,7 @@ from argparse import Namespace
 
 import torch
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -12,7 +12,7 @@ from megatron.core.optimizer import Adam, MegatronOptimizer, OptimizerConfig, ge
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowbit.integrations.megatron_core.fp32_parameters import number_as_stored
+from megatron_lowbit.megatron.fp32_parameters import number_as_stored
 
 
 def wrap_data_parallel(

@@ -9,21 +9,21 @@ import torch
 from rich.console import Console
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowbit.integrations.megatron_core.allreduce_norm import (
+from megatron_lowbit.megatron.allreduce_norm import (
     describe as describe_all_reduces,
 )
-from megatron_lowbit.integrations.megatron_core.config import transformer_config
-from megatron_lowbit.integrations.megatron_core.mamba import use_best_scan
-from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
-from megatron_lowbit.integrations.megatron_core.mxnorm import mxnorm_layers
-from megatron_lowbit.integrations.transformer_engine.installed import choose
+from megatron_lowbit.megatron.config import transformer_config
+from megatron_lowbit.megatron.mamba import use_best_scan
+from megatron_lowbit.megatron.models import build_model, quantizable_layers
+from megatron_lowbit.megatron.mxnorm import mxnorm_layers
+from megatron_lowbit.transformer_engine.installed import choose
 from megatron_lowbit.kernels.engine import Engine, select_engine
 from megatron_lowbit.recipes import (
     Layer,
@@ -56,7 +56,7 @@ from megatron_lowbit.training.optimizer import (
 from megatron_lowbit.training.run import Run, restore, start_from
 from megatron_lowbit.training.run_log import RUN_LOG, rank_log_file
 from megatron_lowbit.training.step import data_parallel_size
-from megatron_lowbit.training.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
+from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer, padded_vocab_size
 from megatron_lowbit.training.watchdog import Watchdog, lost_ranks_named
 
 
@@ -181,7 +181,7 @@ def _products(recipe: Recipe, engine: Engine, layers: list[Layer]) -> list[str]:
 
 def _kernels(recipe: Recipe, layers: list[Layer]) -> list[str]:
     """Whose kernels compute the layers of each configuration, inside Transformer Engine's."""
-    from megatron_lowbit.integrations.transformer_engine.layers import kernels
+    from megatron_lowbit.transformer_engine.layers import kernels
 
     lines = {}
     for layer in layers:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_lowbit.integrations.megatron_core.layer_state import (
+from megatron_lowbit.megatron.layer_state import (
     forget_quantized_weights,
     set_recipe,
 )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_lowbit.integrations.megatron_core import amax_history
-from megatron_lowbit.integrations.megatron_core.layer_state import forget_quantized_weights
+from megatron_lowbit.megatron import amax_history
+from megatron_lowbit.megatron.layer_state import forget_quantized_weights
 from megatron_lowbit.training.distributed import all_ranks, set_iteration_seed, set_step
 from megatron_lowbit.training.sentinels import (
     gradients_are_finite,

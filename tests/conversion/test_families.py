@@ -290,7 +290,7 @@ def test_nothing_is_overwritten(llama, tmp_path):
 
 def every_case(folder: Path) -> None:
     """The logits of every case, on four ranks. Each is a fork: most of the time goes to imports."""
-    import megatron_lowbit.integrations.megatron_core.models
+    import megatron_lowbit.megatron.models
     import megatron_lowbit.training.pretrain  # noqa: F401  before forking
 
     config = LaunchConfig(
@@ -311,8 +311,8 @@ def converted_logits(checkpoint: Path, tensor: int, pipeline: int) -> torch.Tens
     """Of a checkpoint's model over so many ranks: whole, on the last of them."""
     from megatron.core import parallel_state
 
-    from megatron_lowbit.integrations.megatron_core.config import transformer_config
-    from megatron_lowbit.integrations.megatron_core.models import build_model
+    from megatron_lowbit.megatron.config import transformer_config
+    from megatron_lowbit.megatron.models import build_model
     from megatron_lowbit.kernels.engine import reference
     from megatron_lowbit.recipes import load_recipe
     from megatron_lowbit.training.arguments import parse_arguments

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.dist_checkpointing import load_tensors_metadata
@@ -27,12 +27,12 @@ from torch.distributed.checkpoint import FileSystemReader, load
 import pretrain_gpt
 import pretrain_hybrid
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.integrations.megatron_core.amax_history import PREFIX
-from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
+from megatron_lowbit.megatron.amax_history import PREFIX
+from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.training import loop
 from megatron_lowbit.training.checkpoint import TRACKER
-from megatron_lowbit.training.corpus import preprocess
-from megatron_lowbit.training.tokenizer import train_tokenizer
+from megatron_lowbit.data.corpus import preprocess
+from megatron_lowbit.data.tokenizer import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
 # One thread: a tiny model gains nothing from more, and waits for them on a busy machine.

@@ -15,7 +15,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megatron_lowbit.integrations.transformer_engine.installed import INSTALL
+from megatron_lowbit.transformer_engine.installed import INSTALL
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_lowbit.integrations.megatron_core import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
 
-from megatron_lowbit.integrations.megatron_core.config import _activation_fuses, transformer_config
-from megatron_lowbit.integrations.megatron_core.layer_state import layer_states
-from megatron_lowbit.integrations.megatron_core.models import build_model
-from megatron_lowbit.integrations.megatron_core.rope import fused_rope
+from megatron_lowbit.megatron.config import _activation_fuses, transformer_config
+from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.models import build_model
+from megatron_lowbit.megatron.rope import fused_rope
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.layers.saved import take_apart
 from megatron_lowbit.recipes import load_recipe

@@ -6,7 +6,7 @@ from built import EXAMPLES, parameter_count, parse
 from megatron_lowbit.planning.estimate import ends
 from megatron_lowbit.planning.model import parameters, stages
 from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.training.tokenizer import padded_vocab_size
+from megatron_lowbit.data.tokenizer import padded_vocab_size
 
 VOCABULARY = 50257
 SPLIT = {

@@ -13,14 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import megatron_lowbit.integrations.megatron_core  # noqa: F401  must come before megatron.core
+import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 
 # isort: split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.training import corpus as corpus_module
-from megatron_lowbit.training.tokenizer import load_tokenizer, train_tokenizer
+from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 main = runpy.run_path(str(TOOL))["main"]

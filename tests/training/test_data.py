@@ -16,7 +16,7 @@ from megatron_lowbit.training.data import (
     check_dataset,
     parse_data_path,
 )
-from megatron_lowbit.training.tokenizer import load_tokenizer
+from megatron_lowbit.data.tokenizer import load_tokenizer
 
 # isort: split
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder

@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_lowbit.integrations.megatron_core.config import transformer_config
-from megatron_lowbit.integrations.megatron_core.models import build_model
+from megatron_lowbit.megatron.config import transformer_config
+from megatron_lowbit.megatron.models import build_model
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lowbit.integrations.megatron_core.config import transformer_config
-from megatron_lowbit.integrations.megatron_core.models import build_model, quantizable_layers
+from megatron_lowbit.megatron.config import transformer_config
+from megatron_lowbit.megatron.models import build_model, quantizable_layers
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.training.arguments import parse_arguments

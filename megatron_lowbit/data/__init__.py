@@ -1,0 +1,1 @@
+"""Text to tokenized datasets in the format of Megatron-LM."""

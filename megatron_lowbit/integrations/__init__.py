@@ -1,1 +1,0 @@
-"""The rooms that know another framework: Megatron Core, Transformer Engine."""

@@ -1,0 +1,105 @@
+"""The fused all-reduce in megatron-core's transformer layers, forward.
+
+Attention's and the MLP's last linear layer leave their sums to the addition of the residual, which
+runs the one operation and hands the norm that comes next its result.
+"""
+
+import weakref
+from argparse import Namespace
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import RowParallelLinear
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
+from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
+
+
+class HandedNorm(torch.nn.Module):
+    """An RMSNorm that may get its result beside its input; parameters and their names stay."""
+
+    def __init__(self, norm: torch.nn.RMSNorm) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.eps
+        self._handed: tuple[weakref.ref, Tensor] | None = None
+
+    def hand(self, total: Tensor, normalized: Tensor) -> None:
+        """What ``forward`` gives for ``total`` itself."""
+        self._handed = weakref.ref(total), normalized
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., K) normalized, by itself where nothing was handed for it."""
+        handed, self._handed = self._handed, None
+        if handed is not None and handed[0]() is x:
+            return handed[1]
+        return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _AddAndNormalize:
+    """In the place of megatron-core's function that adds bias, dropout and residual."""
+
+    def __init__(self, run: AllReduceNorm, norm: HandedNorm) -> None:
+        self.run, self.norm = run, norm
+
+    def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
+        return self.add
+
+    def add(
+        self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
+    ) -> Tensor:
+        """The new residual; the arguments have made sure of no bias and no dropout."""
+        x, norm = output_and_bias[0], self.norm
+        normalized, total = all_reduce_rms_norm(self.run, x, residual, norm.weight, norm.eps)
+        norm.hand(total, normalized)
+        return total
+
+
+def make_operation(args: Namespace, dtype: torch.dtype) -> AllReduceNorm:
+    """The operation for this rank's tensor-parallel group, sized for a micro batch."""
+    rows = args.seq_length * args.micro_batch_size
+    capacity = rows * args.hidden_size * dtype.itemsize
+    return AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
+
+
+def fuse_all_reduces(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
+    """Have a GPT's chunk run the operation wherever a norm follows."""
+    decoder = chunk.decoder
+    layers: list[TransformerLayer] = list(decoder.layers)
+    for layer in layers:
+        layer.input_layernorm = HandedNorm(layer.input_layernorm)
+        layer.pre_mlp_layernorm = HandedNorm(layer.pre_mlp_layernorm)
+    following = [layer.input_layernorm for layer in layers[1:]]
+    if decoder.final_layernorm is not None:
+        decoder.final_layernorm = HandedNorm(decoder.final_layernorm)
+        following.append(decoder.final_layernorm)
+    for layer in layers:
+        _leave_sum(layer.self_attention.linear_proj)
+        layer.self_attn_bda = _AddAndNormalize(run, layer.pre_mlp_layernorm)
+    # The last layer of a stage in the middle has no norm behind it, and adds up as ever.
+    for layer, norm in zip(layers, following, strict=False):
+        _leave_sum(layer.mlp.linear_fc2)
+        layer.mlp_bda = _AddAndNormalize(run, norm)
+
+
+def describe(chunks: list[torch.nn.Module]) -> str:
+    """How often this rank's forward pass runs the operation, and by what."""
+    found = [
+        function
+        for chunk in chunks
+        for module in chunk.modules()
+        for function in (getattr(module, "self_attn_bda", 0), getattr(module, "mlp_bda", 0))
+        if isinstance(function, _AddAndNormalize)
+    ]
+    return f"{len(found)} fused all-reduces in forward on rank 0: {found[0].run.choice}"
+
+
+def _leave_sum(linear: RowParallelLinear) -> None:
+    # megatron-core's own switch for linear layers whose ranks' sums another module adds up.
+    linear.explicit_expert_comm = True

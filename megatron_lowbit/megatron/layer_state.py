@@ -1,0 +1,96 @@
+"""What a linear layer under a recipe has beside its parameters, whoever's module it is."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import experts
+from megatron_lowbit.megatron.quant_recipe import LayerPlan
+from megatron_lowbit.layers import WeightCache
+from megatron_lowbit.numerics import AmaxHistory, derive_key
+from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
+
+
+class LayerState:
+    """A layer's plan, its random key, its amax histories, its quantized weight.
+
+    Modules hold it as ``layer_state``. ``features`` are the global numbers (int64) of the features
+    that tensor parallelism splits, None where it splits none.
+    """
+
+    def __init__(
+        self,
+        plan: LayerPlan,
+        device: torch.device,
+        features: torch.Tensor | None = None,
+        is_expert: bool = False,
+    ) -> None:
+        self.plan, self.device, self.features, self.is_expert = plan, device, features, is_expert
+        self.weight_cache = WeightCache()
+        self.amax_history: AmaxHistory | None = None
+        self._key = derive_key(plan.layer.path)
+        self.set_precision(plan.precision)
+
+    def set_precision(self, precision: LinearPrecision) -> None:
+        """Compute in another precision from now on; recorded amaxes stay where they are used."""
+        self.plan = replace(self.plan, precision=precision)
+        self.weight_cache.operands = None
+        length = precision.history_length
+        if length == 0:
+            self.amax_history = None
+        elif self.amax_history is None or self.amax_history.length != length:
+            self.amax_history = AmaxHistory(len(OPERANDS), length, self.device)
+
+    def forget_weight(self) -> None:
+        """Have the weight quantized anew: it has changed."""
+        self.weight_cache.operands = None
+
+    def microbatch_key(self) -> int:
+        """The key of this layer's random numbers in the present microbatch."""
+        return derive_key(experts.microbatch_key(self.is_expert), self._key)
+
+
+def split_features(
+    path: str, split: int, parts: int, group: dist.ProcessGroup, device: torch.device
+) -> torch.Tensor | None:
+    """Global numbers (int64) of this rank's ``split`` features; None where nothing is split.
+
+    They come in ``parts``, each split over the group: a gated fc1 holds its share of the gate, then
+    its share of the up projection.
+    """
+    ranks = group.size()
+    if ranks == 1:
+        return None
+    part = split // parts
+    if part % WORDS:
+        raise UserError(
+            f"--tensor-model-parallel-size {ranks} gives {path} parts of {part} features, no "
+            f"multiple of {WORDS}: choose a smaller one"
+        )
+    starts = (torch.arange(parts) * ranks + group.rank()) * part
+    return (starts[:, None] + torch.arange(part)).flatten().to(device)
+
+
+def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
+    """Those of this rank's linear layers that a recipe reaches."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            state = getattr(module, "layer_state", None)
+            if state is not None:
+                yield state
+
+
+def set_recipe(chunks: Iterable[torch.nn.Module], recipe: Recipe) -> None:
+    """Let every linear layer compute as the recipe says from now on."""
+    for state in layer_states(chunks):
+        state.set_precision(recipe.precision_for(state.plan.layer))
+
+
+def forget_quantized_weights(chunks: Iterable[torch.nn.Module]) -> None:
+    """To be called whenever weights have changed: they are then quantized anew."""
+    for state in layer_states(chunks):
+        state.forget_weight()

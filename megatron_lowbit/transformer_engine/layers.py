@@ -1,0 +1,173 @@
+"""megatron-core's Transformer Engine layers under a recipe, module by module.
+
+Each takes its precision through megatron-core's own ``finish_init``, which by default knows a
+recipe of Transformer Engine or the path of a factory of quantizers: :func:`factory` here, which
+finds its module by the name that Transformer Engine hands on.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.extensions.transformer_engine import (
+    TEColumnParallelLinear,
+    TELayerNormColumnParallelLinear,
+    TERowParallelLinear,
+)
+from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
+from transformer_engine.pytorch.quantization import RecipeState
+
+from megatron_lowbit.megatron.layer_state import LayerState, split_features
+from megatron_lowbit.megatron.quant_recipe import LayerPlan, QuantRecipe
+from megatron_lowbit.transformer_engine.native import Native, native_recipe
+from megatron_lowbit.transformer_engine.quantizers import slot
+from megatron_lowbit.transformer_engine.recipe import build
+from megatron_lowbit.transformer_engine.site import Site
+from megatron_lowbit.layers import UNSHARDED, Shards
+from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.recipes import LinearPrecision
+
+_COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+_FACTORY = f"{__name__}.factory"
+
+
+class TEQuantRecipe(QuantRecipe):
+    """The recipe of a model in Transformer Engine's layers."""
+
+    def content(self, plan: LayerPlan) -> dict[str, Any]:
+        """A precision in the words of megatron-core's TEQuantizationParams."""
+        return _content(plan.precision)
+
+
+class TELayerState(LayerState):
+    """The state of a module of Transformer Engine, which it keeps in step with its precision."""
+
+    def __init__(self, plan: LayerPlan, module: torch.nn.Module) -> None:
+        self.module, self.is_column = module, isinstance(module, _COLUMN)
+        self.site = Site(self._make_call, opened_outside=True)
+        module.name = _Name(plan.layer.path)
+        module.name.state = self
+        module.register_forward_pre_hook(self._open)
+        super().__init__(plan, module.weight.device, self._features(plan.layer.path))
+
+    def _features(self, path: str) -> torch.Tensor | None:
+        module = self.module
+        if module.tp_size == 1:
+            return None
+        split = module.out_features if self.is_column else module.in_features
+        parts = getattr(module.weight, "partition_stride", 1)
+        return split_features(path, split, parts, module.tp_group, module.weight.device)
+
+    def set_precision(self, precision: LinearPrecision) -> None:
+        """Compute in another precision from now on."""
+        super().set_precision(precision)
+        module, layer = self.module, self.plan.layer
+        where = MatchContext(layer.path, layer.block)
+        module.finish_init(QuantizationConfig(_content(precision), where, "recipe"))
+        self.native = _native(precision)
+        self.own = precision.quantized and self.native is None
+        # Transformer Engine's GEMM of a custom recipe leaves main_grad alone.
+        module.fuse_wgrad_accumulation = self.plan.accumulate_main_grad and not self.own
+        module.fp8_initialized = module.fp8_meta_tensors_initialized = False
+        module._fp8_workspaces.clear()
+
+    def forget_weight(self) -> None:
+        """Have the weight quantized anew: it has changed.
+
+        megatron-core says so to its modules only where one recipe is for all of them.
+        """
+        self.module.is_first_microbatch = True
+
+    def _open(self, module: torch.nn.Module, _: Any) -> None:
+        if self.own:
+            self.site.open(training=module.training and torch.is_grad_enabled())
+
+    def _make_call(self, training: bool) -> LinearCall:
+        shards, group = UNSHARDED, self.module.tp_group
+        if self.features is not None and self.is_column:
+            roles = frozenset({"weight", "grad"})
+            shards = Shards(group, roles, out_features=self.features)
+        elif self.features is not None:
+            shards = Shards(group, frozenset({"weight", "input"}), in_features=self.features)
+        # Communication, gradient buffers and the weight's cache are Transformer Engine's.
+        return LinearCall(
+            self.plan.precision,
+            self.plan.engine,
+            self.microbatch_key(),
+            training,
+            keep_input=training,
+            shards=shards,
+            amax_history=self.amax_history,
+        )
+
+
+def take_over(
+    chunk: torch.nn.Module, quant_recipe: QuantRecipe, kind: type[TELayerState] = TELayerState
+) -> list[TELayerState]:
+    """Give every linear layer of a model its precision, and the state that goes with it."""
+    states = []
+    for name, module in chunk.named_modules():
+        if not isinstance(module, (*_COLUMN, TERowParallelLinear)):
+            continue
+        plan = quant_recipe.plan_of(name)
+        if plan is not None:
+            module.layer_state = kind(plan, module)
+            states.append(module.layer_state)
+    return states
+
+
+class _Name(str):
+    """A module's path, which comes with every role that Transformer Engine asks a factory for."""
+
+    state: TELayerState
+
+
+def factory(role: Any) -> Any:
+    """A quantizer for one operand of one module."""
+    state = None if role is None else getattr(role.name, "state", None)
+    if state is None or state.own:
+        return slot(role, lambda: state.site)
+    return _native_quantizer(state.native, role.tensor_type)
+
+
+def _native_quantizer(native: Native, tensor: str) -> Any:
+    """The quantizer that Transformer Engine's own recipe has for an operand."""
+    mode, count, index = {
+        "input": ("forward", 3, 0),
+        "weight": ("forward", 3, 1),
+        "grad_output": ("backward", 2, 0),
+    }[tensor]
+    state = RecipeState.create(build(native), mode=mode, num_quantizers=count)
+    return state.make_quantizers()[index]
+
+
+def _content(precision: LinearPrecision) -> dict[str, Any]:
+    training: dict[str, Any] = {}
+    if precision.quantized:
+        native = _native(precision)
+        custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
+        training = dict(native.megatron) if native and native.megatron else custom
+        training["override_nonquantized_autocast"] = True
+    return {
+        "transformer_engine_config_type": "TEQuantizationParams",
+        "training_recipe": training,
+    }
+
+
+def _native(precision: LinearPrecision) -> Native | None:
+    if precision.history_length:
+        # megatron-core's layers take no delayed scaling one by one, and Transformer Engine's
+        # checkpoints of it are pickles.
+        return None
+    return native_recipe(precision, torch.cuda.get_device_capability())
+
+
+def kernels(precision: LinearPrecision) -> str:
+    """Who computes a layer of this precision, in a few words."""
+    if not precision.quantized:
+        return "Transformer Engine's, BF16"
+    native = _native(precision)
+    return "this project's" if native is None else f"Transformer Engine's {native.name}"

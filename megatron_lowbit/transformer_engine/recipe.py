@@ -1,0 +1,57 @@
+"""A recipe of this project as an object that Transformer Engine's ``autocast`` takes."""
+
+from typing import Any
+
+import torch
+from transformer_engine.common import recipe as te_recipes
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.transformer_engine.native import Native, native_recipe
+from megatron_lowbit.transformer_engine.quantizers import Factory
+from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.recipes import LinearPrecision, Recipe
+
+
+def to_te_recipe(
+    recipe: Recipe | LinearPrecision, capability: tuple[int, int] | None = None
+) -> te_recipes.Recipe:
+    """Transformer Engine's recipe for the linear layers that a recipe quantizes.
+
+    Its own where it has kernels for the formats on a GPU of this compute capability (by default the
+    present one), else a CustomRecipe with this project's quantizers and GEMMs.
+
+    Raises:
+        UserError: Transformer Engine's recipe lacks a switch that is set; the recipe quantizes
+            nothing, or not all of its layers alike.
+    """
+    precision = recipe if isinstance(recipe, LinearPrecision) else _only_precision(recipe)
+    if not precision.quantized:
+        raise UserError("nothing is quantized: use autocast(enabled=False)")
+    native = native_recipe(precision, capability or torch.cuda.get_device_capability())
+    if native is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return te_recipes.CustomRecipe(qfactory=Factory(precision, select_engine(device)))
+    return build(native)
+
+
+def build(native: Native) -> te_recipes.Recipe:
+    """The object that is described."""
+    arguments: dict[str, Any] = dict(native.arguments)
+    if "fp8_format" in arguments:
+        arguments["fp8_format"] = te_recipes.Format[arguments["fp8_format"]]
+    made = getattr(te_recipes, native.name)(**arguments)
+    if native.power_2_scale is not None:
+        parameters = te_recipes.QParams(power_2_scale=native.power_2_scale)
+        for name in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad"):
+            setattr(made, name, parameters)
+    return made
+
+
+def _only_precision(recipe: Recipe) -> LinearPrecision:
+    quantized = {name: p for name, p in recipe.configs.items() if p.quantized}
+    if len(quantized) > 1 or recipe.backward is not None:
+        raise UserError(
+            f"recipe {recipe.name} has several precisions ({', '.join(quantized)}): give the one "
+            "that is meant, a LinearPrecision"
+        )
+    return next(iter(quantized.values()), LinearPrecision())

@@ -1,0 +1,217 @@
+"""Recipes through Transformer Engine: what is native, and this project's bits inside its layers."""
+
+import subprocess
+import sys
+from copy import deepcopy
+
+import pytest
+import torch
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.transformer_engine import installed
+from megatron_lowbit.transformer_engine.native import native_recipe
+from megatron_lowbit.transformer_engine.site import Site
+from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
+from megatron_lowbit.recipes import Layer, load_recipe
+
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
+TILES = {"x_block_scaling_dim": 1, "w_block_scaling_dim": 2, "grad_block_scaling_dim": 1}
+FP4 = ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization")
+
+
+def precision(recipe, *settings):
+    # megatron-core copies what it hands to modules: no object is the same there.
+    return deepcopy(load_recipe(recipe, list(settings)).precision_for(MIDDLE))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "name", "arguments", "power_2"),
+    [
+        ("fp8-tile", (), "Float8BlockScaling", {"fp8_format": "HYBRID"} | TILES, True),
+        ("fp8-tile-e4m3", (), "Float8BlockScaling", {"fp8_format": "E4M3"} | TILES, False),
+        (
+            "fp8-tile",
+            ("weight.format=fp8-1x128-e4m3",),
+            "Float8BlockScaling",
+            {"fp8_format": "HYBRID"} | TILES | {"w_block_scaling_dim": 1},
+            True,
+        ),
+        ("fp8-tensorwise", (), "Float8CurrentScaling", {"fp8_format": "HYBRID"}, False),
+        (
+            "fp8-delayed",
+            ("amax_history.length=32",),
+            "DelayedScaling",
+            {"fp8_format": "HYBRID", "amax_history_len": 32, "amax_compute_algo": "max"},
+            None,
+        ),
+        (
+            "mxfp8",
+            (),
+            "MXFP8BlockScaling",
+            {"fp8_format": "E4M3", "enable_2d_quantization": False},
+            None,
+        ),
+        ("nvfp4", (), "NVFP4BlockScaling", dict.fromkeys(FP4, False), None),
+        (
+            "nvfp4",
+            ("grad.rounding=nearest", "wgrad.hadamard=null", "weight.format=nvfp4"),
+            "NVFP4BlockScaling",
+            dict.fromkeys(FP4, True),
+            None,
+        ),
+    ],
+)
+def test_native_where_the_gpu_has_it(recipe, settings, name, arguments, power_2):
+    found = native_recipe(precision(recipe, *settings), BLACKWELL)
+    assert (found.name, found.arguments, found.power_2_scale) == (name, arguments, power_2)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4", "mxfp4-backward", "bf16"])
+def test_nothing_native_for_other_formats(recipe):
+    assert native_recipe(precision(recipe), BLACKWELL) is None
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
+def test_nothing_native_on_a_gpu_without_the_format(recipe):
+    assert native_recipe(precision(recipe), HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "named"),
+    [
+        ("fp8-tile", "wgrad.input.format=fp8-128x128-e4m3", "input with one block"),
+        ("fp8-tile", "grad.rounding=stochastic", "rounding of each role"),
+        ("fp8-tensorwise", "tensor_scale=group", "tensor_scale: group"),
+        ("fp8-delayed", "amax_history.algorithm=average", "algorithm: average"),
+        ("fp8-delayed", "amax_history.just_in_time=1", "just_in_time"),
+        (
+            "mxfp8",
+            "input.scale_rounding=floor weight.scale_rounding=floor grad.scale_rounding=floor",
+            "scale_rounding: floor",
+        ),
+        ("nvfp4", "wgrad.hadamard.size=32", "hadamard transform but of 16 points"),
+        ("nvfp4", "grad.format=nvfp4-2d", "16x16 blocks but for weights"),
+    ],
+)
+def test_a_switch_that_it_lacks_is_refused(recipe, settings, named):
+    with pytest.raises(UserError, match=named) as refused:
+        native_recipe(precision(recipe, *settings.split()), BLACKWELL)
+    assert "--transformer-impl local" in str(refused.value)
+
+
+class Call:
+    """Stands for a LinearCall."""
+
+
+def test_backward_passes_come_in_the_order_of_forward_passes():
+    site = Site(lambda training: Call(), opened_outside=True)
+    calls = [site.open(training) for training in (True, False, True)]
+    assert [site.open_backward(), site.open_backward()] == [calls[0], calls[2]]
+    with pytest.raises(RuntimeError, match="without its forward"):
+        site.open_backward()
+
+
+def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
+    site = Site(lambda training: Call())
+    site.open(True)
+    kept = site.open(True)
+    assert site.open_backward() is kept
+
+
+def test_nothing_of_it_is_imported_without_a_request():
+    code = """
+import sys
+from megatron_lowbit.training import pretrain
+loaded = [name for name in sys.modules if name.startswith("transformer_engine")]
+ours = "megatron_lowbit.transformer_engine.layers" in sys.modules
+sys.exit(bool(loaded) or ours)
+"""
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
+    assert installed.choose(None, None)[0] == "local"
+    with pytest.raises(UserError, match=r"not installed: pip install .*transformer_engine"):
+        installed.choose("transformer_engine", None)
+
+
+# -- on a GPU with Transformer Engine --------------------------------------------------------------
+
+RECIPES = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "mxfp8", "nvfp4", "mxfp4",
+           "mxfp4-backward"]  # fmt: skip
+
+
+@pytest.fixture
+def te():
+    """transformer_engine.pytorch; only in this fixture's tests, for its import is a long one."""
+    return pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+
+
+def values(*shape, seed=0):
+    draws = torch.Generator("cuda").manual_seed(seed)
+    spread = torch.randn(shape, device="cuda", generator=draws)
+    return (torch.randn(shape, device="cuda", generator=draws) * spread.exp()).bfloat16()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_its_linear_layer_gives_what_ours_gives(te, recipe, bias):
+    from megatron_lowbit.transformer_engine.recipe import to_te_recipe
+
+    wanted = precision(recipe)
+    layer = te.Linear(256, 384, bias=bias, params_dtype=torch.bfloat16)
+    x, grad = values(2, 64, 256).requires_grad_(), values(2, 64, 384, seed=1)
+    torch.manual_seed(3)
+    with te.autocast(enabled=True, recipe=to_te_recipe(wanted)):
+        y = layer(x)
+    y.backward(grad)
+    seen = [y.detach(), x.grad.clone(), layer.weight.grad]
+    with te.autocast(enabled=True, recipe=to_te_recipe(wanted)):
+        layer(x)  # dropped, and in no one's way
+
+    torch.manual_seed(3)
+    key = int(torch.randint(2**63 - 1, ())) if wanted.stochastic else 0
+    weight, x.grad = layer.weight.detach().clone().requires_grad_(), None
+    y = lowbit_linear(x, weight, wanted, key=key, bias=layer.bias.detach() if bias else None)
+    y.backward(grad)
+    for one, other in zip((y.detach(), x.grad, weight.grad), seen, strict=True):
+        if native_recipe(wanted, torch.cuda.get_device_capability()) is None:
+            assert torch.equal(one, other)
+        else:  # sums in another order
+            assert (one.float() - other.float()).norm() <= 4e-3 * one.float().norm()
+    if bias:
+        exact = grad.float().sum((0, 1))
+        assert (layer.bias.grad.float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [(1, 16), (16, 16)])
+@pytest.mark.parametrize("transform", [False, True])
+def test_nvfp4_bits_are_those_of_its_reference(te, tile, transform):
+    if transform and tile != (1, 16):
+        pytest.skip("weights have no transform")
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
+
+    x = values(512, 384)
+    reference = NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=transform)
+    theirs = reference.quantize(x)
+    quantizer = Quantizer(FORMATS["nvfp4" if tile == (1, 16) else "nvfp4-2d"])
+    transposed = Request(quantizer, hadamard=Hadamard() if transform else None, kept=True)
+    engine = select_engine(x.device)
+    row, _ = engine.quantize(x, Request(quantizer, kept=True), None)
+    _, col = engine.quantize(x, None, transposed)
+    for ours, codes, scales in (
+        (row, theirs.data, theirs.scale),
+        (col, theirs.data_t, theirs.scale_t),
+    ):
+        other_codes = ours.codes != codes.view(torch.uint8)
+        other_scales = ours.scales.view(torch.uint8) != scales.view(torch.uint8)
+        # Its transform is a matrix product: another order of sums, before rounding to BF16.
+        allowed = 1e-3 if transform and ours is col else 0
+        assert other_codes.float().mean() <= allowed and other_scales.float().mean() <= allowed
