@@ -1,9 +1,12 @@
-"""What command lines have in common."""
+"""Command-line parsing shared by all commands. Imports no torch, so that ``--help`` is quick."""
 
 import argparse
+import enum
+import os
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,40 +14,138 @@ from megatron_lowbit.errors import UserError
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+HELP_WIDTH = 100
+HELP_PROGRAM = "<program>"
 _FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Bad input is a UserError, which is one line; ``--help`` says units and defaults.
+    """Parser that raises a one-line UserError on bad input and shows units and defaults in help.
 
-    A description is shown as it is written. Where a parser reads files of arguments, they may have
-    several in a line, and comments.
+    Descriptions are shown as written. With ``fromfile_prefix_chars``, files of arguments are read
+    as :func:`expand_files` reads them.
     """
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**{"formatter_class": _Help, **settings})
+        super().__init__(**{"formatter_class": HelpFormatter, **settings})
 
     def error(self, message: str) -> NoReturn:
-        """Raise what a bad value raises elsewhere."""
+        """Raise a UserError instead of printing the usage and exiting."""
         raise UserError(message)
 
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        """One line of a file of arguments."""
-        return shlex.split(arg_line, comments=True)
+    def _read_args_from_files(self, arg_strings: list[str]) -> list[str]:
+        return expand_files(arg_strings)
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except (AssertionError, KeyError):
+            # Types of Megatron-LM that look names up raise what argparse does not catch.
+            hint = f"; use one of {_names(action.choices)}" if action.choices else ""
+            raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}{hint}") from None
 
 
 def command_parser(**settings: Any) -> CommandParser:
-    """The parser of a command that is installed: one that shells can complete."""
+    """Build the parser of an installed command, with ``--print-completion``."""
     parser = CommandParser(**settings)
+    add_print_completion(parser)
+    return parser
+
+
+def add_print_completion(parser: argparse.ArgumentParser) -> None:
+    """Add ``--print-completion SHELL``, which prints a completion script and exits."""
     parser.add_argument(
         "--print-completion", action=_PrintCompletion, choices=_SHELLS,
         help="print this shell's completion script and exit",
     )  # fmt: skip
-    return parser
+
+
+def expand_files(argv: Iterable[str], opened: tuple[Path, ...] = ()) -> list[str]:
+    """Replace every ``@FILE`` by the arguments that the file holds.
+
+    A file is split like a shell command: quotes, comments and backslashes at line ends work. Files
+    may name further files, relative to the working directory.
+
+    Raises:
+        UserError: a file is missing, is not text, has an open quote, or includes itself.
+    """
+    expanded = []
+    for argument in argv:
+        if not argument.startswith("@"):
+            expanded.append(argument)
+            continue
+        path = Path(argument[1:]).resolve()
+        if path in opened:
+            raise UserError(f"{argument}: the file includes itself")
+        try:
+            text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+            arguments = shlex.split(text, comments=True)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UserError(f"{argument}: {reason}") from None
+        expanded += expand_files(arguments, (*opened, path))
+    return expanded
+
+
+class GivenArguments:
+    """Arguments of a command line in their order, to look up, replace and remove.
+
+    Flags that set the same attribute count as one: ``--no-rope-fusion`` is also found as
+    ``--disable-rope-fusion``, if the parser has both.
+
+    Args:
+        parser: a parser that knows all arguments.
+        argv: command line, with files of arguments expanded.
+    """
+
+    def __init__(self, parser: argparse.ArgumentParser, argv: Iterable[str]) -> None:
+        self._destinations = {
+            flag: action.dest for action in parser._actions for flag in action.option_strings
+        }
+        self._entries: list[tuple[str, ...]] = []
+        for token in argv:
+            flag, equals, value = token.partition("=")
+            if token in self._destinations:
+                self._entries.append((token,))
+            elif equals and flag in self._destinations:
+                self._entries.append((flag, value))
+            else:
+                self._entries[-1] += (token,)
+
+    def __contains__(self, flag: str) -> bool:
+        return any(self._same(entry, flag) for entry in self._entries)
+
+    def text(self, flag: str) -> str:
+        """Return the argument as it was given last, such as ``--seq-length 512``."""
+        return " ".join(next(e for e in reversed(self._entries) if self._same(e, flag)))
+
+    def destination(self, flag: str) -> str:
+        """Return the attribute that a flag sets."""
+        return self._destinations[flag]
+
+    def add(self, flag: str, *values: str) -> None:
+        """Append an argument."""
+        self._entries.append((flag, *values))
+
+    def remove(self, flag: str) -> None:
+        """Remove every occurrence of an argument."""
+        self._entries = [entry for entry in self._entries if not self._same(entry, flag)]
+
+    def tokens(self) -> list[str]:
+        """Return the command line."""
+        found: list[str] = []
+        for flag, *values in self._entries:
+            # A value that looks like a flag must stay joined to its own.
+            joined = len(values) == 1 and values[0].startswith("-")
+            found += [f"{flag}={values[0]}"] if joined else [flag, *values]
+        return found
+
+    def _same(self, entry: tuple[str, ...], flag: str) -> bool:
+        return self._destinations[entry[0]] == self._destinations[flag]
 
 
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and those behind ``--`` that it hands on; None is sys.argv."""
+    """Split a command line (default: the program's own) at ``--`` into own and passed arguments."""
     given = list(sys.argv[1:] if argv is None else argv)
     if "--" not in given:
         return given, []
@@ -52,8 +153,58 @@ def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     return given[:at], given[at + 1 :]
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Numbers are N and X, not the option's name again; what is required says so, and defaults."""
+def help_cache(command: str) -> Path:
+    """Return the file in the user's cache that holds the rendered help of a command.
+
+    The name carries the versions that the text depends on.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    versions = "-".join(version(name) for name in ("megatron-lowbit", "megatron-core"))
+    return Path(root) / "megatron-lowbit" / f"{command}-help-{versions}-{HELP_WIDTH}.txt"
+
+
+def print_cached_help(command: str, argv: Sequence[str] | None = None) -> None:
+    """Print the help of a command from the user's cache and exit, if it is asked for and there.
+
+    Call this before imports that take seconds. A text older than the package's sources is ignored.
+    """
+    if not asks_for_help(argv):
+        return
+    package = Path(__file__).parent
+    sources = [Path(__file__), *package.glob("megatron/*arguments.py")]
+    try:
+        cache = help_cache(command)
+        if cache.stat().st_mtime < max(source.stat().st_mtime for source in sources):
+            return
+        text = cache.read_text(encoding="utf-8")
+    except (OSError, RuntimeError, ValueError):  # RuntimeError: there is no home folder
+        return
+    print_help(text)
+
+
+def asks_for_help(argv: Sequence[str] | None = None) -> bool:
+    """Return whether a command line (default: the program's own) has ``-h`` or ``--help``."""
+    return any(
+        argument in ("-h", "--help") for argument in (sys.argv[1:] if argv is None else argv)
+    )
+
+
+def print_help(text: str) -> NoReturn:
+    """Print a help text that was rendered for a program called ``HELP_PROGRAM``, and exit."""
+    name = Path(sys.argv[0]).name
+    try:
+        print(text.replace(HELP_PROGRAM, name), end="", flush=True)
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough. Python would complain once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Formatter that shows N and X for numbers and adds what is required, and defaults.
+
+    A bare percent sign in a help text, which argparse cannot format, is shown as it is.
+    """
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, **{"max_help_position": 32, **settings})
@@ -61,15 +212,32 @@ class _Help(argparse.RawDescriptionHelpFormatter):
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
         return _METAVARS.get(action.type) or super()._get_default_metavar_for_optional(action)
 
+    def _metavar_formatter(self, action: argparse.Action, default_metavar: str) -> Any:
+        if action.metavar is None and action.choices is not None:
+            shown = f"{{{_names(action.choices)}}}"
+            return lambda size: (shown,) * size
+        return super()._metavar_formatter(action, default_metavar)
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (KeyError, TypeError, ValueError):
+            return action.help or ""
+
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default, text = action.default, action.help
-        if not text or not action.option_strings or "default" in text:
+        if not text or not action.option_strings or "default" in text.lower():
             return text
         if action.required:
             return f"{text} (required)"
         if default in (None, argparse.SUPPRESS) or isinstance(default, bool | list | tuple):
             return text
-        return f"{text} (default: %(default)s)"
+        shown = default.name if isinstance(default, enum.Enum) else "%(default)s"
+        return f"{text} (default: {shown})"
+
+
+def _names(choices: Iterable[Any]) -> str:
+    return ",".join(c.name if isinstance(c, enum.Enum) else str(c) for c in choices)
 
 
 class _PrintCompletion(argparse.Action):
@@ -84,7 +252,7 @@ class _PrintCompletion(argparse.Action):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of a command and its subcommands."""
+    """Yield the arguments of a command and of its subcommands."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

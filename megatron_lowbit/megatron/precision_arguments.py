@@ -1,0 +1,271 @@
+"""Choice of the precision that runs: a recipe of this project, or Megatron-LM's own code.
+
+Megatron-LM's FP8 and FP4 need Transformer Engine's layers and a GPU with the right tensor cores.
+Where those are absent, a recipe with the same formats takes their place.
+"""
+
+import importlib.util
+from argparse import Namespace
+from dataclasses import dataclass
+
+from megatron_lowbit.command_line import GivenArguments
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.recipes import HIGH_PRECISION, Recipe, load_recipes
+from megatron_lowbit.recipes.load import MEGATRON_NAMES, read_recipe
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Properties of a machine that decide whose code can run a precision.
+
+    Attributes:
+        capability: CUDA compute capability, or None without a CUDA device.
+        transformer_engine: whether Transformer Engine is installed.
+    """
+
+    capability: tuple[int, int] | None
+    transformer_engine: bool
+
+    @classmethod
+    def current(cls) -> "Machine":
+        """Describe the machine that this process runs on."""
+        import torch
+
+        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return cls(found, importlib.util.find_spec("transformer_engine") is not None)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Outcome of the choice.
+
+    Attributes:
+        recipes: one recipe, or those of the forward and the backward pass; empty for none.
+        overrides: values of ``--recipe-set``, in order.
+        left_out: Megatron-LM's flags that the recipe replaces.
+        lines: what to print when the program starts.
+    """
+
+    recipes: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+
+
+# Megatron-LM's recipes: the least compute capability, our recipe of the same meaning by format,
+# and what must be set in it.
+_CAPABILITY = {
+    "delayed": (8, 9),
+    "tensorwise": (8, 9),
+    "blockwise": (9, 0),
+    "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
+    "custom": (8, 9),
+}
+_EQUIVALENTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
+    ("delayed", "hybrid"): ("fp8-delayed", ()),
+    ("delayed", "e4m3"): ("fp8-delayed", ("grad.format=fp8-tensor-e4m3",)),
+    ("tensorwise", "hybrid"): ("fp8-tensorwise", ()),
+    ("tensorwise", "e4m3"): ("fp8-tensorwise", ("grad.format=fp8-tensor-e4m3",)),
+    ("blockwise", "hybrid"): ("fp8-tile", ()),
+    # The scales of Transformer Engine's tiles are powers of two; those of the recipe are not.
+    ("blockwise", "e4m3"): (
+        "fp8-tile-e4m3",
+        tuple(f"{role}.scale_format=pow2" for role in ("input", "weight", "grad")),
+    ),
+    ("mxfp8", "hybrid"): ("mxfp8", ("grad.format=mxfp8-e5m2",)),
+    ("mxfp8", "e4m3"): ("mxfp8", ()),
+    ("nvfp4", "e2m1"): ("nvfp4", ()),
+}
+_TRANSLATED = "the recipe says the same"
+_OWN_WEIGHTS = "it is about weights that Transformer Engine stores quantized"
+# Flags that have a meaning only where Megatron-LM's own FP8 or FP4 runs.
+_DEPENDENT = {
+    "--fp8-format": "the recipe takes its place",
+    "--fp4-format": "the recipe takes its place",
+    "--fp8-recipe": _TRANSLATED,
+    "--fp4-recipe": _TRANSLATED,
+    "--first-last-layers-bf16": _TRANSLATED,
+    "--num-layers-at-start-in-bf16": _TRANSLATED,
+    "--num-layers-at-end-in-bf16": _TRANSLATED,
+    "--fp8-amax-history-len": "amax_history of fp8-delayed takes its place",
+    "--fp8-amax-compute-algo": "amax_history of fp8-delayed takes its place",
+    "--no-fp8-wgrad": "wgrad of fp8-delayed takes its place",
+    "--fp8-margin": "the recipes' scales have no margin",
+    "--fp8-interval": "the recipes update scales in every iteration",
+    "--fp8-output-proj": "the recipes leave the output layer in high precision",
+    "--fp8-param-gather": _OWN_WEIGHTS,
+    "--fp4-param-gather": _OWN_WEIGHTS,
+    "--keep-fp8-transpose-cache": _OWN_WEIGHTS,
+    "--reuse-grad-buf-for-mxfp8-param-ag": _OWN_WEIGHTS,
+    "--fp8-quantizer-factory": "only a custom recipe of Megatron-LM reads it",
+    "--fp4-quantizer-factory": "only a custom recipe of Megatron-LM reads it",
+    "--moe-router-padding-for-fp8": "the recipes pad no tokens",
+    "--moe-router-padding-for-quantization": "the recipes pad no tokens",
+}
+# Said by the line that names the recipe.
+_SILENT = ("--fp8-recipe", "--fp4-recipe")
+_UPSTREAM_ONLY = (
+    "--fp4-recipe", "--fp8-recipe", "--fp8-format", "--fp4-format", "--te-precision-config-file",
+)  # fmt: skip
+
+
+def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
+    """Choose the code and the recipe of a run.
+
+    Args:
+        args: arguments as the front parser reads them: ``fp8_recipe`` and ``fp4_recipe`` are None
+            unless given.
+        given: the same arguments, as given.
+        machine: decides whether Megatron-LM's own FP8 and FP4 can run.
+
+    Raises:
+        UserError: arguments exclude each other, or there is no such recipe.
+    """
+    if args.precision_recipe:
+        for flag in _UPSTREAM_ONLY:
+            require(flag not in given, f"--precision-recipe excludes {flag}: leave one of them out")
+        require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")
+        reason = "--precision-recipe names it"
+        return _with_recipes(args, given, tuple(args.precision_recipe), (), reason)
+    if args.fp8 and args.fp4:
+        raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "
+                        "without formats runs FP8 forward and FP4 backward")  # fmt: skip
+    if args.fp8 or args.fp4:
+        return _with_format(args, given, machine)
+    names = [name for name in (args.fp8_recipe, args.fp4_recipe) if name]
+    if not names:
+        require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
+        return Precision(lines=("precision: nothing is quantized, no argument names a recipe",))
+    for name in names:
+        require(name != "custom", "recipe custom needs --fp8-format, or --fp4-format, and its "
+                                  "quantizer factory")  # fmt: skip
+    recipes = tuple(MEGATRON_NAMES.get(name, name) for name in names)
+    flags = [flag for flag in ("--fp8-recipe", "--fp4-recipe") if flag in given]
+    reason = f"{' and '.join(given.text(flag) for flag in flags)} without a format"
+    overrides: tuple[str, ...] = ()
+    if args.first_last_layers_bf16:
+        overrides = _for_sides([_bf16_blocks(args, recipe) for recipe in recipes])
+    return _with_recipes(args, given, recipes, overrides, reason)
+
+
+def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
+    """Choose between Megatron-LM's own code and the equivalent recipe, given one format."""
+    bits, other_recipe = ("fp8", args.fp4_recipe) if args.fp8 else ("fp4", args.fp8_recipe)
+    format_, name = getattr(args, bits), getattr(args, f"{bits}_recipe")
+    name = name or {"fp8": "delayed", "fp4": "nvfp4"}[bits]
+    known = ("nvfp4", "custom") if args.fp4 else [n for n in _CAPABILITY if n != "nvfp4"]
+    if name not in known:
+        raise UserError(
+            f"--{bits}-recipe {name}: with --{bits}-format one of {', '.join(known)}; a recipe of "
+            f"this project is named without --{bits}-format"
+        )
+    obstacle = _obstacle(args, machine, name)
+    if obstacle is None and not other_recipe:
+        require(not args.recipe_set, "--recipe-set: Megatron-LM's own code runs "
+                f"--{bits}-format {format_}, not a recipe of this project")  # fmt: skip
+        line = (
+            f"precision: Megatron-LM's own {name} {bits.upper()} ({format_}), through Transformer"
+        )
+        return Precision(lines=(f"{line} Engine, as --{bits}-format asks",))
+    obstacle = obstacle or "FP8 forward and FP4 backward are a combination that only recipes have"
+    for flag, what in (
+        (f"--{bits}-recipe custom", name == "custom"),
+        ("--te-precision-config-file", "--te-precision-config-file" in given),
+    ):
+        require(
+            not what, f"{flag} is for Megatron-LM's own code, which cannot run here: {obstacle}"
+        )
+    own, changes = _EQUIVALENTS[name, format_]
+    changes = (*_history(args, name), *changes, *_bf16_blocks(args, own))
+    reason = f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
+    if not other_recipe:
+        return _with_recipes(args, given, (own,), changes, reason)
+    require(other_recipe != "custom", "recipe custom cannot be combined with another")
+    other = MEGATRON_NAMES.get(other_recipe, other_recipe)
+    other_changes = _bf16_blocks(args, other) if args.first_last_layers_bf16 else ()
+    sides = [(own, changes), (other, other_changes)]
+    if args.fp4:
+        sides.reverse()
+    recipes = tuple(recipe for recipe, _ in sides)
+    overrides = _for_sides([changes for _, changes in sides])
+    return _with_recipes(args, given, recipes, overrides, reason)
+
+
+def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:
+    """Return why Megatron-LM cannot run one of its recipes here, or None if it can."""
+    if machine.capability is None:
+        return "this machine has no CUDA device"
+    if args.transformer_impl == "local":
+        return "--transformer-impl local has no FP8 or FP4 of its own"
+    if not machine.transformer_engine:
+        return "Transformer Engine is not installed"
+    least = _CAPABILITY[name]
+    if machine.capability < least:
+        has, needs = (".".join(map(str, pair)) for pair in (machine.capability, least))
+        return f"it needs compute capability {needs}, this GPU has {has}"
+    return None
+
+
+def _history(args: Namespace, name: str) -> tuple[str, ...]:
+    """Translate what only Megatron-LM's delayed scaling reads."""
+    if name != "delayed":
+        return ()
+    length = args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1
+    return (f"amax_history.length={length}", *(() if args.fp8_wgrad else ("wgrad=none",)))
+
+
+def _bf16_blocks(args: Namespace, name: str) -> tuple[str, ...]:
+    """Translate the blocks in BF16; without ``--first-last-layers-bf16`` there are none."""
+    has_rule = "bf16_blocks" in read_recipe(name)["matchers"]
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    if not args.first_last_layers_bf16 or first == last == 0:
+        return ("bf16_blocks=none",) if has_rule else ()
+    if has_rule:
+        return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}")
+    rule = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
+    return ("configs.bf16={}", f"matchers.bf16_blocks={rule}")
+
+
+def _for_sides(sides: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Prefix the overrides of two recipes by the pass they are for."""
+    if len(sides) == 1:
+        return sides[0]
+    named = zip(("forward", "backward"), sides, strict=True)
+    return tuple(f"{side}.{override}" for side, overrides in named for override in overrides)
+
+
+def _with_recipes(
+    args: Namespace,
+    given: GivenArguments,
+    recipes: tuple[str, ...],
+    overrides: tuple[str, ...],
+    reason: str,
+) -> Precision:
+    """Check the recipes and say what they replace. The user's overrides come last and win."""
+    overrides = (*overrides, *args.recipe_set)
+    recipe = load_recipes(recipes, overrides)
+    require(
+        not args.moe_grouped_gemm or not _quantizes(recipe),
+        "grouped GEMMs under a recipe are not supported yet: leave out --moe-grouped-gemm",
+    )
+    left_out = tuple(flag for flag in _DEPENDENT if flag in given)
+    shown = f"recipe {recipes[0]}"
+    if len(recipes) == 2:
+        shown = f"recipes {recipes[0]} (forward) and {recipes[1]} (backward)"
+    changed = f" with {', '.join(overrides)}" if overrides else ""
+    lines = [f"precision: {shown} of megatron-lowbit{changed}; {reason}"]
+    lines += [
+        f"precision: left out {given.text(flag)}: {_DEPENDENT[flag]}"
+        for flag in left_out
+        if flag not in _SILENT
+    ]
+    return Precision(recipes, overrides, left_out, tuple(lines))
+
+
+def _quantizes(recipe: Recipe) -> bool:
+    """Return whether a recipe, or one that it hands over to, quantizes any GEMM."""
+    others = [recipe.backward, *(switch.recipe for switch in recipe.switches)]
+    return any(config != HIGH_PRECISION for config in recipe.configs.values()) or any(
+        other is not None and _quantizes(other) for other in others
+    )
