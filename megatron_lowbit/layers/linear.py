@@ -40,8 +40,7 @@ from megatron_lowbit.recipes.precision import LinearPrecision
 class _LowbitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
-        x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        fprop_input, kept_input = quantize_input(call, x2d)
+        fprop_input, kept_input = quantize_input(call, x)
         fprop_weight, dgrad_weight = quantize_weight(call, lambda: weight)
         y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
         if not (call.training and x.requires_grad):
@@ -49,17 +48,14 @@ class _LowbitLinear(torch.autograd.Function):
         _keep(ctx, kept_input, dgrad_weight)
         # Without the operand: its source would live until backward beside what is kept of it.
         ctx.call = call if call.operand is None else replace(call, operand=None)
-        ctx.weight, ctx.x_shape, ctx.has_bias = weight, x.shape, bias is not None
-        if call.shards.sequence_parallel:
-            return y.view(-1, *x.shape[1:-1], weight.shape[0])
-        return y.view(*x.shape[:-1], weight.shape[0])
+        ctx.weight, ctx.has_bias = weight, bias is not None
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx, grad: Tensor):
         call, weight = ctx.call, ctx.weight
         kept_input, dgrad_weight = _kept(ctx)
-        grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
         by_row, by_col = quantize_grad(call, grad, *ctx.needs_input_grad[:2])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
@@ -73,7 +69,7 @@ class _LowbitLinear(torch.autograd.Function):
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if handle is not None:
             handle.wait()
-        return None if dgrad is None else dgrad.view(ctx.x_shape), wgrad, bias_grad, None
+        return dgrad, wgrad, bias_grad, None
 
 
 def _wgrad(call: LinearCall, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
@@ -149,4 +145,9 @@ def lowbit_linear(
         amax_history=amax_history,
         weight_cache=weight_cache,
     )
-    return _LowbitLinear.apply(source, weight, bias, call)
+    # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
+    # that a function of its own has made.
+    x2d = source.reshape(math.prod(source.shape[:-1]), source.shape[-1])
+    y = _LowbitLinear.apply(x2d, weight, bias, call)
+    leading = (-1, *source.shape[1:-1]) if shards.sequence_parallel else source.shape[:-1]
+    return y.view(*leading, weight.shape[0])

@@ -11,13 +11,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_lowbit.errors import require
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
 
@@ -61,15 +62,35 @@ class _AddAndNormalize:
         return total
 
 
-def make_operation(args: Namespace, dtype: torch.dtype) -> AllReduceNorm:
-    """The operation for this rank's tensor-parallel group, sized for a micro batch."""
+def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
+    """Have a GPT's chunks run the operation wherever a norm follows.
+
+    Raises UserError for a model that it does not fit.
+    """
+    _check(args)
     rows = args.seq_length * args.micro_batch_size
-    capacity = rows * args.hidden_size * dtype.itemsize
-    return AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
+    capacity = rows * args.hidden_size * args.params_dtype.itemsize
+    run = AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
+    for chunk in chunks:
+        _fuse(chunk, run)
 
 
-def fuse_all_reduces(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
-    """Have a GPT's chunk run the operation wherever a norm follows."""
+def _check(args: Namespace) -> None:
+    """Raise UserError unless a norm alone stands between a row-parallel layer and the next one."""
+    needs = {
+        "--transformer-impl local": args.transformer_impl == "local",
+        "--normalization RMSNorm": args.normalization == "RMSNorm" and not args.mxnorm,
+        "--disable-bias-linear": not args.add_bias_linear,
+        "--hidden-dropout 0": args.hidden_dropout == 0.0,
+        "no --sequence-parallel": not args.sequence_parallel,
+        "no --num-experts": args.num_experts is None,
+        "a GPT": args.hybrid_layer_pattern is None,
+    }
+    missing = [name for name, holds in needs.items() if not holds]
+    require(not missing, f"--fused-allreduce-norm needs {', '.join(missing)}")
+
+
+def _fuse(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
     decoder = chunk.decoder
     layers: list[TransformerLayer] = list(decoder.layers)
     for layer in layers:

@@ -4,58 +4,96 @@ A layer's histories are those of its whole tensors: the same on every rank that 
 layer or a replica of it, so that they fit any layout.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_lowbit.megatron import experts
-from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.layer_state import LayerState
 
 PREFIX = "amax_history."
+"""Start of the histories' keys in a checkpoint; the layer's global path follows."""
 
 
-def end_step(chunks: Iterable[torch.nn.Module]) -> None:
-    """Move the present step's amaxes, the largest over all ranks, into the histories.
+class AmaxHistories(torch.nn.Module):
+    """The amax histories of a chunk's layers, as a module of the chunk, for its checkpoints.
 
-    Collective over the ranks of a pipeline stage.
+    Amaxes that were recorded in a training step enter the histories when the next step begins or
+    the model is saved, whichever is first. Running a step twice therefore changes nothing.
+
+    Args:
+        states: the chunk's layers.
+        saved: keys of the tensors in the checkpoint that the run goes on from, None where there is
+            none. A layer that has no history there begins a new one.
     """
-    states = [state for state in layer_states(chunks) if state.amax_history is not None]
-    for is_expert in (False, True):
-        histories = [s.amax_history for s in states if s.is_expert == is_expert]
-        if not histories:
-            continue
-        steps = torch.stack([history.step for history in histories])
-        for group in experts.replica_groups(is_expert):
-            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
-        for history, step in zip(histories, steps.unbind(), strict=True):
-            before = history.entries
-            history.advance(step)
-            if is_expert:
-                # One that had no tokens on any rank keeps what it knows.
-                history.entries = torch.where(step[:, None] < 0, before, history.entries)
 
+    def __init__(self, states: Sequence[LayerState], saved: Container[str] | None) -> None:
+        super().__init__()
+        self._states = tuple(states)
+        self._saved = saved
+        self._recorded = False
 
-def sharded_state(chunks: Iterable[torch.nn.Module]) -> dict[str, ShardedTensor]:
-    """The histories by checkpoint key: ``amax_history.`` and the layer's global path."""
-    found = {}
-    for state in layer_states(chunks):
-        if state.amax_history is not None:
-            key = PREFIX + state.plan.layer.path
-            found[key] = ShardedTensor.from_rank_offsets(
-                key, state.amax_history.entries, replica_id=experts.replica_id(state.is_expert)
-            )
-    return found
+    def begin_step(self, iteration: int, training: bool) -> None:
+        """End the step before; called before the first forward pass of every step."""
+        self._end_step()
+        self._recorded = training
 
+    def _end_step(self) -> None:
+        """Move recorded amaxes, the largest over all ranks, into the histories.
 
-def load_state(chunks: Iterable[torch.nn.Module], histories: dict[str, torch.Tensor]) -> None:
-    """Take loaded histories; a layer that the checkpoint has none for starts anew."""
-    for state in layer_states(chunks):
-        loaded = histories.get(PREFIX + state.plan.layer.path)
-        if loaded is not None:
-            state.amax_history.entries = loaded
+        Collective over the ranks of a pipeline stage.
+        """
+        if not self._recorded:
+            return
+        self._recorded = False
+        for is_expert in (False, True):
+            histories = [s.amax_history for s in self._with_history() if s.is_expert == is_expert]
+            if not histories:
+                continue
+            steps = torch.stack([history.step for history in histories])
+            for group in experts.replica_groups(is_expert):
+                dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
+            for history, step in zip(histories, steps.unbind(), strict=True):
+                before = history.entries
+                history.advance(step)
+                if is_expert:
+                    # One that had no tokens on any rank keeps what it knows.
+                    history.entries = torch.where(step[:, None] < 0, before, history.entries)
+
+    def _with_history(self) -> list[LayerState]:
+        return [state for state in self._states if state.amax_history is not None]
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, ShardedTensor]:
+        """Return the histories by their paths: all to save, those that are there to load."""
+        self._end_step()
+        found = {}
+        for state in self._with_history():
+            path = state.plan.layer.path
+            if self._saved is None or PREFIX + path in self._saved:
+                found[prefix + path] = ShardedTensor.from_rank_offsets(
+                    PREFIX + path,
+                    state.amax_history.entries,
+                    replica_id=experts.replica_id(state.is_expert),
+                )
+        return found
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        self._end_step()
+        for state in self._with_history():
+            destination[prefix + state.plan.layer.path] = state.amax_history.entries
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *_: Any, **__: Any) -> None:
+        for state in self._with_history():
+            entries = state_dict.get(prefix + state.plan.layer.path)
+            if entries is not None:
+                state.amax_history.entries = entries
+        self._saved = None  # What comes is saved whole.

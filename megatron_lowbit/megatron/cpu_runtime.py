@@ -1,17 +1,17 @@
-"""Makes megatron.core usable where there is no CUDA device; does nothing where there is one.
+"""Run megatron.core and megatron.training where there is no CUDA device.
 
-The one module that acts at import, because megatron.core reads some of these names while it is
-imported itself. On a CPU it
+This is the one module that acts at import, because megatron reads some of these names while it is
+imported itself. With a CUDA device it does nothing. Without one it
 
-- lets megatron.core, and no other caller, ask torch for device "cuda" (it gets the CPU) and read
-  "torch.cuda.FloatTensor" and the like from ``Tensor.type()``;
-- turns ``Tensor.cuda``, ``Module.cuda``, ``torch.cuda.synchronize`` and streams into no-ops, and
-  ``torch.cuda.current_device`` into the CPU, for every caller;
+- lets megatron, and no other caller, ask torch for device "cuda" (it gets the CPU), find one
+  device, and read "torch.cuda.FloatTensor" and the like from ``Tensor.type()``;
+- turns ``Tensor.cuda``, ``Module.cuda``, streams, events and ``torch.cuda.synchronize`` into
+  no-ops, and ``torch.cuda.current_device`` into the CPU, for every caller;
 - gathers and reduce-scatters unequal parts, which experts exchange and gloo refuses;
-- keeps the random states that megatron calls CUDA's in torch's default CPU generator, so
-  ``torch.cuda.manual_seed`` seeds that one and ``model_parallel_cuda_manual_seed`` works;
+- keeps the random states that megatron calls CUDA's in torch's default CPU generator;
 - replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler;
-- stands in for Triton kernels of inference that its Mamba mixer imports, where Triton is absent.
+- lets torch's norms run under sequence parallelism, as those of Transformer Engine do;
+- stands in for Triton kernels of inference that the Mamba mixer imports, where Triton is absent.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+
+from megatron_lowbit.megatron.generator import with_seed
 
 _FACTORIES = [
     "arange",
@@ -47,7 +49,7 @@ _FACTORIES = [
 
 
 def _calling_module(depth: int) -> str:
-    """Name of the module whose code runs ``depth`` calls above the caller's own frame."""
+    """Return the name of the module whose code runs ``depth`` calls above the caller's frame."""
     return sys._getframe(depth + 1).f_globals.get("__name__", "")
 
 
@@ -55,12 +57,15 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, str | torch.device) and torch.device(device).type == "cuda"
 
 
+# -- names of torch --------------------------------------------------------------------------------
+
+
 def _with_megatron_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The tensor factory, with device "cuda" meaning the CPU when megatron.core calls it."""
+    """Wrap a tensor factory so that device "cuda" means the CPU when megatron calls it."""
 
     @functools.wraps(factory)
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if _is_cuda(kwargs.get("device")) and _calling_module(1).startswith("megatron.core"):
+        if _is_cuda(kwargs.get("device")) and _calling_module(1).startswith("megatron."):
             kwargs["device"] = "cpu"
         return factory(*args, **kwargs)
 
@@ -68,7 +73,7 @@ def _with_megatron_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[...,
 
 
 def _with_cuda_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
-    """``Tensor.type``, naming CUDA types when megatron's optimizers ask: they accept no others."""
+    """Wrap ``Tensor.type`` to name CUDA types for megatron's optimizers, which accept no others."""
 
     @functools.wraps(type_of)
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -80,13 +85,25 @@ def _with_cuda_names(type_of: Callable[..., Any]) -> Callable[..., Any]:
     return type_
 
 
+def _for_callers(prefix: str, answer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of torch.cuda to return ``answer`` to modules whose name has this prefix."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _calling_module(1).startswith(prefix):
+            return answer
+        return original(*args, **kwargs)
+
+    return call
+
+
 class _Stream:
     """Stands for ``torch.cuda.Stream`` and ``Event``: work on a CPU is done when a call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def _do_nothing(self, *_: Any) -> None:
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
         pass
 
     synchronize = wait = record = wait_stream = wait_event = _do_nothing
@@ -98,12 +115,19 @@ class _Stream:
         return True
 
 
+class _NoMemoryStatistics(dict):
+    """Statistics of a CUDA allocator that has allocated nothing."""
+
+    def __missing__(self, key: str) -> int:
+        return 0
+
+
 def _identity() -> Callable[..., Any]:
     return lambda self, *_, **__: self
 
 
 def _no_op() -> Callable[..., None]:
-    """A new function each time: torch._dynamo refuses one function under two names of torch."""
+    """Return a new function each time: torch._dynamo refuses one under two names of torch."""
     return lambda *_, **__: None
 
 
@@ -114,20 +138,35 @@ def _replace_in_torch() -> None:
     torch.Tensor.cuda = _identity()
     torch.Tensor.record_stream = _no_op()
     torch.nn.Module.cuda = _identity()
+    _replace_in_torch_cuda()
 
-    stream = _Stream()
-    torch.cuda.current_device = lambda: torch.device("cpu")
+
+def _replace_in_torch_cuda() -> None:
+    cuda, stream = torch.cuda, _Stream()
+    cuda.current_device = lambda: torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache"):
-        setattr(torch.cuda, name, _no_op())
-    torch.cuda.Stream = torch.cuda.Event = _Stream
-    torch.cuda.current_stream = lambda *_: stream
-    torch.cuda.default_stream = lambda *_: stream
-    torch.cuda.stream = lambda _: contextlib.nullcontext()
+        setattr(cuda, name, _no_op())
+    cuda.Stream = cuda.Event = _Stream
+    cuda.current_stream = lambda *_: stream
+    cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.memory_stats = lambda *_, **__: _NoMemoryStatistics()
+    # megatron.training starts only with a device; torch's compiler, which asks too, must not see it.
+    cuda.is_available = _for_callers("megatron.training.initialize", True, cuda.is_available)
+    cuda.device_count = _for_callers("megatron.training.", 1, cuda.device_count)
+    cuda.is_initialized = _for_callers("megatron.", True, cuda.is_initialized)
+    # No feature of any generation of GPUs.
+    cuda.get_device_capability = _for_callers("megatron.", (0, 0), cuda.get_device_capability)
+    properties = types.SimpleNamespace(major=0, minor=0, multi_processor_count=1, total_memory=0)
+    cuda.get_device_properties = _for_callers("megatron.", properties, cuda.get_device_properties)
 
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed) and None
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.random.get_rng_state = cuda.get_rng_state
+
+
+# -- names of megatron -----------------------------------------------------------------------------
 
 
 def _import_megatron_without_compiler() -> None:
@@ -155,12 +194,12 @@ def _stand_in_for_triton_kernels() -> None:
 
 
 def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Split sizes as NumPy, as all-to-all wants them: megatron converts only CUDA tensors."""
+    """Return split sizes as NumPy, as all-to-all wants them: megatron converts CUDA tensors only."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _with_uneven_parts(exchange: Callable[..., Any], uneven: Callable[..., Any]) -> Callable:
-    """megatron's collective along the first axis; gloo's own refuses parts of unequal sizes."""
+    """Wrap megatron's collective along the first axis; gloo's own refuses parts of unequal sizes."""
 
     def call(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> Any:
         if sizes is None or group.size() == 1:
@@ -171,7 +210,7 @@ def _with_uneven_parts(exchange: Callable[..., Any], uneven: Callable[..., Any])
 
 
 def _gather_parts(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """Every rank's part (its size, ...) to the whole (sum of sizes, ...)."""
+    """Gather every rank's part (its size, ...) into the whole (sum of sizes, ...)."""
     ranks = group.size()
     whole = x.new_empty((sum(sizes), *x.shape[1:]))
     copies = x.expand(ranks, *x.shape).flatten(0, 1)
@@ -180,7 +219,7 @@ def _gather_parts(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor
 
 
 def _reduce_scatter_parts(x: torch.Tensor, group: Any, sizes: list[int]) -> torch.Tensor:
-    """The whole (sum of sizes, ...) of each rank to this rank's part of their sum."""
+    """Sum the ranks' wholes (sum of sizes, ...) and return this rank's part of the sum."""
     ranks, own = group.size(), sizes[group.rank()]
     parts = x.new_empty((ranks * own, *x.shape[1:]))
     torch.distributed.all_to_all_single(parts, x, [own] * ranks, sizes, group=group)
@@ -191,18 +230,36 @@ def _set_draws(state: torch.Tensor) -> None:
     """Set what torch's CPU generator draws next, but leave ``torch.initial_seed()`` as it is.
 
     On a GPU megatron's states are the CUDA generator's, and the CPU generator's seed names the
-    microbatch (training/distributed.py). Here both live in one generator: only draws may switch.
+    microbatch (random_key.py). Here both live in one generator: only draws may switch.
     """
-    seed = torch.initial_seed()
-    state = state.clone()
-    state[:8] = torch.tensor([seed], dtype=torch.uint64).view(torch.uint8)  # where torch keeps it
-    torch.set_rng_state(state)
-    if torch.initial_seed() != seed:
-        raise RuntimeError("torch's CPU generator state no longer starts with its seed")
+    torch.set_rng_state(with_seed(state, torch.initial_seed()))
+
+
+def _torch_norm(norm: type) -> Callable[..., torch.nn.Module]:
+    """Wrap megatron's constructor of torch norms to accept sequence parallelism.
+
+    The parameters then see this rank's tokens only; their mark makes megatron sum their gradients
+    over the tensor-parallel group.
+    """
+    construct = norm.__new__
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        sequence_parallel = config.sequence_parallel
+        config.sequence_parallel = False
+        try:
+            module = construct(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in module.parameters():
+            parameter.sequence_parallel = sequence_parallel
+        return module
+
+    return new
 
 
 def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import mappings, random
+    from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
@@ -231,6 +288,7 @@ def _replace_in_megatron() -> None:
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(_torch_norm(torch_norm.WrappedTorchNorm))
     for name, uneven in (
         ("_gather_along_first_dim", _gather_parts),
         ("_reduce_scatter_along_first_dim", _reduce_scatter_parts),

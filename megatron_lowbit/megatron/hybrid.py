@@ -1,99 +1,109 @@
-"""Hybrids of Mamba-2, attention and MLP blocks: megatron-core's MambaModel in local layers."""
+"""Hybrids of Mamba-2, attention, MLP and expert blocks in local layers.
 
-from argparse import Namespace
+Megatron-LM's own stack is of Transformer Engine's layers; this one runs everywhere.
+"""
+
+from functools import partial
 from typing import Any
 
-import torch
-
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.mamba import MambaModel
-from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-from megatron_lowbit.megatron.attention import TorchAttention
-from megatron_lowbit.megatron.cross_entropy import ChunkedLoss
-from megatron_lowbit.megatron.linear import (
-    LowbitColumnParallelLinear,
-    LowbitRowParallelLinear,
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
 )
+from megatron.training.models import HybridModelConfig
+
 from megatron_lowbit.megatron.mamba import use_best_scan
-from megatron_lowbit.megatron.mxnorm import use_mxnorm
-from megatron_lowbit.megatron.specs import TorchNorm
 
 
-class LowbitMambaModel(ChunkedLoss, MambaModel):
-    """megatron-core's model, with a loss that makes no FP32 copy of the logits."""
-
-
-class LocalMambaStack(MambaStack):
-    """megatron-core's stack, whose final norm is torch's: its own asks for Transformer Engine."""
+class LocalHybridStack(HybridStack):
+    """Megatron's stack, whose final norm is torch's: its own asks for Transformer Engine."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        wanted = kwargs.pop("post_layer_norm", True)
         super().__init__(config, *args, **kwargs, post_layer_norm=False)
-        if self.post_process:
-            self.post_layer_norm = True
-            self.final_norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
+        self.post_layer_norm = wanted
+        if self.post_process and wanted:
+            self.final_norm = WrappedTorchNorm(
+                config, config.hidden_size, eps=config.layernorm_epsilon
+            )
 
 
-def hybrid_chunk(args: Namespace, shared: dict[str, Any], vp_stage: int | None) -> torch.nn.Module:
-    """One pipeline stage of a hybrid; megatron-core has no virtual stages of one."""
-    use_best_scan()
-    spec = hybrid_stack_spec()
-    if args.transformer_impl == "transformer_engine":
-        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec as spec
-    if args.normalization == "MXNorm":
-        spec = use_mxnorm(spec)
-    pattern = args.hybrid_override_pattern
-    return LowbitMambaModel(**shared, mamba_stack_spec=spec, hybrid_override_pattern=pattern)
+def use_local_stack(model_config: HybridModelConfig) -> None:
+    """Let a hybrid be built without Transformer Engine, where the arguments ask for local layers."""
+    if model_config.transformer.transformer_impl == "local":
+        if model_config.hybrid_stack_spec is None:
+            model_config.hybrid_stack_spec = local_stack_spec(model_config.transformer)
+        use_best_scan()
 
 
-def hybrid_stack_spec() -> ModuleSpec:
-    """The stack, each block with a norm of its own before its first linear layer.
+def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
+    """Return the stack's spec, each block with a norm of its own before its first linear layer.
 
     Checkpoints name the norms as Transformer Engine's fused layers do.
     """
-    column, row = LowbitColumnParallelLinear, LowbitRowParallelLinear
+    column, row = ColumnParallelLinear, RowParallelLinear
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
     mamba = MambaLayerSubmodules(
-        norm=TorchNorm,
+        norm=WrappedTorchNorm,
         mixer=mixer,
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
     attention = TransformerLayerSubmodules(
-        input_layernorm=TorchNorm,
+        input_layernorm=WrappedTorchNorm,
         self_attention=ModuleSpec(
             SelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=SelfAttentionSubmodules(
-                linear_qkv=column, core_attention=TorchAttention, linear_proj=row
+                linear_qkv=column, core_attention=DotProductAttention, linear_proj=row
             ),
         ),
         self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
     )
     mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=TorchNorm,
-        mlp=ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+        pre_mlp_layernorm=WrappedTorchNorm,
+        mlp=partial(
+            MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
+        ),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
     return ModuleSpec(
-        LocalMambaStack,
-        submodules=MambaStackSubmodules(
+        LocalHybridStack,
+        submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+            moe_layer=ModuleSpec(MoETransformerLayer, submodules=_experts(config)),
         ),
+    )
+
+
+def _experts(config: TransformerConfig) -> TransformerLayerSubmodules:
+    experts = get_moe_module_spec(
+        use_te=False,
+        num_experts=config.num_moe_experts or 1,  # a pattern without experts never builds them
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    return TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
     )

@@ -1,4 +1,4 @@
-"""What a linear layer under a recipe has beside its parameters, whoever's module it is."""
+"""The state of a linear layer under a recipe, beside its parameters, whoever's module it is."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import experts
-from megatron_lowbit.megatron.quant_recipe import LayerPlan
+from megatron_lowbit.megatron.layer_plan import LayerPlan
+from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.numerics import AmaxHistory, derive_key
 from megatron_lowbit.numerics.philox import WORDS
@@ -16,7 +16,7 @@ from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
 
 
 class LayerState:
-    """A layer's plan, its random key, its amax histories, its quantized weight.
+    """Plan, random key, amax histories and cached quantized weight of a layer.
 
     Modules hold it as ``layer_state``. ``features`` are the global numbers (int64) of the features
     that tensor parallelism splits, None where it splits none.
@@ -50,8 +50,21 @@ class LayerState:
         self.weight_cache.operands = None
 
     def microbatch_key(self) -> int:
-        """The key of this layer's random numbers in the present microbatch."""
-        return derive_key(experts.microbatch_key(self.is_expert), self._key)
+        """Return the key of this layer's random numbers in the present microbatch."""
+        return derive_key(microbatch_key(self.is_expert), self._key)
+
+
+def device_of(module: torch.nn.Module) -> torch.device:
+    """Return where a linear layer computes, which may not be where its weight was made.
+
+    Models that are initialized on the CPU move to the GPU after their hooks ran; those on the meta
+    device stay there.
+    """
+    if module.weight is not None and module.weight.device.type == "meta":
+        return module.weight.device
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def split_features(
@@ -76,7 +89,7 @@ def split_features(
 
 
 def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
-    """Those of this rank's linear layers that a recipe reaches."""
+    """Yield the states of this rank's linear layers that a recipe reaches."""
     for chunk in chunks:
         for module in chunk.modules():
             state = getattr(module, "layer_state", None)
@@ -84,13 +97,7 @@ def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
                 yield state
 
 
-def set_recipe(chunks: Iterable[torch.nn.Module], recipe: Recipe) -> None:
-    """Let every linear layer compute as the recipe says from now on."""
-    for state in layer_states(chunks):
+def set_recipe(states: Iterable[LayerState], recipe: Recipe) -> None:
+    """Let linear layers compute as a recipe says from now on."""
+    for state in states:
         state.set_precision(recipe.precision_for(state.plan.layer))
-
-
-def forget_quantized_weights(chunks: Iterable[torch.nn.Module]) -> None:
-    """To be called whenever weights have changed: they are then quantized anew."""
-    for state in layer_states(chunks):
-        state.forget_weight()

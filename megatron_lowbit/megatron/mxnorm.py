@@ -1,30 +1,35 @@
-"""Attention's and the MLP's norm and first linear layer as one, by MXNorm, in local layers.
+"""Norm and first linear layer of attention and MLPs as one, by MXNorm, in local layers.
 
-Under the names of Transformer Engine's fused layers, as checkpoints have them: a model goes from
-RMSNorm to MXNorm and back by an argument. A layer that the recipe keeps in high precision has
+The names are those of Transformer Engine's fused layers, as checkpoints have them: a model goes
+from RMSNorm to MXNorm and back by an argument. A layer that the recipe keeps in high precision has
 RMSNorm itself.
 """
 
 import dataclasses
+from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.training.models.gpt import default_layer_spec
 
-from megatron_lowbit.megatron.linear import LowbitColumnParallelLinear
+from megatron_lowbit.errors import require
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
+from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import LinearPrecision
 
 
-class MXNormColumnParallelLinear(LowbitColumnParallelLinear):
+class MXNormColumnParallelLinear(ColumnParallelLinear):
     """Y = MXNorm(X) (W gain)^T with W's rows split over the tensor-parallel group."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,49 +37,77 @@ class MXNormColumnParallelLinear(LowbitColumnParallelLinear):
         self.layer_norm_weight = torch.nn.Parameter(
             torch.ones(self.input_size, dtype=self.config.params_dtype, device=self.weight.device)
         )
-        # Each rank has a part of its gradient then: megatron-core sums those that are so marked.
+        # Each rank has a part of its gradient then: megatron sums those that are so marked.
         self.layer_norm_weight.sequence_parallel = self.config.sequence_parallel
 
-    def _in_high_precision(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any):
+    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any):
+        """Normalize and multiply in high precision."""
         gain, eps = self.layer_norm_weight, self.config.layernorm_epsilon
         normalized = F.rms_norm(input, gain.shape, gain, eps)
-        return super()._in_high_precision(normalized, weight, **kwargs)
+        return super()._forward_impl(normalized, weight, **kwargs)
 
-    def _product(
+    def normalized_product(
         self, input: torch.Tensor, weight: torch.Tensor, precision: LinearPrecision, **settings: Any
     ) -> torch.Tensor:
+        """Normalize and multiply in a quantized precision; arguments as ``lowbit_linear``'s."""
         norm = self.layer_state.plan.norm
         return mxnorm_linear(input, self.layer_norm_weight, weight, precision, norm, **settings)
 
 
-def use_mxnorm(spec: Any) -> Any:
-    """The same spec of local layers, norm and first linear layer of attention and MLPs in one."""
+def mxnorm_of(args: Namespace) -> MXNorm | None:
+    """Return the normalization that the arguments ask for; None for megatron's own."""
+    return MXNorm(p=args.mxnorm_p, eps=args.norm_epsilon) if args.mxnorm else None
+
+
+def use_mxnorm_spec(model_config: Any) -> None:
+    """Let a model configuration build its layers with MXNorm.
+
+    Raises UserError for layers or norms that MXNorm does not replace.
+    """
+    transformer = model_config.transformer
+    require(transformer.transformer_impl == "local", "--mxnorm needs --transformer-impl local")
+    require(transformer.normalization == "RMSNorm", "--mxnorm needs --normalization RMSNorm")
+    if hasattr(model_config, "hybrid_stack_spec"):
+        model_config.hybrid_stack_spec = with_mxnorm(model_config.hybrid_stack_spec)
+    else:
+        model_config.transformer_layer_spec = _layer_spec
+
+
+def _layer_spec(model_config: Any, vp_stage: int | None) -> Any:
+    return with_mxnorm(default_layer_spec(model_config, vp_stage))
+
+
+def with_mxnorm(spec: Any) -> Any:
+    """Return a spec of local layers with norm and first linear layer of attention and MLPs in one."""
     if isinstance(spec, TransformerLayerSubmodules):
         attention = _with_fused(spec.self_attention, "linear_qkv")
-        mlp = _with_fused(spec.mlp, "linear_fc1") if _is_dense(spec.mlp) else spec.mlp
+        mlp = _with_fused(spec.mlp, "linear_fc1")
+        kept = attention is spec.self_attention, mlp is spec.mlp
         return dataclasses.replace(
             spec,
             self_attention=attention,
-            input_layernorm=spec.input_layernorm
-            if attention is spec.self_attention
-            else IdentityOp,
+            input_layernorm=spec.input_layernorm if kept[0] else IdentityOp,
             mlp=mlp,
-            pre_mlp_layernorm=spec.pre_mlp_layernorm if mlp is spec.mlp else IdentityOp,
+            pre_mlp_layernorm=spec.pre_mlp_layernorm if kept[1] else IdentityOp,
         )
     if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{k: use_mxnorm(v) for k, v in fields.items()})
+        return dataclasses.replace(spec, **{k: with_mxnorm(v) for k, v in fields.items()})
     if isinstance(spec, list):
-        return [use_mxnorm(entry) for entry in spec]
+        return [with_mxnorm(entry) for entry in spec]
     return spec
 
 
-def _is_dense(spec: Any) -> bool:
-    """Whether it is an MLP: a mixture of experts shares its norm with the router."""
-    return isinstance(spec, ModuleSpec) and spec.module is MLP
-
-
 def _with_fused(spec: Any, name: str) -> Any:
+    """Return a spec whose first linear layer normalizes; the same spec where there is none.
+
+    A mixture of experts stays as it is: it shares its norm with the router.
+    """
+    if isinstance(spec, partial) and spec.func == MLP.as_mlp_submodule:
+        submodules = dataclasses.replace(
+            spec.keywords["submodules"], **{name: MXNormColumnParallelLinear}
+        )
+        return partial(spec.func, *spec.args, **{**spec.keywords, "submodules": submodules})
     if not isinstance(spec, ModuleSpec) or not hasattr(spec.submodules, name):
         return spec
     submodules = dataclasses.replace(spec.submodules, **{name: MXNormColumnParallelLinear})
@@ -82,7 +115,7 @@ def _with_fused(spec: Any, name: str) -> Any:
 
 
 def mxnorm_layers(chunks: list[torch.nn.Module]) -> tuple[int, int]:
-    """How many of this rank's layers have MXNorm, and how many have RMSNorm in its place."""
+    """Count this rank's layers with MXNorm, and those with RMSNorm in its place."""
     modules = [
         module
         for chunk in chunks

@@ -9,19 +9,22 @@ from typing import Any
 
 import torch
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
+    TEGroupedLinear,
     TELayerNormColumnParallelLinear,
+    TELinear,
     TERowParallelLinear,
 )
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from transformer_engine.pytorch.quantization import RecipeState
 
-from megatron_lowbit.megatron.layer_state import LayerState, split_features
-from megatron_lowbit.megatron.quant_recipe import LayerPlan, QuantRecipe
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
+from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import slot
 from megatron_lowbit.transformer_engine.recipe import build
@@ -34,14 +37,6 @@ _COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
 _FACTORY = f"{__name__}.factory"
 
 
-class TEQuantRecipe(QuantRecipe):
-    """The recipe of a model in Transformer Engine's layers."""
-
-    def content(self, plan: LayerPlan) -> dict[str, Any]:
-        """A precision in the words of megatron-core's TEQuantizationParams."""
-        return _content(plan.precision)
-
-
 class TELayerState(LayerState):
     """The state of a module of Transformer Engine, which it keeps in step with its precision."""
 
@@ -51,7 +46,7 @@ class TELayerState(LayerState):
         module.name = _Name(plan.layer.path)
         module.name.state = self
         module.register_forward_pre_hook(self._open)
-        super().__init__(plan, module.weight.device, self._features(plan.layer.path))
+        super().__init__(plan, device_of(module), self._features(plan.layer.path))
 
     def _features(self, path: str) -> torch.Tensor | None:
         module = self.module
@@ -59,7 +54,7 @@ class TELayerState(LayerState):
             return None
         split = module.out_features if self.is_column else module.in_features
         parts = getattr(module.weight, "partition_stride", 1)
-        return split_features(path, split, parts, module.tp_group, module.weight.device)
+        return split_features(path, split, parts, module.tp_group, device_of(module))
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
@@ -104,19 +99,26 @@ class TELayerState(LayerState):
         )
 
 
-def take_over(
-    chunk: torch.nn.Module, quant_recipe: QuantRecipe, kind: type[TELayerState] = TELayerState
-) -> list[TELayerState]:
-    """Give every linear layer of a model its precision, and the state that goes with it."""
-    states = []
+def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return a chunk's linear layers that can take a recipe, by their path in it.
+
+    Raises UserError for grouped GEMMs, which take no recipe yet.
+    """
+    found = {}
     for name, module in chunk.named_modules():
-        if not isinstance(module, (*_COLUMN, TERowParallelLinear)):
-            continue
-        plan = quant_recipe.plan_of(name)
-        if plan is not None:
-            module.layer_state = kind(plan, module)
-            states.append(module.layer_state)
-    return states
+        if isinstance(module, TEGroupedLinear):
+            raise UserError(
+                f"{name}: grouped GEMMs take no recipe yet: leave out --moe-grouped-gemm"
+            )
+        if isinstance(module, (*_COLUMN, TERowParallelLinear, TELinear)):
+            found[name] = module
+    return found
+
+
+def take_over(module: torch.nn.Module, plan: LayerPlan) -> TELayerState:
+    """Give a linear layer of Transformer Engine its precision; return the state it now has."""
+    module.layer_state = TELayerState(plan, module)
+    return module.layer_state
 
 
 class _Name(str):

@@ -1,14 +1,12 @@
-"""Reading a checkpoint's pickles without running what they hold.
+"""Read a checkpoint's pickles without running what they hold.
 
-Three of its file kinds are pickles. torch's ``.metadata`` goes through an unpickler that knows
-nothing but what such a file needs; ``common.pt`` and the objects and tensors of ``*.distcp``
-through torch's weights_only. Whatever else a file holds ends in a UserError that names the file.
+torch's ``.metadata`` goes through an unpickler that knows nothing but what such a file needs;
+``common.pt`` and the objects and tensors of ``*.distcp`` through torch's weights_only with
+Megatron-LM's list of safe classes. Whatever else a file holds ends in a UserError that names it.
 """
 
 import io
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -16,14 +14,8 @@ import torch
 import torch.distributed.checkpoint.filesystem as torch_filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
-
-# isort: split
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 
 
 class _SavedPath(PurePosixPath):
@@ -62,8 +54,6 @@ class Reader(FileSystemReader):
     Raises UserError where a file holds anything else, or cannot be decoded.
     """
 
-    _file: str
-
     def read_metadata(self, *_: Any, **__: Any) -> torch_metadata.Metadata:
         path = Path(self.path) / ".metadata"
         with open(path, "rb") as file:
@@ -78,21 +68,6 @@ class Reader(FileSystemReader):
         metadata.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
         return metadata
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Any:
-        unrestricted = planner.load_bytes
-
-        def load_bytes(item: ReadItem, value: io.BytesIO) -> None:
-            clean = io.BytesIO()
-            torch.save(torch.load(value, map_location="cpu", weights_only=True), clean)
-            clean.seek(0)
-            unrestricted(item, clean)
-
-        planner.load_bytes = load_bytes
-        try:
-            return super().read_data(plan, planner)
-        except pickle.UnpicklingError as error:
-            _refuse(Path(self.path) / self._file, error)
-
     def read_tensor(self, place: torch_filesystem._StorageInfo) -> torch.Tensor:
         """One piece of a tensor, on the CPU, without a copy of it beside."""
         path = Path(self.path) / place.relative_path
@@ -103,34 +78,48 @@ class Reader(FileSystemReader):
         except Exception as error:
             _refuse(path, error)
 
-    def _slice_file(self, file: Any, sinfo: Any) -> Any:
-        self._file = sinfo.relative_path
-        return super()._slice_file(file, sinfo)
+
+def saved_tensors(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a torch_dist checkpoint's tensors by their keys; none of other formats.
+
+    Raises UserError where its ``.metadata`` is damaged or holds anything but metadata.
+    """
+    if not (path / ".metadata").is_file():
+        return {}
+    entries = Reader(path).read_metadata().state_dict_metadata
+    return {
+        key: tuple(entry.size)
+        for key, entry in entries.items()
+        if isinstance(entry, torch_metadata.TensorStorageMetadata)
+    }
 
 
-class CommonLoader(TorchCommonLoadStrategy):
-    """megatron's reader of ``common.pt``, confined to data whatever torch's default is."""
+def check_objects(path: Path) -> None:
+    """Raise UserError where an object in a torch_dist checkpoint's files could run code.
 
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        """Raises UserError where the file holds anything else, or cannot be decoded."""
-        path = Path(checkpoint_dir) / "common.pt"
-        try:
-            return torch.load(path, map_location="cpu", weights_only=True)
-        except OSError:
-            raise
-        except Exception as error:
-            _refuse(path, error)
+    torch's loader unpickles these objects without restriction. Tensors it reads with weights_only.
+    """
+    common = path / "common.pt"
+    if common.is_file():
+        _load_restricted(common, common.read_bytes())
+    if not (path / ".metadata").is_file():
+        return
+    metadata = Reader(path).read_metadata()
+    for index, place in metadata.storage_data.items():
+        if isinstance(
+            metadata.state_dict_metadata.get(index.fqn), torch_metadata.BytesStorageMetadata
+        ):
+            file = path / place.relative_path
+            with open(file, "rb") as stream:
+                stream.seek(place.offset)
+                _load_restricted(file, stream.read(place.length))
 
 
-@contextmanager
-def confined() -> Iterator[None]:
-    """While this lasts megatron.core, which makes its own readers, makes :class:`Reader`."""
-    original = torch_dist._get_filesystem_reader
-    torch_dist._get_filesystem_reader = lambda directory, cache_metadata=False: Reader(directory)
+def _load_restricted(path: Path, content: bytes) -> None:
     try:
-        yield
-    finally:
-        torch_dist._get_filesystem_reader = original
+        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle raises almost anything
+        _refuse(path, error)
 
 
 def _refuse(path: Path, error: Exception) -> NoReturn:

@@ -1,0 +1,81 @@
+"""The datasets of a run: Megatron-LM's own, built from its own arguments."""
+
+import dataclasses
+from argparse import Namespace
+from typing import Any
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.training import get_args, get_tokenizer
+from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
+from megatron.training.utils.common_utils import (
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+)
+
+from megatron_lowbit.data.dataset import cache_folder, check_dataset
+from megatron_lowbit.errors import UserError
+
+
+def provide_datasets(
+    num_samples: tuple[int, int, int], vp_stage: int | None = None
+) -> tuple[Any, Any, Any]:
+    """Build the training, validation and test datasets: Megatron-LM's ``datasets_provider``.
+
+    Raises UserError for datasets that are damaged or do not fit the tokenizer.
+    """
+    args = get_args()
+    config = _config(args)
+    kind = GPTFIMDataset if args.fim_data else GPTDataset
+    if args.mock_data:
+        kind = MockGPTDataset
+
+    def is_built_here() -> bool:
+        on_this_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
+        return on_this_stage and mpu.get_tensor_model_parallel_rank() == 0
+
+    return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
+
+
+provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron-LM
+
+
+def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
+    """Tell whether this rank's stage predicts several tokens."""
+    layout = args.pipeline_model_parallel_layout
+    return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+
+
+def _config(args: Namespace) -> GPTDatasetConfig:
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    tokenizer = get_tokenizer()
+    prefixes = [prefix for part in (blend, *(blend_per_split or ())) if part for prefix in part[0]]
+    for prefix in prefixes:
+        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model)
+    if not args.mock_data and not prefixes:
+        raise UserError("--data-path: give a dataset's prefix, or --mock-data")
+    kind = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
+    same_names = {f.name for f in dataclasses.fields(kind) if f.init} & vars(args).keys()
+    settings = {name: getattr(args, name) for name in same_names} | {
+        "random_seed": args.seed,
+        "sequence_length": args.seq_length,
+        "blend": blend,
+        "blend_per_split": blend_per_split,
+        "path_to_cache": args.data_cache_path or (cache_folder(prefixes) if prefixes else None),
+        "tokenizer": tokenizer,
+        "create_attention_mask": args.create_attention_mask_in_dataloader,
+        "fast_cache_load": args.dataloader_fast_cache_load,
+        "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
+        "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+    }
+    if args.fim_data:
+        settings["fim_extra_tokens"] = {
+            name: getattr(args, f"fim_{name}_token")
+            for name in ("prefix", "middle", "suffix", "pad", "eod")
+        }
+    return kind(**settings)

@@ -1,0 +1,121 @@
+"""One forward pass of a microbatch, and its loss: Megatron-LM's ``forward_step_func``."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import (
+    StragglerDetector,
+    get_attr_wrapped_model,
+    get_batch_on_this_cp_rank,
+    get_batch_on_this_tp_rank,
+)
+from megatron.training import get_args, get_timers
+from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
+
+from megatron_lowbit.megatron.datasets import has_mtp
+
+_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+# A loss this many times the largest so far is reported under --check-for-spiky-loss.
+_SPIKE_FACTOR = 10
+
+Loss = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
+
+
+def forward_step(
+    data: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
+) -> tuple[Any, Loss]:
+    """Run a chunk of the model on its next microbatch.
+
+    Returns the chunk's output (token losses (b, s) on the last stage), or its schedule plan where
+    Megatron-LM asks for one to overlap experts' communication, and the function that makes a loss
+    of the output.
+    """
+    timers, straggler = get_timers(), StragglerDetector()
+    timers("batch-generator", log_level=2).start()
+    with straggler(bdata=True):
+        batch = _next_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    run = model
+    if return_schedule_plan:
+        run = get_attr_wrapped_model(model, "build_schedule_plan")
+    with straggler:
+        output = run(
+            batch["tokens"],
+            batch["position_ids"],
+            batch["attention_mask"],
+            labels=batch["labels"],
+            loss_mask=batch["loss_mask"],
+        )
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None]:
+    """Return this rank's part of the next microbatch; None for tensors that its stage lacks."""
+    args = get_args()
+    predicts_more = has_mtp(args, vp_stage)
+    if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_more):
+        return dict.fromkeys(_KEYS)
+    batch: dict[str, Any] = {}
+    tensor_rank = mpu.get_tensor_model_parallel_rank()
+    if tensor_rank == 0:
+        loaded = next(data)
+        batch = {
+            key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in _KEYS
+        }
+    virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tensor_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=predicts_more,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(**virtual),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(**virtual),
+    )
+    group = mpu.get_context_parallel_group()
+    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Sum a microbatch's token losses.
+
+    Args:
+        loss_mask: (b, s), 1.0 for tokens that count.
+        output: token losses (b, s).
+
+    Returns:
+        The sum, the number of tokens (int32), and both to report, under Megatron-LM's name.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    _validate(loss)
+    tokens = mask.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.to(loss.dtype)])}
+
+
+def _validate(loss: Tensor) -> None:
+    """Let Megatron-LM's rerun machine judge the loss, as the arguments ask for."""
+    args, machine = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for name, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):
+            message = f"found {name} in local forward loss calculation"
+            machine.validate_result(loss, rejects, message, tolerance=0.0, fatal=True)
+    if args.check_for_spiky_loss:
+        spikes = partial(machine.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss")
+        machine.validate_result(loss, spikes, "Spiky loss", tolerance=0.0, fatal=False)

@@ -1,0 +1,68 @@
+"""Which precision each linear module of a model has: by its path and the global number of its block."""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
+
+_BLOCK = re.compile(r"(?P<where>.*?\blayers)\.\d+")
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+")
+_MTP = "mtp."
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """Identity, precision and engine of one linear layer.
+
+    ``norm`` is how the layer normalizes its input, where MXNorm is part of it.
+    """
+
+    layer: Layer
+    precision: LinearPrecision
+    engine: Engine
+    accumulate_main_grad: bool
+    norm: MXNorm | None = None
+
+
+def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | None:
+    """Return the layer that a recipe's rules see for a module; None for one outside the blocks.
+
+    megatron names modules by the chunk's own block numbers and the rank's own expert numbers; rules
+    see global ones. Blocks of multi-token prediction come after the decoder's last.
+
+    Args:
+        chunk: one virtual pipeline stage of the model.
+        name: the module's path in the chunk.
+        first_expert: the global number of the rank's first expert.
+    """
+    found = _BLOCK.match(name)
+    if found is None:
+        return None
+    num_blocks = chunk.config.num_layers
+    number = chunk.get_submodule(found[0]).layer_number - 1
+    path = f"{found['where']}.{number}{name[found.end() :]}"
+    path = _EXPERT.sub(lambda expert: str(int(expert[0]) + first_expert), path)
+    return Layer(path, number + (num_blocks if name.startswith(_MTP) else 0), num_blocks)
+
+
+def plans(
+    chunk: torch.nn.Module,
+    modules: dict[str, torch.nn.Module],
+    recipe: Recipe,
+    engine: Engine,
+    first_expert: int,
+    norm: MXNorm | None = None,
+) -> dict[str, LayerPlan]:
+    """Return the plan of each of a chunk's linear modules that is in a block, by its path there."""
+    accumulate = chunk.config.gradient_accumulation_fusion
+    found = {}
+    for name in modules:
+        layer = layer_of(chunk, name, first_expert)
+        if layer is not None:
+            precision = recipe.precision_for(layer)
+            found[name] = LayerPlan(layer, precision, engine, accumulate, norm)
+    return found

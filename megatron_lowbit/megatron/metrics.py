@@ -1,0 +1,130 @@
+"""A writer for Megatron-LM's training log that keeps SAVE/metrics.jsonl and the picture of the loss.
+
+Megatron-LM writes every scalar to an object with SummaryWriter's interface. This one is such an
+object, and passes everything on to TensorBoard's where there is one.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+_NAMES = {
+    "lm loss": "lm_loss",
+    "grad-norm": "grad_norm",
+    "learning-rate": "learning_rate",
+    "lm loss validation": "validation_loss",
+    "throughput": "model_tflops_per_second",
+}
+"""Megatron-LM's names, and those in the file; other names stay but for their blanks."""
+_REPEATED = " vs samples"
+
+
+class MetricsWriter:
+    """Writes one JSON object an iteration; beside it, whatever ``board`` does.
+
+    Lines are written every ``log_interval`` iterations, so that no iteration waits for the GPU.
+
+    Args:
+        directory: gets metrics.jsonl.
+        board: a SummaryWriter, or None.
+        log_interval: iterations between writes.
+        tokens: tokens of an iteration.
+    """
+
+    def __init__(self, directory: Path, board: Any, log_interval: int, tokens: int) -> None:
+        self.path = directory / METRICS_FILE
+        self._board, self._interval, self._tokens = board, log_interval, tokens
+        self._rows: dict[int, dict[str, Any]] = {}
+        self._since: tuple[int, float] | None = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def start(self, iteration: int) -> None:
+        """Drop lines after the iteration that the run goes on from; a line cut short goes too."""
+        _drop_lines_after(self.path, iteration)
+        self._since = iteration, time.perf_counter()
+
+    def add_scalar(self, name: str, value: Any, step: int, **settings: Any) -> None:
+        """Take one number or one-element tensor of an iteration."""
+        if self._board is not None:
+            self._board.add_scalar(name, value, step, **settings)
+        if name.endswith(_REPEATED):
+            return
+        due = self._rows and step not in self._rows and max(self._rows) % self._interval == 0
+        if due:
+            self.flush()
+        self._rows.setdefault(step, {})[_NAMES.get(name, name.replace(" ", "_"))] = value
+
+    def add_text(self, tag: str, text: str, global_step: int | None = None, **settings: Any) -> None:
+        """Pass on; the first call comes when training begins, and names its iteration."""
+        if self._since is None:
+            self.start(global_step or 0)
+        if self._board is not None:
+            self._board.add_text(tag, text, global_step, **settings)
+
+    def flush(self) -> None:
+        """Write what has been taken."""
+        self._measure_speed()
+        lines = []
+        for step, row in sorted(self._rows.items()):
+            numbers = {name: float(value) for name, value in row.items()}
+            # JSON has no NaN and no infinity.
+            finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
+            lines.append(json.dumps({"iteration": step, **finite}) + "\n")
+        self._rows.clear()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._rows:
+            self.flush()
+        if self._board is not None:
+            self._board.close()
+
+    def _measure_speed(self) -> None:
+        """Add the mean tokens a second since the last write to its last training iteration."""
+        trained = [step for step, row in self._rows.items() if "lm_loss" in row]
+        if not trained:
+            return
+        now, last = time.perf_counter(), max(trained)
+        if self._since is not None and last > self._since[0]:
+            iterations, seconds = last - self._since[0], now - self._since[1]
+            self._rows[last]["tokens_per_second"] = iterations * self._tokens / seconds
+        self._since = last, now
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass everything else on to TensorBoard's writer; without one it does nothing."""
+        return getattr(self._board, name) if self._board is not None else _nothing
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _drop_lines_after(path: Path, iteration: int) -> None:
+    if not path.is_file():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = [line for line in lines if _iteration_of(line) <= iteration]
+    if len(kept) == len(lines):
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        temporary.write_bytes(b"".join(kept))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _iteration_of(line: bytes) -> float:
+    try:
+        return json.loads(line)["iteration"] if line.endswith(b"\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf

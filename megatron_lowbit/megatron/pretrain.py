@@ -1,0 +1,135 @@
+"""A pretraining run: Megatron-LM's own, with a recipe for its model."""
+
+import os
+import sys
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from megatron_lowbit.megatron.arguments import parse_arguments
+
+
+def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
+    """Pretrain what the command line says.
+
+    Args:
+        argv: arguments; None for the process's own.
+        hybrid: the model that a script is for; None for either.
+
+    Raises:
+        UserError: arguments, recipe, data or checkpoint that do not fit.
+        TrainingError: a run that cannot go on.
+    """
+    # Advice to Megatron-LM's own developers, and that Apex is absent: nothing a user can act on.
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")
+    args = parse_arguments(argv, hybrid)
+    if args.dry_run:
+        from megatron_lowbit.megatron.dry_run import dry_run
+
+        dry_run(args)
+        return
+    with torn_down():
+        run(args)
+
+
+def model_config_of(args: Namespace):
+    """Return Megatron-LM's configuration of the model that the arguments describe."""
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    from megatron_lowbit.megatron.hybrid import use_local_stack
+    from megatron_lowbit.megatron.recipe_hook import use_recipe
+
+    if args.hybrid_layer_pattern is None:
+        model_config = gpt_config_from_args(args)
+    else:
+        model_config = hybrid_config_from_args(args)
+        use_local_stack(model_config)
+    use_recipe(model_config, args)
+    return model_config
+
+
+def run(args: Namespace) -> None:
+    """Train with parsed and validated arguments, by Megatron-LM's own loop."""
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
+
+    from megatron_lowbit.megatron.datasets import provide_datasets
+    from megatron_lowbit.megatron.forward_step import forward_step
+
+    container = pretrain_cfg_container_from_args(args, model_config_of(args))
+    kind = ModelType.encoder_or_decoder
+    with metrics_kept(args):
+        pretrain(container, provide_datasets, kind, forward_step, store=_store(args))
+
+
+def _store(args: Namespace) -> torch.distributed.Store | None:
+    """Return where ranks meet; None leaves it to the launcher's environment variables."""
+    dist = torch.distributed
+    if dist.is_torchelastic_launched():
+        timeout = timedelta(minutes=args.distributed_timeout_minutes)
+        launched, rank, _ = next(dist.rendezvous("env://", timeout=timeout))
+        # A process may train several times: no run must find what the last one left in the store.
+        joined = launched.add(f"megatron_lowbit/joined/{rank}", 1)
+        return dist.PrefixStore(f"megatron_lowbit/{joined}", launched)
+    return dist.HashStore() if args.world_size == 1 and "MASTER_ADDR" not in os.environ else None
+
+
+@contextmanager
+def metrics_kept(args: Namespace) -> Iterator[None]:
+    """Keep metrics.jsonl and a picture of the loss in ``--save``, on the rank that logs."""
+    if args.save is None or args.rank != args.world_size - 1:
+        yield
+        return
+    from megatron.training import global_vars
+
+    from megatron_lowbit.megatron.metrics import MetricsWriter
+
+    folder = Path(args.save)
+    board, tokens = global_vars.get_tensorboard_writer(), args.global_batch_size * args.seq_length
+    writer = MetricsWriter(folder, board, args.log_interval, tokens)
+    global_vars._GLOBAL_TENSORBOARD_WRITER = writer
+    try:
+        yield
+    finally:
+        writer.close()
+        _draw_loss(args, writer.path)
+
+
+def _draw_loss(args: Namespace, metrics: Path) -> None:
+    """Draw the loss curve; a run that had nothing to do has none."""
+    if not metrics.is_file() or "lm_loss" not in metrics.read_text():
+        return
+    from megatron_lowbit.analysis.loss_curve import plot_loss
+
+    name = "+".join(args.precision_recipe or ["bf16"])
+    picture = metrics.with_name("loss.png")
+    plot_loss({Path(name).stem: metrics}, picture)
+    print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
+
+
+@contextmanager
+def torn_down() -> Iterator[None]:
+    """Leave no process group and no global state of Megatron-LM behind."""
+    from megatron.training.training import destroy_global_state
+
+    try:
+        yield
+    except SystemExit as ended:
+        # Megatron-LM leaves so after --exit-interval, --exit-duration-in-mins and signals.
+        if ended.code not in (None, 0):
+            raise
+    finally:
+        failed = sys.exc_info()[0] is not None
+        destroy_global_state()
+        if torch.distributed.is_initialized():
+            if failed and torch.distributed.get_backend() == "nccl":
+                # NCCL's end in order is one more collective, which failed ranks never join.
+                torch.distributed.distributed_c10d._abort_process_group()
+            else:
+                torch.distributed.destroy_process_group()

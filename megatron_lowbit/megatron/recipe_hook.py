@@ -1,0 +1,138 @@
+"""Give a model that Megatron-LM builds the precision that its arguments name.
+
+For a script of one's own on ``megatron.training``, three lines::
+
+    args = parse_and_validate_args(extra_args_provider=add_recipe_arguments)
+    model_config = gpt_config_from_args(args)  # or hybrid_config_from_args
+    use_recipe(model_config, args)
+
+The recipe comes in through the configuration's public ``pre_wrap_hooks`` (and ``transformer_layer_
+spec`` for MXNorm); nothing of Megatron-LM is replaced.
+"""
+
+import sys
+from argparse import Namespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.training.utils import is_rank0
+
+from megatron_lowbit.kernels.engine import Engine, select_engine
+from megatron_lowbit.megatron import allreduce_norm, experts, linear
+from megatron_lowbit.megatron.amax_history import AmaxHistories
+from megatron_lowbit.megatron.layer_plan import plans
+from megatron_lowbit.megatron.layer_state import LayerState, layer_states, set_recipe
+from megatron_lowbit.megatron.load_source import LoadSource
+from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
+from megatron_lowbit.megatron.start_up import describe
+from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.upstream_gaps import use_prebuilt_dataset_helpers
+from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
+from megatron_lowbit.recipes.mxnorm import check_mxnorm
+
+
+def use_recipe(model_config: Any, args: Namespace) -> None:
+    """Let the model of a configuration compute as ``--precision-recipe`` says.
+
+    Without that argument this changes nothing.
+
+    Args:
+        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
+        args: parsed by Megatron-LM, with the arguments of ``add_recipe_arguments``.
+
+    Raises:
+        UserError: the recipe does not exist, or does not fit the other arguments.
+    """
+    use_prebuilt_dataset_helpers()
+    if args.precision_recipe is None:
+        return
+    recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    if args.mxnorm:
+        use_mxnorm_spec(model_config)
+    model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
+
+
+class RecipeHook:
+    """A ``pre_wrap_hook``: takes over the linear layers of a model's chunks."""
+
+    def __init__(self, recipe: Recipe, args: Namespace) -> None:
+        self.recipe, self.args = recipe, args
+        self.current: Recipe | None = None
+
+    def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Take over chunks that are not yet wrapped; return them."""
+        args, recipe = self.args, self.recipe
+        source = LoadSource.of(args)
+        engine = select_engine(_device(chunks), args.quantization_engine)
+        first = recipe.at(self._progress(source.iteration if source else 0))
+        self.states = [state for chunk in chunks for state in self._take_over(chunk, first, engine)]
+        self.current = first
+        layers = quantizable_layers(chunks)
+        recipe.check_rules(layers)
+        if args.mxnorm:
+            check_mxnorm(recipe, layers, args.hidden_size)
+        if args.fused_allreduce_norm:
+            allreduce_norm.fuse_all_reduces(chunks, args)
+        steps = steps_of(args, chunks)
+        steps.listeners.append(self._begin_step)
+        for chunk in chunks:
+            histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
+            if source:
+                source.check_histories(layer_states([chunk]))
+            chunk.amax_histories = histories
+            steps.listeners.append(histories.begin_step)
+        if is_rank0():
+            # Without a terminal rich assumes 80 columns, which breaks names apart.
+            console = Console(width=None if sys.stdout.isatty() else 130)
+            for line in describe(recipe, engine, layers, chunks, args):
+                console.print(line)
+        return chunks
+
+    def _take_over(
+        self, chunk: torch.nn.Module, recipe: Recipe, engine: Engine
+    ) -> list[LayerState]:
+        kind: Any = linear
+        modules = linear.local_linears(chunk)
+        if self.args.transformer_impl == "transformer_engine":
+            from megatron_lowbit.transformer_engine import layers as kind
+
+            modules = kind.te_linears(chunk)
+        first_expert = experts.first_local(chunk.config)
+        found = plans(chunk, modules, recipe, engine, first_expert, mxnorm_of(self.args))
+        return [kind.take_over(modules[name], plan) for name, plan in found.items()]
+
+    def _progress(self, iteration: int) -> Progress:
+        args = self.args
+        samples = getattr(args, "consumed_train_samples", 0) or iteration * args.global_batch_size
+        total = args.train_iters or (args.train_samples or 0) // args.global_batch_size or 1
+        return Progress(iteration, samples * args.seq_length, iteration / total)
+
+    def _begin_step(self, iteration: int, training: bool) -> None:
+        """Quantize weights anew, for they have changed, and switch where the recipe says so."""
+        for state in self.states:
+            state.forget_weight()
+        current = self.recipe.at(self._progress(iteration))
+        if training and current != self.current:
+            set_recipe(self.states, current)
+            self.current = current
+            if is_rank0():
+                print(f"iteration {iteration}: recipe {current.name}", flush=True)
+
+
+def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
+    """Return every linear layer of the whole model that a recipe can reach, in order of its path."""
+    mine = [state.plan.layer for state in layer_states(chunks)]
+    gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    unique = {layer.path: layer for layers in gathered for layer in layers}
+    return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))
+
+
+def _device(chunks: list[torch.nn.Module]) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,66 @@
+"""The start-up lines about a recipe: which layers, which precision, whose arithmetic."""
+
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from rich.table import Table
+
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.megatron import allreduce_norm
+from megatron_lowbit.megatron.mxnorm import mxnorm_layers
+from megatron_lowbit.recipes import Layer, Recipe, precision_table
+
+
+def describe(
+    recipe: Recipe,
+    engine: Engine,
+    layers: Sequence[Layer],
+    chunks: list[torch.nn.Module],
+    args: Namespace,
+) -> Iterator[str | Table]:
+    """Yield what a run prints about its recipe before it trains."""
+    yield precision_table(recipe, layers)
+    for switch in recipe.switches:
+        yield f"switch {switch}"
+    if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
+        yield f"quantization engine: {engine.name} ({engine.reason})"
+        yield from _products(recipe, engine, layers)
+    yield f"transformer layers: {args.transformer_impl}"
+    if args.transformer_impl == "transformer_engine":
+        yield from _kernels(recipe, layers)
+    if args.fused_allreduce_norm:
+        yield allreduce_norm.describe(chunks)
+    if args.mxnorm:
+        active, inactive = mxnorm_layers(chunks)
+        yield (
+            f"MXNorm, p {args.mxnorm_p:g}: {active} linear_qkv and linear_fc1 on rank 0; "
+            f"RMSNorm in {inactive} that are not quantized"
+        )
+
+
+def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterable[str]:
+    """Say how the engine multiplies each pair of formats that the recipe asks for."""
+    lines = {}
+    for layer in layers:
+        for precision in recipe.precision_for(layer).gemms.values():
+            sides = (precision.lhs, precision.rhs)
+            lhs, rhs = (None if side is None else side.format for side in sides)
+            if precision.quantized:
+                pair = " x ".join(
+                    "bf16" if format is None else format.name for format in (lhs, rhs)
+                )
+                lines[f"  {pair}: {engine.describe(lhs, rhs)}"] = None
+    return lines
+
+
+def _kernels(recipe: Recipe, layers: Iterable[Layer]) -> Iterable[str]:
+    """Say whose kernels compute the layers of each configuration in Transformer Engine's layers."""
+    from megatron_lowbit.transformer_engine.layers import kernels
+
+    lines = {}
+    for layer in layers:
+        rule = recipe.rule_for(layer)
+        name = "high precision" if rule is None else rule.config
+        lines[f"  {name}: {kernels(recipe.precision_for(layer))} kernels"] = None
+    return lines
