@@ -18,7 +18,6 @@ from difflib import get_close_matches
 from functools import partial
 
 from megatron_lowbit.command_line import (
-    HELP_PROGRAM,
     HELP_WIDTH,
     CommandParser,
     GivenArguments,
@@ -36,7 +35,7 @@ COMMAND = "pretrain"
 """Name under which the help of the pretraining programs is cached."""
 
 _OWN_GROUPS = ("dry run", "megatron-lowbit")
-_HYBRID_FLAGS = ("--hybrid-layer-pattern", "--hybrid-override-pattern", "--is-hybrid-model")
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -99,7 +98,6 @@ def front_parser() -> CommandParser:
     from megatron.training.arguments import add_megatron_arguments
 
     parser = CommandParser(
-        prog=HELP_PROGRAM,
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
         "@FILE reads arguments from FILE, which may have comments.",
         usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
@@ -199,12 +197,12 @@ def _describe_unknown(
 
 def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
     """Check what Megatron-LM does not know."""
-    pattern = next((flag for flag in _HYBRID_FLAGS if flag in given), None)
     if hybrid is True and not args.use_checkpoint_args:
-        require(pattern is not None, "--hybrid-layer-pattern is missing; pretrain_gpt.py is for "
-                                     "models without one")  # fmt: skip
+        require(any(flag in given for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
+                "models without one, use pretrain_gpt.py")  # fmt: skip
     if hybrid is False:
-        require(pattern is None, f"{pattern} is for hybrids: use pretrain_hybrid.py")
+        for flag in (*_PATTERNS, "--is-hybrid-model"):
+            require(flag not in given, f"{flag} is for hybrids: use pretrain_hybrid.py")
     require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
     require(args.dry_run_world_size is None or args.dry_run_world_size > 0,
             f"--world-size {args.dry_run_world_size}: must be positive")  # fmt: skip
@@ -226,6 +224,10 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
         Lines that say what was decided and why.
     """
     given.remove("--world-size")
+    if args.dry_run:
+        # Megatron-LM opens its writers while it reads the arguments.
+        for flag in ("--tensorboard-dir", "--wandb-project"):
+            given.remove(flag)
     if args.normalization == "MXNorm":
         given.remove("--normalization")
         given.add("--normalization", "RMSNorm")

@@ -27,7 +27,10 @@ _ADDED: tuple[tuple[str, ...], ...] = (
     ("--rerun-mode", "disabled"),
     ("--async-strategy", "mcore"),
 )
-"""Arguments to add unless they are given. Without an extension, each names a slower way."""
+"""Arguments to add unless they are given."""
+
+_CONFLICTS = {"--no-create-attention-mask-in-dataloader": "--reset-attention-mask"}
+"""Arguments of ``_ADDED`` that would undo another one, if that is given."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ _UNSUPPORTED = (
     _Row("--use-transformer-engine-op-fuser", _TE),
     _Row("--te-rng-tracker", _TE),
     _Row("--log-max-attention-logit", _TE),
+    _Row("--te-precision-config-file", _TE),
     _Row("--dsa-kernel-backend", _KERNEL, ("tilelang", "cudnn")),
     # CUDA graphs
     _Row("--cuda-graph-impl", _GRAPH, ("local", "transformer_engine", "full_iteration")),
@@ -165,7 +169,12 @@ def adapt_to_cpu(args: Namespace, given: GivenArguments) -> list[str]:
         Lines that say what was changed and why.
     """
     lines = [f"on a CPU: {line}" for row in _UNSUPPORTED if (line := _apply(row, args, given))]
-    missing = [argument for argument in _ADDED if argument[0] not in given]
+    missing = [
+        argument
+        for argument in _ADDED
+        if argument[0] not in given
+        and not (argument[0] in _CONFLICTS and _CONFLICTS[argument[0]] in given)
+    ]
     for argument in missing:
         given.add(*argument)
     if missing:
@@ -189,7 +198,8 @@ def _apply(row: _Row, args: Namespace, given: GivenArguments) -> str | None:
         return f"left out {text}: {row.reason}"
     if row.instead[0] not in given:
         given.add(*row.instead)
-    return f"{' '.join(row.instead)} instead of {text}: {row.reason}"
+    replaced = text.removeprefix(f"{row.instead[0]} ")
+    return f"{' '.join(row.instead)} instead of {replaced}: {row.reason}"
 
 
 def _name(value: Any) -> str:

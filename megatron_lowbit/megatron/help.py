@@ -12,11 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_lowbit.command_line import help_cache, print_help
+from megatron_lowbit.command_line import HELP_PROGRAM, help_cache, print_help
 
 
 def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
     """Render a command's help, store it in the user's cache, print it and exit."""
+    parser.prog = HELP_PROGRAM
     text = parser.format_help()
     # Without a place to store it, the help is only slower. RuntimeError: there is no home folder.
     with suppress(OSError, RuntimeError):

@@ -77,17 +77,17 @@ _EQUIVALENTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("mxfp8", "e4m3"): ("mxfp8", ()),
     ("nvfp4", "e2m1"): ("nvfp4", ()),
 }
-_TRANSLATED = "the recipe says the same"
+_BLOCKS = "bf16_blocks of the recipe take its place"
 _OWN_WEIGHTS = "it is about weights that Transformer Engine stores quantized"
 # Flags that have a meaning only where Megatron-LM's own FP8 or FP4 runs.
 _DEPENDENT = {
     "--fp8-format": "the recipe takes its place",
     "--fp4-format": "the recipe takes its place",
-    "--fp8-recipe": _TRANSLATED,
-    "--fp4-recipe": _TRANSLATED,
-    "--first-last-layers-bf16": _TRANSLATED,
-    "--num-layers-at-start-in-bf16": _TRANSLATED,
-    "--num-layers-at-end-in-bf16": _TRANSLATED,
+    "--fp8-recipe": "the recipe takes its place",
+    "--fp4-recipe": "the recipe takes its place",
+    "--first-last-layers-bf16": _BLOCKS,
+    "--num-layers-at-start-in-bf16": _BLOCKS,
+    "--num-layers-at-end-in-bf16": _BLOCKS,
     "--fp8-amax-history-len": "amax_history of fp8-delayed takes its place",
     "--fp8-amax-compute-algo": "amax_history of fp8-delayed takes its place",
     "--no-fp8-wgrad": "wgrad of fp8-delayed takes its place",
@@ -243,6 +243,8 @@ def _with_recipes(
     reason: str,
 ) -> Precision:
     """Check the recipes and say what they replace. The user's overrides come last and win."""
+    require("--te-precision-config-file" not in given, "--te-precision-config-file is for "
+            "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
     overrides = (*overrides, *args.recipe_set)
     recipe = load_recipes(recipes, overrides)
     require(

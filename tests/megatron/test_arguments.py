@@ -1,0 +1,331 @@
+"""Command line of the pretraining programs, from the given arguments to Megatron-LM's own."""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_lowbit import command_line
+from megatron_lowbit.command_line import GivenArguments, expand_files
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import arguments, help
+from megatron_lowbit.megatron.cpu_arguments import _ADDED, _UNSUPPORTED, adapt_to_cpu
+
+# isort: split
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+from megatron.training.global_vars import get_args, unset_global_variables
+
+TINY = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 96
+"""
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """Leave no global variable of Megatron-LM and no environment variable behind."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    yield
+    unset_global_variables()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return arguments.front_parser()
+
+
+def parse(line: str, **named):
+    return arguments.parse_arguments(shlex.split(TINY + line), **named)
+
+
+def refusal(line: str, **named) -> str:
+    with pytest.raises(UserError) as refused:
+        parse(line, **named)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# -- a whole command line --------------------------------------------------------------------------
+
+
+@on_a_cpu
+def test_the_plain_command_works_on_a_cpu(capsys):
+    before = list(sys.argv)
+    args = parse("--bf16 --fp4-recipe nvfp4 --recipe-set bf16_blocks=none")
+    assert sys.argv == before and get_args() is args
+    assert args.precision_recipe == ["nvfp4"] and args.recipe_set == ["bf16_blocks=none"]
+    assert (args.fp8, args.fp4, args.fp8_recipe, args.fp4_recipe) == (
+        None,
+        None,
+        "delayed",
+        "nvfp4",
+    )
+    assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
+    assert not args.bf16 and args.params_dtype == torch.float32
+    assert not args.dry_run and args.world_size == 1
+    out = capsys.readouterr().out
+    assert "precision: recipe nvfp4 of megatron-lowbit with bf16_blocks=none" in out
+    assert "on a CPU: left out --bf16" in out and "on a CPU: added --distributed-backend" in out
+
+
+@on_a_cpu
+def test_no_default_of_megatron_changes():
+    args = vars(parse("--fp4-recipe nvfp4"))
+    unset_global_variables()
+    added = " ".join(word for argument in _ADDED for word in argument)
+    argv, sys.argv = sys.argv, ["program", *shlex.split(TINY + added)]
+    try:
+        plain = vars(parse_and_validate_args())
+    finally:
+        sys.argv = argv
+    assert {name: args[name] for name in plain} == plain
+
+
+def test_lines_are_printed_on_rank_0_alone(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parse("--fp4-recipe nvfp4")
+    assert "precision:" not in capsys.readouterr().out
+
+
+def test_any_script_can_add_the_arguments_of_recipes(monkeypatch):
+    line = TINY + "--precision-recipe fp8-tile nvfp4 --log-quantization-error-interval"
+    monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(line)])
+    args = parse_and_validate_args(extra_args_provider=arguments.add_recipe_arguments)
+    assert args.precision_recipe == ["fp8-tile", "nvfp4"]
+    assert (args.recipe_set, args.mxnorm, args.mxnorm_p) == ([], False, 2.0)
+    assert args.log_quantization_error_interval == 1000 and args.save_keep_last is None
+
+
+def test_mxnorm_is_a_normalization():
+    args = parse("--normalization MXNorm --mxnorm-p 3 --fp4-recipe nvfp4")
+    assert (args.normalization, args.mxnorm, args.mxnorm_p) == ("RMSNorm", True, 3.0)
+
+
+@on_a_cpu
+def test_a_dry_run_is_for_any_number_of_ranks(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    line = "--dry-run --world-size 8 --tensor-model-parallel-size 2 --tensorboard-dir "
+    args = parse(line + str(tmp_path / "events"))
+    assert args.dry_run and (args.world_size, args.data_parallel_size) == (8, 4)
+    assert os.environ["WORLD_SIZE"] == "1" and not (tmp_path / "events").exists()
+    # Megatron-LM demands it for tensor parallelism, but a CPU does not read it.
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_all_unknown_arguments_are_named_at_once():
+    message = refusal("--nm-layers 3 --fp4-recpie=nvfp4 --zzzz -1 --lr 0.1 stray")
+    assert message.startswith("unknown arguments --nm-layers (did you mean --num-layers")
+    assert "--fp4-recpie (did you mean --fp4-recipe" in message
+    assert ", --zzzz, 'stray'; --help lists all" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num-layers two", "--num-layers"),
+        ("--attention-backend fast", "invalid value: 'fast'; use one of flash,fused,unfused"),
+        ("--moe-layer-freq x", "--moe-layer-freq"),
+        ("--hidden-size 65", "--hidden-size % --num-attention-heads == 0"),
+        ("--min-lr 1", "Megatron-LM demands --min-lr <= --lr"),
+        ("--pipeline-model-parallel-size 2", "world size (1) is not divisible"),
+        ("--no-position-embedding", "--no-position-embedding is deprecated"),
+        ("--checkpoint-activations", "Megatron-LM refused the arguments"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such/folder", "/no/such"),
+        ("--world-size 2", "--world-size needs --dry-run"),
+        ("--dry-run --world-size 0", "must be positive"),
+        ("--mxnorm", "--mxnorm needs --normalization RMSNorm"),
+        ("--mxnorm-p 0", "--mxnorm-p 0: must be positive"),
+        ("--load-latest-valid", "needs --load"),
+        ("--save-keep-last 2", "needs --save"),
+        ("--save a --save-interval 1 --save-keep-last 0", "at least 1"),
+        ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "excludes"),
+    ],
+)
+def test_refusals_are_one_line(line, message):
+    assert message in refusal(line)
+
+
+def test_a_missing_argument_is_named():
+    with pytest.raises(UserError, match="--micro-batch-size is not None"):
+        arguments.parse_arguments(shlex.split("--num-layers 2 --hidden-size 64 --mock-data"))
+
+
+def test_scripts_for_hybrids_and_for_gpts():
+    pattern = "--hybrid-layer-pattern M-*-"
+    assert "pretrain_gpt.py" in refusal("", hybrid=True)
+    assert "pretrain_hybrid.py" in refusal(pattern, hybrid=False)
+    assert "pretrain_hybrid.py" in refusal("--hybrid-override-pattern M-*-", hybrid=False)
+    assert parse(pattern, hybrid=True).num_layers == 4
+
+
+def test_a_refusal_leaves_with_exit_code_2():
+    code = "import sys; from megatron_lowbit.errors import exit_on_user_error as end\n" \
+        "import megatron_lowbit.megatron.arguments as a; end(a.parse_arguments)"  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-c", code, "--nm-layers", "3"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("error: unknown argument --nm-layers")
+
+
+# -- files of arguments ----------------------------------------------------------------------------
+
+
+def test_files_of_arguments_are_split_like_a_shell_command(tmp_path):
+    inner, outer = tmp_path / "inner.args", tmp_path / "outer.args"
+    inner.write_text("--split '99, 1, 0' # shares\n")
+    outer.write_text(f"# a comment\n--lr 1e-3 \\\n  --bf16\n@{inner}\n")
+    expected = ["--seed", "3", "--lr", "1e-3", "--bf16", "--split", "99, 1, 0"]
+    assert expand_files(["--seed", "3", f"@{outer}"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("@{path}", "includes itself"),
+        ("--split '9", "No closing quotation"),
+    ],
+)
+def test_a_file_of_arguments_that_cannot_be_read(tmp_path, text, message):
+    path = tmp_path / "some.args"
+    if text is not None:
+        path.write_text(text.format(path=path))
+    assert message in refusal(f"@{path}")
+
+
+def test_given_arguments_can_be_replaced(parser):
+    given = GivenArguments(parser, ["--lr=-1", "--disable-bias-linear", "--data-path", "a", "b"])
+    assert "--lr" in given and "--min-lr" not in given
+    assert given.text("--data-path") == "--data-path a b"
+    given.remove("--disable-bias-linear")
+    given.add("--min-lr", "0")
+    assert given.tokens() == ["--lr=-1", "--data-path", "a", "b", "--min-lr", "0"]
+
+
+# -- a CPU -----------------------------------------------------------------------------------------
+
+
+def adapted(parser, line: str) -> tuple[GivenArguments, list[str]]:
+    argv = shlex.split(line)
+    given = GivenArguments(parser, argv)
+    return given, adapt_to_cpu(parser.parse_args(argv), given)
+
+
+def test_tables_name_arguments_and_values_that_megatron_has(parser):
+    for row in _UNSUPPORTED:
+        choices = parser._option_string_actions[row.flag].choices
+        names = [getattr(choice, "name", choice) for choice in choices or ()]
+        assert set(row.values) <= set(names), row.flag
+        parser.parse_args(list(row.instead))
+    for argument in _ADDED:
+        parser.parse_args(list(argument))
+
+
+def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
+    given, lines = adapted(parser, """
+        --transformer-impl transformer_engine --distributed-backend nccl --attention-backend flash
+        --cuda-graph-impl local --tp-comm-overlap --moe-permute-fusion --async-strategy nvrx
+        --use-megatron-fsdp --ckpt-format fsdp_dtensor --fp16 --lr 1
+    """)  # fmt: skip
+    args = parser.parse_args(given.tokens())
+    assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
+    assert args.attention_backend == AttnBackend.auto and args.cuda_graph_impl == "none"
+    assert (args.async_strategy, args.ckpt_format) == ("mcore", "torch_dist")
+    assert args.use_distributed_optimizer and not args.use_megatron_fsdp
+    assert not (args.tp_comm_overlap or args.moe_permute_fusion or args.fp16) and args.lr == 1
+    replaced = "on a CPU: --transformer-impl local instead of transformer_engine: "
+    assert any(line.startswith(replaced) for line in lines)
+    assert len(lines) == 11
+
+
+def test_what_a_cpu_can_do_stays(parser):
+    line = "--attention-backend unfused --ckpt-format torch --moe-token-dispatcher-type alltoall"
+    given, lines = adapted(parser, line)
+    assert given.tokens()[: len(line.split())] == line.split()
+    assert len(lines) == 1 and lines[0].startswith("on a CPU: added ")
+    again = GivenArguments(parser, given.tokens())
+    assert adapt_to_cpu(parser.parse_args(given.tokens()), again) == []
+
+
+def test_masks_between_documents_are_still_created(parser):
+    added = "--no-create-attention-mask-in-dataloader"
+    assert added in adapted(parser, "--lr 1")[0]
+    assert added not in adapted(parser, "--lr 1 --reset-attention-mask")[0]
+
+
+# -- help ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_help_lists_all_arguments_and_is_cached(parser, cache, capsys):
+    command_line.print_cached_help("pretrain", ["--help"])
+    with pytest.raises(SystemExit) as ended:
+        help.show_help("pretrain", parser)
+    shown = capsys.readouterr().out
+    assert not ended.value.code
+    assert (
+        shown.index("--dry-run") < shown.index("--precision-recipe") < shown.index("--print-comp")
+    )
+    assert shown.index("--print-completion") < shown.index("--num-layers N  ")
+    upstream = add_megatron_arguments(arguments.CommandParser())
+    hidden = arguments.argparse.SUPPRESS
+    for action in upstream._actions:
+        assert action.help == hidden or action.option_strings[0] in shown
+    assert f"usage: {os.path.basename(sys.argv[0])} [@FILE" in shown and "<program>" not in shown
+    [file] = (cache / "megatron-lowbit").iterdir()
+    assert file.name.startswith("pretrain-help-") and "-0.19.2-" in file.name
+    with pytest.raises(SystemExit):
+        command_line.print_cached_help("pretrain", ["--num-layers", "2", "--help"])
+    assert capsys.readouterr().out == shown
+
+
+def test_a_cached_help_is_printed_only_when_it_is_asked_for_and_current(cache, capsys):
+    file = command_line.help_cache("pretrain")
+    file.parent.mkdir()
+    file.write_text("help of <program>\n")
+    command_line.print_cached_help("pretrain", ["--num-layers", "2"])
+    os.utime(file, (1, 1))
+    command_line.print_cached_help("pretrain", ["--help"])
+    assert capsys.readouterr().out == ""
+
+
+def test_help_works_without_a_cache(parser, cache, capsys):
+    (cache / "megatron-lowbit").write_text("a file, not a folder")
+    with pytest.raises(SystemExit):
+        help.show_help("pretrain", parser)
+    assert "--precision-recipe" in capsys.readouterr().out
+
+
+def test_help_is_found_before_torch_is_imported():
+    # The package itself is replaced by an empty one: this is about what the module imports.
+    package = os.path.dirname(command_line.__file__)
+    code = (
+        "import sys, types; package = types.ModuleType('megatron_lowbit')\n"
+        f"package.__path__ = [{package!r}]; sys.modules['megatron_lowbit'] = package\n"
+        "import megatron_lowbit.command_line; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_scripts(shell, capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse_arguments(["--print-completion", shell])
+    shown = capsys.readouterr().out
+    assert "precision-recipe" in shown and "num-layers" in shown
