@@ -1,5 +1,9 @@
 """The files of a checkpoint directory: their names, checksums, publication and deletion.
 
+    DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
+    DIR/iter_0000100/...                     what Megatron-LM has saved
+    DIR/iter_0000100/lowbit.json             length and checksum of each of these files
+
 Nothing here talks to other ranks.
 """
 
@@ -12,11 +16,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_lowbit.checkpoints.pickles import check_lengths
 from megatron_lowbit.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DOCUMENT = "lowbit.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _SHOWN = 5
 
 
@@ -49,7 +54,7 @@ def iterations(directory: Path) -> list[int]:
 
 
 def complete_iterations(directory: Path) -> list[int]:
-    """Those whose files are all there in full length; their content is not read."""
+    """Return those whose files are all there in full length; their content is not read."""
     return [i for i in iterations(directory) if _is_complete(iteration_directory(directory, i))]
 
 
@@ -66,20 +71,28 @@ def alternatives(directory: Path, besides: int | None = None) -> str:
 # -- what a checkpoint should hold -----------------------------------------------------------------
 
 
-def checksums(directory: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """name -> {"bytes", "blake2b"} of the files that this rank wrote."""
+def checksums(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return {"bytes", "blake2b"} of every file of a checkpoint by its name, lowbit.json apart."""
     return {
-        path.name: {"bytes": path.stat().st_size, "blake2b": _digest(path)}
-        for path in sorted(directory.iterdir())
-        if _writer(path.name) == rank
+        path.relative_to(directory).as_posix(): {
+            "bytes": path.stat().st_size,
+            "blake2b": _digest(path),
+        }
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != DOCUMENT
     }
 
 
 def write_document(directory: Path, document: dict[str, Any]) -> None:
-    """Write lowbit.json, with the format's version and a checksum of its own."""
+    """Write lowbit.json, whole or not at all, with the format's version and its own checksum.
+
+    Args:
+        directory: the checkpoint's.
+        document: JSON; ``files`` as :func:`checksums` returns them.
+    """
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **document}))
     content["blake2b"] = _document_digest(content)
-    _write_text(directory / DOCUMENT, json.dumps(content, indent=1))
+    _replace_text(directory / DOCUMENT, json.dumps(content, indent=1))
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -93,7 +106,7 @@ def read_document(path: Path) -> dict[str, Any]:
         document = json.loads(file.read_text())
         version = document["format_version"]
         if version == FORMAT_VERSION:
-            _ = document["state"]["model"], document["files"], document["iteration"]
+            _ = document["files"]
             digest = document.pop("blake2b")
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: damaged ({error!r}); load another checkpoint") from error
@@ -130,16 +143,13 @@ def _is_numbered(path: Path) -> bool:
 
 def _is_complete(path: Path) -> bool:
     try:
+        if not (path / DOCUMENT).exists():
+            check_lengths(path)
+            return True
         files = read_document(path)["files"]
         return all((path / name).stat().st_size == files[name]["bytes"] for name in files)
     except (UserError, OSError):
         return False
-
-
-def _writer(name: str) -> int:
-    """The rank that writes a file: torch's shards carry it in their name; rank 0 all others."""
-    shard = re.fullmatch(r"__(\d+)_\d+\.distcp", name, re.ASCII)
-    return int(shard[1]) if shard else 0
 
 
 def _digest(path: Path) -> str:
@@ -167,7 +177,12 @@ def make_empty(directory: Path, partial: Path) -> None:
 def publish(partial: Path, final: Path) -> None:
     """Let a whole checkpoint appear under its name, and the tracker file name it."""
     replace_directory(partial, final)
-    _replace_text(final.parent / TRACKER, str(int(final.name[5:])))
+    write_tracker(final.parent, int(final.name[5:]))
+
+
+def write_tracker(directory: Path, iteration: int) -> None:
+    """Let DIR's tracker file name an iteration."""
+    _replace_text(directory / TRACKER, str(iteration))
 
 
 def replace_directory(partial: Path, final: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.checkpoint.filesystem as torch_filesystem
 import torch.distributed.checkpoint.metadata as torch_metadata
+import torch.distributed.checkpoint.planner as torch_planner
 from torch.distributed.checkpoint import FileSystemReader
 
 from megatron_lowbit.errors import UserError
@@ -34,6 +35,12 @@ _KNOWN = {
         torch_metadata.TensorProperties,
         torch_metadata._MEM_FORMAT_ENCODING,
         torch_filesystem._StorageInfo,
+        # Megatron-LM keeps the plans of all ranks there.
+        torch_planner.SavePlan,
+        torch_planner.WriteItem,
+        torch_planner.WriteItemType,
+        torch_planner.TensorWriteData,
+        torch_planner.BytesIOWriteData,
         torch.serialization._get_layout,
     )
 } | {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): _SavedPath}
@@ -92,6 +99,28 @@ def saved_tensors(path: Path) -> dict[str, tuple[int, ...]]:
         for key, entry in entries.items()
         if isinstance(entry, torch_metadata.TensorStorageMetadata)
     }
+
+
+def check_lengths(path: Path) -> None:
+    """Raise UserError where a file of a torch_dist checkpoint is missing or cut short.
+
+    A folder without ``.metadata``, which is written last, is no complete checkpoint; in the formats
+    ``torch`` and ``fsdp_dtensor`` of Megatron-LM nothing more is known.
+    """
+    if not (path / ".metadata").is_file():
+        if any(path.glob("**/*.pt")):
+            return
+        raise UserError(f"{path / '.metadata'}: missing")
+    ends: dict[str, int] = {}
+    for place in Reader(path).read_metadata().storage_data.values():
+        end = place.offset + place.length
+        ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
+    for name, end in ends.items():
+        file = path / name
+        if not file.is_file():
+            raise UserError(f"{file}: missing")
+        if file.stat().st_size < end:
+            raise UserError(f"{file}: {file.stat().st_size} bytes instead of {end}")
 
 
 def check_objects(path: Path) -> None:

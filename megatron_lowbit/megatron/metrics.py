@@ -54,10 +54,10 @@ class MetricsWriter:
             self._board.add_scalar(name, value, step, **settings)
         if name.endswith(_REPEATED):
             return
-        due = self._rows and step not in self._rows and max(self._rows) % self._interval == 0
-        if due:
-            self.flush()
-        self._rows.setdefault(step, {})[_NAMES.get(name, name.replace(" ", "_"))] = value
+        if self._rows and step not in self._rows and max(self._rows) % self._interval == 0:
+            self._write()
+        # The first value stays: the loss of the test set comes last, under the validation's name.
+        self._rows.setdefault(step, {}).setdefault(_NAMES.get(name, name.replace(" ", "_")), value)
 
     def add_text(self, tag: str, text: str, global_step: int | None = None, **settings: Any) -> None:
         """Pass on; the first call comes when training begins, and names its iteration."""
@@ -66,8 +66,7 @@ class MetricsWriter:
         if self._board is not None:
             self._board.add_text(tag, text, global_step, **settings)
 
-    def flush(self) -> None:
-        """Write what has been taken."""
+    def _write(self) -> None:
         self._measure_speed()
         lines = []
         for step, row in sorted(self._rows.items()):
@@ -78,13 +77,11 @@ class MetricsWriter:
         self._rows.clear()
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
-        if self._board is not None:
-            self._board.flush()
 
     def close(self) -> None:
         """Write what is left."""
         if self._rows:
-            self.flush()
+            self._write()
         if self._board is not None:
             self._board.close()
 

@@ -2,15 +2,17 @@
 
 import os
 import sys
+import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
 
 
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
 
         dry_run(args)
         return
-    with torn_down():
+    with torn_down(), upstream_refusals_named():
         run(args)
 
 
@@ -59,12 +61,14 @@ def run(args: Namespace) -> None:
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
+    from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard
     from megatron_lowbit.megatron.datasets import provide_datasets
     from megatron_lowbit.megatron.forward_step import forward_step
 
-    container = pretrain_cfg_container_from_args(args, model_config_of(args))
-    kind = ModelType.encoder_or_decoder
-    with metrics_kept(args):
+    model_config, kind = model_config_of(args), ModelType.encoder_or_decoder
+    container = pretrain_cfg_container_from_args(args, model_config)
+    with metrics_kept(args), closing(CheckpointGuard(args)) as guard:
+        model_config.pre_wrap_hooks.insert(0, guard)
         pretrain(container, provide_datasets, kind, forward_step, store=_store(args))
 
 
@@ -111,6 +115,19 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     picture = metrics.with_name("loss.png")
     plot_loss({Path(name).stem: metrics}, picture)
     print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
+
+
+@contextmanager
+def upstream_refusals_named() -> Iterator[None]:
+    """Turn an assertion of Megatron-LM that has a message into a UserError with its place."""
+    try:
+        yield
+    except AssertionError as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if not str(error) or f"{os.sep}megatron{os.sep}" not in frame.filename:
+            raise
+        where = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise UserError(f"Megatron-LM ({where}): {' '.join(str(error).split())}") from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""One outcome on all ranks of what a checkpoint does."""
+"""One outcome on all ranks of an operation that may fail on any of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _Error = TypeVar("_Error", bound=BaseException)
 def same_outcome(
     doing: str, directory: Path, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """An exception inside on any rank leaves this on every rank, so that none waits for another.
+    """Let an exception inside on any rank leave on every rank, so that none waits for another.
 
     UserError and whatever the operating system caused become one UserError everywhere; another
     exception is raised again where it occurred and as RuntimeError on the other ranks.
@@ -41,7 +41,7 @@ def same_outcome(
 
 
 def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
-    """The ``kind`` that caused an exception, also by way of torch's; None where there is none."""
+    """Return the ``kind`` that caused an exception, also by way of torch's; None where there is none."""
     if isinstance(error, kind):
         return error
     below = [error.__cause__, error.__context__]
@@ -51,7 +51,7 @@ def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
 
 
 def _report(error: BaseException, failure: str) -> tuple[bool, str]:
-    """(is it the user's to mend, one line) of an exception."""
+    """Return whether an exception is the user's to mend, and one line about it."""
     mistake = error_behind(error, UserError)
     if mistake is not None:
         return True, str(mistake)
