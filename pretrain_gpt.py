@@ -1,13 +1,7 @@
 """Pretrain a GPT in low precision: ``pretrain_gpt.py --fp4-recipe nvfp4 ...``."""
 
-from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training import command
+from megatron_lowbit.commands import pretrain
 
-
-def main() -> None:
-    """Parse, build, train."""
-    command.main(hybrid=False)
-
-
+# Megatron-LM's checkpoint writers and data loaders start processes that import this file anew.
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    pretrain(hybrid=False)

@@ -1,13 +1,7 @@
 """Pretrain a Mamba-Transformer hybrid in low precision."""
 
-from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.training import command
+from megatron_lowbit.commands import pretrain
 
-
-def main() -> None:
-    """Parse, build, train."""
-    command.main(hybrid=True)
-
-
+# Megatron-LM's checkpoint writers and data loaders start processes that import this file anew.
 if __name__ == "__main__":
-    exit_on_user_error(main)
+    pretrain(hybrid=True)

@@ -1,7 +1,21 @@
 """Low-precision LLM pretraining on Megatron: recipes, numerics, kernels."""
 
-from megatron_lowbit.layers import lowbit_linear
-from megatron_lowbit.numerics import quantize
-from megatron_lowbit.recipes import Recipe, load_recipe
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megatron_lowbit.layers import lowbit_linear
+    from megatron_lowbit.numerics import quantize
+    from megatron_lowbit.recipes import Recipe, load_recipe
 
 __all__ = ["Recipe", "load_recipe", "lowbit_linear", "quantize"]
+
+_HOMES = {"Recipe": "recipes", "load_recipe": "recipes", "lowbit_linear": "layers",
+          "quantize": "numerics"}  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for: torch takes seconds."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -1,50 +1,50 @@
-"""The commands that are installed: each a ``main`` of the package, ended as the scripts are.
+"""Entry points of the installed commands. A command imports no more than it needs."""
 
-A command imports no more than its own.
-"""
-
+from functools import partial
 from typing import NoReturn
 
+from megatron_lowbit.command_line import print_cached_help
 from megatron_lowbit.errors import exit_on_user_error
 
 
-def pretrain() -> NoReturn:
-    """``lowbit-pretrain``."""
-    from megatron_lowbit.training.command import main
+def pretrain(hybrid: bool | None = None) -> NoReturn:
+    """Run ``lowbit-pretrain``; ``hybrid`` is the model that a script is for, None for either."""
+    print_cached_help("pretrain")
+    from megatron_lowbit.megatron.pretrain import main
 
-    exit_on_user_error(main)
+    exit_on_user_error(partial(main, hybrid=hybrid))
 
 
 def tokenizer() -> NoReturn:
-    """``lowbit-tokenizer``."""
+    """Run ``lowbit-tokenizer``."""
     from megatron_lowbit.data.tokenizer_command import main
 
     exit_on_user_error(main)
 
 
 def preprocess() -> NoReturn:
-    """``lowbit-preprocess``."""
+    """Run ``lowbit-preprocess``."""
     from megatron_lowbit.data.preprocess_command import main
 
     exit_on_user_error(main)
 
 
 def convert() -> NoReturn:
-    """``lowbit-convert``."""
+    """Run ``lowbit-convert``."""
     from megatron_lowbit.conversion.command import main
 
     exit_on_user_error(main)
 
 
 def plan() -> NoReturn:
-    """``lowbit-plan``."""
+    """Run ``lowbit-plan``."""
     from megatron_lowbit.planning.command import main
 
     exit_on_user_error(main)
 
 
 def recipes() -> NoReturn:
-    """``lowbit-recipes``; the same as ``python -m megatron_lowbit.recipes``."""
+    """Run ``lowbit-recipes``; the same as ``python -m megatron_lowbit.recipes``."""
     from megatron_lowbit.recipes.show import main
 
     exit_on_user_error(main)

@@ -10,6 +10,8 @@ imported itself. With a CUDA device it does nothing. Without one it
 - gathers and reduce-scatters unequal parts, which experts exchange and gloo refuses;
 - keeps the random states that megatron calls CUDA's in torch's default CPU generator;
 - replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler;
+- leaves out the warm-up of compiled functions, whose random inputs would come between the seed and
+  the initial weights, and differ from layout to layout;
 - lets torch's norms run under sequence parallelism, as those of Transformer Engine do;
 - stands in for Triton kernels of inference that the Mamba mixer imports, where Triton is absent.
 """
@@ -173,10 +175,7 @@ def _import_megatron_without_compiler() -> None:
     compile_ = torch.compile
     torch.compile = lambda function=None, **_: function if function else lambda wrapped: wrapped
     try:
-        with warnings.catch_warnings():
-            # megatron announces here that Transformer Engine and Apex, both for GPUs, are absent.
-            warnings.filterwarnings("ignore", message="Transformer Engine and Apex")
-            import megatron.core
+        import megatron.core
     finally:
         torch.compile = compile_
     megatron.core.jit.disable_jit_fuser()
@@ -261,6 +260,9 @@ def _replace_in_megatron() -> None:
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
+    from megatron.training import initialize
+
+    initialize._warmup_jit_function = _no_op()
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
         """megatron's tracker over torch's default CPU generator."""
@@ -303,9 +305,13 @@ def _install() -> None:
             "megatron_lowbit.megatron first"
         )
     _replace_in_torch()
-    _import_megatron_without_compiler()
-    _stand_in_for_triton_kernels()
-    _replace_in_megatron()
+    with warnings.catch_warnings():
+        # megatron announces at import that Transformer Engine and Apex, both for GPUs, are absent.
+        for absent in ("Transformer Engine and Apex", "Apex is not", "Only transformer-engine"):
+            warnings.filterwarnings("ignore", message=absent)
+        _import_megatron_without_compiler()
+        _stand_in_for_triton_kernels()
+        _replace_in_megatron()
 
 
 if not torch.cuda.is_available():
