@@ -30,6 +30,7 @@ from megatron_lowbit.megatron.layer_plan import plans
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states, set_recipe
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
+from megatron_lowbit.megatron.quantization_log import log_quantization_errors
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.megatron.upstream_gaps import use_prebuilt_dataset_helpers
@@ -87,6 +88,7 @@ class RecipeHook:
                 source.check_histories(layer_states([chunk]))
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
+        log_quantization_errors(args, chunks)
         if is_rank0():
             # Without a terminal rich assumes 80 columns, which breaks names apart.
             console = Console(width=None if sys.stdout.isatty() else 130)

@@ -1,0 +1,156 @@
+"""Log of what quantization does to each linear layer while a model trains.
+
+A measurement covers the first microbatch of an iteration, forward and backward. Training computes
+the same bits with it and without: the random numbers of a measurement are its own.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.training import global_vars
+
+from megatron_lowbit.analysis.quantization_error import Sums, add, figures, gemm_sums
+from megatron_lowbit.errors import require
+from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.numerics import Operand, derive_key
+
+METRIC = "quantization"
+"""Start of the figures' names; the layer's path and the figure's name follow."""
+
+
+def log_quantization_errors(args: Namespace, chunks: list[nn.Module]) -> None:
+    """Measure a model's layers every ``--log-quantization-error-interval`` iterations.
+
+    Figures go where Megatron-LM writes its scalars, under ``quantization/PATH/FIGURE``.
+
+    Raises:
+        UserError: the interval is negative, or nothing is there to write to.
+    """
+    interval = args.log_quantization_error_interval
+    name = "--log-quantization-error-interval"
+    require(interval >= 0, f"{name} {interval}: must not be negative")
+    if interval == 0:
+        return
+    written = args.save or args.tensorboard_dir or args.wandb_project
+    require(bool(written), f"{name} needs --save, --tensorboard-dir or --wandb-project")
+    require(
+        args.cuda_graph_impl == "none",
+        f"{name} needs --cuda-graph-impl none: nothing is measured inside a CUDA graph",
+    )
+
+    def begin_step(iteration: int, training: bool) -> None:
+        if training and iteration % interval == 0:
+            Measurement(chunks, iteration, _write)
+
+    steps_of(args, chunks).listeners.append(begin_step)
+
+
+class Measurement:
+    """Measurement of every quantized layer over the first microbatch of the present iteration.
+
+    It ends when Megatron-LM has finalized the iteration's gradients. Layers that normalize their
+    own input are left out.
+
+    Args:
+        chunks: this rank's part of the model.
+        iteration: finished iterations.
+        report: called on all ranks at the end with the number of the iteration, counted from 1, and
+            the figures of each layer by its path.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], iteration: int, report: Any) -> None:
+        self._iteration, self._report = iteration, report
+        self._found: dict[str, Sums] = {}
+        self._handles = [
+            module.register_forward_hook(self._watch)
+            for chunk in chunks
+            for module in chunk.modules()
+            if hasattr(module, "layer_state") and not hasattr(module, "layer_norm_weight")
+        ]
+        # The one public hook that runs on all ranks once an iteration's backward passes are done.
+        self._config = chunks[0].config
+        self._finalize = self._config.finalize_model_grads_func
+        self._config.finalize_model_grads_func = self._finalize_and_end
+
+    def _finalize_and_end(self, *args: Any, **kwargs: Any) -> None:
+        self._config.finalize_model_grads_func = self._finalize
+        self._finalize(*args, **kwargs)
+        for handle in self._handles:
+            handle.remove()
+        self._report(self._iteration + 1, _gather(self._found))
+
+    def _watch(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
+        """Measure the forward pass of a layer, and its backward pass when the gradient is there."""
+        state = module.layer_state
+        path, y = state.plan.layer.path, outputs[0] if isinstance(outputs, tuple) else outputs
+        # With recomputation a layer runs twice, the first time without gradients.
+        if path in self._found or not y.requires_grad or not state.plan.precision.quantized:
+            return
+        x = inputs[0].source if isinstance(inputs[0], Operand) else inputs[0]
+        x = x.detach().flatten(0, -2)
+        # An expert may have no tokens in the first microbatch.
+        self._found[path] = {}
+        if not x.numel():
+            return
+        weight = module.weight.detach()
+        call = LinearCall(
+            precision=state.plan.precision,
+            engine=state.plan.engine,
+            key=derive_key(METRIC, path, self._iteration),
+            training=False,
+            keep_input=False,
+            amax_history=state.amax_history,
+        )
+        with torch.no_grad():
+            self._found[path] |= gemm_sums(call, "fprop", x, weight)
+        rank = module.tp_group.rank()
+        y.register_hook(partial(_watch_grad, self._found[path], call, x, weight, rank))
+
+
+@torch.no_grad()
+def _watch_grad(
+    sums: Sums, call: LinearCall, x: Tensor, weight: Tensor, rank: int, grad: Tensor
+) -> None:
+    grad = grad.detach().flatten(0, -2)
+    # Under sequence parallelism one of them has all tokens, the other this rank's.
+    tokens = min(len(x), len(grad))
+    x, grad = (t if len(t) == tokens else t[rank * tokens :][:tokens] for t in (x, grad))
+    sums |= gemm_sums(call, "dgrad", grad, weight.t())
+    sums |= gemm_sums(call, "wgrad", grad.t(), x.t())
+
+
+def _gather(found: dict[str, Sums]) -> dict[str, dict[str, float]]:
+    """Return the figures of every layer, from the sums of all ranks."""
+    mine = {path: {k: float(v) for k, v in sums.items()} for path, sums in found.items()}
+    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(gathered, mine)
+    total: dict[str, dict[str, float]] = {}
+    for ranks in gathered:
+        for path, sums in ranks.items():
+            add(total.setdefault(path, {}), sums)
+    return {path: figures(sums) for path, sums in sorted(total.items())}
+
+
+def _write(iteration: int, errors: dict[str, dict[str, float]]) -> None:
+    """Write figures as Megatron-LM writes its scalars: on the rank that has the writers."""
+    metrics = {
+        f"{METRIC}/{path}/{name}": value
+        for path, layer in errors.items()
+        for name, value in layer.items()
+    }
+    writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+    if writer:
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, iteration)
+    if wandb:
+        wandb.log(metrics, iteration)

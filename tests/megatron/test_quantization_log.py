@@ -1,0 +1,129 @@
+"""--log-quantization-error-interval: every layer's figures, and the same training as without.
+
+As a script this file is one rank of a torchrun job: it makes the runs of :func:`make_runs`.
+"""
+
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.pretrain import main
+
+ARGUMENTS = shlex.split("""
+    --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+    --ffn-hidden-size 128 --swiglu --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
+    --lr 1e-2 --train-iters 4 --eval-iters 1 --eval-interval 3 --log-interval 1
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 500
+    --precision-recipe nvfp4 --recipe-set bf16_blocks=none --quantization-engine reference
+""")
+MODELS = {
+    "dense": "--num-layers 4 --position-embedding-type rope",
+    "experts": "--num-layers 2 --position-embedding-type rope --num-experts 4",
+    "hybrid": "--hybrid-layer-pattern M-*M --position-embedding-type none --mamba-state-dim 16 "
+    "--mamba-head-dim 8 --mamba-num-groups 4",
+}
+LAYERS = {
+    "dense": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"] * 4,
+    "experts": ["linear_qkv", "linear_proj", *["linear_fc1", "linear_fc2"] * 4] * 2,
+    "hybrid": [
+        "in_proj", "out_proj", "linear_fc1", "linear_fc2", "linear_qkv", "linear_proj",
+        "in_proj", "out_proj",
+    ],
+}  # fmt: skip
+
+
+def train(model: str, folder: Path, *more: object) -> None:
+    saved = ["--save", str(folder), "--save-interval", "100"]
+    main([*ARGUMENTS, *MODELS[model].split(), *saved, *map(str, more)])
+
+
+def make_runs(folder: Path, model: str, *more: str) -> None:
+    train(model, folder / "off", *more)
+    train(model, folder / "on", *more, "--log-quantization-error-interval", 2)
+
+
+def lines(folder: Path) -> dict[int, dict[str, float]]:
+    """The lines of metrics.jsonl by iteration."""
+    text = (folder / "metrics.jsonl").read_text()
+    return {line.pop("iteration"): line for line in map(json.loads, text.splitlines())}
+
+
+def steps(folder: Path) -> list[tuple[float, float]]:
+    return [(line["lm_loss"], line["grad_norm"]) for line in lines(folder).values()]
+
+
+def logged(folder: Path) -> dict[int, dict[str, float]]:
+    """Figures by iteration, without the metric's name."""
+    found = {
+        iteration: {
+            name.removeprefix("quantization/"): value
+            for name, value in line.items()
+            if name.startswith("quantization/")
+        }
+        for iteration, line in lines(folder).items()
+    }
+    return {iteration: figures for iteration, figures in found.items() if figures}
+
+
+def check(folder: Path, model: str) -> None:
+    assert len(steps(folder / "on")) == 4
+    assert steps(folder / "on") == steps(folder / "off")
+    assert logged(folder / "off") == {}
+    found = logged(folder / "on")
+    assert found.keys() == {1, 3}
+    layers = {name.split("/")[0] for name in found[3]}
+    assert sorted(layer.rpartition(".")[2] for layer in layers) == sorted(LAYERS[model])
+    for layer in layers:
+        for operand in ("fprop/input", "fprop/weight", "dgrad/grad", "wgrad/grad", "wgrad/input"):
+            assert 10 < found[3][f"{layer}/{operand}/sqnr_db"] < 30
+        for gemm in ("fprop", "dgrad", "wgrad"):
+            assert 0.03 < found[3][f"{layer}/{gemm}/error"] < 0.5
+        assert math.isfinite(found[3][f"{layer}/wgrad/grad/amax"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layer_and_the_same_training(tmp_path, model):
+    make_runs(tmp_path, model)
+    check(tmp_path, model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("dense", "--tensor-model-parallel-size 2 --sequence-parallel"),
+        ("dense", "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"),
+        ("experts", "--expert-model-parallel-size 2"),
+    ],
+)
+def test_two_ranks(tmp_path, model, layout):
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *torchrun, __file__, str(tmp_path), model, *layout.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(tmp_path, model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--log-quantization-error-interval=-1",), "must not be negative"),
+        (("--log-quantization-error-interval", "2"), "needs --save, --tensorboard-dir or --wandb"),
+    ],
+)
+def test_what_does_not_fit(arguments, named):
+    with pytest.raises(UserError, match=named):
+        main([*ARGUMENTS, *MODELS["dense"].split(), *arguments, "--save-interval", "100"])
+
+
+if __name__ == "__main__":
+    folder, *rest = sys.argv[1:]
+    make_runs(Path(folder), *rest)
