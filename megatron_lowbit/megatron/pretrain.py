@@ -5,7 +5,7 @@ import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +14,8 @@ import torch
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
+
+ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
 
 def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
@@ -55,8 +57,14 @@ def model_config_of(args: Namespace):
     return model_config
 
 
-def run(args: Namespace) -> None:
-    """Train with parsed and validated arguments, by Megatron-LM's own loop."""
+def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
+    """Train with parsed and validated arguments, by Megatron-LM's own loop.
+
+    Args:
+        args: what ``parse_arguments`` returned.
+        hooks: called in turn with the model's chunks once a recipe has taken over their layers,
+            before Megatron-LM wraps them; each returns the chunks.
+    """
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
@@ -69,6 +77,7 @@ def run(args: Namespace) -> None:
     container = pretrain_cfg_container_from_args(args, model_config)
     with metrics_kept(args), closing(CheckpointGuard(args)) as guard:
         model_config.pre_wrap_hooks.insert(0, guard)
+        model_config.pre_wrap_hooks += hooks
         pretrain(container, provide_datasets, kind, forward_step, store=_store(args))
 
 
