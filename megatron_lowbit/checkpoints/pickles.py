@@ -130,7 +130,7 @@ def check_objects(path: Path) -> None:
     """
     common = path / "common.pt"
     if common.is_file():
-        _load_restricted(common, common.read_bytes())
+        load_restricted(common, common.read_bytes())
     if not (path / ".metadata").is_file():
         return
     metadata = Reader(path).read_metadata()
@@ -141,12 +141,16 @@ def check_objects(path: Path) -> None:
             file = path / place.relative_path
             with open(file, "rb") as stream:
                 stream.seek(place.offset)
-                _load_restricted(file, stream.read(place.length))
+                load_restricted(file, stream.read(place.length))
 
 
-def _load_restricted(path: Path, content: bytes) -> None:
+def load_restricted(path: Path, content: bytes) -> Any:
+    """Load a pickle that a file holds.
+
+    Raises UserError where it is damaged or could run code.
+    """
     try:
-        torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises almost anything
         _refuse(path, error)
 

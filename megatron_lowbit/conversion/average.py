@@ -1,5 +1,6 @@
 """The average of several checkpoints of one run, tensor by tensor."""
 
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial as bind
 from pathlib import Path
@@ -8,12 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+from megatron_lowbit.checkpoints import files
 from megatron_lowbit.conversion.checkpoints import Checkpoint, open_checkpoint
 from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.conversion.megatron_writer import COMMON, Piece, by_size, write_iteration
+from megatron_lowbit.conversion.megatron_writer import (
+    COMMON,
+    Piece,
+    by_size,
+    object_piece,
+    write_iteration,
+)
+from megatron_lowbit.conversion.model_arguments import described_by
 from megatron_lowbit.conversion.partial import progress, whole
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.training import checkpoint_files as files
 
 FILE_BYTES = 5 * 10**9
 
@@ -23,9 +31,10 @@ def average(
 ) -> list[int]:
     """Write the mean of a directory's checkpoints of these iterations; return the iterations.
 
-    Of the model alone: ``output`` gets the last one's iteration, for ``--finetune``. Sums are FP32
-    (FP64 of FP64 tensors), results have their tensor's dtype; what is no floating-point number is
-    the last one's. Never more than three pieces of one tensor are in memory.
+    The mean is of the model alone: ``output`` gets the last one's iteration, for ``--finetune``.
+    Sums are FP32 (FP64 of FP64 tensors), results have their tensor's dtype; tensors that are not of
+    floating-point numbers are the last one's. Never more than three pieces of one tensor are in
+    memory.
 
     Raises UserError, and leaves nothing, where the checkpoints are not of one model and recipe.
     """
@@ -38,31 +47,36 @@ def average(
         for key, entry in last.tensors.model.items()
         for chunk in entry.chunks
     ]
-    task = {"task": "average", "files": [checkpoint.document["files"] for checkpoint in opened]}
-    document = {"iteration": iterations[-1], "optimizer": None, "scheduler": None,
-                "state": {**last.document["state"], "averaged": list(iterations)}}  # fmt: skip
-    common = COMMON | {"iteration": iterations[-1]}
+    pieces += [
+        object_piece(key, last.tensors.read_object(key))
+        for key in last.tensors.objects
+        if key.partition("/")[0].endswith("_extra_state")
+    ]
+    task = {"task": "average", "source": str(source.absolute()),
+            "files": [checkpoint.fingerprint() for checkpoint in opened]}  # fmt: skip
+    args = Namespace(**vars(last.tensors.args) | {"no_save_optim": True, "no_save_rng": True})
+    kept = {key: last.tensors.common[key] for key in COMMON if key in last.tensors.common}
+    common = COMMON | kept | {
+        "iteration": iterations[-1], "args": args, "averaged": list(iterations),
+    }  # fmt: skip
     with whole(output, force, task) as partial, progress(len(pieces)) as done:
-        contents = by_size(pieces, FILE_BYTES)
-        write_iteration(partial, partial.path, document, common, contents, done)
+        write_iteration(partial, partial.path, common, by_size(pieces, FILE_BYTES), done)
     return list(iterations)
 
 
 def _check_alike(one: Checkpoint, other: Checkpoint) -> None:
     """Raise UserError where two checkpoints differ in more than their numbers."""
-    for key in ("model", "recipes", "recipe_set"):
-        found = [checkpoint.document["state"].get(key) for checkpoint in (one, other)]
-        if found[0] != found[1]:
-            what = {"model": "models"}.get(key, "recipes")
-            names = [key]
-            if key == "model":
-                both = found[0].keys() | found[1].keys()
-                names = [k for k in sorted(both) if found[0].get(k) != found[1].get(k)]
-                found = [model.get(names[0]) for model in found]
-            raise UserError(
-                f"{one.path} and {other.path} are of different {what}: {names[0]} is {found[0]!r} "
-                f"and {found[1]!r}"
-            )
+    described = [
+        ("models", described_by(one.tensors.args), described_by(other.tensors.args)),
+        ("recipes", _recipes(one), _recipes(other)),
+    ]
+    for what, mine, theirs in described:
+        for name in sorted(mine.keys() | theirs.keys()):
+            if mine.get(name) != theirs.get(name):
+                raise UserError(
+                    f"{one.path} and {other.path} are of different {what}: {name} is "
+                    f"{mine.get(name)!r} and {theirs.get(name)!r}"
+                )
     first, second = ({k: (tuple(e.size), e.properties.dtype) for k, e in c.tensors.model.items()}
                      for c in (one, other))  # fmt: skip
     for key in sorted(first.keys() | second.keys()):
@@ -71,6 +85,10 @@ def _check_alike(one: Checkpoint, other: Checkpoint) -> None:
                 f"{one.path} and {other.path}: {key} is {_shown(first.get(key))} and "
                 f"{_shown(second.get(key))}; only tensors of one shape and dtype are averaged"
             )
+
+
+def _recipes(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    return {"precision_recipe": checkpoint.recipes, "recipe_set": checkpoint.recipe_set}
 
 
 def _shown(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:

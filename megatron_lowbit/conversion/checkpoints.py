@@ -4,48 +4,105 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_lowbit.checkpoints import files
+from megatron_lowbit.checkpoints.pickles import check_lengths
 from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.training import checkpoint_files as files
+from megatron_lowbit.conversion.model_arguments import model_of
+from megatron_lowbit.errors import UserError, require
+
+EMBEDDING = "embedding.word_embeddings.weight"
+_RELEASE = "release"
+"""Name of a checkpoint that stands for no iteration, in Megatron-LM's own conversions."""
 
 
 class Checkpoint(NamedTuple):
-    """One iteration: its folder, lowbit.json and tensors."""
+    """A checkpoint: its folder, what is known of its files, and its tensors.
+
+    ``files`` are lengths and checksums by name, None where Megatron-LM alone has saved.
+    """
 
     path: Path
-    document: dict[str, Any]
+    files: dict[str, dict[str, Any]] | None
     tensors: Tensors
 
     @property
-    def model(self) -> dict[str, Any]:
-        """The model's arguments."""
-        return self.document["state"]["model"]
+    def recipes(self) -> list[str]:
+        """Names of the recipes of training; none where it had none."""
+        return list(getattr(self.tensors.args, "precision_recipe", None) or [])
+
+    @property
+    def recipe_set(self) -> list[str]:
+        """Changes of these recipes' fields."""
+        return list(getattr(self.tensors.args, "recipe_set", None) or [])
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations after which it was saved."""
+        return self.tensors.common.get("iteration", 0)
+
+    def model(self, vocab_size: int | None = None) -> dict[str, Any]:
+        """Return the arguments that describe the model.
+
+        Args:
+            vocab_size: rows of the vocabulary that stand for tokens; None for those that training
+                was told, or else all.
+        """
+        entry = self.tensors.model.get(EMBEDDING)
+        require(entry is not None, f"{self.path}: no tensor {EMBEDDING}")
+        rows, args = entry.size[0], self.tensors.args
+        require(
+            vocab_size is None or 0 < vocab_size <= rows,
+            f"--vocab-size {vocab_size}: the vocabulary of {self.path} has {rows} rows",
+        )
+        told = getattr(args, "vocab_size", None)
+        return model_of(args, vocab_size or min(told or rows, rows))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what changes when the checkpoint does, as JSON."""
+        stats = {path.name: path.stat() for path in sorted(self.path.iterdir())}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
 
 def open_checkpoint(source: Path, check: bool = True) -> Checkpoint:
-    """The newest checkpoint of a ``--save`` directory, or the one of an ``iter_NNNNNNN`` folder.
+    """Open the newest checkpoint of a ``--save`` directory, or one of its iterations' folders.
 
-    Raises UserError where there is none, or (``check``) one of its files is not as it was saved.
+    Args:
+        source: the directory or the folder.
+        check: compare its files with the checksums on record.
+
+    Raises:
+        UserError: there is none, or one of its files is not as it was saved.
     """
-    path = source
-    if not (source / files.DOCUMENT).is_file() and not (source / ".metadata").is_file():
-        iteration = files.latest_iteration(source)
-        if iteration is None:
-            raise UserError(
-                f"{source}: neither a checkpoint directory, with {files.TRACKER}, nor one of its "
-                f"iterations, with {files.DOCUMENT}"
-            )
-        path = files.iteration_directory(source, iteration)
-    document = files.read_document(path)
+    path = source if (source / ".metadata").is_file() else _newest(source)
+    if not (path / files.DOCUMENT).is_file():
+        require(path.is_dir(), f"{path}: missing")
+        check_lengths(path)
+        return Checkpoint(path, None, Tensors(path))
+    recorded = files.read_document(path)["files"]
     if check:
-        files.check_files(path, document["files"], document["files"])
-    return Checkpoint(path, document, Tensors(path))
+        files.check_files(path, recorded, recorded)
+    return Checkpoint(path, recorded, Tensors(path))
+
+
+def _newest(source: Path) -> Path:
+    """Return the folder that a directory's tracker file names."""
+    tracker = source / files.TRACKER
+    if tracker.is_file() and tracker.read_text(errors="replace").strip() == _RELEASE:
+        return source / _RELEASE
+    iteration = files.latest_iteration(source)
+    if iteration is None:
+        raise UserError(
+            f"{source}: neither a checkpoint directory, with {files.TRACKER}, nor one of its "
+            "iterations, with .metadata"
+        )
+    return files.iteration_directory(source, iteration)
 
 
 def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> list[int]:
-    """The ``last`` complete checkpoints of a directory, or those of the named iterations.
+    """Return the ``last`` complete checkpoints of a directory, or those of the named iterations.
 
-    Raises UserError where they are not there.
+    Raises:
+        UserError: they are not there.
     """
     complete = files.complete_iterations(source)
     if missing := sorted(set(named) - set(complete)):

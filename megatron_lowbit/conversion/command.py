@@ -1,10 +1,10 @@
-"""Checkpoints from Hugging Face's format to Megatron's and back.
+"""Checkpoints from Hugging Face's format to Megatron-LM's and back.
 
     lowbit-convert to-megatron FOLDER OUTPUT
-    lowbit-convert to-hugging-face CHECKPOINTS OUTPUT --norm-epsilon 1e-5
+    lowbit-convert to-hugging-face CHECKPOINTS OUTPUT
 
 To go on training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
---tokenizer-model OUTPUT/hugging_face ...
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model OUTPUT/hugging_face ...
 """
 
 from collections.abc import Sequence
@@ -37,9 +37,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--verify-tokens", type=int, nargs="+", default=[], metavar="ID",
             help="token ids for --verify (default: 1 to 8)",
         )  # fmt: skip
-    back.add_argument("--norm-epsilon", type=float, default=1e-5, help="that of training")
     back.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
     back.add_argument("--carry", type=Path, metavar="FOLDER", help="its tokenizer comes along")
+    back.add_argument(
+        "--vocab-size", type=int, metavar="N",
+        help="rows of the vocabulary to keep (default: training's --vocab-size, or else all, with "
+        "those that only pad)",
+    )  # fmt: skip
     back.add_argument(
         "--quantized", choices=LAYOUTS, help="store the weights that training quantized so"
     )
@@ -65,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             not (args.recipe or args.recipe_set), "--recipe and --recipe-set go with --quantized"
         )
     to_hugging_face(
-        args.source, args.output, args.norm_epsilon, args.dtype, args.carry, args.shard_bytes,
-        args.force, quantized,
+        args.source, args.output, args.dtype, args.carry, args.shard_bytes, args.force, quantized,
+        args.vocab_size,
     )  # fmt: skip
     if args.verify:
         _verify(args.output, args.source, args.verify_tokens, quantized)

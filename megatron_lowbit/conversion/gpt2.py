@@ -4,11 +4,12 @@ from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Stacked, Transposed
 from megatron_lowbit.conversion.llama import in_layer
-from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError
 
 ARCHITECTURE = "GPT2LMHeadModel"
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+_GELU = "gelu"
 _ONLY = {
     "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
     "add_cross_attention": False,
@@ -21,10 +22,10 @@ def from_config(config: dict[str, Any]) -> Family:
     Raises UserError for what this project's model cannot do.
     """
     activation = config.get("activation_function", _TANH_GELU[0])
-    if activation not in _TANH_GELU:
+    if activation not in (*_TANH_GELU, _GELU):
         raise UserError(
-            f"config.json: activation_function {activation!r}: this project's GPT has "
-            f"{' or '.join(map(repr, _TANH_GELU))} (--openai-gelu)"
+            f"config.json: activation_function {activation!r}: Megatron-LM's GPT has "
+            f"{', '.join(map(repr, (*_TANH_GELU, _GELU)))}"
         )
     for key, good in _ONLY.items():
         if config.get(key, good) != good:
@@ -39,17 +40,16 @@ def from_config(config: dict[str, Any]) -> Family:
         "kv_channels": hidden // heads,
         "swiglu": False,
         "squared_relu": False,
-        "openai_gelu": True,
+        "openai_gelu": activation in _TANH_GELU,
         "normalization": "LayerNorm",
-        "disable_bias_linear": False,
+        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "add_bias_linear": True,
         "position_embedding_type": "learned_absolute",
-        "rotary_base": 10000,  # of no effect, but compared when a checkpoint is loaded
-        "rotary_percent": 1.0,
         "max_position_embeddings": config["n_positions"],
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
         "vocab_size": config["vocab_size"],
     }
-    return Family("GPT-2", model, config, rules(model), config.get("layer_norm_epsilon", 1e-5))
+    return Family("GPT-2", model, config, rules(model))
 
 
 def claims(model: dict[str, Any]) -> bool:
@@ -57,29 +57,26 @@ def claims(model: dict[str, Any]) -> bool:
     return model["position_embedding_type"] == "learned_absolute"
 
 
-def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+def to_config(model: dict[str, Any]) -> dict[str, Any]:
     """A config.json for a trained model of this kind.
 
     Raises UserError where the model is no GPT-2.
     """
     heads = model["num_attention_heads"]
     wanted = {"swiglu": False, "squared_relu": False, "normalization": "LayerNorm",
-              "disable_bias_linear": False, "num_query_groups": heads,
+              "add_bias_linear": True, "num_query_groups": heads,
               "kv_channels": model["hidden_size"] // heads}  # fmt: skip
-    for key, good in wanted.items():
-        if model[key] != good:
-            raise UserError(f"the model has {key} {model[key]!r}; a GPT-2 has {good!r}")
+    check_model(model, "a GPT-2", wanted)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "gpt2",
-        # Without --openai-gelu too: megatron-core's fused kernel, which GPUs run, is this one.
-        "activation_function": _TANH_GELU[0],
+        "activation_function": _TANH_GELU[0] if model["openai_gelu"] else _GELU,
         "n_layer": model["num_layers"],
         "n_embd": model["hidden_size"],
         "n_inner": model["ffn_hidden_size"],
         "n_head": heads,
         "n_positions": model["max_position_embeddings"],
-        "layer_norm_epsilon": norm_epsilon,
+        "layer_norm_epsilon": model["layernorm_epsilon"],
         "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],
         "vocab_size": model["vocab_size"],
         **_ONLY,

@@ -5,19 +5,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_lowbit.checkpoints import files
 from megatron_lowbit.conversion.checkpoints import open_checkpoint
 from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
-from megatron_lowbit.training import checkpoint_files as files
+from megatron_lowbit.conversion.model_arguments import described_by
 
 Row = dict[str, Any]
 
 
 def inspect(source: Path) -> dict[str, Any]:
-    """A checkpoint as JSON: a ``--save`` directory's newest, one iteration, or Hugging Face's.
+    """Describe a checkpoint as JSON: a directory's newest, one iteration, or Hugging Face's.
 
     "tensors" are rows of key, shape, dtype, bytes and the offsets and shapes of pieces (of Hugging
     Face's: the file); "parameters" and "bytes" are the model's whole; "optimizer" sums up its
-    tensors, "files" are names and bytes.
+    tensors; "amax_histories" are rows like those of tensors; "files" are names and bytes; "model"
+    are the arguments that say what the model computes, and "args" all of the run's.
 
     Raises UserError where it is none of these. Tensors are not read.
     """
@@ -26,24 +28,36 @@ def inspect(source: Path) -> dict[str, Any]:
 
 
 def _megatron(source: Path) -> dict[str, Any]:
-    path, document, tensors = open_checkpoint(source, check=False)
-    model, state = (
+    checkpoint = open_checkpoint(source, check=False)
+    tensors = checkpoint.tensors
+    model, state, histories = (
         [_row(key, entry.size, entry.properties.dtype) | _cut(entry) for key, entry in part.items()]
-        for part in (tensors.model, tensors.state)
+        for part in (tensors.model, tensors.state, tensors.histories)
     )
-    saved = document["state"]
+    on_disk = {path.name: path.stat().st_size for path in sorted(checkpoint.path.iterdir())}
     return {
         "format": "torch_dist",
-        "path": str(path),
-        "iteration": document["iteration"],
-        "model": saved["model"],
-        "recipes": saved.get("recipes", []),
-        "recipe_set": saved.get("recipe_set", []),
+        "path": str(checkpoint.path),
+        "iteration": checkpoint.iteration,
+        "model": described_by(tensors.args),
+        "args": {key: _plain(value) for key, value in sorted(vars(tensors.args).items())},
+        "recipes": checkpoint.recipes,
+        "recipe_set": checkpoint.recipe_set,
+        "averaged": tensors.common.get("averaged"),
         "tensors": model,
         **_sums(model),
-        "optimizer": {"kind": document["optimizer"], "tensors": len(state), **_sums(state)},
-        "files": {name: entry["bytes"] for name, entry in document["files"].items()},
+        "optimizer": {"tensors": len(state), **_sums(state)},
+        "amax_histories": histories,
+        "checksums": checkpoint.files is not None,
+        "files": on_disk,
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value if JSON can hold it, or else its text."""
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def _hugging_face(source: Path) -> dict[str, Any]:
@@ -57,11 +71,15 @@ def _hugging_face(source: Path) -> dict[str, Any]:
         "path": str(source),
         "iteration": None,
         "model": folder.config,
+        "args": {},
         "recipes": [],
         "recipe_set": [],
+        "averaged": None,
         "tensors": rows,
         **_sums(rows),
         "optimizer": None,
+        "amax_histories": [],
+        "checksums": False,
         "files": {name: size for name, (size, _) in folder.files().items()},
     }
 
@@ -85,7 +103,7 @@ def _sums(rows: list[Row]) -> dict[str, int]:
 
 
 def report(found: dict[str, Any]) -> list[str]:
-    """The same as lines for people."""
+    """Return the same as lines for people."""
     where = f"iteration {found['iteration']}, " if found["iteration"] is not None else ""
     lines = [
         f"{found['path']}: {where}{found['format']}",
@@ -97,11 +115,13 @@ def report(found: dict[str, Any]) -> list[str]:
     ]
     optimizer = found["optimizer"]
     if optimizer is not None:
-        kind = optimizer["kind"] or "none"
-        lines.append(
-            f"optimizer and recipe state: {kind}, {optimizer['tensors']} tensors, "
-            f"{optimizer['bytes']:,} bytes"
-        )
+        lines.append(f"optimizer: {optimizer['tensors']} tensors, {optimizer['bytes']:,} bytes")
+    if histories := found["amax_histories"]:
+        lengths = sorted({row["shape"][-1] for row in histories})
+        steps = " or ".join(map(str, lengths))
+        lines.append(f"amax histories: {len(histories)} layers, {steps} steps")
+    if found["averaged"]:
+        lines.append(f"mean of iterations {', '.join(map(str, found['averaged']))}")
     if found["recipes"]:
         chosen = " ".join(found["recipes"] + [f"--recipe-set {s}" for s in found["recipe_set"]])
         lines.append(f"recipe: {chosen}")

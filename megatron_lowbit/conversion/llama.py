@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue
-from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError
 
 ARCHITECTURE = "LlamaForCausalLM"
@@ -24,7 +24,7 @@ def from_config(config: dict[str, Any]) -> Family:
     Raises UserError for what this project's model cannot do.
     """
     model = model_of(config)
-    return Family("Llama", model, config, rules(model), norm_epsilon(config))
+    return Family("Llama", model, config, rules(model))
 
 
 def claims(model: dict[str, Any]) -> bool:
@@ -50,7 +50,8 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
         "swiglu": True,
         "squared_relu": False,
         "normalization": "RMSNorm",
-        "disable_bias_linear": True,
+        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "add_bias_linear": False,
         "position_embedding_type": "rope",
         "rotary_base": int(rope.get("rope_theta", 10000)),
         "rotary_percent": 1.0,
@@ -59,11 +60,6 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": config["vocab_size"],
     }
     return model | _scaling(rope)
-
-
-def norm_epsilon(config: dict[str, Any]) -> float:
-    """Of the norms that a config.json describes."""
-    return config.get("rms_norm_eps", 1e-6)
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
@@ -89,16 +85,14 @@ def _require(condition: bool, config: dict[str, Any], key: str, good: object) ->
         raise UserError(f"config.json: {key} {config[key]!r}: this project's GPT has {good!r}")
 
 
-def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+def to_config(model: dict[str, Any]) -> dict[str, Any]:
     """A config.json for a trained model of this kind.
 
     Raises UserError where the model is no Llama.
     """
-    wanted = {"swiglu": True, "normalization": "RMSNorm", "disable_bias_linear": True,
+    wanted = {"swiglu": True, "normalization": "RMSNorm", "add_bias_linear": False,
               "position_embedding_type": "rope", "rotary_percent": 1.0}  # fmt: skip
-    for key, good in wanted.items():
-        if model[key] != good:
-            raise UserError(f"the model has {key} {model[key]!r}; a Llama has {good!r}")
+    check_model(model, "a Llama", wanted)
     scaling = None
     if model.get("use_rope_scaling"):
         scaling = {"rope_type": "llama3", "factor": model["rope_scaling_factor"], **_LLAMA3}
@@ -113,7 +107,7 @@ def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
         "num_key_value_heads": model["num_query_groups"],
         "head_dim": model["kv_channels"],
         "max_position_embeddings": model["max_position_embeddings"],
-        "rms_norm_eps": norm_epsilon,
+        "rms_norm_eps": model["layernorm_epsilon"],
         "rope_theta": float(model["rotary_base"]),
         "rope_scaling": scaling,
         "tie_word_embeddings": not model["untie_embeddings_and_output_weights"],

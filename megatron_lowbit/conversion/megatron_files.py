@@ -1,12 +1,15 @@
-"""A checkpoint's tensors in megatron-core's ``torch_dist`` format, read one at a time.
+"""A checkpoint of Megatron-LM in its ``torch_dist`` format: tensors read one at a time, and args.
 
 Without a model and without other ranks: the format holds whole tensors, in pieces, whatever layout
 wrote them, and any layout reads them.
 """
 
 import math
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,16 +20,28 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_lowbit.checkpoints.common_state import read_common_state
+from megatron_lowbit.checkpoints.pickles import Reader
 from megatron_lowbit.conversion.plan import Place
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.training.checkpoint_pickle import Reader
+from megatron_lowbit.errors import UserError, require
+
+_HISTORIES = "amax_history."
+_STATES = ("optimizer.", "chained_")
+"""Starts of the keys of optimizers' tensors."""
+NORM_BEFORE_EXPERTS = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
+"""What local layers and those of Transformer Engine call the norm before a layer's experts."""
 
 
 class Tensors:
     """A checkpoint's tensors, to read.
 
-    ``model`` and ``state`` are their descriptions by key: of the model, and of optimizer and
-    recipe. ``objects`` are the keys of what modules keep beside tensors.
+    Attributes:
+        path: the checkpoint's folder.
+        places: where each tensor's pieces and each object are.
+        model: descriptions of the model's tensors by key.
+        state: the same of the optimizer.
+        histories: the same of the amax histories of delayed scaling.
+        objects: keys of what modules keep beside tensors.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,30 +53,45 @@ class Tensors:
         self.places = metadata.storage_data
         self.model: dict[str, TensorStorageMetadata] = {}
         self.state: dict[str, TensorStorageMetadata] = {}
+        self.histories: dict[str, TensorStorageMetadata] = {}
         self.objects: list[str] = []
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
                 self.objects.append(key)
+            elif key.startswith(_HISTORIES):
+                self.histories[key] = entry
             else:
-                (self.state if _is_state(key) else self.model)[key] = entry
+                (self.state if key.startswith(_STATES) else self.model)[key] = entry
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The common state: ``args``, ``iteration`` and what else is no tensor."""
+        return read_common_state(self.path)
+
+    @property
+    def args(self) -> Namespace:
+        """The arguments of the run that saved the checkpoint."""
+        args = self.common.get("args")
+        require(isinstance(args, Namespace), f"{self.path}: holds no arguments of its run")
+        return args
 
     def check(self, places: Iterable[Place]) -> None:
         """Raise UserError where the keys of these places are not all there are, or fewer."""
         keys = {place.key for place in places}
-        if missing := sorted(keys - self.model.keys()):
+        if missing := sorted(key for key in keys if self._stored(key) is None):
             raise UserError(f"{self.path}: no tensor {missing[0]} ({len(missing)} are missing)")
-        if unknown := sorted(self.model.keys() - keys):
+        if unknown := sorted(self.model.keys() - keys - {_twin(key) for key in keys}):
             raise UserError(
                 f"{self.path}: tensor {unknown[0]} has no place in the family ({len(unknown)} such)"
             )
 
     def dtype(self, place: Place) -> torch.dtype:
         """Of a tensor of the model."""
-        return self.model[place.key].properties.dtype
+        return self._entry(place.key).properties.dtype
 
     def shape(self, place: Place) -> tuple[int, ...]:
         """Of a part of the model's, without the leading axes that it is chosen from."""
-        return tuple(self.model[place.key].size)[len(place.index) :]
+        return tuple(self._entry(place.key).size)[len(place.index) :]
 
     def read(self, place: Place) -> Tensor:
         """A part of the model's, of :meth:`shape`."""
@@ -71,7 +101,8 @@ class Tensors:
 
     def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """What a tensor has from ``offset`` on, of shape ``sizes``, out of the pieces it is in."""
-        entry = self.model.get(key) or self.state[key]
+        key = self._stored(key) or key
+        entry = self._entry(key)
         target, filled = None, 0
         for chunk in entry.chunks:
             common = _common(chunk, offset, sizes)
@@ -96,10 +127,18 @@ class Tensors:
             file.seek(info.offset)
             return file.read(info.length)
 
+    def _stored(self, key: str) -> str | None:
+        """Return the key that a tensor of the model has in this checkpoint."""
+        return next((name for name in (key, _twin(key)) if name in self.model), None)
 
-def _is_state(key: str) -> bool:
-    """Whether a key is of an optimizer or of a recipe, not of the model."""
-    return key.startswith(("optimizer.", "amax_history"))
+    def _entry(self, key: str) -> TensorStorageMetadata:
+        stored = self._stored(key)
+        return self.model[stored] if stored else (self.state | self.histories)[key]
+
+
+def _twin(key: str) -> str:
+    """Return what layers of Transformer Engine call a tensor of local layers."""
+    return key.replace(*NORM_BEFORE_EXPERTS)
 
 
 def _common(

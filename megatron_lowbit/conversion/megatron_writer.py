@@ -1,9 +1,10 @@
-"""Writing megatron-core's ``torch_dist`` format, one tensor at a time and a file after another."""
+"""Writing Megatron-LM's ``torch_dist`` format, one tensor at a time and a file after another."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,19 +20,26 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
+from megatron_lowbit.checkpoints import files
+from megatron_lowbit.checkpoints.common_state import KEY, as_object
 from megatron_lowbit.conversion.partial import Partial, in_files
 from megatron_lowbit.conversion.plan import Place
-from megatron_lowbit.training import checkpoint_files as files
 
 Span = tuple[int, int]
 """Where a piece is in its file: first byte, number of bytes."""
-COMMON = {"iteration": 0, "checkpoint_version": 3.0}
-"""What common.pt holds where there is a model alone."""
+COMMON = {
+    "checkpoint_version": 3.0,
+    "num_floating_point_operations_so_far": 0,
+    "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+}
+"""The common state beside ``args`` and ``iteration`` where a checkpoint holds a model alone."""
+
+_EXTRA_STATE = re.compile(r"(.*\b(?:linear_\w+|in_proj|out_proj|output_layer))\.(?:weight|bias)\b")
 
 
 class Piece(NamedTuple):
@@ -49,17 +57,38 @@ class Piece(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its tensor."""
+        """Bytes of its tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize if self.dtype else 0
 
 
 def piece_at(
     place: Place, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
 ) -> Piece:
-    """All of a part of a tensor; ``shape`` and what ``make`` gives are without leading axes."""
+    """Return all of a part of a tensor; ``shape`` and what ``make`` gives lack leading axes."""
     lead = tuple(1 for _ in place.index)
     offset = (*place.index, *(0 for _ in shape))
     return Piece(place.key, offset, (*lead, *shape), (*place.of, *shape), dtype, make)
+
+
+def object_piece(key: str, content: bytes) -> Piece:
+    """Return an object, already pickled."""
+    return Piece(key, (), (), (), None, lambda: content)
+
+
+def extra_states(places: Iterable[Place]) -> list[Piece]:
+    """Return the objects that Megatron-LM's linear layers ask for beside their tensors.
+
+    They hold Transformer Engine's state of FP8, of which a model without one has none.
+    """
+    found: dict[str, Piece] = {}
+    for place in places:
+        layer = _EXTRA_STATE.match(place.key)
+        if layer is not None:
+            index, of = place.index or (0,), place.of or (1,)
+            shard = "_".join(".".join(map(str, numbers)) for numbers in (index, of))
+            key = f"{layer[1]}._extra_state/shard_{shard}"
+            found.setdefault(key, object_piece(key, as_object(None)))
+    return list(found.values())
 
 
 def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
@@ -71,19 +100,24 @@ def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
 def write_iteration(
     partial: Partial,
     parent: Path,
-    document: dict,
-    common: dict | bytes,
+    common: dict[str, Any],
     contents: dict[str, list[Piece]],
     done: Callable[[], None],
 ) -> None:
     """Write the checkpoint of one iteration into ``parent``, and the tracker file that names it.
 
-    ``partial`` knows the files that are finished already. ``document`` is lowbit.json without its
-    list of files, ``common`` is what common.pt holds. ``done`` is called for each piece.
+    Args:
+        partial: knows the files that are finished already.
+        parent: the directory of checkpoints.
+        common: the common state; its ``iteration`` is the checkpoint's.
+        contents: pieces by file.
+        done: called for each piece.
     """
-    iteration = document["iteration"]
+    iteration = common["iteration"]
     path = files.iteration_directory(parent, iteration)
     path.mkdir(parents=True, exist_ok=True)
+    first = next(iter(contents))
+    contents = contents | {first: [*contents[first], object_piece(KEY, as_object(common))]}
     spans = {}
     for name, pieces in contents.items():
         spans[name] = partial.note(path / name)
@@ -94,16 +128,9 @@ def write_iteration(
             for _ in pieces:
                 done()
     _write_metadata(path, contents, spans)
-    if isinstance(common, bytes):
-        (path / "common.pt").write_bytes(common)
-    else:
-        torch.save(common, path / "common.pt")
     save_config(CheckpointingConfig("torch_dist"), str(path))
-    checksums: dict[str, dict] = {}
-    for rank in {0, *(int(name.split("_")[2]) for name in contents)}:
-        checksums |= files.checksums(path, rank)
-    files.write_document(path, document | {"files": checksums})
-    (parent / files.TRACKER).write_text(f"{iteration}\n")
+    files.write_document(path, {"files": files.checksums(path)})
+    files.write_tracker(parent, iteration)
 
 
 def _write_file(path: Path, pieces: Sequence[Piece], done: Callable[[], None]) -> list[Span]:
@@ -135,7 +162,7 @@ def _compact(tensor: Tensor) -> Tensor:
 def _write_metadata(
     directory: Path, contents: dict[str, list[Piece]], spans: dict[str, list[Span]]
 ) -> None:
-    """torch's description of all pieces and where they are."""
+    """Write torch's description of all pieces and where they are."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
     for name, pieces in contents.items():

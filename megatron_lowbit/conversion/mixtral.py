@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron_lowbit.conversion import llama
 from megatron_lowbit.conversion.joins import Join
-from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError
 
 ARCHITECTURE = "MixtralForCausalLM"
@@ -24,7 +24,7 @@ def from_config(config: dict[str, Any]) -> Family:
         "moe_layer_freq": 1,
         "moe_router_pre_softmax": False,
     }
-    return Family("Mixtral", model, config, rules(model), llama.norm_epsilon(config))
+    return Family("Mixtral", model, config, rules(model))
 
 
 def claims(model: dict[str, Any]) -> bool:
@@ -32,16 +32,14 @@ def claims(model: dict[str, Any]) -> bool:
     return "num_experts" in model
 
 
-def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+def to_config(model: dict[str, Any]) -> dict[str, Any]:
     """A config.json for a trained model of this kind.
 
     Raises UserError where the model is no Mixtral.
     """
     wanted = {"moe_layer_freq": 1, "moe_router_pre_softmax": False}
-    for key, good in wanted.items():
-        if model[key] != good:
-            raise UserError(f"the model has {key} {model[key]!r}; a Mixtral has {good!r}")
-    return llama.to_config(model, norm_epsilon) | {
+    check_model(model, "a Mixtral", wanted)
+    return llama.to_config(model) | {
         "architectures": [ARCHITECTURE],
         "model_type": "mixtral",
         "intermediate_size": model["moe_ffn_hidden_size"],

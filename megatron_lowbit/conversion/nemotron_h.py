@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Share
-from megatron_lowbit.conversion.plan import Family, Place, Rule
+from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError
 
 ARCHITECTURE = "NemotronHForCausalLM"
@@ -48,20 +48,19 @@ def from_config(config: dict[str, Any]) -> Family:
         "swiglu": False,
         "squared_relu": True,
         "normalization": "RMSNorm",
-        "disable_bias_linear": True,
+        "layernorm_epsilon": _ONLY["layer_norm_epsilon"],
+        "add_bias_linear": False,
         "position_embedding_type": "none",
-        "rotary_base": 10000,  # of no effect, but compared when a checkpoint is loaded
-        "rotary_percent": 1.0,
         "max_position_embeddings": config["max_position_embeddings"],
         "untie_embeddings_and_output_weights": True,
-        "hybrid_override_pattern": pattern,
+        "hybrid_layer_pattern": pattern,
         "mamba_state_dim": config["ssm_state_size"],
         "mamba_head_dim": config["mamba_head_dim"],
         "mamba_num_groups": config["n_groups"],
         "mamba_num_heads": config["mamba_num_heads"],
         "vocab_size": config["vocab_size"],
     }
-    return Family("Nemotron-H", model, config, rules(model), _ONLY["layer_norm_epsilon"])
+    return Family("Nemotron-H", model, config, rules(model))
 
 
 def _pattern(config: dict[str, Any]) -> str:
@@ -78,31 +77,30 @@ def _pattern(config: dict[str, Any]) -> str:
 
 def claims(model: dict[str, Any]) -> bool:
     """Whether a model in the words of this project's arguments can only be of this family."""
-    return "hybrid_override_pattern" in model
+    return "hybrid_layer_pattern" in model
 
 
-def to_config(model: dict[str, Any], norm_epsilon: float) -> dict[str, Any]:
+def to_config(model: dict[str, Any]) -> dict[str, Any]:
     """A config.json for a trained model of this kind.
 
     Raises UserError where the model is no Nemotron-H.
     """
     wanted = {"swiglu": False, "squared_relu": True, "normalization": "RMSNorm",
-              "disable_bias_linear": True, "position_embedding_type": "none",
+              "add_bias_linear": False, "position_embedding_type": "none",
               "untie_embeddings_and_output_weights": True}  # fmt: skip
-    for key, good in wanted.items():
-        if model[key] != good:
-            raise UserError(f"the model has {key} {model[key]!r}; a Nemotron-H has {good!r}")
-    if norm_epsilon != _ONLY["layer_norm_epsilon"]:
+    check_model(model, "a Nemotron-H", wanted)
+    if model["layernorm_epsilon"] != _ONLY["layer_norm_epsilon"]:
         raise UserError(
-            f"--norm-epsilon {norm_epsilon:g}: a Nemotron-H has one for all norms, and "
-            f"megatron-core's Mamba blocks compute with {_ONLY['layer_norm_epsilon']:g}"
+            f"the model has layernorm_epsilon {model['layernorm_epsilon']:g}; a Nemotron-H has one "
+            f"for all norms, and megatron-core's Mamba blocks compute with "
+            f"{_ONLY['layer_norm_epsilon']:g}"
         )
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "nemotron_h",
         "hidden_size": model["hidden_size"],
         "intermediate_size": model["ffn_hidden_size"],
-        "layers_block_type": [_KINDS[symbol] for symbol in model["hybrid_override_pattern"]],
+        "layers_block_type": [_KINDS[symbol] for symbol in model["hybrid_layer_pattern"]],
         "num_attention_heads": model["num_attention_heads"],
         "num_key_value_heads": model["num_query_groups"],
         "head_dim": model["kv_channels"],
@@ -132,7 +130,7 @@ def rules(model: dict[str, Any]) -> list[Rule]:
     }
     found = [Rule(Place(ours), (theirs,), join) for ours, (theirs, join) in tables.items()]
     blocks = {"M": _mamba, "*": _attention, "-": _mlp}
-    for layer, symbol in enumerate(model["hybrid_override_pattern"]):
+    for layer, symbol in enumerate(model["hybrid_layer_pattern"]):
         norm, tensors = blocks[symbol](model)
         ours, theirs = f"decoder.layers.{layer}", f"backbone.layers.{layer}"
         found.append(Rule(Place(f"{ours}.{norm}"), (f"{theirs}.norm.weight",), hidden))

@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
+from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.training import checkpoint_files as files
-from megatron_lowbit.training.checkpoint_ranks import error_behind
+from megatron_lowbit.megatron.same_outcome import error_behind
 
 JOURNAL = ".finished.jsonl"
 

@@ -4,10 +4,11 @@ A :class:`Rule` is one tensor of Megatron's, or one layer's part of a tensor tha
 layers, and the Hugging Face tensors that it is made of.
 """
 
-from collections.abc import Container, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from megatron_lowbit.conversion.joins import Join
+from megatron_lowbit.errors import UserError
 
 
 class Place(NamedTuple):
@@ -33,15 +34,14 @@ class Rule(NamedTuple):
 class Family(NamedTuple):
     """One kind of model, of one size.
 
-    ``model`` is its shape in the words of this project's arguments, as ``lowbit.json`` keeps it;
-    ``config`` is Hugging Face's config.json; ``norm_epsilon`` is of all the model's norms.
+    ``model`` holds Megatron-LM's arguments that describe the model, by their attributes' names;
+    ``config`` is Hugging Face's config.json.
     """
 
     name: str
     model: dict
     config: dict
     rules: Sequence[Rule]
-    norm_epsilon: float
 
 
 def as_named(family: Family, found: Container[str]) -> Family:
@@ -56,3 +56,16 @@ def as_named(family: Family, found: Container[str]) -> Family:
     if family.rules[0].names[0] in found or short[0].names[0] not in found:
         return family
     return family._replace(rules=short)
+
+
+def check_model(model: Mapping[str, Any], kind: str, wanted: Mapping[str, Any]) -> None:
+    """Raise UserError where one of a model's arguments is not what its family needs.
+
+    Args:
+        model: arguments as in :class:`Family`.
+        kind: name of the family with its article, for the message.
+        wanted: needed values by argument.
+    """
+    for key, good in wanted.items():
+        if model[key] != good:
+            raise UserError(f"the model has {key} {model[key]!r}; {kind} has {good!r}")

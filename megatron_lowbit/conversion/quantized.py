@@ -9,13 +9,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_lowbit.conversion import pieces
+from megatron_lowbit.conversion.checkpoints import Checkpoint
 from megatron_lowbit.conversion.hugging_face_files import Made
 from megatron_lowbit.conversion.joins import Join
 from megatron_lowbit.conversion.layouts import LAYOUTS, Layout
@@ -85,9 +85,9 @@ class Quantization(NamedTuple):
 
 
 def plan_quantization(
-    wanted: QuantizedAs, document: Mapping[str, Any], rules: Sequence[Rule], tensors: Tensors
+    wanted: QuantizedAs, checkpoint: Checkpoint, rules: Sequence[Rule], num_layers: int
 ) -> Quantization:
-    """What to quantize of a checkpoint, whose lowbit.json holds ``document``.
+    """Plan which weights of a checkpoint to quantize, and how.
 
     These are the weights that the recipe quantizes in fprop. Its switches are left out: what it
     begins with counts.
@@ -95,8 +95,7 @@ def plan_quantization(
     Raises UserError where there is no recipe, or where the layout cannot hold a weight with the
     bits that it has in training.
     """
-    recipe = recipe_of(wanted, document["state"], tensors.path)
-    num_layers = document["state"]["model"]["num_layers"]
+    recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
     chosen = LAYOUTS[wanted.layout]
     weights, layers, kept = {}, [], []
     for names, shares in groupby(rules, key=lambda rule: rule.names):
@@ -124,16 +123,19 @@ def plan_quantization(
     return plan
 
 
-def recipe_of(wanted: QuantizedAs, state: Mapping[str, Any], path: Path) -> Recipe:
-    """The recipe that is asked for, or else the one that a checkpoint was trained with.
+def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
+    """Load the recipe that is asked for, or else the one that a checkpoint was trained with.
 
     Raises UserError where there is none.
     """
     names, overrides = wanted.recipes, wanted.recipe_set
     if not names:
         require(not overrides, "--recipe-set changes the recipe that --recipe names: name one")
-        names, overrides = state.get("recipes", ()), state.get("recipe_set", ())
-    require(len(names) > 0, f"{path}: was not trained here with a recipe; name one by --recipe")
+        names, overrides = checkpoint.recipes, checkpoint.recipe_set
+    require(
+        len(names) > 0,
+        f"{checkpoint.path}: was not trained here with a recipe; name one by --recipe",
+    )
     return load_recipes(names, overrides)
 
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.conversion import convert
+from megatron_lowbit.conversion.checkpoints import EMBEDDING, open_checkpoint
 from megatron_lowbit.conversion.hugging_face_files import Folder
-from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.megatron_model import loaded_model
+from megatron_lowbit.conversion.model_arguments import argument_file
 from megatron_lowbit.conversion.plan import Family
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import (
@@ -20,14 +22,7 @@ from megatron_lowbit.conversion.quantized_folder import (
     open_folder,
 )
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron.config import transformer_config
-from megatron_lowbit.megatron.models import build_model
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.recipes import Recipe, load_recipe
-from megatron_lowbit.training import checkpoint_files as files
-from megatron_lowbit.training.arguments import parse_arguments
-from megatron_lowbit.training.checkpoint import load_checkpoint
-from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+from megatron_lowbit.recipes import Recipe
 
 TOKENS = tuple(range(1, 9))
 
@@ -90,29 +85,18 @@ def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
 def _of_megatron(
     checkpoint: Path, family: Family, tokens: Tensor, quantized: QuantizedAs | None
 ) -> Tensor:
-    iteration = files.latest_iteration(checkpoint)
-    path = files.iteration_directory(checkpoint, iteration)
-    state = files.read_document(path)["state"]
-    shape = shlex.split(convert.arguments(family), comments=True)
-    args = parse_arguments([
-        *shape, "--seq-length", str(tokens.shape[1]), "--micro-batch-size", "1",
-        "--lr", "1", "--train-iters", "1", "--data-path", "unused",
-    ])  # fmt: skip
-    recipe = load_recipe("bf16")
-    if quantized is not None:
-        recipe = _of_weights(recipe_of(quantized, state, path))
-    rows = Tensors(path).model["embedding.word_embeddings.weight"].size[0]
-    initialize_distributed(args)
-    try:
-        config = transformer_config(args, torch.float32)
-        [model] = chunks = build_model(args, config, recipe, reference("--verify"), rows)
-        load_checkpoint(checkpoint, chunks, None, None, state["model"], iteration)
+    opened = open_checkpoint(checkpoint, check=False)
+    recipe = None if quantized is None else _of_weights(recipe_of(quantized, opened))
+    rows = opened.tensors.model[EMBEDDING].size[0]
+    arguments = [
+        *shlex.split(argument_file(family), comments=True),
+        "--padded-vocab-size", str(rows), "--seq-length", str(tokens.shape[1]),
+        "--quantization-engine", "reference",
+    ]  # fmt: skip
+    with loaded_model(checkpoint, arguments, recipe) as model, torch.no_grad():
         place = next(model.parameters()).device
         positions = torch.arange(tokens.shape[1], device=place)[None]
-        with torch.no_grad():
-            return model.eval()(tokens.to(place), positions, attention_mask=None).float().cpu()
-    finally:
-        shutdown()
+        return model(tokens.to(place), positions, attention_mask=None).float().cpu()
 
 
 def _of_weights(recipe: Recipe) -> Recipe:

@@ -1,0 +1,61 @@
+"""What a torch_dist checkpoint of Megatron-LM holds beside tensors, in one object of its files.
+
+The common state is a dictionary: ``args`` (the run's arguments), ``iteration``,
+``checkpoint_version``, ``content_metadata``, and the states of scheduler and optimizer that are no
+tensors.
+"""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+import megatron.core  # noqa: F401  it tells torch which of its classes are safe to load
+
+from megatron_lowbit.checkpoints.pickles import Reader, load_restricted
+from megatron_lowbit.errors import UserError
+
+KEY = "common_state/shard_0_1"
+LEGACY = "common.pt"
+
+
+def read_common_state(path: Path) -> dict[str, Any]:
+    """Read the common state of a checkpoint without running what it holds.
+
+    Raises:
+        UserError: the state is missing or damaged, or holds classes that could run code.
+    """
+    if (path / LEGACY).is_file():
+        found = [load_restricted(path / LEGACY, (path / LEGACY).read_bytes())]
+    else:
+        found = read_object(path, KEY)
+    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict)):
+        raise UserError(f"{path}: its common state is damaged")
+    return found[0]
+
+
+def read_object(path: Path, key: str) -> Any:
+    """Read one object of a checkpoint's files, a list of one entry."""
+    place = Reader(path).read_metadata().storage_data.get(MetadataIndex(key))
+    if place is None:
+        raise UserError(f"{path}: no object {key}")
+    file = path / place.relative_path
+    try:
+        with open(file, "rb") as stream:
+            stream.seek(place.offset)
+            content = stream.read(place.length)
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+    return load_restricted(file, content)
+
+
+def as_object(value: Any) -> bytes:
+    """Return a value as Megatron-LM keeps it among a checkpoint's objects."""
+    stream = io.BytesIO()
+    torch.save([value], stream)
+    return stream.getvalue()

@@ -1,0 +1,73 @@
+"""A checkpoint's model, built and loaded by Megatron-LM's own training code."""
+
+import io
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import torch
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.argument_utils import pretrain_cfg_container_from_args
+from megatron.training.initialize import initialize_megatron
+from megatron.training.training import setup_model_and_optimizer
+
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.ignored_arguments import apply_ignored_arguments
+from megatron_lowbit.megatron.recipe_hook import RecipeHook
+from megatron_lowbit.recipes import Recipe
+
+_RUN = (
+    "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "1",
+    "--skip-train", "--finetune", "--transformer-impl", "local", "--mock-data",
+    "--tokenizer-type", "NullTokenizer",
+)  # fmt: skip
+
+
+@contextmanager
+def loaded_model(
+    checkpoint: Path, arguments: Sequence[str], recipe: Recipe | None = None
+) -> Iterator[torch.nn.Module]:
+    """Build a model of local layers in FP32 and load a checkpoint into it, for evaluation.
+
+    Args:
+        checkpoint: directory of checkpoints.
+        arguments: those that describe the model, its sequences and its parallelism.
+        recipe: precision of its linear layers; None leaves them as they are.
+
+    Yields:
+        This rank's part of the model.
+    """
+    with pretrain.torn_down():
+        with _silence():
+            args = parse_arguments([*arguments, *_RUN, "--load", str(checkpoint)])
+            model_config = pretrain.model_config_of(args)
+            apply_ignored_arguments(model_config, args)
+            if recipe is not None:
+                model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
+            container = pretrain_cfg_container_from_args(args, model_config)
+            initialize_megatron(store=pretrain._store(args))
+            [model], _, _ = setup_model_and_optimizer(
+                ModelType.encoder_or_decoder,
+                cfg_container=container,
+                pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+            )
+        yield model.eval()
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Hide what Megatron-LM says of arguments and model: pages, none of them about logits."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)

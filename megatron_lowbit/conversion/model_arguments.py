@@ -1,0 +1,153 @@
+"""Megatron-LM's arguments that describe a model: read from a checkpoint, written to files.
+
+Everywhere in this package a model is a dictionary of these arguments by their attributes' names.
+Arguments of features that a model does not use, such as experts, are left out.
+"""
+
+from argparse import Namespace
+from typing import Any
+
+from megatron_lowbit.conversion.plan import Family
+from megatron_lowbit.errors import UserError
+
+_ALWAYS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "swiglu",
+    "squared_relu", "normalization", "layernorm_epsilon", "add_bias_linear",
+    "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights",
+)  # fmt: skip
+_ROPE = ("rotary_base", "rotary_percent")
+_ROPE_SCALING = ("use_rope_scaling", "rope_scaling_factor")
+_EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
+            "moe_router_pre_softmax")  # fmt: skip
+_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+
+_FEATURES: dict[str, Any] = {
+    "activation_func_clamp_value": None,
+    "apply_residual_connection_post_layernorm": False,
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "glu_linear_offset": 0.0,
+    "layernorm_zero_centered_gamma": False,
+    "moe_latent_size": None,
+    "moe_router_enable_expert_bias": False,
+    "moe_router_group_topk": None,
+    "moe_router_score_function": "softmax",
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_intermediate_size": None,
+    "mtp_num_layers": None,
+    "multi_latent_attention": False,
+    "no_rope_freq": None,
+    "qk_l2_norm": False,
+    "qk_layernorm": False,
+    "quick_geglu": False,
+    "rotary_interleaved": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "softmax_type": "vanilla",
+    "use_mup": False,
+    "window_size": None,
+}
+"""Arguments that change what a model computes, and the only values that converted models have."""
+
+
+def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
+    """Return the model's arguments among all those of a run.
+
+    Args:
+        args: those in a checkpoint.
+        vocab_size: rows of the vocabulary that stand for tokens.
+
+    Raises:
+        UserError: the model uses a feature that no family has.
+    """
+    given = vars(args)
+    for name, value in _FEATURES.items():
+        if given.get(name, value) != value:
+            raise UserError(f"the model has {name} {given[name]!r}; conversion knows {value!r}")
+    model = {name: given[name] for name in _ALWAYS}
+    grouped = given.get("group_query_attention")
+    model["num_query_groups"] = given["num_query_groups" if grouped else "num_attention_heads"]
+    model["vocab_size"] = vocab_size
+    if model["position_embedding_type"] == "rope":
+        model |= {name: given[name] for name in _ROPE}
+    if given.get("use_rope_scaling"):
+        model |= {name: given[name] for name in _ROPE_SCALING}
+    if not (model["swiglu"] or model["squared_relu"]):
+        # Megatron-LM's fused kernel computes the approximation by tanh.
+        model["openai_gelu"] = bool(given.get("openai_gelu") or given.get("bias_gelu_fusion"))
+    if given.get("num_experts"):
+        model |= {name: given[name] for name in _EXPERTS}
+        model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
+    if given.get("hybrid_layer_pattern"):
+        model |= {name: given[name] for name in _MAMBA}
+        # Bars only say where a pipeline is cut.
+        model["hybrid_layer_pattern"] = given["hybrid_layer_pattern"].replace("|", "")
+    return model
+
+
+def described_by(args: Namespace) -> dict[str, Any]:
+    """Return the arguments of a run that say what its model computes, for a model of any kind."""
+    names = [*_ALWAYS, "num_query_groups", "group_query_attention", "vocab_size"]
+    given = vars(args)
+    if given.get("position_embedding_type") == "rope":
+        names += _ROPE
+    for switch, more in (("use_rope_scaling", _ROPE_SCALING), ("num_experts", _EXPERTS),
+                         ("hybrid_layer_pattern", ("hybrid_layer_pattern", *_MAMBA))):  # fmt: skip
+        names += more if given.get(switch) else ()
+    names += [name for name, usual in _FEATURES.items() if given.get(name, usual) != usual]
+    return {name: given[name] for name in names if given.get(name) is not None}
+
+
+def saved_arguments(model: dict[str, Any]) -> Namespace:
+    """Return what a checkpoint of a converted model keeps as its ``args``.
+
+    Megatron-LM compares some of these with a run's own arguments, takes others over with
+    ``--use-checkpoint-args``, and looks for optimizer and random states unless they say that none
+    were saved.
+    """
+    return Namespace(
+        **model,
+        group_query_attention=model["num_query_groups"] != model["num_attention_heads"],
+        padded_vocab_size=model["vocab_size"],
+        make_vocab_size_divisible_by=1,
+        add_position_embedding=True,
+        tokenizer_type="HuggingFaceTokenizer",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        ckpt_format="torch_dist",
+        no_save_optim=True,
+        no_save_rng=True,
+        precision_recipe=None,
+        recipe_set=[],
+    )
+
+
+_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+
+
+def argument_file(family: Family) -> str:
+    """Return the arguments that build a family's model, as the text of an ``@FILE``."""
+    model = dict(family.model)
+    lines = [f"# {family.name}, converted from Hugging Face"]
+    if not model.pop("add_bias_linear"):
+        lines.append("--disable-bias-linear")
+    if "hybrid_layer_pattern" in model:
+        del model["num_layers"]  # The pattern says it.
+    if model.get("openai_gelu") is False:
+        lines.append("--no-bias-gelu-fusion")
+    groups = model.pop("num_query_groups")
+    if groups != model["num_attention_heads"]:
+        lines.append(f"--group-query-attention --num-query-groups {groups}")
+    for name, value in model.items():
+        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
+        if value is True:
+            lines.append(flag)
+        elif value is not None and value is not False:
+            lines.append(f"{flag}={value}")  # A hybrid's pattern may begin with "-".
+    lines += [
+        "# A multiple of the tensor-parallel size; more rows than tokens are allowed.",
+        f"--padded-vocab-size {model['vocab_size']}",
+        "--hidden-dropout 0.0 --attention-dropout 0.0",
+    ]
+    return "\n".join(lines) + "\n"

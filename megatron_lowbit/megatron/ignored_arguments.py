@@ -1,0 +1,26 @@
+"""Arguments that Megatron-LM 0.19.2 parses and then ignores, applied to a model's configuration."""
+
+from argparse import Namespace
+from typing import Any
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core.transformer.utils import openai_gelu
+
+
+def apply_ignored_arguments(model_config: Any, args: Namespace) -> None:
+    """Let ``--rope-scaling-factor`` and ``--openai-gelu`` have their effect.
+
+    ``gpt_config_from_args`` leaves the factor at 8. Nothing reads the other argument: Megatron-LM
+    computes GELU's approximation by tanh where it fuses bias and activation, and exact GELU
+    elsewhere, such as on a CPU.
+
+    Args:
+        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
+        args: parsed by Megatron-LM.
+    """
+    if args.use_rope_scaling and hasattr(model_config, "rope_scaling_factor"):
+        model_config.rope_scaling_factor = args.rope_scaling_factor
+    if args.openai_gelu and not args.bias_gelu_fusion:
+        model_config.transformer.activation_func = openai_gelu
