@@ -33,7 +33,10 @@ from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
-from megatron_lowbit.megatron.upstream_gaps import use_prebuilt_dataset_helpers
+from megatron_lowbit.megatron.upstream_gaps import (
+    use_local_latent_attention,
+    use_prebuilt_dataset_helpers,
+)
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
 
@@ -51,6 +54,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         UserError: the recipe does not exist, or does not fit the other arguments.
     """
     use_prebuilt_dataset_helpers()
+    if args.multi_latent_attention:
+        use_local_latent_attention()
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)

@@ -1,11 +1,15 @@
 """Supply what the PyPI package of Megatron-LM 0.19.2 expects and does not find.
 
 ``typing.override`` is missing from Python 3.11. The Makefile of the dataset helpers is missing from
-the package, which holds the compiled helpers themselves; see docs/upstream-notes.md.
+the package, which holds the compiled helpers themselves. Multi-latent attention gives the width of
+its keys and values to its core attention, and the local one does not take them. See
+docs/upstream-notes.md.
 """
 
 import sys
 import typing
+from functools import wraps
+from typing import Any
 
 if sys.version_info < (3, 12):
     from typing_extensions import override
@@ -18,3 +22,26 @@ def use_prebuilt_dataset_helpers() -> None:
     from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  their presence is the point
 
     utils.compile_helpers = lambda: None
+
+
+def use_local_latent_attention() -> None:
+    """Let local core attention take the width of multi-latent attention's keys and values."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    upstream = DotProductAttention.__init__
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @wraps(upstream)
+    def init(
+        self: DotProductAttention,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        upstream(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = init

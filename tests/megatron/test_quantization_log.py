@@ -16,9 +16,9 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.pretrain import main
 
 ARGUMENTS = shlex.split("""
-    --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
-    --ffn-hidden-size 128 --swiglu --normalization RMSNorm --disable-bias-linear
-    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
+    --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights
+    --hidden-dropout 0 --attention-dropout 0
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
     --lr 1e-2 --train-iters 4 --eval-iters 1 --eval-interval 3 --log-interval 1
     --mock-data --tokenizer-type NullTokenizer --vocab-size 500
@@ -27,12 +27,18 @@ ARGUMENTS = shlex.split("""
 MODELS = {
     "dense": "--num-layers 4 --position-embedding-type rope",
     "experts": "--num-layers 2 --position-embedding-type rope --num-experts 4",
+    "latent attention": "--num-layers 2 --position-embedding-type rope --multi-latent-attention "
+    "--q-lora-rank 32 --kv-lora-rank 32 --qk-head-dim 16 --qk-pos-emb-head-dim 16 --v-head-dim 32",
     "hybrid": "--hybrid-layer-pattern M-*M --position-embedding-type none --mamba-state-dim 16 "
     "--mamba-head-dim 8 --mamba-num-groups 4",
 }
 LAYERS = {
     "dense": ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"] * 4,
     "experts": ["linear_qkv", "linear_proj", *["linear_fc1", "linear_fc2"] * 4] * 2,
+    "latent attention": [
+        "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+        "linear_proj", "linear_fc1", "linear_fc2",
+    ] * 2,
     "hybrid": [
         "in_proj", "out_proj", "linear_fc1", "linear_fc2", "linear_qkv", "linear_proj",
         "in_proj", "out_proj",
