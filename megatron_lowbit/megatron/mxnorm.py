@@ -56,7 +56,7 @@ class MXNormColumnParallelLinear(ColumnParallelLinear):
 
 def mxnorm_of(args: Namespace) -> MXNorm | None:
     """Return the normalization that the arguments ask for; None for megatron's own."""
-    return MXNorm(p=args.mxnorm_p, eps=args.norm_epsilon) if args.mxnorm else None
+    return MXNorm(p=args.mxnorm_p, eps=args.layernorm_epsilon) if args.mxnorm else None
 
 
 def use_mxnorm_spec(model_config: Any) -> None:
