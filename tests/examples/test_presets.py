@@ -2,18 +2,17 @@
 
 from argparse import Namespace
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
-from megatron_lowbit.megatron.config import transformer_config
-from megatron_lowbit.megatron.models import build_model, quantizable_layers
-from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.dry_run import Stage, model_stages
 from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.training.arguments import parse_arguments
-from megatron_lowbit.training.distributed import initialize_distributed, shutdown
-from tests.on_meta import OnMeta
+
+# isort: split
+from megatron.training.training import destroy_global_state
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY_VOCABULARY = 4096
@@ -64,7 +63,7 @@ TWINS = {
 VOCABULARIES = {name: published.vocabulary for name, published in PRESETS.items()}
 VOCABULARIES |= dict.fromkeys(TWINS, TINY_VOCABULARY)
 KIND = (
-    "swiglu", "squared_relu", "normalization", "norm_epsilon", "disable_bias_linear",
+    "swiglu", "squared_relu", "normalization", "layernorm_epsilon", "add_bias_linear",
     "position_embedding_type", "rotary_base", "rotary_percent", "group_query_attention",
     "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout",
     "lr_decay_style", "lr_wsd_decay_style", "adam_beta1", "adam_beta2", "weight_decay",
@@ -72,23 +71,22 @@ KIND = (
 )  # fmt: skip
 
 
-def parse(name: str) -> Namespace:
-    return parse_arguments([f"@{EXAMPLES / name}.args", "--data-path", "unread"])
+@cache
+def parse(name: str, *more: str) -> Namespace:
+    # Megatron-LM's null tokenizer adds one token.
+    vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARIES[name] - 1)]
+    try:
+        return parse_arguments(
+            [f"@{EXAMPLES / name}.args", "--data-path", "unread", *vocabulary, *more]
+        )
+    finally:
+        destroy_global_state()
 
 
-@pytest.fixture(scope="module")
-def single_process():
-    initialize_distributed(parse("gpt-tiny"))
-    yield
-    shutdown()
-
-
-def build(args: Namespace, vocabulary: int, recipe: str = "bf16") -> torch.nn.Module:
-    engine = select_engine(torch.device("cpu"), "reference")
-    config = transformer_config(args, torch.float32)
-    with OnMeta():
-        (model,) = build_model(args, config, load_recipe(recipe, []), engine, vocabulary)
-    return model
+def build(name: str, *more: str) -> Stage:
+    """The whole model, which takes no memory."""
+    (stage,) = model_stages(parse(name, *more))
+    return stage
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -113,25 +111,22 @@ def test_a_preset_trains_on_as_many_tokens_as_the_paper_says(name):
 @pytest.mark.parametrize("name", VOCABULARIES)
 def test_a_preset_leaves_recipe_data_and_machine_open(name):
     args, text = parse(name), (EXAMPLES / f"{name}.args").read_text()
-    assert (args.recipes, args.recipe_set) == (["bf16"], [])
+    assert (args.precision_recipe, args.recipe_set, args.fp4, args.fp8) == (None, [], None, None)
     given = " ".join(line for line in text.splitlines() if not line.startswith("#"))
-    for option in ("recipe", "data-path", "tokenizer", "vocab", "parallel", "bf16", "fp32"):
+    for option in ("recipe", "data-path", "tokenizer-model", "vocab", "parallel", "bf16", "fp16"):
         assert option not in given
     assert args.micro_batch_size <= 4
     assert args.global_batch_size % args.micro_batch_size == 0
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_the_model_of_a_preset_has_the_parameters_of_the_closed_formula(name, single_process):
-    args, vocabulary = parse(name), VOCABULARIES[name]
-    parameters = list(build(args, vocabulary).parameters())
-    assert all(parameter.is_meta for parameter in parameters)
-    assert sum(map(torch.numel, parameters)) == parameter_count(args, vocabulary)
+def test_the_model_of_a_preset_has_the_parameters_of_the_closed_formula(name):
+    assert build(name).parameters.whole == parameter_count(parse(name), VOCABULARIES[name])
 
 
-def test_nvfp4_keeps_the_linears_of_the_12b_hybrid_that_the_paper_keeps(single_process):
+def test_nvfp4_keeps_the_linears_of_the_12b_hybrid_that_the_paper_keeps():
     recipe = load_recipe("nvfp4", [])
-    layers = quantizable_layers([build(parse("hybrid-12b"), 131072, "nvfp4")])
+    layers = build("hybrid-12b", "--precision-recipe", "nvfp4").layers
     kept = [layer for layer in layers if not recipe.precision_for(layer).quantized]
     assert (len(kept), len(layers)) == (20, 124)
     assert {layer.block for layer in kept} == {0, 1, *range(54, 62)}
@@ -142,7 +137,7 @@ def test_nvfp4_keeps_the_linears_of_the_12b_hybrid_that_the_paper_keeps(single_p
     {"hybrid-8b": (24, 4, 24), "hybrid-12b": (28, 6, 28), "hybrid-tiny": (6, 1, 6)}.items(),
 )
 def test_hybrids_have_the_papers_blocks_and_attention_in_the_middle(name, blocks):
-    pattern = parse(name).hybrid_override_pattern
+    pattern = parse(name).hybrid_layer_pattern
     assert tuple(map(pattern.count, "M*-")) == blocks
     # The papers' first two and last eight blocks are MLPs or Mamba-2.
     assert "*" not in pattern[:2] + pattern[-8:]
@@ -168,7 +163,7 @@ def parameter_count(args: Namespace, vocabulary: int) -> int:
     count = tables * vocabulary * args.hidden_size + norm
     if args.position_embedding_type == "learned_absolute":
         count += args.max_position_embeddings * args.hidden_size
-    pattern = args.hybrid_override_pattern
+    pattern = args.hybrid_layer_pattern
     if pattern is None:
         return count + args.num_layers * (2 * norm + _attention(args) + _mlp(args))
     parts = {"M": _mamba(args), "*": _attention(args), "-": _mlp(args)}
@@ -180,12 +175,14 @@ def _norm(args: Namespace) -> int:
 
 
 def _linear(args: Namespace, inputs: int, outputs: int) -> int:
-    return (inputs + (not args.disable_bias_linear)) * outputs
+    return (inputs + args.add_bias_linear) * outputs
 
 
 def _attention(args: Namespace) -> int:
     queries = args.num_attention_heads * args.kv_channels
-    keys_and_values = 2 * args.num_query_groups * args.kv_channels
+    shared = args.group_query_attention
+    groups = args.num_query_groups if shared else args.num_attention_heads
+    keys_and_values = 2 * groups * args.kv_channels
     qkv = _linear(args, args.hidden_size, queries + keys_and_values)
     return qkv + _linear(args, queries, args.hidden_size)
 
