@@ -5,4 +5,4 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 # pytest's importlib mode adds no paths.
-sys.path[:0] = map(str, (HERE, HERE.parent / "end_to_end", HERE.parents[1] / "tools"))
+sys.path[:0] = map(str, (HERE, HERE.parents[1] / "tools"))

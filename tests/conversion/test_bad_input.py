@@ -1,16 +1,17 @@
 """What is wrong with a source is said in one line, before anything is written."""
 
 import json
+import pickle
 import shutil
 
 import pytest
 import torch
+from saved_args import change_args
 from small_llama import write_llama
 
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.training import checkpoint_files
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -105,18 +106,52 @@ def test_tensors_that_do_not_fit_each_other(source):
 
 
 def test_a_checkpoint_of_another_shape_than_it_says(tmp_path):
-    """Too few rows for the vocabulary, and of another width; what a changed lowbit.json does."""
+    """Too few rows for the vocabulary, and of another width."""
+    write_llama(tmp_path / "source")
+    checkpoint = tmp_path / "checkpoint"
+    to_megatron(tmp_path / "source", checkpoint)
+    shutil.rmtree(tmp_path / "source")
+    refused(checkpoint, "--vocab-size 104: .* has 100 rows", to_hugging_face, *[None] * 5, 104)
+    change_args(checkpoint / "iter_0000000", ffn_hidden_size=40)
+    refused(checkpoint, r"linear_fc1\.weight is \[96, 32\]", to_hugging_face)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"qk_layernorm": True}, "qk_layernorm True; conversion knows False"),
+        ({"window_size": (128, 0)}, r"window_size \(128, 0\)"),
+        ({"rotary_percent": 0.5}, r"rotary_percent 0\.5; a Llama has 1\.0"),
+        ({"num_layers": 4}, r"layer_norm_weight is \[3, 32\].*first axes should be \[4\]"),
+    ],
+)
+def test_a_model_that_no_family_has(tmp_path, change, named):
+    write_llama(tmp_path / "source")
+    checkpoint = tmp_path / "checkpoint"
+    to_megatron(tmp_path / "source", checkpoint)
+    shutil.rmtree(tmp_path / "source")
+    change_args(checkpoint / "iter_0000000", **change)
+    refused(checkpoint, named, to_hugging_face)
+
+
+def test_a_file_that_changed_is_refused(tmp_path):
+    write_llama(tmp_path / "source")
+    checkpoint = tmp_path / "checkpoint"
+    to_megatron(tmp_path / "source", checkpoint)
+    shutil.rmtree(tmp_path / "source")
+    file = checkpoint / "iter_0000000" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[5000] ^= 1
+    file.write_bytes(content)
+    refused(checkpoint, r"__0_0\.distcp: its content differs", to_hugging_face)
+
+
+def test_a_common_state_that_could_run_code_is_refused(tmp_path):
     write_llama(tmp_path / "source")
     checkpoint = tmp_path / "checkpoint"
     to_megatron(tmp_path / "source", checkpoint)
     shutil.rmtree(tmp_path / "source")
     path = checkpoint / "iter_0000000"
-    document = checkpoint_files.read_document(path)
-    model = document["state"]["model"]
-    for change, named in (
-        ({"vocab_size": 104}, r"embedding\.word_embeddings\.weight is \[100, 32\]"),
-        ({"ffn_hidden_size": 40}, r"linear_fc1\.weight is \[96, 32\]"),
-    ):
-        document["state"]["model"] = model | change
-        checkpoint_files.write_document(path, document)
-        refused(checkpoint, named, to_hugging_face, 1e-5)
+    (path / "common.pt").write_bytes(pickle.dumps({"args": print}))
+    (path / "lowbit.json").unlink()
+    refused(checkpoint, r"common\.pt: refused", to_hugging_face)

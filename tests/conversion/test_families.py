@@ -133,7 +133,8 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_there_and_back(name, sources, tmp_path):
     """Tensors, tokenizer, and the entries of config.json that the model says nothing of."""
     source, there, back = sources[name], tmp_path / "there", tmp_path / "back"
-    to_hugging_face(there, back, to_megatron(source, there).norm_epsilon, shard_bytes=20_000)
+    to_megatron(source, there)
+    to_hugging_face(there, back, shard_bytes=20_000)
     before, after = weights(source), weights(back)
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -191,7 +192,7 @@ def test_old_names_of_gpt2(sources, tmp_path):
     tensors = {name.removeprefix("transformer."): part for name, part in weights(new).items()}
     save_file(tensors | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, old / "model.safetensors")
     to_megatron(old, tmp_path / "there")
-    to_hugging_face(tmp_path / "there", tmp_path / "back", EPS)
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
     back = weights(tmp_path / "back")
     assert all(torch.equal(back[f"transformer.{name}"], part) for name, part in tensors.items())
 
@@ -199,7 +200,7 @@ def test_old_names_of_gpt2(sources, tmp_path):
 @pytest.mark.parametrize(
     ("name", "change", "named"),
     [
-        ("gpt-2", {"activation_function": "gelu"}, "activation_function 'gelu'.*'gelu_new'"),
+        ("gpt-2", {"activation_function": "relu"}, "activation_function 'relu'.*'gelu_new'"),
         ("gpt-2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("nemotron-h", {"layers_block_type": ["moe"]}, "'moe'.*linear_attention, full_attention"),
         ("nemotron-h", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon 1e-06.*1e-05"),
@@ -219,6 +220,7 @@ def test_a_config_that_does_not_fit(name, change, named, sources):
         ("llama", {"swiglu": False}, "swiglu False; a Llama has True"),
         ("gpt-2", {"normalization": "RMSNorm"}, "normalization 'RMSNorm'; a GPT-2 has 'LayerNorm'"),
         ("nemotron-h", {"squared_relu": False}, "squared_relu False; a Nemotron-H has True"),
+        ("nemotron-h", {"layernorm_epsilon": EPS}, "layernorm_epsilon 3e-06.*1e-05"),
     ],
 )
 def test_a_model_that_does_not_fit(name, change, named, sources):
@@ -226,13 +228,7 @@ def test_a_model_that_does_not_fit(name, change, named, sources):
     model = FAMILIES[config["architectures"][0]].from_config(config).model | change
     family = next(family for family in FAMILIES.values() if family.claims(model))
     with pytest.raises(UserError, match=named):
-        family.to_config(model, 1e-5)
-
-
-def test_the_norm_of_mamba_blocks_is_fixed(sources, tmp_path):
-    to_megatron(sources["nemotron-h"], tmp_path / "there")
-    with pytest.raises(UserError, match=r"--norm-epsilon 3e-06.*1e-05"):
-        to_hugging_face(tmp_path / "there", tmp_path / "back", EPS)
+        family.to_config(model)
 
 
 def test_mamba_heads_by_default(sources):
@@ -242,7 +238,7 @@ def test_mamba_heads_by_default(sources):
     model = family.from_config(config).model
     silent = model | {"mamba_num_heads": None}
     assert family.rules(silent) == family.rules(model)
-    assert family.to_config(silent, 1e-5) == family.to_config(model, 1e-5)
+    assert family.to_config(silent) == family.to_config(model)
 
 
 def test_every_tensor_keeps_its_dtype(sources, tmp_path):
@@ -258,7 +254,7 @@ def test_every_tensor_keeps_its_dtype(sources, tmp_path):
     to_megatron(source, there)
     for dtype, asked in ((None, None), ("float16", torch.float16)):
         back = tmp_path / f"back {dtype}"
-        to_hugging_face(there, back, 1e-5, dtype)
+        to_hugging_face(there, back, dtype)
         found = weights(back)
         assert all(
             torch.equal(found[name], part.to(asked or part.dtype)) for name, part in tensors.items()
@@ -273,8 +269,8 @@ def test_transformers_loads_it(name, sources, tmp_path):
     """The folder that was converted there and back. A Llama's frequencies are as said above."""
     from transformers import AutoModelForCausalLM
 
-    family = to_megatron(sources[name], tmp_path / "there")
-    to_hugging_face(tmp_path / "there", tmp_path / "back", family.norm_epsilon)
+    to_megatron(sources[name], tmp_path / "there")
+    to_hugging_face(tmp_path / "there", tmp_path / "back")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
     expected = torch.load(sources[name] / "logits.pt")
     assert torch.equal(model(TOKENS).logits, expected)
@@ -290,8 +286,7 @@ def test_nothing_is_overwritten(llama, tmp_path):
 
 def every_case(folder: Path) -> None:
     """The logits of every case, on four ranks. Each is a fork: most of the time goes to imports."""
-    import megatron_lowbit.megatron.models
-    import megatron_lowbit.training.pretrain  # noqa: F401  before forking
+    import megatron_lowbit.conversion.megatron_model  # noqa: F401  before forking
 
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=4, rdzv_backend="c10d",
@@ -311,42 +306,30 @@ def converted_logits(checkpoint: Path, tensor: int, pipeline: int) -> torch.Tens
     """Of a checkpoint's model over so many ranks: whole, on the last of them."""
     from megatron.core import parallel_state
 
-    from megatron_lowbit.megatron.config import transformer_config
-    from megatron_lowbit.megatron.models import build_model
-    from megatron_lowbit.kernels.engine import reference
-    from megatron_lowbit.recipes import load_recipe
-    from megatron_lowbit.training.arguments import parse_arguments
-    from megatron_lowbit.training.checkpoint import load_checkpoint
-    from megatron_lowbit.training.distributed import initialize_distributed, shutdown
-    from megatron_lowbit.training.pretrain import _model_shape
+    from megatron_lowbit.conversion.megatron_model import loaded_model
 
-    args = parse_arguments([
-        f"@{checkpoint}/model.args", "--seq-length", "20", "--micro-batch-size", "2", "--lr", "1",
-        "--train-iters", "1", "--data-path", "unused",
+    arguments = [
+        f"@{checkpoint}/model.args", "--seq-length", "20",
         "--tensor-model-parallel-size", str(tensor),
         "--pipeline-model-parallel-size", str(pipeline),
         *(["--sequence-parallel"] if tensor > 1 else []),
-    ])  # fmt: skip
-    initialize_distributed(args)
-    config, recipe = transformer_config(args, torch.float32), load_recipe("bf16", [])
-    [model] = chunks = build_model(args, config, recipe, reference("a test"), 100)
-    load_checkpoint(checkpoint, chunks, None, None, _model_shape(args, 100))
-    if not parallel_state.is_pipeline_first_stage():
-        hidden = torch.empty(20 // tensor, 2, args.hidden_size)
-        torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
-        model.set_input_tensor(hidden)
-    with torch.no_grad():
-        output = model.eval()(TOKENS, torch.arange(20).expand(2, -1), attention_mask=None)
-    if parallel_state.is_pipeline_last_stage():
-        parts = [torch.empty_like(output) for _ in range(tensor)]
-        group = parallel_state.get_tensor_model_parallel_group()
-        torch.distributed.all_gather(parts, output.contiguous(), group)
-        output = torch.cat(parts, dim=-1)
-    else:
-        torch.distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
-    last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
-    shutdown()
-    return output if last else None
+    ]  # fmt: skip
+    with loaded_model(checkpoint, arguments) as model, torch.no_grad():
+        if not parallel_state.is_pipeline_first_stage():
+            hidden = torch.empty(20 // tensor, 2, model.config.hidden_size)
+            torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
+            model.set_input_tensor(hidden)
+        output = model(TOKENS, torch.arange(20).expand(2, -1), attention_mask=None)
+        if parallel_state.is_pipeline_last_stage():
+            parts = [torch.empty_like(output) for _ in range(tensor)]
+            group = parallel_state.get_tensor_model_parallel_group()
+            torch.distributed.all_gather(parts, output.contiguous(), group)
+            output = torch.cat(parts, dim=-1)
+        else:
+            torch.distributed.send(output, parallel_state.get_pipeline_model_parallel_next_rank())
+        torch.distributed.barrier()
+        last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        return output if last else None
 
 
 if __name__ == "__main__":

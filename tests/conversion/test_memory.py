@@ -49,7 +49,7 @@ def worker(folder: Path) -> None:
         found = {
             "to-megatron": peak(to_megatron, folder / source, there),
             "to-hugging-face": peak(
-                to_hugging_face, there, folder / f"{source} back", 1e-5, None, None, SHARD_BYTES
+                to_hugging_face, there, folder / f"{source} back", None, None, SHARD_BYTES
             ),
         }
     print(json.dumps(found))

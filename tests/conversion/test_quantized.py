@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from saved_args import change_args
 
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
@@ -60,7 +61,7 @@ def mixtral(tmp_path_factory) -> Path:
 
 def export(source: Path, output: Path, layout: str, *recipes: str, changes=(), **options):
     """Its tensors, config.json and report."""
-    to_hugging_face(source, output, EPS, quantized=QuantizedAs(layout, recipes, changes), **options)
+    to_hugging_face(source, output, quantized=QuantizedAs(layout, recipes, changes), **options)
     documents = (json.loads((output / f).read_text()) for f in ("config.json", REPORT))
     return weights(output), *documents
 
@@ -296,16 +297,11 @@ def test_there_and_back(request, tmp_path, layout, recipe, model):
 
 
 def test_training_s_own_recipe(llama, tmp_path):
-    """lowbit.json says which, with what was set on the command line."""
-    from megatron_lowbit.training import checkpoint_files
-
+    """Its arguments say which, with what was set on the command line."""
     copied = tmp_path / "checkpoint"
     to_megatron(llama.parent / "source", copied)
-    path = copied / "iter_0000000"
-    document = checkpoint_files.read_document(path)
-    document["state"] |= {"recipes": ["nvfp4"], "recipe_set": ["bf16_blocks=none"]}
-    del document["format_version"]
-    checkpoint_files.write_document(path, document)
+    recipe = {"precision_recipe": ["nvfp4"], "recipe_set": ["bf16_blocks=none"]}
+    change_args(copied / "iter_0000000", **recipe)
     _, _, report = export(copied, tmp_path / "out", "modelopt", dtype="bfloat16")
     assert (report["recipe"], len(report["weights"])) == ("nvfp4", 21)
     assert weights(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
@@ -331,7 +327,7 @@ def test_what_a_layout_cannot_hold_is_refused(llama, tmp_path, case):
     layout, (*names,), message = REFUSED[case]
     wanted = QuantizedAs(layout, names[:1], names[1:])
     with pytest.raises(UserError, match=message):
-        to_hugging_face(llama, tmp_path / "out", EPS, quantized=wanted)
+        to_hugging_face(llama, tmp_path / "out", quantized=wanted)
     assert not list(tmp_path.iterdir())
 
 
@@ -376,7 +372,7 @@ def test_verify_compares_logits(mixtral, tmp_path):
     """Of the dequantized export, and of this project's model, whose layers quantize weights."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "tools/convert_checkpoint.py", "to-hugging-face", str(mixtral),
-               str(tmp_path / "out"), "--norm-epsilon", str(EPS), "--quantized", "modelopt",
+               str(tmp_path / "out"), "--quantized", "modelopt",
                "--recipe", "nvfp4", "--verify", "--verify-tokens", "5", "6", "7"]  # fmt: skip
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
     assert result.returncode == 0, result.stderr[-3000:]

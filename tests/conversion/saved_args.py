@@ -1,0 +1,20 @@
+"""Change what a checkpoint says of its run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_lowbit.checkpoints import files
+from megatron_lowbit.checkpoints.common_state import read_common_state
+
+
+def change_args(path: Path, **changes: Any) -> None:
+    """Give a checkpoint's folder other arguments, in the file where older ones keep them.
+
+    Megatron-LM reads that file first, too.
+    """
+    common = read_common_state(path)
+    vars(common["args"]).update(changes)
+    torch.save(common, path / "common.pt")
+    files.write_document(path, {"files": files.checksums(path)})

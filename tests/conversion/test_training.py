@@ -1,0 +1,97 @@
+"""Converted models in Megatron-LM's training loop, and trained ones in transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from test_families import EPS, gpt2_model, mixtral_model, nemotron_h_model, tied_llama_model
+from training_runs import MODEL, losses, train
+
+from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.verify import verify
+
+EXPERTS = ("--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 96)
+HYBRID = [
+    "--hybrid-layer-pattern", "M*-M", "--hidden-size", 64, "--num-attention-heads", 4,
+    "--mamba-state-dim", 16, "--mamba-head-dim", 16, "--mamba-num-groups", 2, "--squared-relu",
+    "--normalization", "RMSNorm", "--disable-bias-linear", "--position-embedding-type", "none",
+    "--untie-embeddings-and-output-weights", "--max-position-embeddings", 32, "--vocab-size", 500,
+    "--hidden-dropout", 0, "--attention-dropout", 0,
+]  # fmt: skip
+GPT2 = [
+    "--num-layers", 2, "--hidden-size", 64, "--num-attention-heads", 4, "--openai-gelu",
+    "--max-position-embeddings", 32, "--vocab-size", 500, "--hidden-dropout", 0,
+    "--attention-dropout", 0,
+]  # fmt: skip
+TRAINED = {
+    "llama": (MODEL, "nvfp4"), "mixtral": ([*MODEL, *EXPERTS], "bf16"),
+    "gpt-2": (GPT2, "bf16"), "nemotron-h": (HYBRID, "mxfp8"),
+}  # fmt: skip
+SOURCES = {
+    "tied llama": tied_llama_model, "mixtral": mixtral_model, "gpt-2": gpt2_model,
+    "nemotron-h": nemotron_h_model,
+}  # fmt: skip
+
+
+def model_tensors(path: Path) -> dict[str, torch.Tensor]:
+    tensors = Tensors(path)
+    return {
+        key: tensors.read_part(key, [0] * len(entry.size), entry.size)
+        for key, entry in tensors.model.items()
+    }
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_a_converted_model_is_trained(name, tmp_path):
+    """A step with a rate of 0 leaves every tensor as it was; one more with another changes it."""
+    torch.manual_seed(0)
+    SOURCES[name]().save_pretrained(tmp_path / "source")
+    start, same, other = (tmp_path / part for part in ("start", "same", "other"))
+    to_megatron(tmp_path / "source", start)
+    run = (f"@{start}/model.args", "--load", start, "--finetune", "--train-iters", 1)
+    train(*run, "--lr", 0, "--save", same)
+    assert losses(same).keys() == {1}
+    before, after = model_tensors(start / "iter_0000000"), model_tensors(same / "iter_0000001")
+    assert after.keys() <= before.keys()
+    assert before.keys() - after.keys() <= {"decoder.layers.pre_mlp_layernorm.weight"}
+    assert all(torch.equal(before[key], tensor) for key, tensor in after.items())
+    train(*run, "--lr", 1e-3, "--save", other, "--precision-recipe", "mxfp8")
+    changed = model_tensors(other / "iter_0000001")
+    assert not torch.equal(
+        changed["embedding.word_embeddings.weight"], before["embedding.word_embeddings.weight"]
+    )
+
+
+def test_a_larger_vocabulary_and_the_checkpoint_s_own_arguments(tmp_path):
+    """Rows that only pad are allowed, for tensor parallelism; --use-checkpoint-args knows all."""
+    torch.manual_seed(0)
+    tied_llama_model().save_pretrained(tmp_path / "source")
+    start = tmp_path / "start"
+    to_megatron(tmp_path / "source", start)
+    shared = ("--load", start, "--finetune", "--train-iters", 1, "--lr", 0)
+    padded, named = tmp_path / "padded", tmp_path / "named"
+    train(f"@{start}/model.args", *shared, "--padded-vocab-size", 128, "--save", padded)
+    train("--use-checkpoint-args", *shared, "--norm-epsilon", EPS, "--vocab-size", 100,
+          "--save", named)  # fmt: skip
+    before, after = (
+        model_tensors(path)["embedding.word_embeddings.weight"]
+        for path in (start / "iter_0000000", padded / "iter_0000001")
+    )
+    assert after.shape == (128, 32) and torch.equal(after[:100], before)
+    family = to_hugging_face(padded, tmp_path / "back")
+    assert family.model["vocab_size"] == 100
+    again = model_tensors(named / "iter_0000001")["embedding.word_embeddings.weight"]
+    assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_a_trained_model_in_transformers(name, tmp_path):
+    """What Megatron-LM saved has the same logits in both, with no more tokens than were trained."""
+    arguments, recipe = TRAINED[name]
+    run, folder = tmp_path / "run", tmp_path / "converted"
+    train(*arguments, "--train-iters", 2, "--save", run, "--precision-recipe", recipe)
+    family = to_hugging_face(run, folder)
+    assert family.model["vocab_size"] == 500
+    difference, largest = verify(folder, run)
+    assert difference <= 1e-5 * largest

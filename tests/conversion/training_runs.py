@@ -1,0 +1,30 @@
+"""Runs of Megatron-LM's training loop in this process, on made-up data."""
+
+import json
+import shlex
+from pathlib import Path
+
+from megatron_lowbit.megatron.pretrain import main
+
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
+    --num-query-groups 2 --ffn-hidden-size 128 --swiglu --normalization RMSNorm
+    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+    --max-position-embeddings 32 --vocab-size 500 --hidden-dropout 0 --attention-dropout 0
+""")
+_LOOP = shlex.split("""
+    --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
+    --eval-iters 0 --eval-interval 100 --log-interval 1 --mock-data --tokenizer-type NullTokenizer
+    --quantization-engine reference
+""")
+
+
+def train(*arguments: object) -> None:
+    """Run the arguments, beside those that all these runs have."""
+    main([*_LOOP, *map(str, arguments)])
+
+
+def losses(save: Path) -> dict[int, float]:
+    """Training loss by iteration, of the run that saved there."""
+    lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
+    return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}
