@@ -12,6 +12,7 @@ spec`` for MXNorm); nothing of Megatron-LM is replaced.
 
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.training.utils import is_rank0
 
-from megatron_lowbit.kernels.engine import Engine, select_engine
+from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.megatron import allreduce_norm, experts, linear
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.layer_plan import plans
@@ -73,37 +74,47 @@ class RecipeHook:
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
-        args, recipe = self.args, self.recipe
+        args = self.args
         source = LoadSource.of(args)
-        engine = select_engine(_device(chunks), args.quantization_engine)
-        first = recipe.at(self._progress(source.iteration if source else 0))
-        self.states = [state for chunk in chunks for state in self._take_over(chunk, first, engine)]
-        self.current = first
+        self.take_over(chunks, source)
         layers = quantizable_layers(chunks)
-        recipe.check_rules(layers)
-        if args.mxnorm:
-            check_mxnorm(recipe, layers, args.hidden_size)
+        self.check(layers)
         if args.fused_allreduce_norm:
             allreduce_norm.fuse_all_reduces(chunks, args)
         steps = steps_of(args, chunks)
         steps.listeners.append(self._begin_step)
         for chunk in chunks:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
-            if source:
-                source.check_histories(layer_states([chunk]))
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
         log_quantization_errors(args, chunks)
         if is_rank0():
-            # Without a terminal rich assumes 80 columns, which breaks names apart.
-            console = Console(width=None if sys.stdout.isatty() else 130)
-            for line in describe(recipe, engine, layers, chunks, args):
-                console.print(line)
+            self.show(layers, chunks)
         return chunks
 
-    def _take_over(
-        self, chunk: torch.nn.Module, recipe: Recipe, engine: Engine
-    ) -> list[LayerState]:
+    def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
+        """Give the linear layers of this rank the precision with which the run begins."""
+        self.engine = select_engine(_device(chunks), self.args.quantization_engine)
+        first = self.recipe.at(self._progress(source.iteration if source else 0))
+        self.states = [state for chunk in chunks for state in self._take_over(chunk, first)]
+        self.current = first
+        if source:
+            source.check_histories(self.states)
+
+    def check(self, layers: list[Layer]) -> None:
+        """Raise UserError where the recipe does not fit the whole model's layers."""
+        self.recipe.check_rules(layers)
+        if self.args.mxnorm:
+            check_mxnorm(self.recipe, layers, self.args.hidden_size)
+
+    def show(self, layers: list[Layer], chunks: list[torch.nn.Module]) -> None:
+        """Print which layers of the whole model have which precision, and how it is computed."""
+        # Without a terminal rich assumes 80 columns, which breaks names apart.
+        console = Console(width=None if sys.stdout.isatty() else 130)
+        for line in describe(self.recipe, self.engine, layers, chunks, self.args):
+            console.print(line)
+
+    def _take_over(self, chunk: torch.nn.Module, recipe: Recipe) -> list[LayerState]:
         kind: Any = linear
         modules = linear.local_linears(chunk)
         if self.args.transformer_impl == "transformer_engine":
@@ -111,7 +122,8 @@ class RecipeHook:
 
             modules = kind.te_linears(chunk)
         first_expert = experts.first_local(chunk.config)
-        found = plans(chunk, modules, recipe, engine, first_expert, mxnorm_of(self.args))
+        norm = mxnorm_of(self.args)
+        found = plans(chunk, modules, recipe, self.engine, first_expert, norm)
         return [kind.take_over(modules[name], plan) for name, plan in found.items()]
 
     def _progress(self, iteration: int) -> Progress:
@@ -133,11 +145,16 @@ class RecipeHook:
 
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
-    """Return every linear layer of the whole model that a recipe can reach, in order of its path."""
+    """Return every linear layer of the whole model that a recipe can reach, in the model's order."""
     mine = [state.plan.layer for state in layer_states(chunks)]
     gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
-    unique = {layer.path: layer for layers in gathered for layer in layers}
+    return in_order(layer for layers in gathered for layer in layers)
+
+
+def in_order(layers: Iterable[Layer]) -> list[Layer]:
+    """Return layers sorted by block and path, each path once."""
+    unique = {layer.path: layer for layer in layers}
     return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))
 
 

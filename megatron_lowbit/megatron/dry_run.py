@@ -1,0 +1,270 @@
+"""``--dry-run``: describe a run of any size in one process, without training.
+
+One rank of each pipeline stage is built, with Megatron-LM's own model builders, on torch's meta
+device: its tensors have shapes but no memory. The other ranks are torch's fake process group.
+"""
+
+import dataclasses
+import math
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch.overrides import TorchFunctionMode
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+from megatron.training.models.gpt import default_layer_spec
+from megatron.training.training import destroy_global_state
+
+from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.load_source import LoadSource
+from megatron_lowbit.megatron.pretrain import model_config_of
+from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
+from megatron_lowbit.recipes import Layer
+
+
+class Parameters(NamedTuple):
+    """Number of parameters.
+
+    Attributes:
+        rank: those of one rank of a pipeline stage.
+        experts: those of them that belong to experts.
+        whole: those of the whole stage, over all of its ranks, without copies.
+    """
+
+    rank: int
+    experts: int
+    whole: int
+
+
+class Stage(NamedTuple):
+    """The first rank of a pipeline stage: its blocks, parameters, and layers a recipe can reach."""
+
+    blocks: int
+    parameters: Parameters
+    layers: list[Layer]
+
+
+def dry_run(args: Namespace) -> None:
+    """Print the recipe, the parameters, and the planned memory and time of a run.
+
+    Args:
+        args: validated arguments. Their world size is that of the run, not of this process.
+
+    Raises:
+        UserError: the model cannot be built, or the recipe does not fit it.
+    """
+    try:
+        if args.rank == 0:
+            _describe(args)
+    finally:
+        destroy_global_state()
+
+
+def _describe(args: Namespace) -> None:
+    # Without a terminal rich assumes 80 columns, which breaks names apart.
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    stages = model_stages(args, show_recipe=True)
+    console.print(parameter_table(args, stages))
+    from megatron_lowbit.planning.run_plan import describe_plan
+
+    for line in describe_plan(args):
+        console.print(line)
+    console.print("dry run: nothing was trained, nothing was written")
+
+
+def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
+    """Build the first rank of each pipeline stage.
+
+    Args:
+        args: validated arguments.
+        show_recipe: print the recipe's table of the whole model.
+    """
+    # The fused all-reduce needs the memory of real ranks.
+    changed: dict[str, Any] = {"fused_allreduce_norm": False}
+    if args.transformer_impl == "local":
+        # It changes no parameter, and Megatron-LM's local attention refuses it.
+        changed |= {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": None}
+    args = Namespace(**vars(args) | changed)
+    stages, layers, first = [], [], None
+    for number in range(args.pipeline_model_parallel_size):
+        with rank_of_stage(args, number):
+            hook, chunks = build(args)
+            found = [state.plan.layer for state in layer_states(chunks)]
+        layers += found
+        stages.append(Stage(_blocks(chunks), count_parameters(args, chunks), found))
+        first = first or (hook, chunks)
+    hook, chunks = first
+    if hook is not None:
+        layers = in_order(layers)
+        hook.check(layers)
+        if show_recipe:
+            hook.show(layers, chunks)
+    return stages
+
+
+@contextmanager
+def rank_of_stage(args: Namespace, stage: int) -> Iterator[None]:
+    """Be the first rank of a pipeline stage, in the smallest world that holds the layout.
+
+    Replicas of the model do not change it: a world of thousands of ranks is as quick as one of few.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    pipeline = args.pipeline_model_parallel_size
+    dense = (
+        args.tensor_model_parallel_size * args.context_parallel_size * args.gtp_weight_remat_size
+    )
+    expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    expert *= args.expert_model_parallel_size * args.expert_gtp_weight_remat_size
+    ranks = math.lcm(dense, expert)
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=stage * ranks, world_size=ranks * pipeline
+    )
+    try:
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            pipeline,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            gtp_remat_size=args.gtp_weight_remat_size,
+            expert_gtp_remat_size=args.expert_gtp_weight_remat_size,
+            create_gloo_process_groups=False,
+        )
+        tensor_parallel.model_parallel_cuda_manual_seed(
+            args.seed, te_rng_tracker=args.te_rng_tracker, force_reset_rng=True
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build(args: Namespace) -> tuple[RecipeHook | None, list[torch.nn.Module]]:
+    """Build this rank's chunks of the model on the meta device, and take over its linear layers."""
+    config = model_config_of(args)
+    config.transformer.init_model_with_meta_device = True
+    if args.multi_latent_attention and args.transformer_impl == "local":
+        config.transformer_layer_spec = partial(_layer_spec, config.transformer_layer_spec)
+    config.finalize()
+    builder = config.get_builder_cls()(config)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    virtual = args.virtual_pipeline_model_parallel_size
+    with _OnMeta():
+        chunks = build_virtual_pipeline_stages(builder.build_model, groups, virtual)
+    hook = next((hook for hook in config.pre_wrap_hooks if isinstance(hook, RecipeHook)), None)
+    if hook is not None:
+        hook.take_over(chunks, LoadSource.of(args))
+    return hook, chunks
+
+
+# Not torch.tensor: what it makes is small and holds values, such as random states.
+_FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
+              "randperm", "zeros")  # fmt: skip
+
+
+class _OnMeta(TorchFunctionMode):
+    """Make all tensors on the meta device and leave them there.
+
+    ``torch.device("meta")`` as a context moves only those whose device is not named, and none at
+    all behind the CPU runtime's own wrappers of torch's factories.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in (torch.Tensor.to, torch.Tensor.cuda):
+            return args[0]
+        if "device" in kwargs or getattr(function, "__name__", "") in _FACTORIES:
+            kwargs["device"] = "meta"
+        return function(*args, **kwargs)
+
+
+class _NoCoreAttention(torch.nn.Module):
+    """Placeholder for attention itself, which has no parameters."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+
+def _layer_spec(spec: Any, model_config: Any, vp_stage: int | None = None) -> Any:
+    """Return a layer spec without core attention.
+
+    Megatron-LM's local core attention does not accept the arguments that its own multi-latent
+    attention passes.
+    """
+    found = spec(model_config, vp_stage) if spec else default_layer_spec(model_config, vp_stage)
+    return _without_core_attention(found)
+
+
+def _without_core_attention(spec: Any) -> Any:
+    if isinstance(spec, list):
+        return [_without_core_attention(entry) for entry in spec]
+    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
+        return spec
+    fields = {
+        f.name: _without_core_attention(getattr(spec, f.name)) for f in dataclasses.fields(spec)
+    }
+    if "core_attention" in fields:
+        fields["core_attention"] = _NoCoreAttention
+    return dataclasses.replace(spec, **fields)
+
+
+def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Parameters:
+    """Count the parameters of a rank, and those of all ranks of its pipeline stage."""
+    rank = experts = whole = 0
+    tensor = args.tensor_model_parallel_size
+    expert_tensor = args.expert_tensor_parallel_size or tensor
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            size, is_expert = parameter.numel(), ".experts." in name
+            rank += size
+            experts += size * is_expert
+            if getattr(parameter, "shared_embedding", False) and not chunk.pre_process:
+                continue  # a copy of the first stage's
+            if getattr(parameter, "tensor_model_parallel", False):
+                size *= expert_tensor if is_expert else tensor
+            whole += size * (args.expert_model_parallel_size if is_expert else 1)
+    return Parameters(rank, experts, whole)
+
+
+def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:
+    """Tabulate the parameters of a rank of each pipeline stage."""
+    whole = sum(stage.parameters.whole for stage in stages)
+    layout = [
+        f"{name} {size}"
+        for name, size in (
+            ("TP", args.tensor_model_parallel_size),
+            ("CP", args.context_parallel_size),
+            ("EP", args.expert_model_parallel_size),
+            ("PP", args.pipeline_model_parallel_size),
+            ("DP", args.data_parallel_size),
+        )
+    ]
+    table = Table(title=f"{whole:,} parameters; {args.world_size} ranks: {', '.join(layout)}")
+    for heading in ("pipeline stage", "blocks", "parameters on a rank", "of them experts'"):
+        table.add_column(heading, justify="right")
+    for number, (blocks, parameters, _) in enumerate(stages):
+        cells = number, blocks, parameters.rank, parameters.experts
+        table.add_row(*(f"{cell:,}" for cell in cells))
+    return table
+
+
+def _blocks(chunks: list[torch.nn.Module]) -> int:
+    return sum(len(chunk.decoder.layers) for chunk in chunks)
