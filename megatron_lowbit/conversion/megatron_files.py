@@ -76,13 +76,24 @@ class Tensors:
         return args
 
     def check(self, places: Iterable[Place]) -> None:
-        """Raise UserError where the keys of these places are not all there are, or fewer."""
-        keys = {place.key for place in places}
+        """Raise UserError where the keys of these places are not all there are, or fewer.
+
+        So it is where a tensor has other numbers of layers or experts than its place.
+        """
+        leading = {place.key: place.of for place in places}
+        keys = leading.keys()
         if missing := sorted(key for key in keys if self._stored(key) is None):
             raise UserError(f"{self.path}: no tensor {missing[0]} ({len(missing)} are missing)")
         if unknown := sorted(self.model.keys() - keys - {_twin(key) for key in keys}):
             raise UserError(
                 f"{self.path}: tensor {unknown[0]} has no place in the family ({len(unknown)} such)"
+            )
+        for key, of in leading.items():
+            size = tuple(self._entry(key).size)
+            require(
+                size[: len(of)] == of,
+                f"{self.path}: {key} is {list(size)}, which is not the model's: its first axes "
+                f"should be {list(of)}",
             )
 
     def dtype(self, place: Place) -> torch.dtype:

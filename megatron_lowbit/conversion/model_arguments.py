@@ -110,7 +110,7 @@ def saved_arguments(model: dict[str, Any]) -> Namespace:
         padded_vocab_size=model["vocab_size"],
         make_vocab_size_divisible_by=1,
         add_position_embedding=True,
-        tokenizer_type="HuggingFaceTokenizer",
+        tokenizer_type=None,  # So that --use-checkpoint-args leaves a run its own.
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=1,
