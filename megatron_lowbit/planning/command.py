@@ -3,8 +3,8 @@
 Example: lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --fp4-recipe nvfp4 \\
              --vocab-size 128256
 
-What this command does not know is an argument of training, as pretrain_gpt.py takes it. All
-figures are calculated; --figures shows what from, measured or not.
+Every other argument is one of training, as pretrain_gpt.py takes it. All figures are calculated;
+--figures shows what from, measured or not.
 """
 
 import argparse
@@ -23,13 +23,10 @@ from megatron_lowbit.planning.hardware import gpu, kinds
 from megatron_lowbit.planning.kept import SCANS
 from megatron_lowbit.planning.layouts import Candidate, candidates, given
 from megatron_lowbit.planning.memory import usable_bytes
-from megatron_lowbit.planning.model import layers, stages
-from megatron_lowbit.planning.routing import needs_transformer_engine
+from megatron_lowbit.planning.model import check_plannable, layers, stages
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import Recipe, load_recipes
-from megatron_lowbit.training.arguments import parse_arguments
 
-_FILLED = {"--data-path": "unread", "--lr": "1", "--train-iters": "1"}
-"""What training insists on and the plan does not depend on."""
 _WIDTH = 130
 
 
@@ -43,16 +40,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in ("gpus", "gpus_per_node", "top"):
         value = getattr(own, name)
         require(value > 0, f"--{name.replace('_', '-')} {value}: must be positive")
-    words = complete(training)
-    args = parse_arguments(words)
-    vocabulary, recipe = vocabulary_size(args), load_recipes(args.recipes, args.recipe_set)
-    recipe.check_rules(layers(args))
-    device = Device(gpu(own.gpu), _through_transformer_engine(args, own.gpu), own.scan)
-    cluster = Cluster(device.gpu, min(own.gpus_per_node, own.gpus))
+    kind, words = gpu(own.gpu), TrainingArguments(training)
+    cluster = Cluster(kind, min(own.gpus_per_node, own.gpus))
     if own.as_given:
-        tried, refused = [given(args, own.gpus)], 0
+        tried, refused = [given(words.parse(own.gpus), own.gpus)], 0
     else:
         tried, refused = _search(words, own.gpus, cluster.gpus_per_node)
+    args = tried[0].args
+    check_plannable(args)
+    vocabulary = vocabulary_size(args)
+    recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    recipe.check_rules(layers(args))
+    device = Device(kind, args.transformer_impl == "transformer_engine", own.scan)
     found = plan(tried, recipe, vocabulary, device, cluster)
     console = Console(width=_WIDTH)
     if own.figures:
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _show(
     console: Console, own: Namespace, found: list[Estimate], refused: int, device: Device
 ) -> None:
-    """The layouts ranked, and the first of them in detail."""
+    """Print the layouts, ranked, and the first of them in detail."""
     usable = usable_bytes(device)
     fitting = [one for one in found if one.most_memory <= usable]
     ranked = sorted(fitting, key=lambda one: -one.tokens_per_second)
@@ -94,7 +93,7 @@ def _show(
 def plan(
     tried: Sequence[Candidate], recipe: Recipe, vocabulary: int, device: Device, cluster: Cluster
 ) -> list[Estimate]:
-    """The figures of every candidate, in their order."""
+    """Estimate every candidate, in their order."""
     made: dict[tuple, list] = {}
     found = []
     for layout, args in tried:
@@ -105,8 +104,8 @@ def plan(
     return found
 
 
-def _search(words: Sequence[str], gpus: int, per_node: int) -> tuple[list[Candidate], int]:
-    """The candidates, and how many rank layouts training refuses."""
+def _search(words: TrainingArguments, gpus: int, per_node: int) -> tuple[list[Candidate], int]:
+    """Return the candidates, and how many rank layouts training refuses."""
     tried = list(candidates(words, gpus, per_node))
     refusals = [one for one in tried if isinstance(one, str)]
     good = [one for one in tried if not isinstance(one, str)]
@@ -118,17 +117,8 @@ def _search(words: Sequence[str], gpus: int, per_node: int) -> tuple[list[Candid
     return good, len(refusals)
 
 
-def complete(training: Sequence[str]) -> list[str]:
-    """Training's arguments with those filled in that it requires and the plan does not need.
-
-    Before the others, so that what is given, in files too, takes precedence.
-    """
-    filled = [word for pair in _FILLED.items() for word in pair]
-    return [*filled, "--bf16", *training]
-
-
 def vocabulary_size(args: Namespace) -> int:
-    """Size of the tokenizer, without padding.
+    """Return the tokenizer's size, without padding.
 
     Raises UserError where no argument says it.
     """
@@ -142,15 +132,6 @@ def vocabulary_size(args: Namespace) -> int:
     from megatron_lowbit.data.tokenizer import load_tokenizer
 
     return load_tokenizer(args.tokenizer_type, args.tokenizer_model, None).vocab_size
-
-
-def _through_transformer_engine(args: Namespace, kind: str) -> bool:
-    """Whether Transformer Engine's layers run: as asked for, else where only they use the GPU."""
-    if args.transformer_impl is not None:
-        return args.transformer_impl == "transformer_engine"
-    own = args.num_experts is not None or args.fused_allreduce_norm
-    own = own or args.normalization == "MXNorm"
-    return needs_transformer_engine(gpu(kind).capability) and not own
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from megatron_lowbit.numerics import Quantizer, Rounding
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.kept import call
-from megatron_lowbit.planning.model import Linear, Part, mixer
+from megatron_lowbit.planning.model import Linear, Part, mixer, query_groups
 from megatron_lowbit.planning.routing import gemm_name, takes_values
 from megatron_lowbit.recipes import LinearPrecision
 
@@ -125,14 +125,20 @@ def _linear(linear: Linear, tokens: int, tensor: int, device: Device, experts: i
     step: Seconds = Counter()
     weights = inputs * outputs * experts
     if device.accumulate:
-        # dW is written, read again and added: FP32 of a quantized layer, else BF16.
-        size = FP32 if linear.precision.quantized else BF16
+        # dW is written, read again and added.
+        size = weight_gradient_bytes(linear, device)
         backward["elementwise"] += device.moved(weights * (2 * size + 2 * FP32))
     if linear.precision.quantized:
         quantized = _quantization(linear, tokens, weights, inputs, outputs, names, device)
         for times, seconds_of in zip((forward, backward, step), quantized, strict=True):
             times["quantization"] += seconds_of
     return Passes(forward, backward, step, seconds["dgrad"], seconds["wgrad"])
+
+
+def weight_gradient_bytes(linear: Linear, device: Device) -> int:
+    """Return the bytes of an element of dW, before it is added to the main gradient."""
+    own = linear.precision.quantized and not device.transformer_engine
+    return FP32 if own and device.accumulate else BF16
 
 
 def _quantization(
@@ -211,7 +217,7 @@ def _around(
     tensor = args.tensor_model_parallel_size
     wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]
     if part.kind == "attention":
-        values = args.num_query_groups // tensor * args.kv_channels
+        values = query_groups(args) // tensor * args.kv_channels
         turned = 2 * (wide - values) if args.position_embedding_type == "rope" else 0
         forward += tokens * (turned + 2 * values)
         # The gradients of query, key and value are put together.

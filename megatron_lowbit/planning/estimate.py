@@ -4,6 +4,12 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.training.training import num_floating_point_operations
+from megatron.training.vocab_utils import calculate_padded_vocab_size
+
 from megatron_lowbit.planning.communication import (
     Cluster,
     data_parallel,
@@ -22,13 +28,12 @@ from megatron_lowbit.planning.launches import Launches, stage_launches, waiting
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.memory import Memory, rank_memory
 from megatron_lowbit.planning.model import Parameters, Part, parameters
-from megatron_lowbit.training.flops import sample_flops
-from megatron_lowbit.data.tokenizer import padded_vocab_size
 
-_ADAM_BYTES = 102
-"""What torch's AdamW reads and writes a parameter, tensor by tensor, with clipping and the cast."""
-_WHOLE_BYTES = 12
-"""A parameter's gradient set to zero and looked through for infinities twice, on every rank."""
+_ADAM_BYTES = 46
+"""Bytes a parameter that an optimizer's step moves: 12 for the gradient's norm and clipping, 28 for
+Transformer Engine's fused Adam, 6 for the copy to the BF16 parameter."""
+_WHOLE_BYTES = 8
+"""Bytes a parameter that every rank moves: the gradient set to zero and searched for NaN."""
 
 
 class Estimate(NamedTuple):
@@ -84,7 +89,7 @@ def estimate(
         device: the GPU and what runs on it.
         cluster: how GPUs are joined.
     """
-    padded = padded_vocab_size(vocabulary, args.make_vocab_size_divisible_by, layout.tensor)
+    padded = padded_vocabulary(args, vocabulary, layout.tensor)
     counts = [
         parameters(args, parts, padded, layout.tensor, layout.expert, ends(stage, layout.pipeline))
         for stage, parts in enumerate(stages)
@@ -100,8 +105,15 @@ def estimate(
     launches = [stage_launches(args, parts, layout, device.gpu) for parts in stages]
     seconds = _step(args, times, launches, counts, layout, device, cluster)
     tokens = layout.data * layout.microbatches * layout.micro_batch * args.seq_length
-    flops = sample_flops(args, padded) * tokens // args.seq_length
+    counted = Namespace(**vars(args) | {"padded_vocab_size": padded})
+    flops = num_floating_point_operations(counted, tokens // args.seq_length)
     return Estimate(layout, counts, memory, seconds, tokens, flops)
+
+
+def padded_vocabulary(args: Namespace, vocabulary: int, tensor: int) -> int:
+    """Return the size of a vocabulary as so many tensor-parallel ranks pad it."""
+    divisor = args.make_vocab_size_divisible_by
+    return calculate_padded_vocab_size(vocabulary, divisor, tensor, logging_enabled=False)
 
 
 def ends(stage: int, pipeline: int) -> str:

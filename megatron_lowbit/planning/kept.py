@@ -1,4 +1,4 @@
-"""Bytes that forward keeps for backward, part by part: what this project's layers save on a GPU.
+"""Bytes that forward keeps for backward, part by part, on a GPU.
 
 Every tensor is counted once, however many operations save it. In the notation of "Reducing
 Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), whose table this follows
@@ -12,7 +12,7 @@ from functools import cache
 
 from megatron_lowbit.kernels.engine import reference
 from megatron_lowbit.layers.call import LinearCall
-from megatron_lowbit.planning.model import CONVOLUTION, Linear, Part, mixer
+from megatron_lowbit.planning.model import CONVOLUTION, Linear, Part, mixer, query_groups
 from megatron_lowbit.recipes import LinearPrecision
 
 Bytes = dict[str, float]
@@ -29,7 +29,7 @@ def call(precision: LinearPrecision) -> LinearCall:
 
 
 def kept(args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element: int = 2) -> Bytes:
-    """Bytes that one part keeps of a microbatch of ``tokens`` on one rank.
+    """Return the bytes that one part keeps of a microbatch of ``tokens`` on one rank.
 
     Tensor and sequence parallelism go by the arguments, ``scan`` is one of ``SCANS``. ``element``:
     bytes of a high-precision number.
@@ -56,6 +56,8 @@ def kept(args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element
         found["activation"] = _activation(args, part.kind, routed or tokens, wide, inner, element)
     if _bytes_of_input(part.second) is not None or not shared:
         found["linear inputs"] += _input(args, part.second, routed or tokens, element)
+    if args.hidden_dropout > 0 and part.kind != "mamba":
+        found["dropout masks"] = local * args.hidden_size
     return dict(found)
 
 
@@ -108,7 +110,7 @@ def _attention(args: Namespace, tokens: int, element: int) -> float:
     of the QKV layer, which then stays whole, but grouped queries are copied.
     """
     tensor = args.tensor_model_parallel_size
-    heads, groups = args.num_attention_heads // tensor, args.num_query_groups // tensor
+    heads, groups = args.num_attention_heads // tensor, query_groups(args) // tensor
     channels = 2 * heads + 2 * groups  # query and output, key and value
     if args.position_embedding_type != "rope":
         channels += groups if heads == groups else heads + groups
@@ -121,10 +123,8 @@ def _activation(
     """The activation's input; squared ReLU, which no kernel fuses, keeps its ReLU instead."""
     if kind == "experts":
         # Fused, the token's weight goes with it; unfused it multiplies the activation.
-        fused = args.swiglu and args.disable_bias_linear
+        fused = args.swiglu and not args.add_bias_linear
         return tokens * ((wide if fused else wide + inner) * element + 4)
-    if args.swiglu and not args.disable_bias_linear:
-        return tokens * wide * element
     return tokens * (wide if args.swiglu else inner) * element
 
 

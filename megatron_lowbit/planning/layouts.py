@@ -1,14 +1,20 @@
 """Layouts of a model over GPUs: which there are, and the training arguments that ask for one."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.planning.model import check_plannable
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
-_GIVEN = ("--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce",
-          "--overlap-param-gather", "--fused-allreduce-norm")  # fmt: skip
+_SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+_OF_A_LAYOUT = (
+    "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size",
+    "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--expert-model-parallel-size", "--recompute-granularity", "--recompute-method",
+    "--recompute-num-layers", "--fused-allreduce-norm", *_SHARDED,
+)  # fmt: skip
 _MOST_IN_A_BATCH = 16
 _PARTLY = (0.25, 0.5)
 """Shares of a stage's layers that are worth recomputing, beside none and all of them."""
@@ -51,7 +57,7 @@ class Layout(NamedTuple):
         if self.expert > 1:
             found += ["--expert-model-parallel-size", str(self.expert)]
         if self.data > 1:
-            found += list(_GIVEN[1:4])
+            found += list(_SHARDED)
         if self.recomputed:
             method = "uniform" if self.recomputed == self.layers else "block"
             number = 1 if method == "uniform" else self.recomputed
@@ -106,36 +112,30 @@ def _recomputed(args: Namespace, layers: int) -> int:
     return layers if args.recompute_method == "uniform" else min(layers, args.recompute_num_layers)
 
 
-def candidates(argv: Sequence[str], gpus: int, gpus_per_node: int) -> Iterator[Candidate | str]:
-    """Every layout to try of training's arguments ``argv``; a text where training refuses one.
+def candidates(
+    training: TrainingArguments, gpus: int, gpus_per_node: int
+) -> Iterator[Candidate | str]:
+    """Yield every layout to try of training's arguments; a text where training refuses one.
 
     Tensor parallelism stays within a node, sequence parallelism goes with it, data parallelism
-    shards the optimizer. What the arguments say of the layout themselves does not count.
+    shards the optimizer. What the arguments say of the layout themselves is left out.
     """
-    plain = [word for word in argv if word not in _GIVEN]
-    args = parse_arguments(argv)
+    training.remove(*_OF_A_LAYOUT, "--micro-batch-size", "--global-batch-size")
+    args = training.parse(gpus, ["--micro-batch-size", "1"])
     for bare in _ranks(args, gpus, gpus_per_node):
         try:
-            parsed = parse_arguments([*plain, *_overriding(bare, args), *bare.arguments()])
+            parsed = training.parse(gpus, bare.arguments())
+            check_plannable(parsed)
         except UserError as error:
             yield str(error)
             continue
+        parsed.global_batch_size = training.global_batch_size
         yield from _batches(parsed, bare)
-
-
-def _overriding(layout: Layout, args: Namespace) -> list[str]:
-    """Arguments of a layout also where they are the defaults, for others may have been given."""
-    found = ["--tensor-model-parallel-size", str(layout.tensor)]
-    found += ["--pipeline-model-parallel-size", str(layout.pipeline)]
-    found += ["--expert-model-parallel-size", str(layout.expert)]
-    if args.hybrid_override_pattern is None:
-        found += ["--num-layers-per-virtual-pipeline-stage", "0"]
-    return found
 
 
 def _ranks(args: Namespace, gpus: int, gpus_per_node: int) -> Iterator[Layout]:
     """Every way to divide the GPUs, with one sequence in a microbatch and no recomputation."""
-    gpt = args.hybrid_override_pattern is None
+    gpt = args.hybrid_layer_pattern is None
     experts = _powers(gpus) if args.num_experts is not None else [1]
     for tensor in _powers(min(gpus, gpus_per_node)):
         for pipeline in _divisors(args.num_layers):
@@ -152,7 +152,7 @@ def _batches(parsed: Namespace, bare: Layout) -> Iterator[Candidate]:
     """The same ranks with every size of a microbatch and every extent of recomputation."""
     whole = parsed.global_batch_size or bare.data * _MOST_IN_A_BATCH
     shares = {1.0} if bare.virtual > 1 else {1.0, *_PARTLY}
-    if parsed.hybrid_override_pattern is not None:
+    if parsed.hybrid_layer_pattern is not None:
         shares = set()
     extents = {0, *(max(1, round(share * bare.layers)) for share in shares)}
     for size in _powers(_MOST_IN_A_BATCH):

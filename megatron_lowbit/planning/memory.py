@@ -4,7 +4,13 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_lowbit.planning.compute import BF16, FP32, Device, experts_of
+from megatron_lowbit.planning.compute import (
+    BF16,
+    FP32,
+    Device,
+    experts_of,
+    weight_gradient_bytes,
+)
 from megatron_lowbit.planning.kept import kept, quantized_weight_bytes
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import Linear, Parameters, Part
@@ -29,24 +35,31 @@ def usable_bytes(device: Device) -> float:
 
 
 def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float]:
-    """Weights, main gradients and optimizer states: 18 bytes a parameter, 12 of them sharded.
+    """Return bytes of weights, gradients and optimizer: 18 a parameter, 12 of them sharded.
 
     A BF16 parameter has an FP32 main parameter and two FP32 moments, an FP32 one its moments alone
     (megatron-core's Float16OptimizerWithFloat16Params and DistributedOptimizer).
     """
+    dtypes = args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype
+    each = sum(dtype.itemsize for dtype in dtypes)
     optimizer = 0.0
     for number, ranks in (
         (count.all - count.experts, layout.data),
         (count.experts, layout.data // layout.expert),
     ):
         shards = ranks if args.use_distributed_optimizer else 1
-        optimizer += 3 * FP32 * number / shards
+        optimizer += each * number / shards
     shards = layout.data if args.use_distributed_optimizer else 1
     return {
         "weights": BF16 * count.all + (FP32 - BF16) * count.fp32,
-        "main gradients": FP32 * count.all,
+        "main gradients": gradient_bytes(args) * count.all,
         "optimizer": optimizer - FP32 * count.fp32 / shards,
     }
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """Return the bytes of a parameter's main gradient."""
+    return BF16 if args.grad_reduce_in_bf16 else FP32
 
 
 def in_flight(layout: Layout, stage: int) -> float:
@@ -96,18 +109,27 @@ def rank_memory(
         "backward of a layer": held + held_by_all + again + _layer_backward(args, parts, device),
     }
     if stage == layout.pipeline - 1:
-        table = vocabulary // tensor * BF16
-        # Final norm's input and output, and the gradient of that and of the table.
-        head = Counter({"logits": tokens * table})
-        head["working memory"] = 3 * stream + table * args.hidden_size
+        columns = vocabulary // tensor
+        # The final norm's input and output.
+        head = Counter({"logits": tokens * columns * logit_bytes(args)})
+        head["working memory"] = 2 * stream
         moments["loss"] = held + held_by_all + head
-    if device.accumulate:
-        # torch's AdamW makes one temporary of all parameters.
-        shards = layout.data if args.use_distributed_optimizer else 1
-        adam = Counter({"working memory": FP32 * count.all / shards})
-        moments["optimizer step"] = held + adam
+        # The gradients of the logits, of the norm's output and of the table.
+        head = Counter({"logits": tokens * columns * BF16})
+        head["working memory"] = 3 * stream + columns * args.hidden_size * BF16
+        moments["backward of the output layer"] = held + held_by_all + head
     moment = max(moments, key=lambda name: moments[name].total())
     return Memory(dict(moments[moment]), moment)
+
+
+def logit_bytes(args: Namespace) -> int:
+    """Return the bytes that cross-entropy holds of a logit.
+
+    Megatron-LM's own, fused or not, makes an FP32 copy of the BF16 logits, and in the backward pass
+    a BF16 copy of their FP32 gradient; Transformer Engine's computes in place.
+    """
+    in_place = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
+    return BF16 if in_place else BF16 + FP32
 
 
 def _layer_backward(args: Namespace, parts: Counter[Part], device: Device) -> Counter[str]:
@@ -138,7 +160,7 @@ def _linear_backward(linear: Linear, rows: int, tensor: int, device: Device) -> 
     found = rows * (outputs + inputs) * BF16
     weight = inputs * outputs
     quantized = linear.precision.quantized
-    found += weight * (FP32 if quantized and device.accumulate else BF16)
+    found += weight * weight_gradient_bytes(linear, device)
     if quantized:
         for gemm, size in (("dgrad", rows * outputs), ("wgrad", rows * outputs), ("dgrad", weight)):
             name = device.gemm(linear.precision, gemm)

@@ -1,4 +1,4 @@
-"""What a model is made of, from its arguments: parts with two linear layers each, and parameters.
+"""Parts of a model, with two linear layers each, and its parameters, from training's arguments.
 
 A GPT's layer is an attention and an MLP (or experts), a hybrid's block one part. Sizes are of the
 whole layer; ``tensor`` ranks divide a first layer's outputs and a second layer's inputs.
@@ -9,11 +9,15 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, LinearPrecision, Recipe
-from megatron_lowbit.training.hybrid_arguments import BLOCKS, mamba_heads
 
 CONVOLUTION = 4
 """Tokens that a Mamba-2 mixer's convolution sees: megatron-core's only value."""
+_EXPANSION = 2
+"""Inner over hidden size of megatron-core's mixer, where the number of heads is not given."""
+BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "experts"}
+"""Blocks of a hybrid that plans know, by their symbols in ``--hybrid-layer-pattern``."""
 _PATHS = {
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
@@ -66,7 +70,7 @@ class Mixer(NamedTuple):
 
 def mixer(args: Namespace) -> Mixer:
     """The sizes of the model's Mamba-2 mixers."""
-    heads = mamba_heads(args)
+    heads = args.mamba_num_heads or _EXPANSION * args.hidden_size // args.mamba_head_dim
     states = 2 * args.mamba_num_groups * args.mamba_state_dim
     return Mixer(heads, heads * args.mamba_head_dim, states)
 
@@ -94,10 +98,43 @@ def layers(args: Namespace) -> list[Layer]:
     ]
 
 
+def query_groups(args: Namespace) -> int:
+    """Return the number of key and value heads of an attention."""
+    return args.num_query_groups if args.group_query_attention else args.num_attention_heads
+
+
+def check_plannable(args: Namespace) -> None:
+    """Raise UserError for a model or a layout that plans do not describe."""
+    pattern = args.hybrid_layer_pattern or ""
+    unknown = sorted(set(pattern) - set(BLOCKS))
+    expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    uneven = (
+        args.pipeline_model_parallel_layout
+        or args.decoder_first_pipeline_num_layers
+        or args.decoder_last_pipeline_num_layers
+        or args.account_for_embedding_in_pipeline_split
+        or args.account_for_loss_in_pipeline_split
+    )
+    for what, found in (
+        ("--multi-latent-attention", args.multi_latent_attention),
+        ("--experimental-attention-variant", args.experimental_attention_variant),
+        ("--mtp-num-layers", args.mtp_num_layers),
+        ("--moe-shared-expert-intermediate-size", args.moe_shared_expert_intermediate_size),
+        ("--moe-latent-size", args.moe_latent_size),
+        ("--context-parallel-size", args.context_parallel_size > 1),
+        ("--expert-tensor-parallel-size", expert_tensor != args.tensor_model_parallel_size),
+        ("pipeline stages of unequal numbers of layers", uneven),
+        ("a heterogeneous model", args.heterogeneous_layers_config_path),
+        ("fully sharded data parallelism", args.use_megatron_fsdp or args.use_torch_fsdp2),
+        (f"{', '.join(unknown)} in --hybrid-layer-pattern", unknown),
+    ):
+        require(not found, f"{what}: plans of memory and time do not cover it")
+
+
 def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
     """Number of its block and kind of every part, in order."""
-    if args.hybrid_override_pattern is not None:
-        yield from enumerate(BLOCKS[symbol] for symbol in args.hybrid_override_pattern)
+    if args.hybrid_layer_pattern is not None:
+        yield from enumerate(BLOCKS[symbol] for symbol in args.hybrid_layer_pattern)
         return
     for block in range(args.num_layers):
         yield block, "attention"
@@ -126,11 +163,13 @@ def _widths(args: Namespace, kind: str) -> tuple[int, int]:
     """Outputs of a part's first linear layer and inputs of its second."""
     if kind == "attention":
         queries = args.num_attention_heads * args.kv_channels
-        return queries + 2 * args.num_query_groups * args.kv_channels, queries
+        return queries + 2 * query_groups(args) * args.kv_channels, queries
     if kind == "mamba":
         sizes = mixer(args)
         return 2 * sizes.inner + sizes.states + sizes.heads, sizes.inner
-    width = args.moe_ffn_hidden_size if kind == "experts" else args.ffn_hidden_size
+    width = args.ffn_hidden_size
+    if kind == "experts":
+        width = args.moe_ffn_hidden_size or width
     return width * (2 if args.swiglu else 1), width
 
 
@@ -167,6 +206,8 @@ def parameters(
             weights *= args.num_experts // expert
             experts += count * weights
             weights += args.num_experts * args.hidden_size
+        if part.kind == "attention" and args.qk_layernorm:
+            weights += 2 * norm // args.hidden_size * args.kv_channels
         if part.kind == "mamba":
             weights += _mixer_parameters(mixer(args), tensor)
             fp32 += count * 2 * mixer(args).heads // tensor  # A_log and D
@@ -176,8 +217,11 @@ def parameters(
 
 def _linear_parameters(args: Namespace, part: Part, linear: Linear, tensor: int) -> int:
     inputs, outputs = linear.split(tensor)
+    biased = args.add_bias_linear
+    if part.kind == "attention" and linear.column:
+        biased = biased or args.add_qkv_bias
     # A mixer's linear layers never have biases.
-    return (inputs + (part.kind != "mamba" and not args.disable_bias_linear)) * outputs
+    return (inputs + (biased and part.kind != "mamba")) * outputs
 
 
 def _mixer_parameters(sizes: Mixer, tensor: int) -> int:

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from megatron_lowbit.planning.compute import Device
-from megatron_lowbit.planning.estimate import Estimate
+from megatron_lowbit.planning.estimate import Estimate, padded_vocabulary
 from megatron_lowbit.planning.model import Part, parameters
 from megatron_lowbit.recipes import Recipe
 from megatron_lowbit.recipes.precision import side
-from megatron_lowbit.data.tokenizer import padded_vocab_size
 
 GIB = 2**30
 DAY = 86400
@@ -112,9 +111,9 @@ def heading(
     args: Namespace, parts: Counter[Part], vocabulary: int, gpus: int, device: Device
 ) -> str:
     """The model, with its vocabulary as one process pads it, and the cluster in a line."""
-    padded = padded_vocab_size(vocabulary, args.make_vocab_size_divisible_by, 1)
+    padded = padded_vocabulary(args, vocabulary, 1)
     size = parameters(args, parts, padded, tensor=1, expert=1, ends="first last").all
-    kind = "hybrid" if args.hybrid_override_pattern else "GPT"
+    kind = "hybrid" if args.hybrid_layer_pattern else "GPT"
     return (
         f"{kind} of {args.num_layers} layers, {size:,} parameters, vocabulary {padded:,}, "
         f"{args.seq_length} tokens a sequence; {gpus} x {device.gpu.name}"

@@ -1,9 +1,9 @@
 """Which tensor cores carry out a GEMM on a kind of GPU: the engine's own table, asked for it."""
 
-from megatron_lowbit.transformer_engine.native import native_recipe
 from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, TENSORS, TILES, route
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
 from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.transformer_engine.native import native_recipe
 
 _MEASURED = {
     TENSORS: "fp8 per tensor",

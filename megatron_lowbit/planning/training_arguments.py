@@ -1,0 +1,130 @@
+"""Training's arguments of a run that another machine is to carry out, parsed once for many layouts.
+
+Megatron-LM's own parser and validation read them, as they would on that machine: nothing is adapted
+to the machine at hand, no global variable is set and no file is opened.
+"""
+
+import argparse
+import contextlib
+import io
+import os
+import warnings
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+
+from megatron_lowbit.command_line import GivenArguments, expand_files
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.megatron import arguments
+from megatron_lowbit.megatron.cpu_arguments import needs_one_connection
+from megatron_lowbit.megatron.precision_arguments import Machine, choose_precision
+
+# isort: split
+from megatron.training.arguments import add_megatron_arguments, validate_args
+
+_FILLED = (
+    ("--lr", "1"),
+    ("--train-iters", "1"),
+    ("--eval-interval", "1"),
+    ("--tokenizer-type", "NullTokenizer"),
+)
+"""Arguments that training demands and that change nothing about a plan."""
+_RECIPES = Machine(capability=None, transformer_engine=False)
+"""A machine without FP8 of Megatron-LM's own: its precision arguments are planned as recipes."""
+
+
+class TrainingArguments:
+    """A command line of training, to be parsed for any number of ranks and with changes.
+
+    Raises UserError where training would.
+
+    Args:
+        words: the command line, with ``@FILE`` or without.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        front = arguments.front_parser()
+        written = expand_files(words)
+        args, unknown = front.parse_known_args(written)
+        if unknown:
+            raise UserError(arguments._describe_unknown(front, written, unknown))
+        self.global_batch_size: int | None = args.global_batch_size
+        self._given = GivenArguments(front, written)
+        for flag, value in _FILLED:
+            self._fill(flag, value)
+        if args.seq_length is not None:
+            self._fill("--max-position-embeddings", str(args.seq_length))
+        if not args.fp16:
+            self._fill("--bf16")
+        self._choose_precision(args)
+        self._parser = argparse.ArgumentParser(allow_abbrev=False)
+        arguments.add_recipe_arguments(add_megatron_arguments(self._parser))
+
+    def _fill(self, flag: str, *values: str) -> None:
+        if flag not in self._given:
+            self._given.add(flag, *values)
+
+    def _choose_precision(self, args: Namespace) -> None:
+        given = self._given
+        if args.normalization == "MXNorm":
+            given.remove("--normalization")
+            given.add("--normalization", "RMSNorm")
+            self._fill("--mxnorm")
+        precision = choose_precision(args, given, _RECIPES)
+        for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
+            given.remove(flag)
+        given.add("--precision-recipe", *(precision.recipes or ("bf16",)))
+        for override in precision.overrides:
+            given.add("--recipe-set", override)
+
+    def remove(self, *flags: str) -> None:
+        """Leave arguments out from now on."""
+        for flag in flags:
+            self._given.remove(flag)
+
+    def parse(self, ranks: int, more: Sequence[str] = ()) -> Namespace:
+        """Return validated arguments of a run on so many ranks, with more arguments at the end."""
+        tokens = [*self._given.tokens(), *more]
+        with _quiet(), _one_line_errors():
+            args = self._parser.parse_args(tokens)
+            args.rank, args.world_size = 0, ranks
+            args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+            require(args.yaml_cfg is None, "--yaml-cfg: plans are of arguments alone")
+            with _one_connection(args):
+                validate_args(args, {})
+        return args
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Print nothing of what Megatron-LM says about its arguments."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except SystemExit as error:
+        raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
+    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
+        raise UserError(arguments._in_one_line(error)) from error
+
+
+@contextlib.contextmanager
+def _one_connection(args: Namespace) -> Iterator[None]:
+    """Set the environment variable that Megatron-LM demands of some runs on some GPUs."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    before = os.environ.get(name)
+    if needs_one_connection(args):
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = before
