@@ -10,6 +10,7 @@ imported itself. With a CUDA device it does nothing. Without one it
 - gathers and reduce-scatters unequal parts, which experts exchange and gloo refuses;
 - keeps the random states that megatron calls CUDA's in torch's default CPU generator;
 - replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler;
+- gives megatron's optimizers an Adam with the interface of Transformer Engine's (cpu_adam.py);
 - leaves out the warm-up of compiled functions, whose random inputs would come between the seed and
   the initial weights, and differ from layout to layout;
 - lets torch's norms run under sequence parallelism, as those of Transformer Engine do;
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 
+from megatron_lowbit.megatron.cpu_adam import GroupStepAdam
 from megatron_lowbit.megatron.generator import with_seed
 
 _FACTORIES = [
@@ -257,12 +259,20 @@ def _torch_norm(norm: type) -> Callable[..., torch.nn.Module]:
 
 
 def _replace_in_megatron() -> None:
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.training import initialize
 
     initialize._warmup_jit_function = _no_op()
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    # In FP32, as here, it copies into parameters that require gradients; see upstream-notes.md.
+    name, kind = "load_parameter_state_from_dp_reshardable", distrib_optimizer.DistributedOptimizer
+    setattr(kind, name, torch.no_grad()(getattr(kind, name)))
 
     class CpuRNGStatesTracker(random.CudaRNGStatesTracker):
         """megatron's tracker over torch's default CPU generator."""

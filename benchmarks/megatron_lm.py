@@ -1,0 +1,201 @@
+"""Whole training steps of Megatron-LM, with and without recipes, in several layouts.
+
+    python benchmarks/megatron_lm.py --gpus 2 --output benchmarks/results/megatron_lm-2xh100.json
+
+Each case is a run of its own: ``pretrain_gpt.py``, or ``examples/own_script.py`` without a recipe,
+which is Megatron-LM itself. Its time is the median of the steps after the first. A case that ends
+in an error is kept with the error's last line. On CPUs (``--cpu``) it is for trying the script out.
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_lowbit.analysis.machine import machine
+
+ROOT = Path(__file__).parents[1]
+STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
+LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+|nan)")
+OURS, UPSTREAM = "pretrain_gpt.py", "examples/own_script.py"
+SETTLED = 6
+"""Steps left out of the median: compilation, caches and the allocator."""
+
+LARGE = """
+    --num-layers 6 --hidden-size 2048 --ffn-hidden-size 7168 --num-attention-heads 16
+    --group-query-attention --num-query-groups 8 --seq-length 2048 --max-position-embeddings 2048
+    --global-batch-size 8 --bf16 --vocab-size 32000
+"""
+SMALL = """
+    --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
+    --group-query-attention --num-query-groups 2 --seq-length 32 --max-position-embeddings 32
+    --global-batch-size 8 --vocab-size 500
+"""
+COMMON = """
+    --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --lr 1e-3 --min-lr 1e-3 --lr-decay-iters 100 --clip-grad 1.0 --mock-data
+    --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --no-create-attention-mask-in-dataloader
+"""
+TP = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8"
+DP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 4"
+PP = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
+CP = "--context-parallel-size 2 --micro-batch-size 8"
+FSDP = """
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
+    --ckpt-format fsdp_dtensor --micro-batch-size 4 --use-distributed-optimizer
+    --no-gradient-accumulation-fusion
+"""
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+SELECTIVE = "--recompute-granularity selective"
+ASYNC = "--async-save --async-strategy mcore"
+
+
+class Case(NamedTuple):
+    """A run: its name, its script, its own arguments.
+
+    ``resumed``: the run is made once whole and once in two parts, and the losses are compared.
+    """
+
+    name: str
+    script: str
+    arguments: str
+    resumed: bool = False
+
+
+def recipe(name: str) -> str:
+    """Return the argument that selects a recipe."""
+    return f"--precision-recipe {name}"
+
+
+CASES = [
+    Case("DP2 upstream bf16", UPSTREAM, DP),
+    Case("DP2 bf16", OURS, DP),
+    Case("DP2 nvfp4", OURS, f"{DP} {recipe('nvfp4')}"),
+    Case("DP2 fp8-tile", OURS, f"{DP} {recipe('fp8-tile')}"),
+    Case("TP2 upstream bf16", UPSTREAM, TP),
+    Case("TP2 bf16", OURS, TP),
+    Case("TP2 nvfp4", OURS, f"{TP} {recipe('nvfp4')}"),
+    Case("PP2 nvfp4", OURS, f"{PP} {recipe('nvfp4')}"),
+    Case("CP2 nvfp4", OURS, f"{CP} {recipe('nvfp4')}"),
+    Case("FSDP bf16", OURS, FSDP),
+    Case("FSDP nvfp4", OURS, f"{FSDP} {recipe('nvfp4')}"),
+    Case("DP2 nvfp4, async save", OURS, f"{DP} {ASYNC} {recipe('nvfp4')}", resumed=True),
+    Case("TP2 nvfp4, full recompute", OURS, f"{TP} {FULL} {recipe('nvfp4')}", resumed=True),
+    Case("TP2 nvfp4, selective", OURS, f"{TP} {SELECTIVE} {recipe('nvfp4')}", resumed=True),
+    Case("DP2 upstream bf16 again", UPSTREAM, DP),
+    Case("DP2 bf16 again", OURS, DP),
+]
+
+
+def main() -> None:
+    """Run the cases; the file is written anew after each."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--iterations", type=int, default=26)
+    parser.add_argument("--only", nargs="*", help="parts of names")
+    parser.add_argument("--seconds", type=float, default=570, help="start no case after these")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    begin, rows = time.monotonic(), []
+    for case in CASES:
+        if args.only and not any(part in case.name for part in args.only):
+            continue
+        if time.monotonic() - begin > args.seconds:
+            rows.append({"case": case.name, "error": "not run: out of time"})
+            continue
+        row = {"case": case.name, **run_case(case, args)}
+        print(row, flush=True)
+        rows.append(row)
+        document = {"machine": machine(), "model": LARGE.split(), "rows": rows}
+        args.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """Return a case's figures, or its error."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        if not case.resumed:
+            return train(case, args, args.iterations, [])
+        half = args.iterations // 2
+        whole = [*save_to(folder / "whole", half), *load_from(folder / "whole")]
+        first = train(case, args, args.iterations, whole)
+        (folder / "parts").mkdir()
+        iteration = f"iter_{half:07d}"
+        if "error" in first:
+            return first
+        shutil.copytree(folder / "whole" / iteration, folder / "parts" / iteration)
+        (folder / "parts" / "latest_checkpointed_iteration.txt").write_text(str(half))
+        parts = [*save_to(folder / "parts", 1000), *load_from(folder / "parts")]
+        second = train(case, args, args.iterations, parts)
+        if "error" in second:
+            return second
+        # Not from the console, where the second line after a start is the mean of two steps.
+        losses = [logged_losses(folder / name) for name in ("whole", "parts")]
+        after = {i: x for i, x in losses[1].items() if i > half}
+        same = len(after) == args.iterations - half and after.items() <= losses[0].items()
+        return {**first, "resumed_losses_equal": same}
+    finally:
+        shutil.rmtree(folder)
+
+
+def logged_losses(folder: Path) -> dict[int, float]:
+    """Return the loss of each iteration in a run's metrics.jsonl."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {row["iteration"]: row["lm_loss"] for row in rows if "lm_loss" in row}
+
+
+def save_to(folder: Path, interval: int) -> list[str]:
+    """Return the arguments that save every so many iterations."""
+    return ["--save", str(folder), "--save-interval", str(interval)]
+
+
+def load_from(folder: Path) -> list[str]:
+    """Return the arguments that go on from a checkpoint."""
+    return ["--load", str(folder)]
+
+
+def train(case: Case, args: argparse.Namespace, iterations: int, more: list[str]) -> dict[str, Any]:
+    """Run a case once; return its median step, losses and wall-clock time, or its error."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [
+        *launcher, "--nproc-per-node", str(args.gpus), str(ROOT / case.script),
+        *shlex.split((SMALL if args.cpu else LARGE) + COMMON + case.arguments),
+        "--train-iters", str(iterations), *more,
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    if "--use-megatron-fsdp" not in command:
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    begin = time.monotonic()
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    seconds = time.monotonic() - begin
+    if done.returncode:
+        lines = re.findall(r"^.*(?:\w+Error|error): .*", done.stderr, re.M)
+        print(done.stderr[-6000:], flush=True)
+        return {"error": (lines or done.stderr.splitlines() or ["no output"])[-1][:500]}
+    steps = {int(i): float(ms) for i, ms in STEP.findall(done.stdout)}
+    losses = {int(i): float(x) for i, x in LOSS.findall(done.stdout)}
+    settled = [ms for i, ms in steps.items() if i > SETTLED] or list(steps.values())
+    return {
+        "median_ms": round(statistics.median(settled), 1),
+        "fastest_ms": min(settled),
+        "losses": losses,
+        "wall_s": round(seconds, 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""Take recipes into a training script of your own on Megatron-LM 0.19: three lines.
+
+    torchrun --nproc-per-node 8 examples/own_script.py --precision-recipe nvfp4 ...
+
+The rest of the script is Megatron-LM's usual one. Datasets and forward pass are taken from this
+package here; a script keeps its own.
+"""
+
+import megatron_lowbit.megatron  # noqa: F401  before megatron on a machine without CUDA
+
+# isort: split
+from megatron.core.enums import ModelType
+from megatron.training import pretrain
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_lowbit.megatron.arguments import add_recipe_arguments
+from megatron_lowbit.megatron.datasets import provide_datasets
+from megatron_lowbit.megatron.forward_step import forward_step
+from megatron_lowbit.megatron.recipe_hook import use_recipe
+
+if __name__ == "__main__":
+    args = parse_and_validate_args(extra_args_provider=add_recipe_arguments)  # 1: the arguments
+    model_config = gpt_config_from_args(args)
+    use_recipe(model_config, args)  # 2: the hook (and 3: the import above)
+    container = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(container, provide_datasets, ModelType.encoder_or_decoder, forward_step)
