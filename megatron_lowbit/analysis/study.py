@@ -92,9 +92,12 @@ def mark(job: Job, finished: bool) -> None:
 
 
 def launch_command(job: Job) -> list[str]:
-    """With where it saves, and where it goes on if it has begun."""
+    """Return a job's command with where it saves, and where it goes on if it has begun.
+
+    Megatron-LM saves a checkpoint when it is told to end only with ``--exit-signal-handler``.
+    """
     load = ["--load", str(job.folder)] if (job.folder / _TRACKER).is_file() else []
-    return [*job.command, "--save", str(job.folder), *load]
+    return [*job.command, "--save", str(job.folder), *load, "--exit-signal-handler"]
 
 
 def _slug(name: str) -> str:

@@ -59,7 +59,9 @@ class MetricsWriter:
         # The first value stays: the loss of the test set comes last, under the validation's name.
         self._rows.setdefault(step, {}).setdefault(_NAMES.get(name, name.replace(" ", "_")), value)
 
-    def add_text(self, tag: str, text: str, global_step: int | None = None, **settings: Any) -> None:
+    def add_text(
+        self, tag: str, text: str, global_step: int | None = None, **settings: Any
+    ) -> None:
         """Pass on; the first call comes when training begins, and names its iteration."""
         if self._since is None:
             self.start(global_step or 0)
@@ -70,6 +72,8 @@ class MetricsWriter:
         self._measure_speed()
         lines = []
         for step, row in sorted(self._rows.items()):
+            if "lm_loss" in row:
+                row["consumed_tokens"] = step * self._tokens
             numbers = {name: float(value) for name, value in row.items()}
             # JSON has no NaN and no infinity.
             finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}

@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.analysis.study import jobs_of, read_study
+from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.recipes import load_recipes
-from megatron_lowbit.training.arguments import parse_arguments
+
+# isort: split
+from megatron.training.training import destroy_global_state
 
 ROOT = Path(__file__).parents[2]
+DATA = ["--data-path", "x", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4095"]
 STUDIES = sorted((ROOT / "examples" / "studies").glob("*.yaml"))
 
 
@@ -16,12 +20,14 @@ STUDIES = sorted((ROOT / "examples" / "studies").glob("*.yaml"))
 def test_arguments_and_recipes(file, monkeypatch):
     """All differ, in what they make of a layer or in their other arguments."""
     monkeypatch.chdir(ROOT)
-    jobs = jobs_of(read_study(file), Path("runs"), ["--data-path", "x", "--tokenizer-model", "y"])
+    study = read_study(file)
+    jobs = jobs_of(study.model_copy(update={"seeds": study.seeds[:1]}), Path("runs"), DATA)
     found = []
     for job in jobs:
-        args = parse_arguments(job.command[2:])
-        recipe = load_recipes(args.recipes, args.recipe_set)
-        found.append((args.seed, args.normalization, args.mxnorm_p, recipe))
+        args = parse_arguments(job.command[2:], hybrid="hybrid" in job.command[1])
+        destroy_global_state()
+        recipe = load_recipes(args.precision_recipe, args.recipe_set)
+        found.append((args.seed, args.mxnorm, args.mxnorm_p, recipe))
     assert len(STUDIES) == 6
     for number, one in enumerate(found):
         assert one not in found[:number]
