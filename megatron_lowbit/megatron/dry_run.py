@@ -30,7 +30,7 @@ from megatron.training.training import destroy_global_state
 
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
-from megatron_lowbit.megatron.pretrain import model_config_of
+from megatron_lowbit.megatron.pretrain import model_config_of, upstream_refusals_named
 from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
 from megatron_lowbit.recipes import Layer
 
@@ -68,7 +68,8 @@ def dry_run(args: Namespace) -> None:
     """
     try:
         if args.rank == 0:
-            _describe(args)
+            with upstream_refusals_named():
+                _describe(args)
     finally:
         destroy_global_state()
 
@@ -236,12 +237,19 @@ def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Paramete
             size, is_expert = parameter.numel(), ".experts." in name
             rank += size
             experts += size * is_expert
-            if getattr(parameter, "shared_embedding", False) and not chunk.pre_process:
-                continue  # a copy of the first stage's
+            if not chunk.pre_process and _is_copy(args, name, parameter):
+                continue
             if getattr(parameter, "tensor_model_parallel", False):
                 size *= expert_tensor if is_expert else tensor
             whole += size * (args.expert_model_parallel_size if is_expert else 1)
     return Parameters(rank, experts, whole)
+
+
+def _is_copy(args: Namespace, name: str, parameter: torch.nn.Parameter) -> bool:
+    """Return whether a parameter of a later chunk repeats the first chunk's embedding."""
+    # Tied, and with multi-token prediction, the output layer has one more, which is not marked.
+    tied = not args.untie_embeddings_and_output_weights and name == "output_layer.weight"
+    return tied or getattr(parameter, "shared_embedding", False)
 
 
 def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:

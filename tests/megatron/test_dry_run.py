@@ -1,0 +1,184 @@
+"""``--dry-run``: parameters against models that are really built, and what it prints and writes."""
+
+import shlex
+from argparse import Namespace
+
+import pytest
+import torch
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import dry_run, pretrain
+from megatron_lowbit.megatron.arguments import parse_arguments
+
+# isort: split
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+from megatron.training.training import destroy_global_state
+
+RUN = """
+    --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 500 --normalization RMSNorm --swiglu
+    --disable-bias-linear --position-embedding-type rope --dry-run
+"""
+LAYERS = "--num-layers 4"
+EXPERTS = f"{LAYERS} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 96"
+LATENT = f"{LAYERS} --multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-layernorm"
+MTP = f"{LAYERS} --mtp-num-layers 1"
+HYBRID = "--hybrid-layer-pattern M-M*ME --num-experts 4 --mamba-head-dim 16 --mamba-num-groups 2"
+MODELS = {
+    "dense, tied": LAYERS,
+    "dense": f"{LAYERS} --untie-embeddings-and-output-weights",
+    "GPT-2": "--num-layers 2 --no-position-embedding --group-query-attention --num-query-groups 2",
+    "experts": EXPERTS,
+    "multi-token prediction": MTP,
+    "hybrid": HYBRID,
+}
+LAYOUTS = {
+    "1 rank": (1, ""),
+    "TP2": (2, "--tensor-model-parallel-size 2 --sequence-parallel"),
+    "PP2": (2, "--pipeline-model-parallel-size 2"),
+}
+INTERLEAVED = (8, "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """Leave no global variable of Megatron-LM and no environment variable behind."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    yield
+    destroy_global_state()
+
+
+def parse(line: str, ranks: int = 1) -> Namespace:
+    destroy_global_state()
+    return parse_arguments(shlex.split(f"{RUN} {line} --world-size {ranks}"))
+
+
+def built(args: Namespace, stage: int) -> int:
+    """Count the parameters of a rank of a model whose tensors have memory."""
+    with dry_run.rank_of_stage(args, stage):
+        config = pretrain.model_config_of(args)
+        builder = config.get_builder_cls()(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        virtual = args.virtual_pipeline_model_parallel_size
+        chunks = build_virtual_pipeline_stages(builder.build_model, groups, virtual)
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    assert not any(p.is_meta for p in parameters)
+    return sum(p.numel() for p in parameters)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_parameters_of_a_rank_are_those_of_the_model_with_memory(model, layout):
+    ranks, flags = layout
+    args = parse(f"{model} {flags}", ranks)
+    stages = dry_run.model_stages(args)
+    assert len(stages) == args.pipeline_model_parallel_size
+    for number, stage in enumerate(stages):
+        assert stage.parameters.rank == built(args, number)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_every_layout_has_the_same_parameters_in_all(model):
+    def whole(layout: tuple[int, str]) -> int:
+        args = parse(f"{model} {layout[1]}", layout[0])
+        return sum(stage.parameters.whole for stage in dry_run.model_stages(args))
+
+    assert len({whole(layout) for layout in LAYOUTS.values()}) == 1
+
+
+def test_experts_are_divided_over_the_ranks_that_share_them():
+    args = parse(f"{EXPERTS} --expert-model-parallel-size 2", 2)
+    (stage,) = dry_run.model_stages(args)
+    # Two of four experts in each of four blocks: gate, up and down projection.
+    assert stage.parameters.experts == 4 * 2 * 3 * 64 * 96
+    assert stage.parameters.whole == stage.parameters.rank + stage.parameters.experts
+
+
+def test_multi_latent_attention_counted_by_hand():
+    (stage,) = dry_run.model_stages(parse(LATENT))
+    heads, rotary, nope, value = 4, 64, 128, 128
+    query = 64 * 32 + 32 + 32 * heads * (nope + rotary)
+    key_value = 64 * (16 + rotary) + 16 + 16 * heads * (nope + value)
+    block = query + key_value + heads * value * 64 + 3 * 64 * 128 + 2 * 64
+    assert stage.parameters.rank == 4 * block + 512 * 64 + 64
+
+
+def test_interleaved_stages_hold_their_chunks():
+    stages = dry_run.model_stages(parse(f"{LAYERS} {INTERLEAVED[1]} --fp4-recipe nvfp4", 8))
+    blocks = [sorted({layer.block for layer in stage.layers}) for stage in stages]
+    assert blocks == [[0, 2], [1, 3]] and [stage.blocks for stage in stages] == [2, 2]
+
+
+def run(line: str, capsys, ranks: int = 1) -> str:
+    pretrain.main(shlex.split(f"{RUN} {line} --world-size {ranks}"))
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("model", [LAYERS, EXPERTS, HYBRID])
+def test_recipe_parameters_memory_and_time_are_printed_once(model, capsys):
+    shown = run(f"{model} --fp4-recipe nvfp4 {LAYOUTS['PP2'][1]}", capsys, 16)
+    assert shown.count("linear layers quantized") == 1
+    assert shown.count("parameters; 16 ranks: TP 1, CP 1, EP 1, PP 2, DP 8") == 1
+    assert "GiB on a rank of a stage" in shown and "tokens/s of a GPU" in shown
+    assert shown.rstrip().endswith("dry run: nothing was trained, nothing was written")
+
+
+def test_the_table_is_of_the_whole_model(capsys):
+    shown = run(f"{LAYERS} --fp8-recipe fp8-tile {LAYOUTS['PP2'][1]}", capsys, 2)
+    assert "of 16 linear layers quantized" in shown
+
+
+def test_without_a_recipe_there_is_no_table(capsys):
+    shown = run(LAYERS, capsys)
+    assert "nothing is quantized" in shown and "linear layers quantized" not in shown
+    assert "tokens/s of a GPU" in shown
+
+
+def test_a_model_that_plans_do_not_cover_says_so(capsys):
+    shown = run(f"{LATENT} --fp4-recipe nvfp4", capsys)
+    assert "linear layers quantized" in shown and "parameters; 1 ranks" in shown
+    assert "memory and time are not planned: --multi-latent-attention" in shown
+
+
+def test_nothing_is_written_and_no_run_is_left_behind(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = f"{LAYERS} --fp4-recipe nvfp4 --save save --tensorboard-dir board --save-interval 1"
+    run(f"{lines} --data-cache-path cache", capsys)
+    assert list(tmp_path.iterdir()) == []
+    assert not torch.distributed.is_initialized()
+    run(lines, capsys)
+
+
+def test_other_ranks_of_a_launcher_say_nothing(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    pretrain.main(shlex.split(f"{RUN} {LAYERS} --fp4-recipe nvfp4"))
+    assert "recipe" not in capsys.readouterr().out.split("end of arguments")[-1]
+
+
+def test_llama_3_405b_takes_no_memory(capsys):
+    """Its stages have 126 blocks of 3.2 billion parameters, 1.6 TB in all."""
+    line = """--num-layers 126 --hidden-size 16384 --ffn-hidden-size 53248 --num-attention-heads 128
+        --group-query-attention --num-query-groups 8 --untie-embeddings-and-output-weights
+        --vocab-size 128256 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 9
+        --sequence-parallel --global-batch-size 2048 --seq-length 8192
+        --max-position-embeddings 8192 --fp4-recipe nvfp4 --make-vocab-size-divisible-by 1"""
+    layer = 16384 * (16384 + 2 * 8 * 128) + 16384 * 16384 + 3 * 16384 * 53248 + 2 * 16384
+    whole = 126 * layer + 2 * 128256 * 16384 + 16384
+    shown = run(line, capsys, 9216)
+    assert f"{whole:,} parameters; 9216 ranks" in shown.replace("\n", " ")
+
+
+def test_a_recipe_for_layers_that_the_model_lacks_is_refused(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "name: nowhere\n"
+        "description: for layers that no model has\n"
+        "configs: {bf16: {}}\n"
+        "matchers:\n"
+        "  nowhere: {type: glob, pattern: '*nowhere*', config: bf16, enabled: true}\n"
+    )
+    with pytest.raises(UserError, match="matches no"):
+        run(f"{LAYERS} --precision-recipe {recipe}", capsys)
