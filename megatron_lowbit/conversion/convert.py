@@ -1,5 +1,6 @@
 """Whole checkpoints from Hugging Face's files to Megatron-LM's and back, one tensor at a time."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from megatron_lowbit.conversion.hugging_face_files import (
 from megatron_lowbit.conversion.megatron_files import NORM_BEFORE_EXPERTS
 from megatron_lowbit.conversion.megatron_writer import (
     COMMON,
-    Piece,
     by_size,
     extra_states,
     write_iteration,
@@ -24,7 +24,7 @@ from megatron_lowbit.conversion.megatron_writer import (
 from megatron_lowbit.conversion.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.conversion.partial import progress, whole
 from megatron_lowbit.conversion.pieces import check_names, made, piece
-from megatron_lowbit.conversion.plan import Family, as_named
+from megatron_lowbit.conversion.plan import Family, Rule, as_named
 from megatron_lowbit.conversion.quantization_report import finish
 from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization
 from megatron_lowbit.conversion.quantized import made as made_quantized
@@ -55,8 +55,9 @@ def to_megatron(
     folder = open_folder(source)
     family = as_named(_family(source, folder.config), folder.file_of)
     check_names(folder, family)
-    pieces = _with_both_norms([piece(folder, rule) for rule in family.rules])
-    pieces += extra_states(rule.place for rule in family.rules)
+    rules = [*family.rules, *_other_norms(family.rules)]
+    pieces = [piece(folder, rule) for rule in rules]
+    pieces += extra_states(rule.place for rule in rules)
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(family.model)}
     task = {"task": "to-megatron", "source": str(source.absolute()), "config": folder.config,
             "files": folder.files(), "file_bytes": file_bytes}  # fmt: skip
@@ -67,17 +68,18 @@ def to_megatron(
     return family
 
 
-def _with_both_norms(pieces: list[Piece]) -> list[Piece]:
-    """Add the norms before experts under their other name, so that all layers find them."""
-    if not any(".experts." in each.key for each in pieces):
-        return pieces
+def _other_norms(rules: Sequence[Rule]) -> list[Rule]:
+    """Return rules for the norms before experts under their other name, for all kinds of layers."""
+    if not any(".experts." in rule.place.key for rule in rules):
+        return []
     local, transformer_engine = NORM_BEFORE_EXPERTS
-    twins = [
-        each._replace(key=each.key.replace(local, transformer_engine))
-        for each in pieces
-        if local in each.key
+    return [
+        rule._replace(
+            place=rule.place._replace(key=rule.place.key.replace(local, transformer_engine))
+        )
+        for rule in rules
+        if local in rule.place.key
     ]
-    return pieces + twins
 
 
 def to_hugging_face(

@@ -27,6 +27,9 @@ _RUN = (
     "--micro-batch-size", "1", "--train-iters", "1", "--lr", "1", "--eval-interval", "1",
     "--skip-train", "--finetune", "--transformer-impl", "local", "--mock-data",
     "--tokenizer-type", "NullTokenizer",
+    # Local layers on a GPU, without Apex.
+    "--no-gradient-accumulation-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion",
+    "--no-rope-fusion", "--no-create-attention-mask-in-dataloader",
 )  # fmt: skip
 
 

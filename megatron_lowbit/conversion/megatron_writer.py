@@ -39,7 +39,10 @@ COMMON = {
 }
 """The common state beside ``args`` and ``iteration`` where a checkpoint holds a model alone."""
 
-_EXTRA_STATE = re.compile(r"(.*\b(?:linear_\w+|in_proj|out_proj|output_layer))\.(?:weight|bias)\b")
+_EXTRA_STATE = re.compile(
+    r"(.*\b(?:linear_\w+|in_proj|out_proj|output_layer|pre_mlp_layernorm|final_\w+))"
+    r"\.(?:weight|bias)\b"
+)
 
 
 class Piece(NamedTuple):
@@ -76,9 +79,10 @@ def object_piece(key: str, content: bytes) -> Piece:
 
 
 def extra_states(places: Iterable[Place]) -> list[Piece]:
-    """Return the objects that Megatron-LM's linear layers ask for beside their tensors.
+    """Return the objects that layers ask for beside their tensors.
 
-    They hold Transformer Engine's state of FP8, of which a model without one has none.
+    These hold Transformer Engine's state of FP8, which is None here. All linear layers ask for one,
+    and Transformer Engine's norms.
     """
     found: dict[str, Piece] = {}
     for place in places:
