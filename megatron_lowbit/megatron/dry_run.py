@@ -117,10 +117,10 @@ def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
 
 
 @contextmanager
-def rank_of_stage(args: Namespace, stage: int) -> Iterator[None]:
+def rank_of_stage(args: Namespace, stage: int, replicas: int = 1) -> Iterator[None]:
     """Be the first rank of a pipeline stage, in the smallest world that holds the layout.
 
-    Replicas of the model do not change it: a world of thousands of ranks is as quick as one of few.
+    Replicas do not change a model: one is as good as thousands, and quicker.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -130,7 +130,7 @@ def rank_of_stage(args: Namespace, stage: int) -> Iterator[None]:
     )
     expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     expert *= args.expert_model_parallel_size * args.expert_gtp_weight_remat_size
-    ranks = math.lcm(dense, expert)
+    ranks = math.lcm(dense, expert) * replicas
     dist.init_process_group(
         "fake", store=FakeStore(), rank=stage * ranks, world_size=ranks * pipeline
     )

@@ -129,7 +129,7 @@ def candidates(
         except UserError as error:
             yield str(error)
             continue
-        parsed.global_batch_size = training.global_batch_size
+        parsed.global_batch_size = training.flags.global_batch_size
         yield from _batches(parsed, bare)
 
 

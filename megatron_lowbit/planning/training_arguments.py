@@ -39,6 +39,9 @@ class TrainingArguments:
 
     Args:
         words: the command line, with ``@FILE`` or without.
+
+    Attributes:
+        flags: the arguments as given, before Megatron-LM derives any from others.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -47,7 +50,7 @@ class TrainingArguments:
         args, unknown = front.parse_known_args(written)
         if unknown:
             raise UserError(arguments._describe_unknown(front, written, unknown))
-        self.global_batch_size: int | None = args.global_batch_size
+        self.flags = args
         self._given = GivenArguments(front, written)
         for flag, value in _FILLED:
             self._fill(flag, value)

@@ -1,82 +1,83 @@
-"""Real models, built as training builds them, of one rank of any layout in this process alone.
+"""Real models, built by Megatron-LM, of one rank of any layout in this process alone.
 
 Its other ranks are torch's fake process group: collectives return without them, so that shapes and
 sizes are right and numbers are not.
 """
 
 from argparse import Namespace
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+from megatron_lowbit.layers.saved import take_apart
+from megatron_lowbit.megatron.dry_run import build, count_parameters, rank_of_stage
+from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.pretrain import model_config_of
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 # isort: split
-from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.common.embeddings import rope_utils
-
-from megatron_lowbit.megatron.config import _activation_fuses, transformer_config
-from megatron_lowbit.megatron.layer_state import layer_states
-from megatron_lowbit.megatron.models import build_model
-from megatron_lowbit.megatron.rope import fused_rope
-from megatron_lowbit.kernels.engine import select_engine
-from megatron_lowbit.layers.saved import take_apart
-from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.training.arguments import parse_arguments
-from megatron_lowbit.training.optimizer import build_optimizer, parts, wrap_data_parallel
-from tests.on_meta import OnMeta
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.training.training import (
+    get_megatron_ddp_config,
+    get_megatron_optimizer_config,
+)
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-NEEDED = ["--data-path", "unread", "--train-iters", "1", "--lr", "1", "--micro-batch-size", "1"]
+ON_A_CPU = (
+    "--micro-batch-size 1 --transformer-impl local --use-cpu-initialization "
+    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-rope-fusion --hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo"
+).split()
 
 
-def parse(text: str) -> Namespace:
-    """Training's arguments; @NAME is a preset."""
-    words = [f"@{EXAMPLES / word[1:]}.args" if word[0] == "@" else word for word in text.split()]
-    return parse_arguments([*NEEDED, *words])
+def words(text: str) -> list[str]:
+    """Split arguments; @NAME is a preset."""
+    return [f"@{EXAMPLES / word[1:]}.args" if word[0] == "@" else word for word in text.split()]
 
 
-@contextmanager
-def rank_of(args: Namespace, stage: int = 0, replicas: int = 1) -> Iterator[None]:
-    """The first rank of a pipeline stage, in a world as large as the layout needs."""
-    tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    replica = tensor * args.expert_model_parallel_size * replicas
-    dist.init_process_group(
-        "fake", store=FakeStore(), rank=stage * replica, world_size=replica * pipeline
-    )
-    new_group = dist.new_group
-    # Also the groups for which megatron-core asks for gloo.
-    dist.new_group = lambda *places, **options: new_group(*places, **options | {"backend": None})
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    try:
-        yield
-    finally:
-        dist.new_group = new_group
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+def parse(text: str, ranks: int | None = None) -> Namespace:
+    """Return training's arguments for a model that a CPU can build.
+
+    Without a number of ranks there are as many as the layout needs.
+    """
+    training = TrainingArguments([*ON_A_CPU, *words(text)])
+    if ranks is None:
+        flags = training.flags
+        tensor, expert = flags.tensor_model_parallel_size, flags.expert_model_parallel_size
+        ranks = tensor * expert * flags.pipeline_model_parallel_size
+    training.remove("--global-batch-size")
+    return training.parse(ranks)
+
+
+def parameter_count(args: Namespace, vocabulary: int, stage: int = 0) -> int:
+    """Count the parameters of a rank, which take no memory."""
+    args = Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
+    with rank_of_stage(args, stage):
+        _, chunks = build(args)
+        return count_parameters(args, chunks).rank
 
 
 def state_bytes(args: Namespace, vocabulary: int, replicas: int) -> dict[str, int]:
-    """Bytes of a rank's weights, main gradients and optimizer after a step, BF16."""
-    args.global_batch_size = replicas
-    with rank_of(args, replicas=replicas):
-        config = transformer_config(args, torch.bfloat16)
-        model = wrap_data_parallel(args, config, _build(args, vocabulary, config))
-        optimizer, _ = build_optimizer(args, config, model)
+    """Return bytes of a rank's weights, main gradients and optimizer after a step, in BF16."""
+    args = Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
+    with rank_of_stage(args, 0, replicas):
+        config = model_config_of(args)
+        builder = config.get_builder_cls()(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        model = builder.build_distributed_models(groups, get_megatron_ddp_config(args))
+        settings, overrides = get_megatron_optimizer_config(args)
+        optimizer = get_megatron_optimizer(settings, model, overrides, False)
         model[0].zero_grad_buffer()
+        for group in optimizer.param_groups:
+            group["lr"] = 1.0
         optimizer.step()
         parameters = list(model[0].parameters())
         states = []
-        for part in parts(optimizer):
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             for main in (p for group in part.optimizer.param_groups for p in group["params"]):
                 moments = (part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))
                 states += [main, *moments]
@@ -89,32 +90,43 @@ def state_bytes(args: Namespace, vocabulary: int, replicas: int) -> dict[str, in
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of the tensors' storages by address."""
+    """Return the bytes of the tensors' storages by address."""
     found = (tensor.untyped_storage() for tensor in tensors)
     return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
-def parameter_count(args: Namespace, vocabulary: int, stage: int = 0) -> int:
-    """Parameters of a rank, as training's first lines print them; the weights take no memory."""
-    with rank_of(args, stage), OnMeta():
-        (chunk,) = _build(args, vocabulary, transformer_config(args, torch.float32))
-    return sum(parameter.numel() for parameter in chunk.parameters())
-
-
-def _build(args: Namespace, vocabulary: int, config) -> list[torch.nn.Module]:
-    engine = select_engine(torch.device("cpu"), "reference")
-    recipe = load_recipe(*args.recipes, args.recipe_set)
-    return build_model(args, config, recipe, engine, vocabulary)
-
-
 class _FusedRMSNorm(torch.autograd.Function):
-    """What torch's RMSNorm keeps on a GPU; a CPU's keeps FP32 copies (derivatives.yaml)."""
+    """What a fused RMSNorm keeps on a GPU; a CPU's keeps FP32 copies (derivatives.yaml)."""
 
     @staticmethod
     def forward(ctx, x, shape, weight, eps):
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
         ctx.save_for_backward(x, scale)
         return (x.float() * scale).to(x.dtype) * weight
+
+
+class _FusedRope(torch.autograd.Function):
+    """What Transformer Engine's RoPE keeps: nothing of its input."""
+
+    @staticmethod
+    def forward(ctx, t, freqs, interleaved=False):
+        return t.clone()
+
+
+class _FusedAttention(torch.autograd.Function):
+    """What Transformer Engine's attention keeps: contiguous operands, the result, a sum a head."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        output = torch.empty_like(query)
+        sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        operands = (query.contiguous(), key.contiguous(), value.contiguous())
+        ctx.save_for_backward(*operands, output, sums)
+        return output
+
+
+def _attention(self, query, key, value, *_, **__):
+    return _FusedAttention.apply(query, key, value).flatten(-2)
 
 
 class Saved(dict):
@@ -124,18 +136,26 @@ class Saved(dict):
 
 
 def saved_bytes(args: Namespace, vocabulary: int, monkeypatch) -> Saved:
-    """What forward saves for backward, each storage once, without parameters: bytes by address.
+    """Return what forward saves for backward, each storage once, without parameters, by address.
 
-    The model computes in BF16 and through the functions that it has on a GPU.
+    The model computes in BF16 and, where a GPU has a fused kernel, keeps what that keeps.
     """
-    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", fused_rope)
+    monkeypatch.setattr(
+        rope_utils, "fused_apply_rotary_pos_emb", lambda *t, **_: _FusedRope.apply(*t)
+    )
     monkeypatch.setattr(torch.nn.functional, "rms_norm", _FusedRMSNorm.apply)
-    with rank_of(args), torch.compiler.set_stance("force_eager"):
-        config = transformer_config(args, torch.bfloat16)
-        config.apply_rope_fusion = args.position_embedding_type == "rope"
-        config.bias_activation_fusion = _activation_fuses(args)
-        config.bias_dropout_fusion = True
-        (model,) = _build(args, vocabulary, config)
+    monkeypatch.setattr(DotProductAttention, "forward", _attention)
+    args = Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
+    with rank_of_stage(args, 0), torch.compiler.set_stance("force_eager"):
+        config = model_config_of(args)
+        fused = config.transformer
+        fused.apply_rope_fusion = args.position_embedding_type == "rope"
+        fused.bias_activation_fusion = fused.bias_dropout_fusion = True
+        if args.squared_relu:
+            fused.bias_activation_fusion = False
+        builder = config.get_builder_cls()(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        (model,) = builder.build_distributed_models(groups, wrap_with_ddp=False)
         ignored = {p.untyped_storage().data_ptr() for p in model.parameters()}
         found, alive = Saved(), []
 

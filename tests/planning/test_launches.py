@@ -2,14 +2,14 @@
 
 import pytest
 
-from megatron_lowbit.planning.command import complete, plan
+from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.launches import waiting
 from megatron_lowbit.planning.layouts import given
 from megatron_lowbit.recipes import load_recipes
-from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_a_gpu_waits_for_what_is_not_launched_yet(phases, idle):
 def step(words: str) -> dict[str, float]:
     args = parse_arguments(complete(words.split()))
     device = Device(gpu("h200"), False, "torch")
-    recipe = load_recipes(args.recipes, args.recipe_set)
+    recipe = load_recipes(args.precision_recipe, args.recipe_set)
     ranks = args.tensor_model_parallel_size
     (found,) = plan([given(args, ranks)], recipe, 4096, device, Cluster(device.gpu, 8))
     return found.seconds

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.planning.command import complete, plan
+from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.layouts import given
 from megatron_lowbit.recipes import load_recipes
-from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[2]
 MODEL = json.loads((ROOT / "benchmarks" / "results" / "model-h200.json").read_text())
@@ -40,7 +40,7 @@ def estimated(words, vocabulary: int, gpus: int = 1, **device):
     cluster = Cluster(device.gpu, 8)
     (found,) = plan(
         [given(args, gpus)],
-        load_recipes(args.recipes, args.recipe_set),
+        load_recipes(args.precision_recipe, args.recipe_set),
         vocabulary,
         device,
         cluster,

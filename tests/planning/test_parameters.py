@@ -3,10 +3,9 @@
 import pytest
 from built import EXAMPLES, parameter_count, parse
 
-from megatron_lowbit.planning.estimate import ends
+from megatron_lowbit.planning.estimate import ends, padded_vocabulary
 from megatron_lowbit.planning.model import parameters, stages
 from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.data.tokenizer import padded_vocab_size
 
 VOCABULARY = 50257
 SPLIT = {
@@ -24,13 +23,13 @@ def planned(args, stage: int = 0) -> int:
     pipeline = args.pipeline_model_parallel_size
     parts = stages(args, load_recipe("bf16"), pipeline)[stage]
     tensor, expert = args.tensor_model_parallel_size, args.expert_model_parallel_size
-    padded = padded_vocab_size(VOCABULARY, args.make_vocab_size_divisible_by, tensor)
+    padded = padded_vocabulary(args, VOCABULARY, tensor)
     return parameters(args, parts, padded, tensor, expert, ends(stage, pipeline)).all
 
 
 def built(args, stage: int = 0) -> int:
     tensor = args.tensor_model_parallel_size
-    padded = padded_vocab_size(VOCABULARY, args.make_vocab_size_divisible_by, tensor)
+    padded = padded_vocabulary(args, VOCABULARY, tensor)
     return parameter_count(args, padded, stage)
 
 

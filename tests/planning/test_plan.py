@@ -9,7 +9,7 @@ from built import parse
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.planning.command import complete, main, plan
+from megatron_lowbit.planning.command import main, plan
 from megatron_lowbit.planning.communication import Cluster, data_parallel, link
 from megatron_lowbit.planning.compute import Device, gemm_seconds
 from megatron_lowbit.planning.estimate import Estimate
@@ -19,7 +19,7 @@ from megatron_lowbit.planning.memory import in_flight, state
 from megatron_lowbit.planning.model import Parameters
 from megatron_lowbit.planning.routing import gemm_name
 from megatron_lowbit.recipes import Layer, load_recipe, load_recipes
-from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"
@@ -43,7 +43,7 @@ def planned(text: str, gpus: int = 1, kind: str = "h200", per_node: int = 8) -> 
     tried = [given(args, gpus)]
     return plan(
         tried,
-        load_recipes(args.recipes, args.recipe_set),
+        load_recipes(args.precision_recipe, args.recipe_set),
         128256,
         device,
         Cluster(device.gpu, per_node),
@@ -56,7 +56,11 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
     tried = [one for one in candidates(words, gpus, 8) if not isinstance(one, str)]
     device = Device(gpu(kind), False, "mamba-ssm")
     return plan(
-        tried, load_recipes(args.recipes, args.recipe_set), 128256, device, Cluster(device.gpu, 8)
+        tried,
+        load_recipes(args.precision_recipe, args.recipe_set),
+        128256,
+        device,
+        Cluster(device.gpu, 8),
     )
 
 
@@ -238,7 +242,7 @@ def test_the_bubble_is_that_of_the_textbook():
     # A vocabulary so small that the ends weigh nothing.
     (found,) = plan(
         [given(args, 4)],
-        load_recipes(args.recipes, args.recipe_set),
+        load_recipes(args.precision_recipe, args.recipe_set),
         128,
         device,
         Cluster(device.gpu, 8),
