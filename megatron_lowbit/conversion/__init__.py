@@ -1,1 +1,1 @@
-"""Checkpoints in and out: Hugging Face's files from and to Megatron's ``torch_dist``."""
+"""Checkpoints in and out: Hugging Face's files from and to Megatron-LM's ``torch_dist``."""

@@ -1,4 +1,4 @@
-"""The average of several checkpoints of one run, tensor by tensor."""
+"""Averaging several checkpoints of one run, tensor by tensor."""
 
 from argparse import Namespace
 from collections.abc import Sequence

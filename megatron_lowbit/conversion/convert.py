@@ -32,11 +32,11 @@ from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folde
 from megatron_lowbit.errors import UserError
 
 FAMILIES = {family.ARCHITECTURE: family for family in (nemotron_h, mixtral, gpt2, llama)}
-"""By the name that config.json has for them, the last the one that claims what no other does."""
+"""Families by architecture in config.json. The last claims what no other does."""
 ITERATION = 0
 SHARD_BYTES = 5 * 10**9
 MODEL_ARGUMENTS, BESIDE = "model.args", "hugging_face"
-"""What stands beside a converted checkpoint: its model's arguments, its source's other files."""
+"""Names beside a converted checkpoint: its model's arguments, and its source's other files."""
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 

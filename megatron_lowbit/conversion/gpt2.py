@@ -17,7 +17,7 @@ _ONLY = {
 
 
 def from_config(config: dict[str, Any]) -> Family:
-    """The family member that a config.json describes.
+    """Return the family member that a config.json describes.
 
     Raises UserError for what this project's model cannot do.
     """
@@ -53,12 +53,12 @@ def from_config(config: dict[str, Any]) -> Family:
 
 
 def claims(model: dict[str, Any]) -> bool:
-    """Whether a model in the words of this project's arguments can only be of this family."""
+    """Return whether a model can only be of this family."""
     return model["position_embedding_type"] == "learned_absolute"
 
 
 def to_config(model: dict[str, Any]) -> dict[str, Any]:
-    """A config.json for a trained model of this kind.
+    """Build a config.json for a trained model of this kind.
 
     Raises UserError where the model is no GPT-2.
     """
@@ -84,7 +84,7 @@ def to_config(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def rules(model: dict[str, Any]) -> list[Rule]:
-    """Every tensor of the model."""
+    """Return the rules of all the model's tensors."""
     hidden, vocabulary = model["hidden_size"], Cut((model["vocab_size"],))
     tables = {
         "embedding.word_embeddings.weight": ("transformer.wte.weight", vocabulary),

@@ -31,7 +31,7 @@ DTYPE_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-"""As the heads of safetensors files have them."""
+"""Names of dtypes in the heads of safetensors files."""
 
 
 class Made(NamedTuple):
@@ -44,12 +44,12 @@ class Made(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all of them."""
         return sum(map(_nbytes, self.shapes, self.dtypes))
 
 
 class Folder:
-    """Weights to read. ``file_of`` says where each tensor is."""
+    """Weights in a folder, to read. ``file_of`` is the file of each tensor."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_json(path / CONFIG)
@@ -75,19 +75,19 @@ class Folder:
             )
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of a tensor, from its file's head."""
+        """Return shape and dtype of a tensor, from its file's head."""
         with self._open(self.file_of[name], name) as file:
             part = file.get_slice(name)
             empty = part[:0] if part.get_shape() else file.get_tensor(name)
             return tuple(part.get_shape()), empty.dtype
 
     def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU."""
+        """Read a tensor to the CPU."""
         with self._open(self.file_of[name], name) as file:
             return file.get_tensor(name)
 
     def files(self) -> dict[str, list[int]]:
-        """Length and time of change of each file with weights."""
+        """Return length and time of change of each file with weights."""
         stats = {file: (self.path / file).stat() for file in sorted({*self.file_of.values()})}
         return {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()}
 
@@ -105,7 +105,7 @@ class Folder:
 
 
 def _computed(names: Iterable[str]) -> set[str]:
-    """Tensors that old checkpoints hold, but that follow from the configuration."""
+    """Return tensors that old checkpoints hold, but that follow from the configuration."""
     endings = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # two of GPT-2's mask
     return {name for name in names if name.endswith(endings)}
 
@@ -138,7 +138,7 @@ def write_tensors(
 
 
 def _write_file(path: Path, shard: Sequence[Made], done: Callable[[], None]) -> None:
-    """One file of safetensors' format, of which never more than one tensor is in memory.
+    """Write a file in safetensors' format with one tensor in memory at a time.
 
     Its own writer wants all of them, and copies each.
     """
@@ -179,7 +179,7 @@ def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; UserError that names the file where there is none."""
+    """Read a JSON object; raise a UserError that names the file where there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

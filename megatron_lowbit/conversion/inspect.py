@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors, pieces and files, and what it says of its model."""
+"""Describing a checkpoint: tensors, pieces and files, and the arguments of its run."""
 
 import math
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""How several tensors of one naming are one tensor of another, both ways, exactly.
+"""Joining several tensors of one naming to one of another, and splitting it again, exactly.
 
 Shapes follow from shapes, so that they are known before any tensor is read.
 """
@@ -13,20 +13,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Join:
-    """Tensors one below the other; of one, itself. ``rows`` are theirs, the first axis' lengths."""
+    """Concatenation along the first axis. ``rows`` are the parts' lengths along it."""
 
     rows: tuple[int, ...]
 
     def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Of the whole, from those of the parts."""
+        """Return the shape of the whole, from those of the parts."""
         return sum(part[0] for part in parts), *parts[0][1:]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, (sum of rows, ...)."""
+        """Return the whole, (sum of rows, ...)."""
         return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The parts again."""
+        """Return the parts."""
         return list(whole.split(list(self.rows)))
 
 
@@ -35,7 +35,7 @@ class Cut(Join):
     """One tensor whose rows beyond ``rows[0]`` are padding: megatron-core pads vocabularies."""
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The rows that count."""
+        """Return the rows that stand for tokens."""
         return [whole[: self.rows[0]]]
 
 
@@ -46,12 +46,12 @@ class QueryKeyValue(Join):
     groups: int
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, as megatron-core's ``linear_qkv`` has it."""
+        """Return the whole in the order of megatron-core's ``linear_qkv``."""
         by_group = [part.unflatten(0, (self.groups, -1)) for part in parts]
         return torch.cat(by_group, dim=1).flatten(0, 1)
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Query, key, value."""
+        """Return query, key and value."""
         by_group = whole.unflatten(0, (self.groups, -1))
         ends = list(accumulate(rows // self.groups for rows in self.rows))
         starts = [0, *ends[:-1]]
@@ -63,35 +63,35 @@ class QueryKeyValue(Join):
 
 @dataclass(frozen=True)
 class Stacked(Join):
-    """One tensor that holds the parts of another join, one below the other."""
+    """One tensor that is the concatenation of another join's parts."""
 
     of: Join
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """As the other join makes it of its parts."""
+        """Split the tensor and join the parts by the other join."""
         return self.of.join(parts[0].split(list(self.of.rows)))
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The parts again, in one."""
+        """Return the concatenation of the other join's parts."""
         return [torch.cat(self.of.split(whole))]
 
 
 @dataclass(frozen=True)
 class Transposed(Join):
-    """One matrix, (in, out) on their side; ``of`` is the join of what it is turned, (out, in)."""
+    """A matrix (in, out) in Hugging Face's files; ``of`` joins its transpose, (out, in)."""
 
     of: Join
 
     def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Of the whole, from that of the part."""
+        """Return the shape of the whole, from that of the part."""
         return self.of.shape([part[::-1] for part in parts])
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole, (out, in)."""
+        """Return the whole, (out, in)."""
         return self.of.join([part.t().contiguous() for part in parts])
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The part again, (in, out)."""
+        """Return the part, (in, out)."""
         return [part.t() for part in self.of.split(whole)]
 
 
@@ -103,13 +103,13 @@ class Share(Join):
     stop: int
 
     def shape(self, parts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-        """Of the share."""
+        """Return the shape of the share."""
         return self.stop - self.start, *parts[0][1:]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The share."""
+        """Return the share."""
         return parts[0][self.start : self.stop]
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """The share itself: what reads all of them puts one below the other."""
+        """Return the share itself; the reader of all shares concatenates them."""
         return [whole]

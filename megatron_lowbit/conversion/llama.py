@@ -15,11 +15,11 @@ _SWIGLU = "silu"
 _LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
-"""What megatron-core takes for granted of Llama 3.1's scaling of frequencies."""
+"""Values of Llama 3.1's scaling of frequencies that megatron-core fixes."""
 
 
 def from_config(config: dict[str, Any]) -> Family:
-    """The family member that a config.json describes.
+    """Return the family member that a config.json describes.
 
     Raises UserError for what this project's model cannot do.
     """
@@ -28,12 +28,12 @@ def from_config(config: dict[str, Any]) -> Family:
 
 
 def claims(model: dict[str, Any]) -> bool:
-    """Every model that no other family claims: :func:`to_config` says why one is no Llama."""
+    """Return True: this family is asked last, and :func:`to_config` refuses what is no Llama."""
     return True
 
 
 def model_of(config: dict[str, Any]) -> dict[str, Any]:
-    """The shape that a config.json gives the model, its MLPs taken for a Llama's."""
+    """Return the arguments that a config.json gives the model, with the MLPs of a Llama."""
     heads = config["num_attention_heads"]
     dimension = config.get("head_dim") or config["hidden_size"] // heads
     _require(config.get("hidden_act", _SWIGLU) == _SWIGLU, config, "hidden_act", _SWIGLU)
@@ -63,7 +63,7 @@ def model_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """The entries of the rotary embedding, as old and new config.json have them."""
+    """Return the entries of the rotary embedding, from old or new names in config.json."""
     old = (config.get("rope_scaling") or {}) | {"rope_theta": config.get("rope_theta", 10000.0)}
     return config.get("rope_parameters") or old
 
@@ -86,7 +86,7 @@ def _require(condition: bool, config: dict[str, Any], key: str, good: object) ->
 
 
 def to_config(model: dict[str, Any]) -> dict[str, Any]:
-    """A config.json for a trained model of this kind.
+    """Build a config.json for a trained model of this kind.
 
     Raises UserError where the model is no Llama.
     """
@@ -118,11 +118,11 @@ def to_config(model: dict[str, Any]) -> dict[str, Any]:
 
 
 MLP = Callable[[int], dict[Place, tuple[tuple[str, ...], Join]]]
-"""The tensors of a layer's MLP."""
+"""Function from a layer's number to the tensors of its MLP."""
 
 
 def rules(model: dict[str, Any], mlp: MLP | None = None) -> list[Rule]:
-    """Every tensor of the model."""
+    """Return the rules of all the model's tensors."""
     hidden, vocabulary, layers = (model[key] for key in ("hidden_size", "vocab_size", "num_layers"))
     groups, dimension = model["num_query_groups"], model["kv_channels"]
     query, key = model["num_attention_heads"] * dimension, groups * dimension
@@ -155,7 +155,7 @@ def rules(model: dict[str, Any], mlp: MLP | None = None) -> list[Rule]:
 
 
 def in_layer(name: str, model: dict[str, Any], layer: int) -> Place:
-    """A layer's part of a tensor that all layers share."""
+    """Return the place of a layer in a tensor that all layers share."""
     return Place(f"decoder.layers.{name}", (layer,), (model["num_layers"],))
 
 

@@ -29,11 +29,11 @@ _HISTORIES = "amax_history."
 _STATES = ("optimizer.", "chained_")
 """Starts of the keys of optimizers' tensors."""
 NORM_BEFORE_EXPERTS = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
-"""What local layers and those of Transformer Engine call the norm before a layer's experts."""
+"""Names of the norm before a layer's experts: of local layers, and of Transformer Engine's."""
 
 
 class Tensors:
-    """A checkpoint's tensors, to read.
+    """Tensors of a checkpoint, to read.
 
     Attributes:
         path: the checkpoint's folder.
@@ -97,21 +97,21 @@ class Tensors:
             )
 
     def dtype(self, place: Place) -> torch.dtype:
-        """Of a tensor of the model."""
+        """Return the dtype of a tensor of the model."""
         return self._entry(place.key).properties.dtype
 
     def shape(self, place: Place) -> tuple[int, ...]:
-        """Of a part of the model's, without the leading axes that it is chosen from."""
+        """Return the shape of a part, without the leading axes that it is chosen from."""
         return tuple(self._entry(place.key).size)[len(place.index) :]
 
     def read(self, place: Place) -> Tensor:
-        """A part of the model's, of :meth:`shape`."""
+        """Read a part of the model, of :meth:`shape`."""
         rest = self.shape(place)
         offset, lead = (*place.index, *(0 for _ in rest)), (1 for _ in place.index)
         return self.read_part(place.key, offset, (*lead, *rest)).view(rest)
 
     def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """What a tensor has from ``offset`` on, of shape ``sizes``, out of the pieces it is in."""
+        """Read ``sizes`` entries of a tensor from ``offset`` on, out of its pieces."""
         key = self._stored(key) or key
         entry = self._entry(key)
         target, filled = None, 0
@@ -132,7 +132,7 @@ class Tensors:
         return target
 
     def read_object(self, key: str) -> bytes:
-        """A pickle as it is in its file, not opened."""
+        """Return a pickle as it is in its file, not opened."""
         info = self.places[MetadataIndex(key)]
         with open(self.path / info.relative_path, "rb") as file:
             file.seek(info.offset)
@@ -155,7 +155,7 @@ def _twin(key: str) -> str:
 def _common(
     chunk: ChunkStorageMetadata, offset: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Where a chunk and a part overlap, seen from the part and from the chunk; None if nowhere."""
+    """Return where a chunk and a part overlap, in each one's indices; None if nowhere."""
     seen_from_part, seen_from_chunk = [], []
     for theirs, length, ours, size in zip(chunk.offsets, chunk.sizes, offset, sizes, strict=True):
         start, end = max(theirs, ours), min(theirs + length, ours + size)

@@ -31,7 +31,7 @@ from megatron_lowbit.conversion.partial import Partial, in_files
 from megatron_lowbit.conversion.plan import Place
 
 Span = tuple[int, int]
-"""Where a piece is in its file: first byte, number of bytes."""
+"""Place of a piece in its file: first byte, number of bytes."""
 COMMON = {
     "checkpoint_version": 3.0,
     "num_floating_point_operations_so_far": 0,
@@ -96,7 +96,7 @@ def extra_states(places: Iterable[Place]) -> list[Piece]:
 
 
 def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
-    """Names of files and what goes there: up to ``most`` bytes, or one larger piece."""
+    """Distribute pieces over files of up to ``most`` bytes, or one larger piece."""
     parts = in_files(pieces, most)
     return {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
 
@@ -156,7 +156,7 @@ def _write_file(path: Path, pieces: Sequence[Piece], done: Callable[[], None]) -
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The same without what else its memory holds: torch.save writes that too."""
+    """Return a tensor with memory of its own: torch.save writes all of a shared one."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

@@ -11,7 +11,7 @@ ARCHITECTURE = "MixtralForCausalLM"
 
 
 def from_config(config: dict[str, Any]) -> Family:
-    """The family member that a config.json describes.
+    """Return the family member that a config.json describes.
 
     Raises UserError for what this project's model cannot do.
     """
@@ -28,12 +28,12 @@ def from_config(config: dict[str, Any]) -> Family:
 
 
 def claims(model: dict[str, Any]) -> bool:
-    """Whether a model in the words of this project's arguments can only be of this family."""
+    """Return whether a model can only be of this family."""
     return "num_experts" in model
 
 
 def to_config(model: dict[str, Any]) -> dict[str, Any]:
-    """A config.json for a trained model of this kind.
+    """Build a config.json for a trained model of this kind.
 
     Raises UserError where the model is no Mixtral.
     """
@@ -50,7 +50,7 @@ def to_config(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def rules(model: dict[str, Any]) -> list[Rule]:
-    """Every tensor of the model."""
+    """Return the rules of all the model's tensors."""
     experts, wide = model["num_experts"], model["moe_ffn_hidden_size"]
 
     def mlp(layer: int) -> dict[Place, tuple[tuple[str, ...], Join]]:

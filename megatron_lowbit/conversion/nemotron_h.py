@@ -14,7 +14,7 @@ from megatron_lowbit.errors import UserError
 ARCHITECTURE = "NemotronHForCausalLM"
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
             "mamba": "M", "attention": "*"}  # fmt: skip
-"""Of kinds of blocks; the last two are names of older files."""
+"""Symbols of kinds of blocks. The last two names are those of older files."""
 _KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
 _ONLY = {
     "mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "conv_kernel": 4, "use_conv_bias": True,
@@ -22,13 +22,13 @@ _ONLY = {
     "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
     "sliding_window": None, "num_nextn_predict_layers": 0,
 }  # fmt: skip
-"""What this project's hybrids have; of a mixer's norm megatron-core fixes the epsilon."""
+"""Entries with the only value that is converted. megatron-core fixes a mixer's epsilon."""
 _SMALLEST_STEP = 1e-30
 """transformers raises steps to ``time_step_min``; megatron-core leaves them, and 0 has no log."""
 
 
 def from_config(config: dict[str, Any]) -> Family:
-    """The family member that a config.json describes.
+    """Return the family member that a config.json describes.
 
     Raises UserError for what this project's model cannot do.
     """
@@ -64,7 +64,7 @@ def from_config(config: dict[str, Any]) -> Family:
 
 
 def _pattern(config: dict[str, Any]) -> str:
-    """A symbol for each block, from one for each or from names."""
+    """Return a symbol for each block, from symbols or names."""
     kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern", "")
     symbols = [kind if kind in _KINDS else _SYMBOLS.get(kind) for kind in kinds]
     if None in symbols:
@@ -76,12 +76,12 @@ def _pattern(config: dict[str, Any]) -> str:
 
 
 def claims(model: dict[str, Any]) -> bool:
-    """Whether a model in the words of this project's arguments can only be of this family."""
+    """Return whether a model can only be of this family."""
     return "hybrid_layer_pattern" in model
 
 
 def to_config(model: dict[str, Any]) -> dict[str, Any]:
-    """A config.json for a trained model of this kind.
+    """Build a config.json for a trained model of this kind.
 
     Raises UserError where the model is no Nemotron-H.
     """
@@ -116,12 +116,12 @@ def to_config(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mamba_heads(model: dict[str, Any]) -> int:
-    """As megatron-core counts them where the arguments do not."""
+    """Return the number of heads, counted as megatron-core does where no argument says it."""
     return model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]
 
 
 def rules(model: dict[str, Any]) -> list[Rule]:
-    """Every tensor of the model."""
+    """Return the rules of all the model's tensors."""
     vocabulary, hidden = Cut((model["vocab_size"],)), Join((model["hidden_size"],))
     tables = {
         "embedding.word_embeddings.weight": ("backbone.embeddings.weight", vocabulary),
@@ -142,7 +142,7 @@ def rules(model: dict[str, Any]) -> list[Rule]:
 
 
 Block = tuple[str, dict[str, tuple[tuple[str, ...], Join]]]
-"""The name of a block's norm here; its other tensors, and what makes them."""
+"""Megatron-LM's name of a block's norm; its other tensors, and what makes them."""
 
 
 def _mamba(model: dict[str, Any]) -> Block:
@@ -162,7 +162,7 @@ def _mamba(model: dict[str, Any]) -> Block:
 
 
 def _shares(name: str, **rows: int) -> dict[str, tuple[tuple[str, ...], Join]]:
-    """A mixer's tensor, which has these rows of each thing, one below the other."""
+    """Split a mixer's tensor into the rows of each thing, which are concatenated in it."""
     ends = list(accumulate(rows.values(), initial=0))
     return {
         f"mixer.{name}.{thing}": ((name,), Share((ends[-1],), start, stop))

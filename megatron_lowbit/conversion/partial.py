@@ -23,10 +23,10 @@ JOURNAL = ".finished.jsonl"
 
 
 class Partial:
-    """The folder ``path`` and, by name, what was noted of each of its finished files."""
+    """Folder ``path`` with a note on each of its finished files."""
 
     def __init__(self, path: Path, task: dict[str, Any]) -> None:
-        """Go on with what is there of this task, a JSON object; else begin with an empty folder."""
+        """Continue what is there of this task, a JSON object, or begin with an empty folder."""
         self.path, self._journal = path, path / JOURNAL
         self._finished = _finished(path, json.loads(json.dumps(task)))
         if self._finished is None:
@@ -37,15 +37,15 @@ class Partial:
         _write(self._journal, "w", task, *self._finished.values())
 
     def __len__(self) -> int:
-        """How many files are finished."""
+        """Return the number of finished files."""
         return len(self._finished)
 
     def note(self, file: Path) -> Any:
-        """What :meth:`finish` was given with a file of this folder; None where it is to be made."""
+        """Return the note on a file of this folder; None where the file is still to be made."""
         return self._finished.get(str(file.relative_to(self.path)), {}).get("note")
 
     def finish(self, file: Path, note: Any) -> None:
-        """Say that a file is written, and on the disk. ``note`` is JSON, and not None."""
+        """Record that a file is written, and on the disk. ``note`` is JSON, and not None."""
         name = str(file.relative_to(self.path))
         entry = {"file": name, "bytes": file.stat().st_size, "note": note}
         self._finished[name] = entry
@@ -58,7 +58,7 @@ class Partial:
 
 @contextmanager
 def whole(output: Path, force: bool, task: dict[str, Any]) -> Iterator[Partial]:
-    """A folder to write into, which becomes ``output`` if all goes well.
+    """Provide a folder to write into, which becomes ``output`` if all goes well.
 
     After an interruption its finished files are kept for the next call with an equal ``task``,
     which names the source and every argument that decides on the files. Bad input leaves nothing.
@@ -93,14 +93,14 @@ def whole(output: Path, force: bool, task: dict[str, Any]) -> Iterator[Partial]:
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal; what it gives is called for each tensor."""
+    """Show a bar on the terminal; call what it provides for each tensor."""
     with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("tensors", total=total)
         yield lambda: bar.advance(task)
 
 
 def in_files(pieces: Iterable[Any], most: int) -> list[list[Any]]:
-    """Pieces, of ``nbytes`` each, file by file: up to ``most`` bytes, or one larger piece."""
+    """Group pieces, of ``nbytes`` each, into files of up to ``most`` bytes or one larger piece."""
     found: list[list[Any]] = [[]]
     size = 0
     for piece in pieces:
@@ -113,7 +113,7 @@ def in_files(pieces: Iterable[Any], most: int) -> list[list[Any]]:
 
 
 def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
-    """The notes of an interrupted task's finished files; None where it was none, or another.
+    """Return the notes of an interrupted task's finished files; None for another task.
 
     Deletes all other files.
     """

@@ -1,4 +1,4 @@
-"""What the rules of a family make, in either direction: shapes first, tensors when they are asked.
+"""Tensors by the rules of a family, in either direction: shapes first, contents on demand.
 
 Whatever does not fit is found here, from the shapes alone, before anything is written.
 """
@@ -48,7 +48,7 @@ def check_names(folder: Folder, family: Family) -> None:
 
 
 def piece(folder: Folder, rule: Rule) -> Piece:
-    """What a rule makes of a folder's tensors.
+    """Return the piece that a rule makes of a folder's tensors.
 
     Raises UserError where their shapes are not those of config.json.
     """
@@ -85,7 +85,7 @@ def _check_rows(
 
 
 def made(tensors: Tensors, rules: Sequence[Rule], dtype: torch.dtype | None) -> list[Made]:
-    """What the rules make of a checkpoint's tensors, in this dtype or, where it is None, in theirs.
+    """Plan the tensors that rules make of a checkpoint's, in this dtype or, if None, in theirs.
 
     Raises UserError where their shapes are not the model's.
     """

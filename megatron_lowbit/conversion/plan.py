@@ -1,6 +1,6 @@
-"""What a family of models says: which tensors of the one side make which of the other.
+"""Description of a family of models: which tensors of one side make which of the other.
 
-A :class:`Rule` is one tensor of Megatron's, or one layer's part of a tensor that holds those of all
+A :class:`Rule` is one tensor of Megatron-LM, or one layer's part of a tensor that holds those of all
 layers, and the Hugging Face tensors that it is made of.
 """
 
@@ -12,7 +12,7 @@ from megatron_lowbit.errors import UserError
 
 
 class Place(NamedTuple):
-    """A part of a tensor of Megatron's: ``index`` in leading axes of the lengths ``of``."""
+    """Part of a tensor of Megatron-LM: ``index`` in leading axes of the lengths ``of``."""
 
     key: str
     index: tuple[int, ...] = ()
@@ -20,7 +20,7 @@ class Place(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """A part of Megatron's is these tensors of Hugging Face's, joined.
+    """Part of a tensor of Megatron-LM, as a join of Hugging Face's tensors ``names``.
 
     Rules of one tensor's shares (:class:`~megatron_lowbit.conversion.joins.Share`) have the same
     ``names`` and follow one another, in order of the rows.
@@ -45,7 +45,7 @@ class Family(NamedTuple):
 
 
 def as_named(family: Family, found: Container[str]) -> Family:
-    """The family, with the names of ``found`` where these leave out the first part of all.
+    """Return the family with the names of ``found``, where these lack a common first part.
 
     GPT-2's own files do: ``h.0.ln_1.weight`` for ``transformer.h.0.ln_1.weight``.
     """

@@ -1,4 +1,4 @@
-"""How far quantized weights are from what they were, read back from the files written."""
+"""Error of quantized weights, read back from the files written."""
 
 import sys
 from collections.abc import Iterable
@@ -86,6 +86,6 @@ def _print(
 
 
 def _shown(energy: Energy) -> tuple[str, float]:
-    """As text, and to compare."""
+    """Return an energy's SQNR as text and as a number to compare."""
     value = energy.sqnr
     return ("exact", float("inf")) if value is None else (f"{value:.2f}", value)

@@ -44,13 +44,13 @@ class Weight(NamedTuple):
     join: Join
 
     def read(self, tensors: Tensors) -> Tensor:
-        """The weight, whole."""
+        """Read the whole weight."""
         shares = [tensors.read(place) for place in self.places]
         return shares[0] if len(shares) == 1 else torch.cat(shares)
 
 
 class QuantizedAs(NamedTuple):
-    """What an export asks for: a layout's name, and a recipe and its overrides if not training's.
+    """Request for an export: a layout's name, and a recipe and its overrides if not training's.
 
     ``recipes`` are two where one gives fprop and another the backward GEMMs.
     """
@@ -75,7 +75,7 @@ class Quantization(NamedTuple):
 
     @property
     def config(self) -> dict[str, Any]:
-        """For config.json."""
+        """The ``quantization_config`` for config.json."""
         return self.layout.config(self.formats, self.kept)
 
     @property
@@ -142,7 +142,7 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
 def made(
     tensors: Tensors, rules: Sequence[Rule], dtype: torch.dtype | None, plan: Quantization
 ) -> list[Made]:
-    """What the rules make of a checkpoint's tensors: quantized, or else in this dtype."""
+    """Plan the tensors that rules make of a checkpoint's: quantized, or else in this dtype."""
 
     def together(rule: Rule) -> object:
         weight = plan.weights.get(rule.names)
@@ -159,7 +159,7 @@ def made(
 
 
 def quantize_parts(weight: Tensor, quantizer: Quantizer, join: Join) -> list[QuantizedTensor]:
-    """The parts of a weight (R, K), FP32 or BF16, with the bits of the quantized whole.
+    """Quantize the parts of a weight (R, K), FP32 or BF16, with the bits of the quantized whole.
 
     Each in a format with blocks of one row: scales have a row for each row of codes.
     """
@@ -180,13 +180,13 @@ def _parts(whole: QuantizedTensor, join: Join) -> list[QuantizedTensor]:
 
 
 def _split(rows: Tensor, join: Join) -> list[Tensor]:
-    """Parts, contiguous. As integers: torch does not concatenate FP8."""
+    """Return contiguous parts, split as integers: torch does not concatenate FP8."""
     integers = torch.int32 if rows.dtype == torch.float32 else torch.uint8
     return [part.contiguous().view(rows.dtype) for part in join.split(rows.view(integers))]
 
 
 def _outline(weight: Weight) -> list[QuantizedTensor]:
-    """What :func:`quantize_parts` will make, without content."""
+    """Return what :func:`quantize_parts` will make, without content."""
     rows, columns = weight.shape
     sample = weight.quantizer(torch.zeros(1, columns))
     codes, scales = (
@@ -216,7 +216,7 @@ def _made(tensors: Tensors, weights: Sequence[Weight], layout: Layout) -> Made:
 
 
 def _layer(place: Place, num_layers: int) -> Layer | None:
-    """The linear layer that a tensor is the weight of, as recipes name it; None for another."""
+    """Return the linear layer of a weight as recipes name it; None for other tensors."""
     found = _LINEAR.fullmatch(place.key)
     if found is None:
         return None
@@ -233,7 +233,7 @@ def _module(name: str) -> str:
 def _weight(
     recipe: Recipe, layer: Layer, shares: Sequence[Rule], tensors: Tensors
 ) -> Weight | None:
-    """The weight, if the recipe quantizes it in fprop."""
+    """Return the weight, if the recipe quantizes it in fprop."""
     fprop = recipe.precision_for(layer).fprop
     if fprop.rhs is None:
         return None
@@ -280,5 +280,5 @@ def _check(weight: Weight, layout: Layout) -> None:
 
 
 def _whole_tiles(numbers: Tensor, rows: int) -> bool:
-    """Whether a part's tiles are each of one tile of the whole, by the numbers of its rows."""
+    """Return whether each tile of a part lies in one tile of the whole, by its rows' numbers."""
     return all(bool((tile == tile[0]).all()) for tile in (numbers // rows).split(rows))

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's with quantized weights, read as if they were not."""
+"""Reading a folder of Hugging Face's with quantized weights as if they were not quantized."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
 
 
 def open_folder(path: Path) -> Folder:
-    """The folder, whose weights are dequantized to BF16 where they are quantized.
+    """Open a folder, whose weights are dequantized to BF16 where they are quantized.
 
     Raises UserError for a kind of quantization that is not read.
     """
@@ -40,7 +40,7 @@ def open_folder(path: Path) -> Folder:
 
 
 class QuantizedFolder(Folder):
-    """Has dequantized weights in the place of their codes and scales; matrices are BF16."""
+    """Folder with dequantized weights in the place of codes and scales; matrices are BF16."""
 
     def __init__(self, path: Path, layout: Layout, config: dict) -> None:
         super().__init__(path)
@@ -60,7 +60,7 @@ class QuantizedFolder(Folder):
         }
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-        """Of a tensor as :meth:`read` gives it."""
+        """Return shape and dtype of a tensor as :meth:`read` gives it."""
         if name not in self._weights:
             shape, dtype = super().shape(name)
             # One tensor of Megatron's holds those of all layers: quantized or not, one dtype.
@@ -81,19 +81,19 @@ class QuantizedFolder(Folder):
             ) from None
 
     def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU."""
+        """Read a tensor to the CPU."""
         tensor = self.dequantized(name)
         return tensor.to(torch.bfloat16) if tensor.ndim > 1 else tensor
 
     def dequantized(self, name: str) -> Tensor:
-        """A quantized weight in FP32, or another tensor as it is."""
+        """Read a quantized weight in FP32, or another tensor as it is."""
         if name not in self._weights:
             return super().read(name)
         stored = self._weights[name]
         return stored.decode(*(self._part(part, stored.entry) for part in stored.parts))
 
     def _outline(self, part: str, entry: int | None) -> Tensor:
-        """A part without content."""
+        """Return a part without content."""
         with self._open(self._stored_in[part], part) as file:
             found = file.get_slice(part)
             shape = found.get_shape()

@@ -1,4 +1,4 @@
-"""Whether both sides of a conversion compute the same: logits of transformers' model and ours."""
+"""Comparing both sides of a conversion by logits: of transformers' model and of ours."""
 
 import shlex
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def verify(
 
 
 def print_difference(*arguments: Any) -> None:
-    """Say what :func:`verify` finds, of its arguments."""
+    """Print what :func:`verify` finds, of its arguments."""
     difference, largest = verify(*arguments)
     print(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
 
@@ -100,7 +100,7 @@ def _of_megatron(
 
 
 def _of_weights(recipe: Recipe) -> Recipe:
-    """The recipe with weights quantized in fprop, and nothing else."""
+    """Return the recipe with weights quantized in fprop, and nothing else."""
     configs = {
         name: replace(precision, fprop=replace(precision.fprop, lhs=None))
         for name, precision in recipe.configs.items()

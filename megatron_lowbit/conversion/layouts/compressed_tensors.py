@@ -99,7 +99,7 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
 
 
 def _weight(module: str, names: set[str]) -> Stored:
-    """By the tensors that are there: each of the formats has others."""
+    """Find quantized weights by their tensors: each of the formats has others."""
     scales = f"{module}weight_scale"
     if f"{module}weight_packed" not in names:
         return Stored((f"{module}weight", scales), torch.float8_e4m3fn, _mx("mxfp8-e4m3"))

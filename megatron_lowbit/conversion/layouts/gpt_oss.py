@@ -26,15 +26,15 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 
 METHOD = "mxfp4"
 _NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
-"""What families call gate, up and down, by what they call a layer of experts."""
+"""Names of gate, up and down by the name of a layer of experts."""
 _EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
 _BYTES = 16
-"""A block of 32 codes."""
+"""Bytes of a block of 32 codes."""
 _PAIR, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
-    """A layer's tensors, of all its experts' gate, up and down."""
+    """Return a layer's tensors, of all its experts' gate, up and down."""
     by_role: list[list[QuantizedTensor]] = [[], [], []]
     for name, weight in weights.items():
         _, family, _, role = _EXPERT.match(name).groups()
@@ -52,7 +52,7 @@ def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
 
 
 def _layer(name: str) -> str:
-    """What comes before the experts in a weight's name."""
+    """Return what comes before the experts in a weight's name."""
     return _EXPERT.match(name)[1]
 
 
@@ -92,7 +92,7 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
 
 
 def _expert(parts: tuple[str, str], number: int, rows: slice) -> Stored:
-    """Rows of one expert, out of blocks (rows, K/32, 16) and scales (rows, K/32)."""
+    """Describe rows of one expert, out of blocks (rows, K/32, 16) and scales (rows, K/32)."""
 
     def decode(blocks: Tensor, scales: Tensor) -> Tensor:
         codes = blocks[rows].flatten(1).contiguous()

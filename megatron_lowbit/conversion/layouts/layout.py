@@ -1,4 +1,4 @@
-"""What a layout is: how quantized weights stand in safetensors and in config.json."""
+"""Description of a layout: quantized weights in safetensors and in config.json."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 
 
 class Stored(NamedTuple):
-    """How to read a weight: of which tensors, or of which entry of their first axis.
+    """Way to read a weight: of which tensors, or of which entry of their first axis.
 
     The first part holds its codes, in ``dtype``. ``decode`` makes its FP32 values of the parts,
     which may be on the ``meta`` device.
@@ -54,7 +54,7 @@ class Layout(NamedTuple):
 
 
 def one_by_one(tensors: Callable[[QuantizedTensor], dict[str, Tensor]]) -> Callable:
-    """A :attr:`Layout.encode` that makes of each module's weight tensors of that module."""
+    """Return a :attr:`Layout.encode` that stores each module's weight by itself."""
 
     def encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
         return {
@@ -67,14 +67,14 @@ def one_by_one(tensors: Callable[[QuantizedTensor], dict[str, Tensor]]) -> Calla
 
 
 def modules_with(names: Iterable[str], ending: str) -> list[str]:
-    """The modules, each with a dot at its end, that have a tensor of this name."""
+    """Return the modules, each with a dot at its end, that have a tensor of this name."""
     return [name.removesuffix(ending) for name in names if name.endswith(f".{ending}")]
 
 
 def decode_blocks(
     codes: Tensor, scales: Tensor, tensor_scale: Tensor, format: BlockFormat
 ) -> Tensor:
-    """FP32 (R, K) of 4-bit codes (R, K/2) or 8-bit ones (R, K), with a scale a block and row."""
+    """Decode 4-bit codes (R, K/2) or 8-bit ones (R, K), a scale a block and row, to FP32 (R, K)."""
     columns = codes.shape[1] * (2 if format.element.bits == 4 else 1)
     shape = (codes.shape[0], columns)
     return QuantizedTensor(codes, scales, tensor_scale, format, shape).dequantize()

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """What ``scale``, the rounded FP32 reciprocal of a number, is the reciprocal of."""
+    """Find the number whose rounded FP32 reciprocal ``scale`` is."""
     near = 1.0 / scale
     found = near
     for limit in (-torch.inf, torch.inf):
