@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -40,18 +39,23 @@ START_ITERATIONS = 2
 # norm sums in FP32 on a CPU, which for a million elements is off by 1e-5, another way in every
 # layout, and clipping would hand that on to later iterations.
 MODEL = """
-    --num-layers 4 --hidden-size 256 --num-attention-heads 4
-    --ffn-hidden-size 512 --swiglu --normalization RMSNorm --disable-bias-linear
-    --position-embedding-type rope --seq-length 64 --micro-batch-size 2 --global-batch-size 8
-    --lr 1e-3 --clip-grad 1e6 --lr-decay-iters 100 --log-interval 1 --eval-iters 0
+    --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512 --swiglu
+    --normalization RMSNorm --disable-bias-linear --hidden-dropout 0 --attention-dropout 0
+    --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8
+    --lr 1e-3 --clip-grad 1e6 --lr-decay-iters 100 --log-interval 1
+    --eval-iters 0 --eval-interval 1000 --save-interval 1000
 """
 UNTIED = "--untie-embeddings-and-output-weights"
+ROPE = f"{UNTIED} --position-embedding-type rope"
 MODELS = {
-    "dense": UNTIED,
-    "tied": "",
-    "experts": f"{UNTIED} --num-layers 2 --num-experts 4 --moe-ffn-hidden-size 256 "
-    "--moe-aux-loss-coeff 0.01",
-    "hybrid": f"{UNTIED} --num-layers 8 --hybrid-override-pattern M-M*-M-M --mamba-state-dim 32 "
+    "dense": f"{ROPE} --num-layers 4",
+    "tied": "--position-embedding-type rope --num-layers 4",
+    "experts": f"{ROPE} --num-layers 2 --num-experts 4 --moe-ffn-hidden-size 256 "
+    "--moe-aux-loss-coeff 0.01 --moe-router-dtype fp32",
+    "latent": f"{ROPE} --num-layers 4 --multi-latent-attention --q-lora-rank 128 "
+    "--kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64",
+    "mtp": f"{ROPE} --num-layers 4 --mtp-num-layers 1",
+    "hybrid": f"{UNTIED} --hybrid-layer-pattern M-M*-M-M --mamba-state-dim 32 "
     "--mamba-head-dim 32 --mamba-num-groups 4 --position-embedding-type none",
 }
 
@@ -87,6 +91,7 @@ TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 SP2 = f"{TP2} --sequence-parallel"
 EP2 = "--expert-model-parallel-size 2"
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+RESHARDABLE = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 LAYOUTS = {
     "recompute-full": Layout(1, RECOMPUTE),
@@ -106,6 +111,9 @@ LAYOUTS = {
     "TP4+SP": Layout(4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "EP2-TP2+SP": Layout(4, f"{EP2} {SP2}", "experts"),
     "EP2-PP2": Layout(4, f"{EP2} {PP2}", "experts"),
+    "TP2+SP-latent": Layout(2, SP2, "latent"),
+    "TP2+SP-mtp": Layout(2, SP2, "mtp"),
+    "PP2-mtp": Layout(2, PP2, "mtp"),
     "TP2+SP-hybrid": Layout(2, SP2, "hybrid"),
     "PP2-hybrid": Layout(2, PP2, "hybrid"),
     "TP2-DP2-distributed-hybrid": Layout(4, f"{TP2} {DISTRIBUTED}", "hybrid"),
@@ -141,10 +149,10 @@ class Recipe(NamedTuple):
     spread: Bounds = OTHER
 
 
-NVFP4 = "--fp4-recipe nvfp4 --recipe-set bf16_blocks=none"
+NVFP4 = "--precision-recipe nvfp4 --recipe-set bf16_blocks=none"
 GROUP = "--recipe-set tensor_scale=group"
 # A short history, so that scales come from it before the run ends.
-DELAYED = f"--fp8-recipe fp8-delayed --recipe-set amax_history.length=1 {GROUP}"
+DELAYED = f"--precision-recipe fp8-delayed --recipe-set amax_history.length=1 {GROUP}"
 RECIPES = {
     "bf16": Recipe("--precision-recipe bf16", SUMS, SUMS, SUMS),
     "nvfp4-group": Recipe(f"{NVFP4} {GROUP}"),
@@ -153,8 +161,8 @@ RECIPES = {
     # Moving one process's own norm weights by 1e-7 changes this gradient norm by up to 1.3e-3 (in 4
     # draws; nvfp4-group's by 3e-4), and fp8-delayed's, where one flip in the largest element moves
     # the whole tensor, by up to 2.4e-3.
-    "mxfp4-backward": Recipe("--fp4-recipe mxfp4-backward", split=Bounds(5e-4, 5e-3)),
-    "fp8-tile": Recipe("--fp8-recipe fp8-tile"),
+    "mxfp4-backward": Recipe("--precision-recipe mxfp4-backward", split=Bounds(5e-4, 5e-3)),
+    "fp8-tile": Recipe("--precision-recipe fp8-tile"),
     "fp8-delayed": Recipe(DELAYED, split=Bounds(5e-4, 5e-3)),
 }
 
@@ -208,7 +216,10 @@ def measure(
     jobs = {
         1: [_start(x, common, start) for x in starts.values() if not (start / x.start).is_dir()]
     }
-    length = ("--train-iters", str(START_ITERATIONS + iterations))
+    # Megatron-LM's schedule of the weight decay, which is constant here, is as long as the run.
+    length = (
+        "--train-iters", str(START_ITERATIONS + iterations), "--override-opt-param-scheduler",
+    )  # fmt: skip
     for name, layout in layouts.items():
         for recipe, (options, *_) in recipes.items():
             arguments = [*_arguments(layout), *layout.options.split(), *options.split(), *common]
@@ -232,7 +243,7 @@ def _arguments(layout: Layout) -> list[str]:
 
 def _start(layout: Layout, common: Sequence[str], start: Path) -> dict:
     """The run that makes a layout's checkpoint."""
-    optimizer = ["--use-distributed-optimizer"] if layout.start != layout.model else []
+    optimizer = RESHARDABLE if layout.start != layout.model else []
     save = str(start / layout.start)
     length = ["--train-iters", str(START_ITERATIONS), "--save", save]
     return {"arguments": [*_arguments(layout), *optimizer, *common, *length], "save": save,
@@ -261,13 +272,11 @@ def _launch(processes: int, runs: list[dict], work: Path) -> None:
 
 def work_off(job: Path) -> None:
     """One process's part in a job's runs, one after another."""
-    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
-    from megatron_lowbit.training.arguments import parse_arguments
-    from megatron_lowbit.training.pretrain import pretrain
+    from megatron_lowbit.megatron.pretrain import main as pretrain
 
     for run in json.loads(job.read_text()):
         begin = time.monotonic()
-        pretrain(parse_arguments(run["arguments"]))
+        pretrain(run["arguments"])
         if os.environ["RANK"] == "0":
             save = Path(run["save"])
             print(f"{save.name}: {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
@@ -369,7 +378,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     layouts, begin, head = _chosen(parser, args), time.monotonic(), {"machine": _machine()}
     if args.iterations < 1:
         parser.error("--iterations: at least 1")
-    common = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model, *args.extra]
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
+    common = ["--data-path", args.data_path, *tokenizer, args.tokenizer_model, *args.extra]
     with tempfile.TemporaryDirectory() as work:
         start = args.start or Path(work) / "start"
         recipes = {name: RECIPES[name] for name in args.recipes}
