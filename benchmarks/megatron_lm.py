@@ -26,6 +26,7 @@ from megatron_lowbit.analysis.machine import machine
 ROOT = Path(__file__).parents[1]
 STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
 LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+|nan)")
+ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|error|Exception): .*)", re.M)
 OURS, UPSTREAM = "pretrain_gpt.py", "examples/own_script.py"
 SETTLED = 6
 """Steps left out of the median: compilation, caches and the allocator."""
@@ -45,7 +46,7 @@ COMMON = """
     --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
     --lr 1e-3 --min-lr 1e-3 --lr-decay-iters 100 --clip-grad 1.0 --mock-data
     --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 1000 --log-interval 1
-    --no-create-attention-mask-in-dataloader
+    --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
 """
 TP = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8"
 DP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 4"
@@ -54,7 +55,6 @@ CP = "--context-parallel-size 2 --micro-batch-size 8"
 FSDP = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --ckpt-format fsdp_dtensor --micro-batch-size 4 --use-distributed-optimizer
-    --no-gradient-accumulation-fusion
 """
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
@@ -104,6 +104,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--iterations", type=int, default=26)
+    parser.add_argument("--stop", action="store_true", help="at the first error")
     parser.add_argument("--only", nargs="*", help="parts of names")
     parser.add_argument("--seconds", type=float, default=570, help="start no case after these")
     parser.add_argument("--output", type=Path, required=True)
@@ -118,6 +119,8 @@ def main() -> None:
         row = {"case": case.name, **run_case(case, args)}
         print(row, flush=True)
         rows.append(row)
+        if args.stop and "error" in row:
+            break
         document = {"machine": machine(), "model": LARGE.split(), "rows": rows}
         args.output.write_text(json.dumps(document, indent=1) + "\n")
 
@@ -183,9 +186,11 @@ def train(case: Case, args: argparse.Namespace, iterations: int, more: list[str]
     )
     seconds = time.monotonic() - begin
     if done.returncode:
-        lines = re.findall(r"^.*(?:\w+Error|error): .*", done.stderr, re.M)
-        print(done.stderr[-6000:], flush=True)
-        return {"error": (lines or done.stderr.splitlines() or ["no output"])[-1][:500]}
+        found = re.findall(
+            r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|error|Exception): .*)", done.stderr, re.M
+        )
+        errors = [line for line in found if "ChildFailed" not in line]
+        return {"error": (errors or done.stderr.splitlines() or ["no output"])[0][:500]}
     steps = {int(i): float(ms) for i, ms in STEP.findall(done.stdout)}
     losses = {int(i): float(x) for i, x in LOSS.findall(done.stdout)}
     settled = [ms for i, ms in steps.items() if i > SETTLED] or list(steps.values())

@@ -86,6 +86,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         "--save-keep-last", type=int, metavar="N",
         help="after each save, delete complete checkpoints except the newest N (default: keep all)",
     )  # fmt: skip
+    group.add_argument(
+        "--skip-bad-iterations", type=int, metavar="N",
+        help="after a loss or gradient that is not finite, go back to the last checkpoint and skip "
+        "the iteration, at most N times (default: the run ends)",
+    )  # fmt: skip
     return parser
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
-from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.numerics import AmaxHistory, derive_key
 from megatron_lowbit.numerics.philox import WORDS
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe

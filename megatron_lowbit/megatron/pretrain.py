@@ -14,6 +14,7 @@ import torch
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.bad_iterations import bad_iterations_skipped
 
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
 
         dry_run(args)
         return
-    with torn_down(), upstream_refusals_named():
+    with bad_iterations_skipped(args), torn_down(), upstream_refusals_named():
         run(args)
 
 
