@@ -12,7 +12,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 import tiny_run
-from tiny_run import ENVIRONMENT, ROOT, Result, arguments_for, run_script, write_corpus
+from tiny_run import (
+    ENVIRONMENT,
+    ROOT,
+    Result,
+    arguments_for,
+    quick_start_up,
+    run_script,
+    write_corpus,
+)
 
 from megatron_lowbit.errors import exit_on_user_error
 
@@ -40,6 +48,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def quick():
+    with quick_start_up():
+        yield
+
+
 @pytest.fixture(scope="module")
 def memory() -> dict:
     """Where the runs are, once they were made."""
@@ -50,9 +64,8 @@ def memory() -> dict:
 def pretrain_here(corpus, capsys):
     """Runs a script's main in this process: seconds faster, for what needs no new one."""
 
-    def run(*arguments: str) -> Result:
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as ended:
-            patch.setattr(sys, "argv", sys.argv)
+    def run(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as ended:
             exit_on_user_error(partial(run_script, arguments_for(corpus, arguments)))
         captured = capsys.readouterr()
         return Result(ended.value.code, captured.out, captured.err)
@@ -64,10 +77,10 @@ def pretrain_here(corpus, capsys):
 def pretrain_command(corpus):
     """Runs pretrain_gpt.py as a command of its own, in one process or by torchrun."""
 
-    def run(*arguments: str, processes: int = 1) -> subprocess.CompletedProcess:
+    def run(*arguments: object, processes: int = 1) -> subprocess.CompletedProcess:
         launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
         command = [*launcher, str(ROOT / "pretrain_gpt.py"), *arguments_for(corpus, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return launch(command)
 
     return run
 

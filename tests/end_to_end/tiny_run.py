@@ -1,4 +1,4 @@
-"""Runs of pretrain_gpt.py on a tiny model: their command line, and what they leave behind.
+"""Runs of the pretraining scripts on a tiny model: their command line, and what they leave behind.
 
 As a script it is one rank of a torchrun job that makes several runs one after another; see
 ``main``. Most of the time of a run of its own would go into importing torch.
@@ -10,29 +10,31 @@ import random
 import shlex
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
-from megatron.core.dist_checkpointing import load_tensors_metadata
+from megatron.training.argument_utils import ArgumentGroupFactory
 from torch.distributed.checkpoint import FileSystemReader, load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-import pretrain_gpt
-import pretrain_hybrid
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.amax_history import PREFIX
-from megatron_lowbit.megatron.layer_state import layer_states
-from megatron_lowbit.training import loop
-from megatron_lowbit.training.checkpoint import TRACKER
+from megatron_lowbit.checkpoints.files import TRACKER
 from megatron_lowbit.data.corpus import preprocess
 from megatron_lowbit.data.tokenizer import train_tokenizer
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.amax_history import PREFIX
+from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.steps import steps_of
 
 ROOT = Path(__file__).parents[2]
 # One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
@@ -41,13 +43,18 @@ MODEL = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
     --num-query-groups 2 --ffn-hidden-size 128 --swiglu --normalization RMSNorm
     --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
+    --max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0
+""")
+# The schedule and the interval of saves do not depend on the number of iterations.
+LOOP = shlex.split("""
     --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
-    --split 90,10,0 --eval-iters 1 --log-interval 1 --quantization-engine reference
+    --split 90,10,0 --eval-iters 0 --eval-interval 100 --log-interval 1 --save-interval 100
+    --override-opt-param-scheduler --num-workers 0 --quantization-engine reference
+    --tokenizer-type HuggingFaceTokenizer
 """)
 
-HYBRID = ("--hybrid-override-pattern", "M-M*-M-M", "--num-layers", 8, "--mamba-state-dim", 16,
-          "--mamba-head-dim", 8, "--mamba-num-groups", 4, "--position-embedding-type",
-          "none")  # fmt: skip
+HYBRID = ("--hybrid-layer-pattern", "M-M*-M-M", "--mamba-state-dim", 16, "--mamba-head-dim", 8,
+          "--mamba-num-groups", 4, "--position-embedding-type", "none")  # fmt: skip
 
 Histories = dict[str, torch.Tensor]
 
@@ -61,8 +68,28 @@ class Result:
     stderr: str
 
 
+@contextmanager
+def quick_start_up() -> Iterator[None]:
+    """Start runs in half the time: leave out pictures, and read Megatron-LM's sources once.
+
+    It takes the help of its arguments from the source code of its classes, three times a run.
+    """
+    read = ArgumentGroupFactory._get_field_docstrings
+    found: dict[type, dict[str, str]] = {}
+
+    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
+        if kind not in found:
+            found[kind] = read(factory, kind)
+        return dict(found[kind])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArgumentGroupFactory, "_get_field_docstrings", read_once)
+        patch.setattr(pretrain, "_draw_loss", lambda args, metrics: None)
+        yield
+
+
 def write_corpus(folder: Path) -> None:
-    """``data.bin``, ``data.idx`` and ``tokenizer/``, from sentences of made-up words."""
+    """Write ``data.bin``, ``data.idx`` and ``tokenizer/``, from sentences of made-up words."""
     generator = random.Random(0)
     words = ["".join(generator.choices("aeioubdfklmnprst", k=6)) for _ in range(300)]
     weights = [1 / rank for rank in range(1, 301)]
@@ -75,16 +102,19 @@ def write_corpus(folder: Path) -> None:
 
 
 def arguments_for(corpus: Path, extra: tuple) -> list[str]:
-    """The tiny model on the tiny data, and then ``extra``."""
-    data = ["--data-path", str(corpus / "data"), "--tokenizer-model", str(corpus / "tokenizer")]
-    return [*MODEL, *data, *map(str, extra)]
+    """Return the tiny model on the tiny data, and then ``extra``.
+
+    A hybrid's pattern takes the place of the number of layers, and --mock-data that of the data.
+    """
+    data = [] if "--mock-data" in extra else ["--data-path", str(corpus / "data")]
+    data += ["--tokenizer-model", str(corpus / "tokenizer")]
+    found = [*MODEL, *LOOP, *data, *map(str, extra)]
+    return found[2:] if HYBRID[0] in found else found
 
 
 def run_script(arguments: list[str]) -> None:
-    """The main of the script that a user would give these arguments."""
-    script = pretrain_hybrid if HYBRID[0] in arguments else pretrain_gpt
-    sys.argv = [script.__file__, *arguments]
-    script.main()
+    """Run what the script does that a user would give these arguments."""
+    pretrain.main(arguments, hybrid=HYBRID[0] in arguments)
 
 
 def done(result) -> None:
@@ -93,72 +123,82 @@ def done(result) -> None:
 
 
 def refused(result) -> str:
-    """The one error line of a command that must have been refused."""
+    """Return the one error line of a command that must have been refused."""
     assert result.returncode == 2, result.stderr[-2000:]
-    errors = [line for line in result.stderr.splitlines() if line.strip()]
-    assert len(errors) == 1, errors
-    assert errors[0].startswith("error: ")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr[-2000:]
+    assert result.stderr.rstrip().splitlines()[-1] == errors[0]
+    assert "Traceback" not in result.stderr
     return errors[0]
 
 
 def metrics(folder: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
+    """Return the lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Training loss by iteration."""
-    return {m["iteration"]: m["lm_loss"] for m in metrics(folder) if "lm_loss" in m}
+    """Return the training loss by iteration."""
+    return {step: loss for step, (loss, _) in steps(folder).items()}
 
 
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
-    """(training loss, gradient norm) by iteration."""
-    return {
-        m["iteration"]: (m["lm_loss"], m["grad_norm"]) for m in metrics(folder) if "lm_loss" in m
-    }
+    """Return (training loss, gradient norm) by iteration; each iteration is there once."""
+    logged = [m for m in metrics(folder) if "lm_loss" in m]
+    found = {m["iteration"]: (m["lm_loss"], m["grad_norm"]) for m in logged}
+    assert len(found) == len(logged)
+    return found
 
 
 def start_from(source: Path, iteration: int, folder: Path) -> Path:
-    """A new run's folder whose newest checkpoint is one of another run's."""
+    """Make a new run's folder whose newest checkpoint is one of another run's."""
     name = f"iter_{iteration:07d}"
     shutil.copytree(source / name, folder / name)
     (folder / TRACKER).write_text(str(iteration))
     return folder
 
 
-def saved_histories(checkpoint: Path) -> Histories:
-    """The amax histories in a checkpoint, by layer."""
-    stored = load_tensors_metadata(str(checkpoint))
+def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return a checkpoint's whole tensors by their keys; what no shard covers is NaN."""
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
-        key: torch.zeros(tensor.global_shape)
-        for key, tensor in stored.items()
-        if key.startswith(PREFIX)
+        key: torch.full(entry.size, torch.nan).to(entry.properties.dtype)
+        for key, entry in stored.items()
+        if isinstance(entry, TensorStorageMetadata) and key.startswith(prefix)
     }
     load(tensors, storage_reader=FileSystemReader(checkpoint), no_dist=True)
-    return {key.removeprefix(PREFIX): tensor for key, tensor in tensors.items()}
+    return tensors
+
+
+def saved_histories(checkpoint: Path) -> Histories:
+    """Return the amax histories in a checkpoint, by layer."""
+    found = saved_tensors(checkpoint, PREFIX)
+    return {key.removeprefix(PREFIX): tensor for key, tensor in found.items()}
 
 
 @contextmanager
 def recorded_histories() -> Iterator[dict[int, Histories]]:
-    """While runs are made: this rank's amax histories after each number of iterations."""
+    """While runs are made: this rank's amax histories before each iteration's first pass."""
     recorded: dict[int, Histories] = {}
-    original = loop.train_step
 
-    def train_step(args, iteration, batches, model, *rest, **options):
-        recorded.setdefault(iteration, _histories(model))
-        result = original(args, iteration, batches, model, *rest, **options)
-        recorded[iteration + 1] = _histories(model)
-        return result
+    def watch(chunks: list, args: Namespace) -> list:
+        def record(iteration: int, training: bool) -> None:
+            if training:
+                recorded[iteration] = _histories(chunks)
 
+        steps_of(args, chunks).listeners.append(record)
+        return chunks
+
+    original = pretrain.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "train_step", train_step)
+        patch.setattr(pretrain, "run", lambda args: original(args, [partial(watch, args=args)]))
         yield recorded
 
 
-def _histories(model: list) -> Histories:
+def _histories(chunks: list) -> Histories:
     return {
         state.plan.layer.path: state.amax_history.entries.clone().cpu()
-        for state in layer_states(model)
+        for state in layer_states(chunks)
         if state.amax_history is not None
     }
 
@@ -170,7 +210,7 @@ def main() -> None:
     """
     job, rank = Path(sys.argv[1]), os.environ["RANK"]
     for name, arguments in json.loads(job.read_text()).items():
-        with recorded_histories() as recorded:
+        with quick_start_up(), recorded_histories() as recorded:
             try:
                 run_script(arguments)
             except UserError as error:

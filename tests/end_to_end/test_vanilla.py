@@ -1,0 +1,152 @@
+"""Without a recipe a run is Megatron-LM's own, to the bit; with one, any script of its can have it.
+
+Dropout is on, as it is upstream unless an argument turns it off: its random numbers count too.
+"""
+
+import runpy
+import socket
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tiny_run import ROOT, arguments_for, done
+
+# isort: split
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.training import get_args, get_tokenizer, pretrain
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    pretrain_cfg_container_from_args,
+)
+from megatron.training.arguments import parse_and_validate_args
+
+from megatron_lowbit.megatron.cpu_arguments import _ADDED
+from megatron_lowbit.megatron.pretrain import torn_down
+from megatron_lowbit.megatron.upstream_gaps import use_prebuilt_dataset_helpers
+
+DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
+RUN = ("--mock-data", "--train-iters", 6, "--eval-iters", 1, "--eval-interval", 3)
+NVFP4 = ("--precision-recipe", "nvfp4")
+
+
+def recorded(board: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return (iteration, value) of losses and gradient norms, from TensorBoard's files."""
+    events = EventAccumulator(str(board)).Reload()
+    return {
+        name: [(event.step, event.value) for event in events.Scalars(name)]
+        for name in ("lm loss", "grad-norm", "lm loss validation")
+    }
+
+
+@pytest.fixture
+def arguments(corpus, tmp_path) -> Callable[..., list[str]]:
+    """Makes a command line; what is logged goes to the folder NAME."""
+
+    def make(name: str, *extra: object) -> list[str]:
+        board = ("--tensorboard-dir", tmp_path / name)
+        return arguments_for(corpus, (*RUN, *DROPOUT, *board, *extra))
+
+    return make
+
+
+@pytest.fixture
+def main_of(monkeypatch):
+    """Runs a main that reads ``sys.argv`` and leaves meeting the other ranks to the launcher."""
+
+    def run(main: Callable[[], object], argv: list[str]) -> None:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            port = taken.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        on_cpu = [word for argument in _ADDED for word in argument]
+        monkeypatch.setattr(sys, "argv", ["script.py", *argv, *on_cpu])
+        with torn_down():
+            main()
+
+    return run
+
+
+def datasets(samples: tuple[int, int, int], vp_stage: int | None = None):
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed, sequence_length=args.seq_length, split=args.split,
+        tokenizer=get_tokenizer(), reset_position_ids=False, reset_attention_mask=False,
+        eod_mask_loss=False, create_attention_mask=False,
+    )  # fmt: skip
+    build = BlendedMegatronDatasetBuilder(MockGPTDataset, list(samples), lambda: True, config)
+    return build.build()
+
+
+datasets.is_distributed = True
+
+
+def forward_step(data, model):
+    """Run one microbatch, as Megatron-LM's own script does where nothing is parallel."""
+    assert mpu.get_model_parallel_group().size() == 1
+    batch = next(data)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+
+    def loss(output):
+        mask = batch["loss_mask"].view(-1)
+        total = torch.sum(output.view(-1) * mask)
+        tokens = mask.sum().to(torch.int)
+        return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
+
+    return output, loss
+
+
+def megatron_lm() -> None:
+    """Pretrain by Megatron-LM alone, with neither hooks nor arguments of this project."""
+    use_prebuilt_dataset_helpers()
+    args = parse_and_validate_args()
+    config = gpt_config_from_args(args)
+    container = pretrain_cfg_container_from_args(args, config)
+    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+def without_own(argv: list[str]) -> list[str]:
+    """Leave out this project's arguments, each of which has one value here."""
+    at = [number for number, word in enumerate(argv) if word == "--quantization-engine"]
+    return [word for number, word in enumerate(argv) if number not in {*at, *(n + 1 for n in at)}]
+
+
+@pytest.mark.parametrize("more", [(), ("--precision-recipe", "bf16")], ids=["none", "bf16"])
+def test_without_quantization_a_run_is_megatron_lms(
+    arguments, main_of, pretrain_here, tmp_path, more
+):
+    main_of(megatron_lm, without_own(arguments("upstream")))
+    upstream = recorded(tmp_path / "upstream")
+    assert [step for step, _ in upstream["lm loss"]] == [1, 2, 3, 4, 5, 6]
+    assert len({value for _, value in upstream["lm loss"]}) == 6
+
+    done(pretrain_here(*RUN, *DROPOUT, "--tensorboard-dir", tmp_path / "ours", *more))
+    assert recorded(tmp_path / "ours") == upstream
+
+
+def test_dropout_counts(pretrain_here, tmp_path):
+    """The comparisons of this page can fail."""
+    for name, dropout in (("on", DROPOUT), ("off", ())):
+        done(pretrain_here(*RUN, *dropout, "--tensorboard-dir", tmp_path / name))
+    assert recorded(tmp_path / "on") != recorded(tmp_path / "off")
+
+
+@pytest.mark.parametrize("recipe", [(), NVFP4], ids=["none", "nvfp4"])
+def test_a_script_of_ones_own_computes_the_same(
+    arguments, main_of, pretrain_here, tmp_path, recipe
+):
+    script = partial(runpy.run_path, str(ROOT / "examples" / "own_script.py"), None, "__main__")
+    main_of(script, arguments("script", *recipe))
+    done(pretrain_here(*RUN, *DROPOUT, "--tensorboard-dir", tmp_path / "ours", *recipe))
+    found = recorded(tmp_path / "ours")
+    assert recorded(tmp_path / "script") == found
+    if recipe:
+        done(pretrain_here(*RUN, *DROPOUT, "--tensorboard-dir", tmp_path / "plain"))
+        assert recorded(tmp_path / "plain") != found
