@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_lowbit.conversion.convert import BESIDE, FAMILIES, to_hugging_face, to_megatron
+from megatron_lowbit.conversion.megatron_files import Tensors
+from megatron_lowbit.conversion.model_arguments import model_of
 from megatron_lowbit.errors import UserError
 
 EPS = 3e-6
@@ -182,6 +184,24 @@ def test_what_does_not_fit_is_refused(llama, tmp_path):
         for file in broken.iterdir():
             file.unlink()
         broken.rmdir()
+
+
+def test_experts_under_both_kinds_of_layers(sources, tmp_path):
+    """Transformer Engine's layers have another name for the norm, and states of their norms."""
+    to_megatron(sources["mixtral"], tmp_path / "there")
+    tensors = Tensors(tmp_path / "there" / "iter_0000000")
+    local, theirs = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
+    rules = FAMILIES["MixtralForCausalLM"].rules(model_of(tensors.args, 100))
+    place = next(rule.place for rule in rules if rule.place.key.endswith(local))
+    first = tensors.read(place)
+    del tensors.model[place.key]
+    tensors.check(rule.place for rule in rules)
+    assert torch.equal(tensors.read(place), first)
+    assert f"decoder.layers.{theirs}" in tensors.model
+    for state in ("final_layernorm._extra_state/shard_0_1",
+                  "layers.pre_mlp_layernorm._extra_state/shard_3_4",
+                  "layers.mlp.experts.experts.linear_fc2._extra_state/shard_3.1_4.4"):  # fmt: skip
+        assert f"decoder.{state}" in tensors.objects
 
 
 def test_old_names_of_gpt2(sources, tmp_path):
