@@ -68,6 +68,30 @@ def read_index(prefix: str) -> DatasetIndex:
     return DatasetIndex(dtype, lengths, int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize)
 
 
+def check_part(
+    prefix: str, name: str, bounds: tuple[float, float], seq_length: int, split: str
+) -> None:
+    """Raise UserError unless a part of a dataset has the tokens of one sample.
+
+    Args:
+        prefix: as ``--data-path`` has it.
+        name: the part's, for the message.
+        bounds: its first and last share of the documents.
+        seq_length: tokens of a sample, but for the one that is predicted last.
+        split: the value of ``--split``.
+    """
+    lengths = read_index(prefix).lengths
+    # Rounded as Megatron-LM does.
+    first, last = (round(bound * len(lengths)) for bound in bounds)
+    tokens = int(lengths[first:last].sum(dtype=np.int64))
+    if tokens < seq_length + 1:
+        raise UserError(
+            f"--data-path {prefix}: the {name} part has {last - first} of {len(lengths)} documents "
+            f"and {tokens} tokens, fewer than the {seq_length + 1} of one sample; raise its "
+            f"share in --split {split}, lower --seq-length, or add data"
+        )
+
+
 def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> None:
     """Raise UserError unless PREFIX.bin and PREFIX.idx are whole and fit the tokenizer.
 

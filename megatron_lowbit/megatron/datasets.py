@@ -18,7 +18,7 @@ from megatron.training.utils.common_utils import (
     is_first_or_last_pipeline_stage,
 )
 
-from megatron_lowbit.data.dataset import cache_folder, check_dataset
+from megatron_lowbit.data.dataset import cache_folder, check_dataset, check_part
 from megatron_lowbit.errors import UserError
 
 
@@ -27,10 +27,12 @@ def provide_datasets(
 ) -> tuple[Any, Any, Any]:
     """Build the training, validation and test datasets: Megatron-LM's ``datasets_provider``.
 
-    Raises UserError for datasets that are damaged or do not fit the tokenizer.
+    Raises UserError for datasets that are damaged, do not fit the tokenizer, or are too small.
     """
     args = get_args()
     config = _config(args)
+    if config.blend is not None:
+        _check_splits(args, config, num_samples)
     kind = GPTFIMDataset if args.fim_data else GPTDataset
     if args.mock_data:
         kind = MockGPTDataset
@@ -79,3 +81,19 @@ def _config(args: Namespace) -> GPTDatasetConfig:
             for name in ("prefix", "middle", "suffix", "pad", "eod")
         }
     return kind(**settings)
+
+
+def _check_splits(
+    args: Namespace, config: GPTDatasetConfig, num_samples: tuple[int, int, int]
+) -> None:
+    """Leave out the parts of which no sample is needed; raise UserError for others without one.
+
+    Megatron-LM never stops counting the epochs of a part that holds no documents.
+    """
+    for number, name in enumerate(("training", "validation", "test")):
+        bounds = config.split_matrix[number]
+        if num_samples[number] == 0:
+            config.split_matrix[number] = None
+        elif bounds is not None:
+            for prefix in config.blend[0]:
+                check_part(prefix, name, bounds, args.seq_length, args.split)
