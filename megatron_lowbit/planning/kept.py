@@ -104,17 +104,15 @@ def _input(
 
 
 def _attention(args: Namespace, tokens: int, element: int) -> float:
-    """Query, key, value and output, and the logarithm of each head's sum of exponentials.
+    """Return the bytes of query, key, value and output, and of each head's sum of exponentials.
 
-    Rotated queries and keys are tensors of their own. Without RoPE they are views into the output
-    of the QKV layer, which then stays whole, but grouped queries are copied.
+    So keep Transformer Engine's flash and fused attention. Queries and keys that RoPE turned are
+    tensors of their own; without RoPE all three are copied, or the output of the QKV layer is kept
+    in their place.
     """
     tensor = args.tensor_model_parallel_size
     heads, groups = args.num_attention_heads // tensor, query_groups(args) // tensor
-    channels = 2 * heads + 2 * groups  # query and output, key and value
-    if args.position_embedding_type != "rope":
-        channels += groups if heads == groups else heads + groups
-    return tokens * (channels * args.kv_channels * element + 4 * heads)
+    return tokens * (2 * (heads + groups) * args.kv_channels * element + 4 * heads)
 
 
 def _activation(

@@ -115,6 +115,14 @@ def check_plannable(args: Namespace) -> None:
         or args.account_for_embedding_in_pipeline_split
         or args.account_for_loss_in_pipeline_split
     )
+    tensor, heads, groups = (
+        args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)
+    )  # fmt: skip
+    require(
+        heads % tensor == 0 and groups % tensor == 0,
+        f"--tensor-model-parallel-size {tensor} does not divide --num-attention-heads {heads} and "
+        f"--num-query-groups {groups}",
+    )
     for what, found in (
         ("--multi-latent-attention", args.multi_latent_attention),
         ("--experimental-attention-variant", args.experimental_attention_variant),

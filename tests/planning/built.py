@@ -18,6 +18,10 @@ from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 # isort: split
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.num_microbatches_calculator import (
+    destroy_num_microbatches_calculator,
+    init_num_microbatches_calculator,
+)
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -27,11 +31,12 @@ from megatron.training.training import (
 )
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-ON_A_CPU = (
-    "--micro-batch-size 1 --transformer-impl local --use-cpu-initialization "
-    "--no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion "
-    "--no-rope-fusion --hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo"
-).split()
+ON_A_CPU = """
+    --micro-batch-size 1 --transformer-impl local --use-cpu-initialization
+    --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion
+    --no-rope-fusion --hidden-dropout 0 --attention-dropout 0 --distributed-backend gloo
+    --quantization-engine reference
+"""
 
 
 def words(text: str) -> list[str]:
@@ -44,7 +49,7 @@ def parse(text: str, ranks: int | None = None) -> Namespace:
 
     Without a number of ranks there are as many as the layout needs.
     """
-    training = TrainingArguments([*ON_A_CPU, *words(text)])
+    training = TrainingArguments([*ON_A_CPU.split(), *words(text)])
     if ranks is None:
         flags = training.flags
         tensor, expert = flags.tensor_model_parallel_size, flags.expert_model_parallel_size
@@ -169,6 +174,9 @@ def saved_bytes(args: Namespace, vocabulary: int, monkeypatch) -> Saved:
         shape = args.micro_batch_size, args.seq_length
         tokens = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
         positions = torch.arange(args.seq_length).expand(shape)
+        size = args.micro_batch_size
+        destroy_num_microbatches_calculator()
+        init_num_microbatches_calculator(0, None, size, size, 1)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(tokens, positions, attention_mask=None, labels=tokens)
         cached: list[torch.Tensor] = []

@@ -62,7 +62,7 @@ def one_more(text: str, fewer: str, more: str, monkeypatch) -> tuple[float, floa
     found = []
     for size in (fewer, more):
         args = parse(f"{text} {size}")
-        recipe = load_recipe(*args.recipes, args.recipe_set)
+        recipe = load_recipe(*args.precision_recipe, args.recipe_set)
         saved = saved_bytes(args, VOCABULARY, monkeypatch)
         found.append((planned(args, stages(args, recipe)[0]), sum(saved.values())))
     return tuple(large - small for small, large in zip(*found, strict=True))
@@ -79,8 +79,8 @@ def test_a_layer_of_a_gpt_keeps_what_it_saves(model, monkeypatch):
 @pytest.mark.parametrize("block", ["M", "*", "-"])
 def test_a_block_of_a_hybrid_keeps_what_it_saves(block, recipe, monkeypatch):
     text = f"{HYBRID} --precision-recipe {recipe}"
-    fewer = "--hybrid-override-pattern=* --num-layers 1"
-    more = f"--hybrid-override-pattern=*{block} --num-layers 2"
+    fewer = "--hybrid-layer-pattern=*"
+    more = f"--hybrid-layer-pattern=*{block}"
     counted, measured = one_more(text, fewer, more, monkeypatch)
     assert counted == pytest.approx(measured, rel=0.01)
 

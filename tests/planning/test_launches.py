@@ -8,8 +8,8 @@ from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.launches import waiting
 from megatron_lowbit.planning.layouts import given
-from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.planning.training_arguments import TrainingArguments
+from megatron_lowbit.recipes import load_recipes
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,10 @@ def test_a_gpu_waits_for_what_is_not_launched_yet(phases, idle):
 
 
 def step(words: str) -> dict[str, float]:
-    args = parse_arguments(complete(words.split()))
+    ranks = 2 if "--tensor-model-parallel-size 2" in words else 1
+    args = TrainingArguments(words.split()).parse(ranks)
     device = Device(gpu("h200"), False, "torch")
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    ranks = args.tensor_model_parallel_size
     (found,) = plan([given(args, ranks)], recipe, 4096, device, Cluster(device.gpu, 8))
     return found.seconds
 
