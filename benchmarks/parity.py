@@ -52,8 +52,8 @@ MODELS = {
     "tied": "--position-embedding-type rope --num-layers 4",
     "experts": f"{ROPE} --num-layers 2 --num-experts 4 --moe-ffn-hidden-size 256 "
     "--moe-aux-loss-coeff 0.01 --moe-router-dtype fp32",
-    "latent": f"{ROPE} --num-layers 4 --multi-latent-attention --q-lora-rank 128 "
-    "--kv-lora-rank 128 --qk-head-dim 64 --qk-pos-emb-head-dim 32 --v-head-dim 64",
+    "latent": f"{ROPE} --num-layers 4 --multi-latent-attention --q-lora-rank 256 "
+    "--kv-lora-rank 192 --qk-head-dim 64 --qk-pos-emb-head-dim 64 --v-head-dim 64",
     "mtp": f"{ROPE} --num-layers 4 --mtp-num-layers 1",
     "hybrid": f"{UNTIED} --hybrid-layer-pattern M-M*-M-M --mamba-state-dim 32 "
     "--mamba-head-dim 32 --mamba-num-groups 4 --position-embedding-type none",
@@ -224,6 +224,10 @@ def measure(
         for recipe, (options, *_) in recipes.items():
             arguments = [*_arguments(layout), *layout.options.split(), *options.split(), *common]
             arguments += [*length, "--load", str(start / layout.start)]
+            if layout.model == "experts":
+                # Megatron-LM keeps dense layers and experts in one optimizer or in two: one process
+                # saves a state that two expert-parallel ranks do not load.
+                arguments.append("--no-load-optim")
             save = work / f"{name} {recipe}"
             run = {"arguments": [*arguments, "--save", str(save)], "save": str(save), "keep": False}
             jobs.setdefault(layout.processes, []).append(run)
