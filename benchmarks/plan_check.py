@@ -1,13 +1,12 @@
 """Train a few models for a few iterations, to check the planner's memory and speed.
 
-    python benchmarks/plan_check.py --data-path data/stdlib --tokenizer-model data/tokenizer \
-        --output benchmarks/results/plan_check-4xh200.json
+    python benchmarks/plan_check.py --output benchmarks/results/plan_check-4xh200.json
     python benchmarks/planning_page.py
 
 Started once on a host with 1, 2 or 4 GPUs: cases run beside one another on different GPUs, those
-that need more GPUs than there are wait for another host. What this script does not know goes to the
-training script. The file is written after every case; cases that it, or another plan_check-*.json
-beside it, holds already are not repeated.
+that need more GPUs than there are wait for another host. Tokens are random (--mock-data). Other
+arguments go to the training script. The file is written after every case; cases that it, or another
+plan_check-*.json of the same Megatron-LM beside it, holds already are not repeated.
 Without a GPU tiny twins of the models run on the CPU, to try the script out. The second command
 writes what was measured into docs/planning.md.
 """
@@ -16,7 +15,6 @@ import argparse
 import json
 import os
 import re
-import shlex
 import signal
 import statistics
 import subprocess
@@ -24,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -32,23 +31,19 @@ import torch
 from model import VOCABULARY
 from rich.console import Console
 
-from megatron_lowbit.planning.command import complete, vocabulary_size
-from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[1]
 ITERATIONS, COUNTED = 12, 6
 """Of so many iterations the last are counted: the first ones compile kernels."""
 PATIENCE_S = 120
-SCANS = {"mamba-ssm, convolution": "mamba-ssm", "mamba-ssm's": "mamba-ssm-scan",
-         "torch": "torch"}  # fmt: skip
-"""How training begins to say which scan runs, and what the planner calls it."""
 
 MODELS = {
     "Llama-3-8B's width, 6 layers": "@llama3-8b --num-layers 6 --micro-batch-size 2",
     "Llama-3 1B": "@llama3-1b --micro-batch-size 4",
     "Llama-3 1B, 512 tokens": "@llama3-1b --seq-length 512",
-    "hybrid, 7 blocks of 2048": "@hybrid-8b --num-layers 7 --hidden-size 2048 "
-    "--ffn-hidden-size 8192 --num-attention-heads 16 --hybrid-override-pattern=M-M*-M- "
+    "hybrid, 7 blocks of 2048": "@hybrid-8b --hidden-size 2048 "
+    "--ffn-hidden-size 8192 --num-attention-heads 16 --hybrid-layer-pattern=M-M*-M- "
     "--seq-length 4096",
 }
 TINY = {
@@ -135,7 +130,9 @@ def cases(tiny: bool) -> list[Case]:
             words += ["--make-vocab-size-divisible-by", str(VOCABULARY // split)]
         words += ["--micro-batch-size", str(size)]
         words += ["--global-batch-size", str(size * replicas * microbatches), "--bf16"]
-        words += ["--transformer-impl", "local"]
+        words += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+        # That fusion needs Apex, which Megatron-LM does without.
+        words += ["--no-gradient-accumulation-fusion"]
         found.append(Case(model, recipe, layout, words))
     return found
 
@@ -150,10 +147,11 @@ def start(case: Case, devices: Sequence[str], more: Sequence[str]) -> Started:
     command = [
         sys.executable, *(launcher if case.gpus > 1 else []), script, *case.arguments,
         "--train-iters", str(ITERATIONS), "--lr", "1e-4", "--lr-decay-style", "constant",
-        "--lr-warmup-iters", "0", "--eval-iters", "0", "--log-interval", "1",
-        "--log-file-dir", folder.name, *more,
+        "--lr-warmup-iters", "0", "--eval-iters", "0", "--eval-interval", "1000",
+        "--log-interval", "1", "--log-memory-interval", str(ITERATIONS), "--mock-data",
+        "--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARY), *more,
     ]  # fmt: skip
-    environment = dict(os.environ)
+    environment = dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1")
     if torch.cuda.is_available():
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     process = subprocess.Popen(
@@ -177,28 +175,34 @@ def result(started: Started) -> dict:
     row["seconds"] = round(time.monotonic() - started.since, 1)
     started.output.seek(0)
     output = started.output.read()
-    logs = [file.read_text() for file in sorted(Path(started.folder.name).glob("rank_*.log"))]
     started.output.close()
     started.folder.cleanup()
     if started.process.returncode:
         named = [line for line in output.splitlines() if "rror: " in line]
         last = (named or output.splitlines() or [f"exit status {started.process.returncode}"])[-1]
         return row | {"failed": last.replace(f"{ROOT}/", "").strip()[:300]}
-    speeds, memory = read_logs(logs)
-    row["tokens_per_s"] = round(statistics.median(speeds[-COUNTED:]), 1)
-    row["memory_gib"] = memory
-    scan = re.search(r"Mamba scan: (.*)", output)
-    if scan is not None:
-        row["scan"] = next(name for text, name in SCANS.items() if scan[1].startswith(text))
+    tokens = tokens_of(case.arguments)
+    milliseconds, row["memory_gib"] = read_output(output)
+    row["tokens_per_s"] = round(1e3 * tokens / statistics.median(milliseconds[-COUNTED:]), 1)
     return row
 
 
-def read_logs(logs: Sequence[str]) -> tuple[list[float], list[float]]:
-    """Tokens a second of every iteration of the first rank, and the most GiB of each rank."""
-    speed = re.compile(r"\| ([\d,]+) tokens/s")
-    memory = re.compile(r"\| ([\d.]+) GiB")
-    speeds = [float(found.replace(",", "")) for found in speed.findall(logs[0])]
-    return speeds, [max(map(float, memory.findall(log))) for log in logs]
+def read_output(output: str) -> tuple[list[float], list[float]]:
+    """Return the milliseconds of every iteration, and the most GiB of each rank that reports it.
+
+    Megatron-LM prints the memory of the first data-parallel ranks.
+    """
+    times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
+    memory: dict[str, float] = {}
+    for rank, mebibytes in re.findall(r"\[Rank (\d+)\].*? max allocated: ([\d.]+)", output):
+        memory[rank] = round(float(mebibytes) / 1024, 2)
+    return [float(time) for time in times], [memory[rank] for rank in sorted(memory, key=int)]
+
+
+def tokens_of(arguments: Sequence[str]) -> int:
+    """Return the tokens of a step."""
+    args = TrainingArguments([word.replace("@examples", f"@{ROOT}/examples") for word in arguments])
+    return args.flags.global_batch_size * args.flags.seq_length
 
 
 def run(
@@ -245,26 +249,18 @@ def measure(args: argparse.Namespace, more: Sequence[str]) -> None:
     held = data["rows"] + [row for file in others(args.output) for row in file["rows"]]
     done = [[row[key] for key in NAME] for row in held]
     todo = [case for case in cases(tiny=not cuda) if case.name not in done]
-    data_path, tokenizer = Path(args.data_path).absolute(), Path(args.tokenizer_model).absolute()
-    given_to_all = ["--data-path", str(data_path), "--tokenizer-model", str(tokenizer), *more]
     console = Console(width=120)
-    for row in run(todo, list(map(str, range(number))), given_to_all, args.seconds):
-        data["rows"].append(row | {"vocabulary": vocabulary_of(args.tokenizer_model)})
+    for row in run(todo, list(map(str, range(number))), more, args.seconds):
+        data["rows"].append(row | {"vocabulary": VOCABULARY})
         args.output.write_text(json.dumps(data, indent=1) + "\n")
         console.print({key: row[key] for key in row if key != "arguments"})
 
 
 def others(output: Path) -> list[dict]:
-    """What was measured on other machines, in files beside the output."""
+    """Return what this Megatron-LM measured on other machines, in files beside the output."""
     files = set(output.parent.glob("plan_check-*.json")) - {output}
-    return [json.loads(file.read_text()) for file in sorted(files)]
-
-
-def vocabulary_of(folder: str) -> int:
-    """The tokenizer's size."""
-    words = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 1"
-    words += f" --micro-batch-size 1 --tokenizer-model {shlex.quote(folder)}"
-    return vocabulary_size(parse_arguments(complete(shlex.split(words))))
+    found = [json.loads(file.read_text()) for file in sorted(files)]
+    return [data for data in found if data["machine"]["megatron_core"] == version("megatron-core")]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -272,8 +268,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data-path", required=True, metavar="PREFIX")
-    parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--gpus", type=int, help="at most so many (default: all)")
     parser.add_argument(

@@ -9,6 +9,7 @@ stands between the page's markers, also what is calculated for large clusters.
 import argparse
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 import timing
@@ -16,16 +17,15 @@ from model import CONTENDERS, MODEL, VOCABULARY, ours
 from performance_page import table
 from plan_check import COUNTED, ITERATIONS, NAME
 
-from megatron_lowbit.planning.command import complete, plan
+from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.layouts import candidates, given
 from megatron_lowbit.planning.memory import usable_bytes
-from megatron_lowbit.planning.routing import needs_transformer_engine
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
-from megatron_lowbit.training.arguments import parse_arguments
 
 ROOT = Path(__file__).parents[1]
 MADE = "made by `python benchmarks/planning_page.py`"
@@ -34,14 +34,14 @@ MADE = "made by `python benchmarks/planning_page.py`"
 def planned(
     words: Sequence[str], gpus: int, vocabulary: int, kind: str, scan: str, accumulate: bool = True
 ) -> Estimate:
-    """The planner's figures of training's arguments as they are."""
+    """Return the planner's figures of training's arguments as they are."""
     here = [word.replace("@examples", f"@{ROOT}/examples") for word in words]
-    args = parse_arguments(complete(here))
-    device = Device(gpu(kind), False, scan, accumulate)
+    args = TrainingArguments(here).parse(gpus)
+    device = Device(gpu(kind), args.transformer_impl == "transformer_engine", scan, accumulate)
     tried = [given(args, gpus)]
     return plan(
         tried,
-        load_recipes(args.recipes, args.recipe_set),
+        load_recipes(args.precision_recipe, args.recipe_set),
         vocabulary,
         device,
         Cluster(device.gpu, max(gpus, 2)),
@@ -54,21 +54,27 @@ def kind_of(name: str) -> str:
 
 
 def body(results: Path) -> str:
-    """What goes between the page's markers."""
+    """Return what goes between the page's markers: figures of this version of Megatron-LM."""
     parts = []
     for file in sorted(results.glob("plan_check-*.json")):
         data = json.loads(file.read_text())
-        if data["machine"]["gpu"] != "none":  # tried out on a CPU
+        if data["machine"]["gpu"] != "none" and _is_current(data):  # "none": tried out on a CPU
             parts += [_origin(data), _runs(data)]
     file = results / "model-h200.json"
     if file.is_file():
         data = json.loads(file.read_text())
+    if file.is_file() and _is_current(data):
         title = (
             "Forward and backward of four layers of Llama-3-8B, 4 sequences of 4096 tokens, "
             f"without an optimizer (`python benchmarks/model.py`), one {data['machine']['gpu']}:"
         )
         parts += [title, _layers(data)]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts or [f"Not measured on Megatron-LM {version('megatron-core')} yet."])
+
+
+def _is_current(data: dict) -> bool:
+    """Return whether figures are of the installed Megatron-LM; plans describe no other."""
+    return data["machine"]["megatron_core"] == version("megatron-core")
 
 
 def _origin(data: dict) -> str:
@@ -139,13 +145,14 @@ def calculated(preset: str) -> str:
     vocabulary, clusters = CLUSTERS[preset]
     lines = []
     for kind, gpus, recipe in clusters:
-        words = complete([f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe])
-        args = parse_arguments(words)
-        device = Device(gpu(kind), needs_transformer_engine(gpu(kind).capability), "mamba-ssm")
-        tried = [one for one in candidates(words, gpus, 8) if not isinstance(one, str)]
+        words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe]
+        training = TrainingArguments(words)
+        device = Device(gpu(kind), True, "mamba-ssm")
+        tried = [one for one in candidates(training, gpus, 8) if not isinstance(one, str)]
+        args = tried[0].args
         found = plan(
             tried,
-            load_recipes(args.recipes, args.recipe_set),
+            load_recipes(args.precision_recipe, args.recipe_set),
             int(vocabulary),
             device,
             Cluster(device.gpu, 8),

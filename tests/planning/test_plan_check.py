@@ -5,15 +5,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LOG = """2026-11-22 10:00:00,000 INFO parameters on rank 0: 1,000
-2026-11-22 10:00:01,000 INFO iteration 1/3 | loss 5.0000 | 100 tokens/s | 0.5 TFLOP/s | 1.25 GiB
-2026-11-22 10:00:02,000 INFO iteration 2/3 | loss 4.0000 | 12,345 tokens/s | 1 TFLOP/s | 1.50 GiB
-2026-11-22 10:00:03,000 INFO iteration 3/3 | loss 3.0000 | 12,346 tokens/s | 1 TFLOP/s | 1.50 GiB
+OUTPUT = """ [10:00] iteration 1/ 3 | elapsed time per iteration (ms): 1500.5 | lm loss: 5.0 |
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 9.00 | max allocated: 512.00 | reserved: 9.0
+[Rank 1] (after 1 iterations) memory (MB) | allocated: 9.00 | max allocated: 1024.00 | reserved: 9.0
+ [10:01] iteration 2/ 3 | elapsed time per iteration (ms): 100.0 | lm loss: 4.0 |
+[Rank 1] (after 2 iterations) memory (MB) | allocated: 9.00 | max allocated: 2816.00 | reserved: 9.0
+[Rank 0] (after 2 iterations) memory (MB) | allocated: 9.00 | max allocated: 1536.00 | reserved: 9.0
+ [10:01] iteration 3/ 3 | elapsed time per iteration (ms): 101.0 | lm loss: 3.0 |
 """
 
 
@@ -33,9 +37,8 @@ def page(check):
     return planning_page
 
 
-def test_speeds_and_memory_of_all_ranks_are_read_from_their_logs(check):
-    other = LOG.replace("1.50 GiB", "2.75 GiB")
-    assert check.read_logs([LOG, other]) == ([100.0, 12345.0, 12346.0], [1.5, 2.75])
+def test_times_and_memory_of_all_ranks_are_read_from_the_output(check):
+    assert check.read_output(OUTPUT) == ([1500.5, 100.0, 101.0], [1.5, 2.75])
 
 
 def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check, page):
@@ -87,10 +90,14 @@ def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch,
     }  # fmt: skip
     failed = {"model": "M", "recipe": "R", "layout": "L", "failed": "out of memory"}
     machine = {"gpu": "NVIDIA H200", "torch": "2", "date": "today", "commit": "abc"}
+    machine["megatron_core"] = version("megatron-core")
     data = {"machine": machine, "gpus": 1, "rows": [row, failed]}
+    old = data | {"machine": machine | {"gpu": "an old GPU", "megatron_core": "0.16.1"}}
+    (tmp_path / "plan_check-old.json").write_text(json.dumps(old))
     (tmp_path / "plan_check-x.json").write_text(json.dumps(data))
     page.write_page(document, tmp_path)
     text = document.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "an old GPU" not in text
     # A step is four sequences of 4096 tokens.
     assert "| 50.00 |" in text and "| 1638.4 |" in text and "- M, R, L: out of memory" in text
