@@ -8,7 +8,8 @@ imported itself. With a CUDA device it does nothing. Without one it
 - turns ``Tensor.cuda``, ``Module.cuda``, streams, events and ``torch.cuda.synchronize`` into
   no-ops, and ``torch.cuda.current_device`` into the CPU, for every caller;
 - gathers and reduce-scatters unequal parts, which experts exchange and gloo refuses;
-- keeps the random states that megatron calls CUDA's in torch's default CPU generator;
+- keeps the random states that megatron calls CUDA's in torch's default CPU generator, and data
+  loaders away from it;
 - replaces megatron's ``torch.compile`` decorators by nothing: they would need a C++ compiler;
 - gives megatron's optimizers an Adam with the interface of Transformer Engine's (cpu_adam.py);
 - leaves out the warm-up of compiled functions, whose random inputs would come between the seed and
@@ -155,7 +156,7 @@ def _replace_in_torch_cuda() -> None:
     cuda.default_stream = lambda *_: stream
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.memory_stats = lambda *_, **__: _NoMemoryStatistics()
-    # megatron.training starts only with a device; torch's compiler, which asks too, must not see it.
+    # megatron.training starts only with a device; torch's compiler, which asks too, must see none.
     cuda.is_available = _for_callers("megatron.training.initialize", True, cuda.is_available)
     cuda.device_count = _for_callers("megatron.training.", 1, cuda.device_count)
     cuda.is_initialized = _for_callers("megatron.", True, cuda.is_initialized)
@@ -195,12 +196,12 @@ def _stand_in_for_triton_kernels() -> None:
 
 
 def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
-    """Return split sizes as NumPy, as all-to-all wants them: megatron converts CUDA tensors only."""
+    """Return split sizes as NumPy, as all-to-all wants; megatron converts CUDA tensors alone."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _with_uneven_parts(exchange: Callable[..., Any], uneven: Callable[..., Any]) -> Callable:
-    """Wrap megatron's collective along the first axis; gloo's own refuses parts of unequal sizes."""
+    """Wrap megatron's collective along the first axis; gloo's own refuses unequal parts."""
 
     def call(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> Any:
         if sizes is None or group.size() == 1:
@@ -258,15 +259,34 @@ def _torch_norm(norm: type) -> Callable[..., torch.nn.Module]:
     return new
 
 
+def _with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap megatron's function that builds data loaders so that they draw from no shared generator.
+
+    A loader draws once whenever it is iterated over anew, and so when a run is resumed. On a GPU
+    dropout draws from another generator; here its numbers would be others from there on.
+    """
+
+    @functools.wraps(build)
+    def build_loader(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        if loader is not None:
+            loader.generator = torch.Generator()
+        return loader
+
+    return build_loader
+
+
 def _replace_in_megatron() -> None:
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import torch_norm
     from megatron.core.transformer.moe import token_dispatcher
-    from megatron.training import initialize
+    from megatron.training import initialize, training
 
     initialize._warmup_jit_function = _no_op()
+    loaders = training.build_pretraining_data_loader
+    training.build_pretraining_data_loader = _with_own_generator(loaders)
     optimizer.USING_PYTORCH_OPTIMIZER = False
     optimizer.Adam = distrib_optimizer.Adam = GroupStepAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True

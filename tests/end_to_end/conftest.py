@@ -11,7 +11,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
-import tiny_run
 from tiny_run import (
     ENVIRONMENT,
     ROOT,
@@ -24,6 +23,7 @@ from tiny_run import (
 
 from megatron_lowbit.errors import exit_on_user_error
 
+RANK = Path(__file__).with_name("rank_of_runs.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
@@ -98,7 +98,7 @@ def pretrain_ranks(corpus, tmp_path):
         folder.mkdir()
         job = {name: arguments_for(corpus, arguments) for name, arguments in runs.items()}
         (folder / "job.json").write_text(json.dumps(job))
-        command = [*TORCHRUN, str(processes), tiny_run.__file__, str(folder / "job.json")]
+        command = [*TORCHRUN, str(processes), str(RANK), str(folder / "job.json")]
         result = launch(command)
         assert result.returncode == 0, result.stderr[-3000:]
         errors = {path.name: path.read_text() for path in folder.glob("*.error")}

@@ -1,15 +1,10 @@
-"""Runs of the pretraining scripts on a tiny model: their command line, and what they leave behind.
-
-As a script it is one rank of a torchrun job that makes several runs one after another; see
-``main``. Most of the time of a run of its own would go into importing torch.
-"""
+"""Runs of the pretraining scripts on a tiny model: command line, and what they leave behind."""
 
 import json
 import os
 import random
 import shlex
 import shutil
-import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,11 +35,12 @@ ROOT = Path(__file__).parents[2]
 # One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 MODEL = shlex.split("""
-    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --group-query-attention
-    --num-query-groups 2 --ffn-hidden-size 128 --swiglu --normalization RMSNorm
-    --disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights
-    --max-position-embeddings 32 --hidden-dropout 0 --attention-dropout 0
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
+    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights --max-position-embeddings 32 --hidden-dropout 0
+    --attention-dropout 0
 """)
+GROUPED = ("--group-query-attention", "--num-query-groups", "2")
 # The schedule and the interval of saves do not depend on the number of iterations.
 LOOP = shlex.split("""
     --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
@@ -52,7 +48,8 @@ LOOP = shlex.split("""
     --override-opt-param-scheduler --num-workers 0 --quantization-engine reference
     --tokenizer-type HuggingFaceTokenizer
 """)
-
+LATENT = ("--multi-latent-attention", "--q-lora-rank", 32, "--kv-lora-rank", 32, "--qk-head-dim",
+          16, "--qk-pos-emb-head-dim", 8, "--v-head-dim", 16)  # fmt: skip
 HYBRID = ("--hybrid-layer-pattern", "M-M*-M-M", "--mamba-state-dim", 16, "--mamba-head-dim", 8,
           "--mamba-num-groups", 4, "--position-embedding-type", "none")  # fmt: skip
 
@@ -104,11 +101,13 @@ def write_corpus(folder: Path) -> None:
 def arguments_for(corpus: Path, extra: tuple) -> list[str]:
     """Return the tiny model on the tiny data, and then ``extra``.
 
-    A hybrid's pattern takes the place of the number of layers, and --mock-data that of the data.
+    A hybrid's pattern takes the place of the number of layers, latent attention that of groups of
+    queries, and --mock-data that of the data.
     """
+    attention = () if LATENT[0] in extra else GROUPED
     data = [] if "--mock-data" in extra else ["--data-path", str(corpus / "data")]
     data += ["--tokenizer-model", str(corpus / "tokenizer")]
-    found = [*MODEL, *LOOP, *data, *map(str, extra)]
+    found = [*MODEL, *attention, *LOOP, *data, *map(str, extra)]
     return found[2:] if HYBRID[0] in found else found
 
 
@@ -203,12 +202,13 @@ def _histories(chunks: list) -> Histories:
     }
 
 
-def main() -> None:
+def make_runs(job: Path) -> None:
     """Make every run of a JSON file {name: arguments}; leave NAME.RANK.pt: its histories.
 
     Of a run that is refused, NAME.RANK.error: the message.
     """
-    job, rank = Path(sys.argv[1]), os.environ["RANK"]
+    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
     for name, arguments in json.loads(job.read_text()).items():
         with quick_start_up(), recorded_histories() as recorded:
             try:
@@ -216,7 +216,3 @@ def main() -> None:
             except UserError as error:
                 (job.parent / f"{name}.{rank}.error").write_text(str(error))
         torch.save(recorded, job.parent / f"{name}.{rank}.pt")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,133 @@
+"""A run resumed from a checkpoint repeats the uninterrupted one to the bit, in every way to train.
+
+Losses and gradient norms are compared as metrics.jsonl has them. Random states, the order of the
+data, stochastic rounding and optimizers all have a part in them.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tiny_run import HYBRID, LATENT, done, start_from, steps
+
+NVFP4 = ("--fp4-recipe", "nvfp4")
+DELAYED = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=2",
+           "--recipe-set", "amax_history.length=4")  # fmt: skip
+DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform",
+        "--recompute-num-layers", 1)  # fmt: skip
+SELECTIVE = ("--recompute-granularity", "selective")
+ASYNC = ("--async-save", "--async-strategy", "mcore")
+EXPERTS = ("--num-experts", 4, "--moe-ffn-hidden-size", 64, "--moe-layer-freq", "[0,1,0,1]",
+           "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff",
+           0.01)  # fmt: skip
+MXNORM = ("--precision-recipe", "mxfp8", "--normalization", "MXNorm")
+DISTRIBUTED = ("--use-distributed-optimizer",)
+OVERLAPPED = (*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather")
+
+WAYS = {
+    "nvfp4": NVFP4,
+    "nvfp4 with dropout": (*NVFP4, *DROPOUT),
+    "delayed scaling": DELAYED,
+    "delayed scaling, saved in the background": (*DELAYED, *ASYNC),
+    "full recomputation": (*NVFP4, *DROPOUT, *FULL),
+    "selective recomputation": (*NVFP4, *DROPOUT, *SELECTIVE),
+    "distributed optimizer": (*NVFP4, *DISTRIBUTED),
+    "hybrid": (*HYBRID, *NVFP4),
+    "experts": (*EXPERTS, *NVFP4),
+    "MXNorm": MXNORM,
+    "latent attention": (*LATENT, *NVFP4),
+    "two tokens ahead": (*NVFP4, "--mtp-num-layers", 1),
+}
+LENGTH = 6
+SAVED = 3
+
+
+@pytest.fixture
+def train(memory, pretrain_here, tmp_path_factory) -> Callable[[str], Path]:
+    """Makes a whole run, or remembers it: saves in the middle and at the end."""
+
+    def run(way: str) -> Path:
+        if way not in memory:
+            save = memory[way] = tmp_path_factory.mktemp("whole")
+            done(pretrain_here(*WAYS[way], *whole(save)))
+        return memory[way]
+
+    return run
+
+
+def whole(save: Path) -> tuple:
+    return "--train-iters", LENGTH, "--save-interval", SAVED, "--save", save
+
+
+def rest(source: Path, save: Path) -> tuple:
+    """The arguments of a run that goes on from the checkpoint in the middle of another."""
+    start_from(source, SAVED, save)
+    return "--train-iters", LENGTH, "--load", save, "--save", save
+
+
+def check(resumed: Path, source: Path) -> None:
+    found, expected = steps(resumed), steps(source)
+    assert expected.keys() == set(range(1, LENGTH + 1))
+    assert found == {step: expected[step] for step in expected if step > SAVED}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_process(train, pretrain_here, tmp_path, way):
+    done(pretrain_here(*WAYS[way], *rest(train(way), tmp_path / "rest")))
+    check(tmp_path / "rest", train(way))
+
+
+def test_another_process(train, pretrain_command, tmp_path):
+    """Nothing that a process keeps takes part."""
+    way = "nvfp4 with dropout"
+    done(pretrain_command(*WAYS[way], *rest(train(way), tmp_path / "rest")))
+    check(tmp_path / "rest", train(way))
+
+
+def test_without_the_checkpoints_states_nothing_is_repeated(train, pretrain_here, tmp_path):
+    """The comparison can fail: with other random numbers, and without amax histories."""
+    for way, other in (
+        ("nvfp4", (*NVFP4, "--seed", 4321)),
+        ("delayed scaling", ("--fp8-recipe", "fp8-tensorwise")),
+    ):
+        done(pretrain_here(*other, *rest(train(way), tmp_path / way)))
+        with pytest.raises(AssertionError):
+            check(tmp_path / way, train(way))
+
+
+@pytest.mark.parametrize("kind", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_recomputation_replays_rounding_and_dropout(train, pretrain_here, tmp_path, kind):
+    """Losses and gradients are those of a run that recomputes nothing."""
+    way = "full recomputation" if kind == FULL else "selective recomputation"
+    assert steps(train(way)) == steps(train("nvfp4 with dropout"))
+
+
+def test_saving_in_the_background_changes_nothing(train):
+    one, other = train("delayed scaling"), train("delayed scaling, saved in the background")
+    assert steps(one) == steps(other)
+    for iteration in (SAVED, LENGTH):
+        assert (other / f"iter_{iteration:07d}" / "lowbit.json").is_file()
+
+
+RANKS = {
+    "data parallel": (*NVFP4, *OVERLAPPED),
+    "data parallel, delayed scaling": (*DELAYED, *DISTRIBUTED),
+    "data parallel, saved in the background": (*NVFP4, *OVERLAPPED, *ASYNC),
+    "tensor and sequence parallel with dropout": (
+        *NVFP4, *DROPOUT, "--tensor-model-parallel-size", 2, "--sequence-parallel",
+    ),
+    "expert parallel": (*EXPERTS, *NVFP4, "--expert-model-parallel-size", 2),
+    "pipeline parallel hybrid": (*HYBRID, *NVFP4, "--pipeline-model-parallel-size", 2),
+}  # fmt: skip
+
+
+def test_two_ranks(pretrain_ranks, tmp_path):
+    """All runs in one job; a run's folder is copied after it, so first all whole runs."""
+    pretrain_ranks({way: (*RANKS[way], *whole(tmp_path / way)) for way in RANKS})
+    (tmp_path / "2-ranks").rename(tmp_path / "whole")
+    pretrain_ranks(
+        {way: (*RANKS[way], *rest(tmp_path / way, tmp_path / f"{way}, rest")) for way in RANKS}
+    )
+    for way in RANKS:
+        check(tmp_path / f"{way}, rest", tmp_path / way)
