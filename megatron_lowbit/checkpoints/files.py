@@ -47,6 +47,17 @@ def latest_iteration(directory: str | Path) -> int | None:
     return int(text)
 
 
+def release(directory: str | Path) -> Path | None:
+    """Return DIR/release where the tracker file names it: a checkpoint without an iteration.
+
+    Megatron-LM's converters write such ones.
+    """
+    tracker = Path(directory) / TRACKER
+    if not tracker.exists() or tracker.read_text(errors="replace").strip() != "release":
+        return None
+    return Path(directory) / "release"
+
+
 def iterations(directory: Path) -> list[int]:
     """The iterations that DIR has a folder of, oldest first: complete or not, ours or not."""
     numbers = [int(path.name[5:]) for path in directory.glob("iter_*") if _is_numbered(path)]

@@ -19,7 +19,6 @@ from megatron.training.training import setup_model_and_optimizer
 
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.arguments import parse_arguments
-from megatron_lowbit.megatron.ignored_arguments import apply_ignored_arguments
 from megatron_lowbit.megatron.recipe_hook import RecipeHook
 from megatron_lowbit.recipes import Recipe
 
@@ -51,11 +50,10 @@ def loaded_model(
         with _silence():
             args = parse_arguments([*arguments, *_RUN, "--load", str(checkpoint)])
             model_config = pretrain.model_config_of(args)
-            apply_ignored_arguments(model_config, args)
             if recipe is not None:
                 model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
             container = pretrain_cfg_container_from_args(args, model_config)
-            initialize_megatron(store=pretrain._store(args))
+            initialize_megatron(store=pretrain.rendezvous_store(args))
             [model], _, _ = setup_model_and_optimizer(
                 ModelType.encoder_or_decoder,
                 cfg_container=container,

@@ -1,7 +1,7 @@
 """Description of a family of models: which tensors of one side make which of the other.
 
-A :class:`Rule` is one tensor of Megatron-LM, or one layer's part of a tensor that holds those of all
-layers, and the Hugging Face tensors that it is made of.
+A :class:`Rule` is one tensor of Megatron-LM, or one layer's part of a tensor of all layers, and the
+Hugging Face tensors that it is made of.
 """
 
 from collections.abc import Container, Mapping, Sequence

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lowbit.errors import UserError
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20

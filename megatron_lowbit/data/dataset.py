@@ -1,4 +1,4 @@
-"""Check indexed datasets before a run trains on them: whole, of token ids, of the run's tokenizer."""
+"""Check indexed datasets before a run trains on them."""
 
 import hashlib
 import json

@@ -58,6 +58,10 @@ def _choose(args: Namespace) -> int | None:
     valid one before it. All ranks share the reading.
     """
     directory = Path(args.load)
+    release = None if args.ckpt_step else files.release(directory)
+    if release is not None:
+        _verify(release)
+        return None
     skipped: UserError | None = None
     for iteration in _candidates(args, directory):
         path = files.iteration_directory(directory, iteration)
@@ -173,7 +177,7 @@ class Recorder:
         try:
             latest = files.latest_iteration(self._directory)
         except UserError:
-            return  # A tracker file that is being written.
+            return  # The tracker file is being written, or names a release.
         if latest is not None and latest != self._seen and latest > self._start:
             self._seen = latest
             self._thread = threading.Thread(target=self._record, args=(latest,), daemon=True)

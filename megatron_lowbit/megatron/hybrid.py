@@ -47,7 +47,7 @@ class LocalHybridStack(HybridStack):
 
 
 def use_local_stack(model_config: HybridModelConfig) -> None:
-    """Let a hybrid be built without Transformer Engine, where the arguments ask for local layers."""
+    """Let a hybrid of local layers be built, which Megatron-LM has no spec of."""
     if model_config.transformer.transformer_impl == "local":
         if model_config.hybrid_stack_spec is None:
             model_config.hybrid_stack_spec = local_stack_spec(model_config.transformer)

@@ -1,4 +1,4 @@
-"""Which precision each linear module of a model has: by its path and the global number of its block."""
+"""Precision of each linear module of a model, by its path and the global number of its block."""
 
 import re
 from dataclasses import dataclass

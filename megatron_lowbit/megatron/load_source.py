@@ -28,6 +28,9 @@ class LoadSource:
         """Return what the arguments load; None where training begins anew."""
         if args.load is None:
             return None
+        release = files.release(args.load)
+        if release is not None and not args.ckpt_step:
+            return cls(release, 0, saved_tensors(release))
         iteration = args.ckpt_step or files.latest_iteration(args.load)
         if iteration is None:
             return None

@@ -1,4 +1,4 @@
-"""A writer for Megatron-LM's training log that keeps SAVE/metrics.jsonl and the picture of the loss.
+"""A writer for Megatron-LM's training log that keeps SAVE/metrics.jsonl.
 
 Megatron-LM writes every scalar to an object with SummaryWriter's interface. This one is such an
 object, and passes everything on to TensorBoard's where there is one.
@@ -41,6 +41,7 @@ class MetricsWriter:
         self._board, self._interval, self._tokens = board, log_interval, tokens
         self._rows: dict[int, dict[str, Any]] = {}
         self._since: tuple[int, float] | None = None
+        self._trained: tuple[int, float] | None = None
         directory.mkdir(parents=True, exist_ok=True)
 
     def start(self, iteration: int) -> None:
@@ -56,6 +57,8 @@ class MetricsWriter:
             return
         if self._rows and step not in self._rows and max(self._rows) % self._interval == 0:
             self._write()
+        if _NAMES.get(name) == "lm_loss":
+            self._trained = step, time.perf_counter()
         # The first value stays: the loss of the test set comes last, under the validation's name.
         self._rows.setdefault(step, {}).setdefault(_NAMES.get(name, name.replace(" ", "_")), value)
 
@@ -91,14 +94,14 @@ class MetricsWriter:
 
     def _measure_speed(self) -> None:
         """Add the mean tokens a second since the last write to its last training iteration."""
-        trained = [step for step, row in self._rows.items() if "lm_loss" in row]
-        if not trained:
+        if self._trained is None or self._trained == self._since:
             return
-        now, last = time.perf_counter(), max(trained)
-        if self._since is not None and last > self._since[0]:
-            iterations, seconds = last - self._since[0], now - self._since[1]
-            self._rows[last]["tokens_per_second"] = iterations * self._tokens / seconds
-        self._since = last, now
+        (last, now), since = self._trained, self._since
+        # The run's last evaluation and checkpoint come after its last iteration: they do not count.
+        if since is not None and last > since[0] and last in self._rows:
+            tokens = (last - since[0]) * self._tokens
+            self._rows[last]["tokens_per_second"] = tokens / (now - since[1])
+        self._since = self._trained
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on to TensorBoard's writer; without one it does nothing."""

@@ -78,7 +78,7 @@ def _layer_spec(model_config: Any, vp_stage: int | None) -> Any:
 
 
 def with_mxnorm(spec: Any) -> Any:
-    """Return a spec of local layers with norm and first linear layer of attention and MLPs in one."""
+    """Return a spec of local layers in which first linear layers normalize their input."""
     if isinstance(spec, TransformerLayerSubmodules):
         attention = _with_fused(spec.self_attention, "linear_qkv")
         mlp = _with_fused(spec.mlp, "linear_fc1")

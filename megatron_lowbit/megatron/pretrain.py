@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -42,11 +43,12 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
         run(args)
 
 
-def model_config_of(args: Namespace):
+def model_config_of(args: Namespace) -> Any:
     """Return Megatron-LM's configuration of the model that the arguments describe."""
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     from megatron_lowbit.megatron.hybrid import use_local_stack
+    from megatron_lowbit.megatron.ignored_arguments import apply_ignored_arguments
     from megatron_lowbit.megatron.recipe_hook import use_recipe
 
     if args.hybrid_layer_pattern is None:
@@ -54,6 +56,9 @@ def model_config_of(args: Namespace):
     else:
         model_config = hybrid_config_from_args(args)
         use_local_stack(model_config)
+    for line in apply_ignored_arguments(model_config, args):
+        if args.rank == 0:
+            print(line, flush=True)
     use_recipe(model_config, args)
     return model_config
 
@@ -79,10 +84,10 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     with metrics_kept(args), closing(CheckpointGuard(args)) as guard:
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
-        pretrain(container, provide_datasets, kind, forward_step, store=_store(args))
+        pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
 
 
-def _store(args: Namespace) -> torch.distributed.Store | None:
+def rendezvous_store(args: Namespace) -> torch.distributed.Store | None:
     """Return where ranks meet; None leaves it to the launcher's environment variables."""
     dist = torch.distributed
     if dist.is_torchelastic_launched():

@@ -145,7 +145,7 @@ class RecipeHook:
 
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
-    """Return every linear layer of the whole model that a recipe can reach, in the model's order."""
+    """Return all linear layers of the model that a recipe can reach, in the model's order."""
     mine = [state.plan.layer for state in layer_states(chunks)]
     gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)

@@ -41,7 +41,7 @@ def same_outcome(
 
 
 def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
-    """Return the ``kind`` that caused an exception, also by way of torch's; None where there is none."""
+    """Return the ``kind`` that caused an exception, also by way of torch's; or None."""
     if isinstance(error, kind):
         return error
     below = [error.__cause__, error.__context__]

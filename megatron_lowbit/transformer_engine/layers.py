@@ -23,15 +23,15 @@ from megatron.core.quantization.quant_config import MatchContext, QuantizationCo
 from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
+from megatron_lowbit.layers import UNSHARDED, Shards
+from megatron_lowbit.layers.call import LinearCall
 from megatron_lowbit.megatron.layer_plan import LayerPlan
+from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
+from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import slot
 from megatron_lowbit.transformer_engine.recipe import build
 from megatron_lowbit.transformer_engine.site import Site
-from megatron_lowbit.layers import UNSHARDED, Shards
-from megatron_lowbit.layers.call import LinearCall
-from megatron_lowbit.recipes import LinearPrecision
 
 _COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
 _FACTORY = f"{__name__}.factory"

@@ -17,11 +17,11 @@ from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.transformer_engine.site import Site
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers.call import LinearCall, draw_key, quantize_grad, quantize_weight
 from megatron_lowbit.layers.saved import put_together, take_apart
 from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.transformer_engine.site import Site
 
 _ROLES = {"input": "input", "weight": "weight", "grad_output": "grad"}
 """Transformer Engine's names of the operands, and ours."""

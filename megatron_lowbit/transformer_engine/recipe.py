@@ -6,10 +6,10 @@ import torch
 from transformer_engine.common import recipe as te_recipes
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.transformer_engine.native import Native, native_recipe
-from megatron_lowbit.transformer_engine.quantizers import Factory
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.recipes import LinearPrecision, Recipe
+from megatron_lowbit.transformer_engine.native import Native, native_recipe
+from megatron_lowbit.transformer_engine.quantizers import Factory
 
 
 def to_te_recipe(
