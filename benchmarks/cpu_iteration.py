@@ -27,9 +27,14 @@ WARMUP, MEASURED, ROUNDS = 4, 10, 3
 TOKENS = 1024
 SETTINGS = {
     "fp32": ["--precision-recipe", "bf16"],
-    "nvfp4": ["--fp4-recipe", "nvfp4"],
-    "nvfp4, every block": ["--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"],
-    "nvfp4, reference engine": ["--fp4-recipe", "nvfp4", "--quantization-engine", "reference"],
+    "nvfp4": ["--precision-recipe", "nvfp4"],
+    "nvfp4, every block": ["--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"],
+    "nvfp4, reference engine": [
+        "--precision-recipe",
+        "nvfp4",
+        "--quantization-engine",
+        "reference",
+    ],
 }
 
 

@@ -30,37 +30,39 @@ from rich.table import Table
 from megatron_lowbit.analysis.machine import machine
 
 ROOT = Path(__file__).parents[1]
+MXNORM = ("--mxnorm", "--transformer-impl", "local")
 RECIPES = {
-    "fp8-tile": ("--fp8-recipe", "fp8-tile"),
-    "fp8-tile, square": ("--fp8-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
-    "fp8-tile in TE": ("--fp8-recipe", "fp8-tile", "--transformer-impl", "transformer_engine"),
-    "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
-    "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
+    "fp8-tile": ("--precision-recipe", "fp8-tile"),
+    "fp8-tile, square": ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
+    "fp8-tile in TE": (
+        "--precision-recipe",
+        "fp8-tile",
+        "--transformer-impl",
+        "transformer_engine",
+    ),
+    "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
+    "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "bf16": ("--precision-recipe", "bf16"),
     "mxfp8": ("--precision-recipe", "mxfp8"),
-    "mxfp8, MXNorm": ("--precision-recipe", "mxfp8", "--normalization", "MXNorm"),
-    "mxfp8, MXNorm p 1": (
-        "--precision-recipe",
-        "mxfp8",
-        "--normalization",
-        "MXNorm",
-        "--mxnorm-p",
-        "1",
-    ),
+    "mxfp8, MXNorm": ("--precision-recipe", "mxfp8", *MXNORM),
+    "mxfp8, MXNorm p 1": ("--precision-recipe", "mxfp8", *MXNORM, "--mxnorm-p", "1"),
 }
 USUAL = ("fp8-tile", "fp8-tile, square", "mxfp4-backward", "nvfp4", "bf16")
 WINDOW, LOG_INTERVAL = 50, 5
 
 
 def train(recipe: str, seed: int, common: Sequence[str]) -> list[float]:
-    """The losses that one run logs."""
+    """Return a run's losses, means over ``LOG_INTERVAL`` iterations."""
     with tempfile.TemporaryDirectory() as save:
         command = [sys.executable, *common, *RECIPES[recipe], "--bf16", "--seed", str(seed)]
         command += ["--log-interval", str(LOG_INTERVAL), "--save", save]
         if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
             sys.exit(f"error: {recipe}, seed {seed}: the run failed")
         lines = (Path(save) / "metrics.jsonl").read_text().splitlines()
-    return [step["lm_loss"] for step in map(json.loads, lines) if "lm_loss" in step]
+    losses = [step["lm_loss"] for step in map(json.loads, lines) if "lm_loss" in step]
+    return [
+        statistics.fmean(losses[i : i + LOG_INTERVAL]) for i in range(0, len(losses), LOG_INTERVAL)
+    ]
 
 
 def windows(losses: Sequence[float], interval: int) -> list[float]:
@@ -134,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
     args, others = parser.parse_known_args(argv)
-    hybrid = "--hybrid-override-pattern" in args.model.read_text()
+    hybrid = "--hybrid-layer-pattern" in args.model.read_text()
     script = ROOT / ("pretrain_hybrid.py" if hybrid else "pretrain_gpt.py")
     common = [str(script), f"@{args.model}", "--data-path", args.data_path]
     common += ["--tokenizer-model", args.tokenizer_model, *others]

@@ -10,7 +10,6 @@ output layer at BF16's.
 """
 
 import argparse
-import dataclasses
 import json
 import shlex
 import subprocess
@@ -18,8 +17,7 @@ import sys
 import time
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import timing
@@ -34,9 +32,11 @@ MODEL = shlex.split("""
     --num-layers 4 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
     --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm
     --disable-bias-linear --position-embedding-type rope --rotary-base 500000
-    --untie-embeddings-and-output-weights --seq-length 4096 --micro-batch-size 4
-    --bf16 --no-gradient-accumulation-fusion
-    --train-iters 1 --lr 1e-4 --data-path unused
+    --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
+    --seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 4
+    --bf16 --no-gradient-accumulation-fusion --no-create-attention-mask-in-dataloader
+    --train-iters 1 --eval-interval 1 --lr 1e-4 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 31999
 """)
 VOCABULARY = 32000
 SECONDS = 2.0  # of measured steps
@@ -44,100 +44,83 @@ PATIENCE_S = 240
 
 
 class Contender(NamedTuple):
-    """How a model is made from arguments, which recipe it computes like, arguments it adds."""
+    """The recipe that a model computes like, for the bound, and the arguments that it adds."""
 
-    build: Callable[[Namespace], nn.Module]
     like: str
     arguments: tuple[str, ...] = ()
 
 
-def ours(args: Namespace) -> nn.Module:
-    """A model of this project's, as the arguments say."""
-    from megatron_lowbit.megatron.models import build_model
-    from megatron_lowbit.kernels.engine import select_engine
-    from megatron_lowbit.recipes import load_recipe
-
-    recipe = load_recipe(*args.recipes, args.recipe_set)
-    return build_model(args, _config(args), recipe, select_engine(timing.device()), VOCABULARY)[0]
-
-
-def _config(args: Namespace):
-    from megatron_lowbit.megatron.config import transformer_config
-
-    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return transformer_config(args, dtype)
-
-
-def _transformer_engine(fp8_recipe: str | None, args: Namespace) -> nn.Module:
-    import transformer_engine.pytorch  # noqa: F401  megatron-core's own error does not say so
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-    from megatron.core.transformer.module import Float16Module
-
-    spec = get_gpt_layer_with_transformer_engine_spec()
-    config = dataclasses.replace(
-        _config(args),
-        apply_rope_fusion=True,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te",
-        **({"fp8": "hybrid", "fp8_recipe": fp8_recipe} if fp8_recipe else {}),
-    )
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=args.max_position_embeddings,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type=args.position_embedding_type,
-        rotary_base=args.rotary_base,
-    )
-    return Float16Module(config, model.to(timing.device()))
-
-
+LOCAL = ("--transformer-impl", "local")
 IN_TE = ("--transformer-impl", "transformer_engine")
-CONTENDERS = {
-    "bf16": Contender(ours, "bf16", ("--precision-recipe", "bf16")),
-    "fp8-tile": Contender(ours, "fp8-tile", ("--fp8-recipe", "fp8-tile")),
-    "fp8-tile, square": Contender(
-        ours,
-        RECIPES["fp8-tile, square"],
-        ("--fp8-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
-    ),
-    "mxfp4-backward": Contender(ours, "mxfp4-backward", ("--fp4-recipe", "mxfp4-backward")),
-    "nvfp4": Contender(
-        ours, "nvfp4", ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
-    ),
-    **{
-        f"{name} in TE": Contender(ours, name, (*arguments, *IN_TE))
-        for name, arguments in {
-            "fp8-tile": ("--fp8-recipe", "fp8-tile"),
-            "mxfp4-backward": ("--fp4-recipe", "mxfp4-backward"),
-            "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
-        }.items()
-    },
-    "TE BF16": Contender(partial(_transformer_engine, None), "bf16"),
-    "TE blockwise": Contender(partial(_transformer_engine, "blockwise"), "fp8-tile"),
-    "TE delayed": Contender(partial(_transformer_engine, "delayed"), "fp8-delayed"),
+OWN_RECIPES = {
+    "fp8-tile": ("--precision-recipe", "fp8-tile"),
+    "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
+    "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
 }
+SQUARE = ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT)
+FP8 = ("--fp8-format", "hybrid", "--fp8-recipe")
+CONTENDERS = {
+    "bf16": Contender("bf16", ("--precision-recipe", "bf16", *LOCAL)),
+    "fp8-tile, square": Contender(RECIPES["fp8-tile, square"], (*SQUARE, *LOCAL)),
+    **{name: Contender(name, (*recipe, *LOCAL)) for name, recipe in OWN_RECIPES.items()},
+    **{f"{name} in TE": Contender(name, (*recipe, *IN_TE)) for name, recipe in OWN_RECIPES.items()},
+    "TE BF16": Contender("bf16", IN_TE),
+    "TE blockwise": Contender("fp8-tile", (*FP8, "blockwise", *IN_TE)),
+    "TE delayed": Contender("fp8-delayed", (*FP8, "delayed", *IN_TE)),
+}
+
+
+def build(args: Namespace) -> nn.Module:
+    """Build the model that the arguments describe, by Megatron-LM's builders."""
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.module import Float16Module
+    from megatron.training.models.dist_utils import build_virtual_pipeline_stages
+
+    from megatron_lowbit.megatron.pretrain import model_config_of
+
+    config = model_config_of(args)
+    config.finalize()
+    builder = config.get_builder_cls()(config)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    chunks = build_virtual_pipeline_stages(builder.build_model, groups, None)
+    for hook in config.pre_wrap_hooks:
+        chunks = hook(chunks)
+    (model,) = chunks
+    model = model.to(timing.device())
+    return Float16Module(config.transformer, model) if args.bf16 else model
 
 
 def work(name: str, extra: Sequence[str]) -> None:
     """One contender in this process: import, wait for a line, build, measure, print a JSON line."""
-    warnings.filterwarnings(
-        "ignore", module=r"megatron\.core|torch\.distributed|transformer_engine"
-    )
-    if CONTENDERS[name].build is ours and IN_TE[0] not in CONTENDERS[name].arguments:
-        # megatron-core would use Transformer Engine's rope where it finds it.
-        sys.modules["transformer_engine"] = None
-    from megatron_lowbit.megatron import models  # noqa: F401  the slowest import
-    from megatron_lowbit.training.arguments import parse_arguments
-    from megatron_lowbit.training.distributed import initialize_distributed, shutdown
-
+    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed|transformer_engine")
     contender = CONTENDERS[name]
+    if LOCAL[1] in contender.arguments:
+        # Megatron-LM would use Transformer Engine's rope where it finds it.
+        sys.modules["transformer_engine"] = None
+    from megatron_lowbit.megatron.arguments import parse_arguments
+    from megatron_lowbit.megatron.pretrain import torn_down
+
     args = parse_arguments([*MODEL, *contender.arguments, *extra])
     sys.stdin.readline()
-    initialize_distributed(args)
-    step = _step(contender.build(args), args)
+    with torn_down():
+        _initialize(args)
+        _measure(name, args)
+
+
+def _initialize(args: Namespace) -> None:
+    """Set up a world of one process."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state, tensor_parallel
+
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    dist.init_process_group(args.distributed_backend, store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
+
+
+def _measure(name: str, args: Namespace) -> None:
+    step = _step(build(args), args)
     step(lambda: None)  # compilation and workspaces: not part of the memory that a run takes
     timing.synchronize()
     cuda = torch.cuda.is_available()
@@ -154,7 +137,6 @@ def work(name: str, extra: Sequence[str]) -> None:
     row["tokens"] = args.micro_batch_size * args.seq_length
     row["peak_gb"] = round(peak / 1e9, 2) if cuda else None
     print(json.dumps(row | _flops(args)))
-    shutdown()
 
 
 def _step(model: nn.Module, args: Namespace) -> timing.Step:
@@ -174,12 +156,14 @@ def _step(model: nn.Module, args: Namespace) -> timing.Step:
 
 def _flops(args: Namespace) -> dict[str, int]:
     """FLOPs of a step: of all, and of them those outside the blocks' linear layers."""
-    from megatron_lowbit.training.flops import sample_flops
+    from megatron.training.training import num_floating_point_operations
 
     scores = args.num_layers * args.seq_length * args.num_attention_heads * args.kv_channels
     outside = 6 * (args.hidden_size * VOCABULARY + scores) * args.seq_length
-    flops = {"flops": sample_flops(args, VOCABULARY), "flops_outside": outside}
-    return {key: args.micro_batch_size * count for key, count in flops.items()}
+    return {
+        "flops": int(num_floating_point_operations(args, args.micro_batch_size)),
+        "flops_outside": args.micro_batch_size * outside,
+    }
 
 
 def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceilings]:
