@@ -71,7 +71,7 @@ def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Pass
     forward["elementwise"] += device.moved(one_way)
     backward["elementwise"] += device.moved(back)
     if part.kind == "attention":
-        times_of = _attention(args, tokens, device.gpu)
+        times_of = _attention(args, tokens, device)
         forward["attention"], backward["attention"] = times_of
     if part.kind == "mamba":
         channels = mixer(args).inner / tensor * args.mamba_state_dim / 128
@@ -196,10 +196,20 @@ def _extra_ps(gemm: str, quantizer: Quantizer, asked, gpu: GPU) -> float:
     return found + gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
 
 
-def _attention(args: Namespace, tokens: int, gpu: GPU) -> tuple[float, float]:
-    """Causal: half of the scores. Two GEMMs forward, and with the scores' again five backward."""
-    width = args.num_attention_heads // args.tensor_model_parallel_size * args.kv_channels
-    one = tokens * args.seq_length * width  # 2 FLOPs, half of the scores
+def _attention(args: Namespace, tokens: int, device: Device) -> tuple[float, float]:
+    """Return the seconds of attention itself, forward and backward.
+
+    Transformer Engine's is causal, with half of the scores: two GEMMs forward, and with the scores'
+    again five backward. Local layers multiply all scores, in two GEMMs forward and four backward,
+    and move them: written, masked, exponentiated and read, then as often again with gradients.
+    """
+    heads, gpu = args.num_attention_heads // args.tensor_model_parallel_size, device.gpu
+    one = tokens * args.seq_length * heads * args.kv_channels  # 2 FLOPs, half of the scores
+    if args.transformer_impl == "local":
+        rate = gpu["gemm.bf16"] * gpu["gemm_sustained"] * 1e12
+        scores = BF16 * tokens * args.seq_length * heads
+        moved = device.moved(6 * scores), device.moved(10 * scores)
+        return 4 * one / rate + moved[0], 8 * one / rate + moved[1]
     share = 1.0 if args.kv_channels >= 128 else _SMALL_HEADS
     rates = [gpu[f"attention_{name}"] * share * 1e12 for name in ("forward", "backward")]
     return 2 * one / rates[0], 5 * one / rates[1]

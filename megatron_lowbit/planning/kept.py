@@ -104,14 +104,18 @@ def _input(
 
 
 def _attention(args: Namespace, tokens: int, element: int) -> float:
-    """Return the bytes of query, key, value and output, and of each head's sum of exponentials.
+    """Return the bytes that attention itself keeps.
 
-    So keep Transformer Engine's flash and fused attention. Queries and keys that RoPE turned are
-    tensors of their own; without RoPE all three are copied, or the output of the QKV layer is kept
-    in their place.
+    Transformer Engine's flash and fused attention keep query, key, value and output, and each
+    head's sum of exponentials. Queries and keys that RoPE turned are tensors of their own; without
+    RoPE all three are copied, or the output of the QKV layer is kept in their place. Local layers
+    also keep the scores and their mask, and keys and values once for each query head.
     """
     tensor = args.tensor_model_parallel_size
     heads, groups = args.num_attention_heads // tensor, query_groups(args) // tensor
+    if args.transformer_impl == "local":
+        numbers = 4 * heads * args.kv_channels + heads * args.seq_length
+        return tokens * numbers * element + args.seq_length**2
     return tokens * (2 * (heads + groups) * args.kv_channels * element + 4 * heads)
 
 

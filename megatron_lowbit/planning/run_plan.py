@@ -30,12 +30,14 @@ def describe_plan(args: Namespace) -> Iterator[str | Table]:
     kind, where = _gpu()
     try:
         check_plannable(args)
-        candidate = given(args, args.world_size)
+        candidate = given(Namespace(**vars(args)), args.world_size)
     except UserError as error:
         yield f"memory and time are not planned: {error}"
         return
     # Layers are local on a machine without GPUs for want of another choice.
     through_te = args.transformer_impl == "transformer_engine" or not torch.cuda.is_available()
+    if through_te:
+        candidate.args.transformer_impl = "transformer_engine"
     device = Device(kind, through_te, "mamba-ssm")
     recipe = load_recipes(args.precision_recipe or ["bf16"], args.recipe_set)
     cluster = Cluster(kind, min(_GPUS_PER_NODE, args.world_size))

@@ -140,7 +140,9 @@ class Saved(dict):
     weights = 0
 
 
-def saved_bytes(args: Namespace, vocabulary: int, monkeypatch) -> Saved:
+def saved_bytes(
+    args: Namespace, vocabulary: int, monkeypatch, fused_attention: bool = True
+) -> Saved:
     """Return what forward saves for backward, each storage once, without parameters, by address.
 
     The model computes in BF16 and, where a GPU has a fused kernel, keeps what that keeps.
@@ -149,7 +151,8 @@ def saved_bytes(args: Namespace, vocabulary: int, monkeypatch) -> Saved:
         rope_utils, "fused_apply_rotary_pos_emb", lambda *t, **_: _FusedRope.apply(*t)
     )
     monkeypatch.setattr(torch.nn.functional, "rms_norm", _FusedRMSNorm.apply)
-    monkeypatch.setattr(DotProductAttention, "forward", _attention)
+    if fused_attention:
+        monkeypatch.setattr(DotProductAttention, "forward", _attention)
     args = Namespace(**vars(args) | {"padded_vocab_size": vocabulary})
     with rank_of_stage(args, 0), torch.compiler.set_stance("force_eager"):
         config = model_config_of(args)

@@ -57,13 +57,16 @@ def planned(args, parts) -> float:
     return total
 
 
-def one_more(text: str, fewer: str, more: str, monkeypatch) -> tuple[float, float]:
-    """Bytes that a model keeps beyond those of a smaller one: planned and measured."""
+def one_more(
+    text: str, fewer: str, more: str, monkeypatch, attention: str = "transformer_engine"
+) -> tuple[float, float]:
+    """Return the bytes that a model keeps beyond those of a smaller one: planned and measured."""
     found = []
     for size in (fewer, more):
         args = parse(f"{text} {size}")
         recipe = load_recipe(*args.precision_recipe, args.recipe_set)
-        saved = saved_bytes(args, VOCABULARY, monkeypatch)
+        saved = saved_bytes(args, VOCABULARY, monkeypatch, attention != "local")
+        args.transformer_impl = attention
         found.append((planned(args, stages(args, recipe)[0]), sum(saved.values())))
     return tuple(large - small for small, large in zip(*found, strict=True))
 
@@ -72,6 +75,13 @@ def one_more(text: str, fewer: str, more: str, monkeypatch) -> tuple[float, floa
 def test_a_layer_of_a_gpt_keeps_what_it_saves(model, monkeypatch):
     counted, measured = one_more(model, "--num-layers 1", "--num-layers 2", monkeypatch)
     # Tensor scales, and a mixture's maps of tokens, are not counted one by one.
+    assert counted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.parametrize("model", [LLAMA, GPT2, f"{LLAMA} {TP2}"], ids=["Llama", "GPT-2", "TP2"])
+def test_local_attention_keeps_its_scores(model, monkeypatch):
+    sizes = "--num-layers 1", "--num-layers 2"
+    counted, measured = one_more(model, *sizes, monkeypatch, attention="local")
     assert counted == pytest.approx(measured, rel=0.01)
 
 
@@ -123,6 +133,7 @@ def test_a_linear_layer_keeps_what_an_h200_had_allocated(contender):
 
 def test_a_llama_layer_in_bf16_counted_by_hand():
     args = parse(f"{LLAMA} --num-layers 1")
+    args.transformer_impl = "transformer_engine"
     (parts,) = stages(args, load_recipe("bf16"))
     found = [kept(args, part, 256) for part in parts]
     token = {
