@@ -3,15 +3,19 @@
 from pathlib import Path
 
 import pytest
-from tiny_run import arguments_for
 
 from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
-# Pipelines are in test_resharding.py.
-FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP",)}
-FAST_RECIPES = {name: RECIPES[name] for name in ("nvfp4-group", "mxfp4-backward")} | {
-    "fixed signs": Recipe(f"{RECIPES['mxfp4-backward'].options} {FIXED}")
+FAST_LAYOUTS = {
+    name: LAYOUTS[name]
+    for name in ("TP2+SP", "PP2-interleaved", "DP2-distributed", "EP2", "PP2-mtp", "PP2-hybrid")
+}
+FAST_RECIPES = {"nvfp4-group": RECIPES["nvfp4-group"]}
+# Compared with each other, on one process.
+SIGNS = {
+    "mxfp4-backward": RECIPES["mxfp4-backward"],
+    "fixed signs": Recipe(f"{RECIPES['mxfp4-backward'].options} {FIXED}"),
 }
 
 
@@ -20,7 +24,7 @@ FAST = ("--quantization-engine", "reference", "--global-batch-size", "4")
 
 
 def run(layouts: dict, recipes: dict, data: list, folder: Path, iterations: int) -> dict:
-    """(layout, recipe) to its cell."""
+    """Return cells by (layout, recipe)."""
     cells = measure(layouts, recipes, data, iterations, folder / "start", folder)
     return {(cell.layout, cell.recipe): cell for cell in cells}
 
@@ -28,32 +32,29 @@ def run(layouts: dict, recipes: dict, data: list, folder: Path, iterations: int)
 @pytest.fixture(scope="module")
 def data(corpus) -> list[str]:
     """Arguments of the tiny data."""
-    arguments = arguments_for(corpus, ())
-    return arguments[arguments.index("--data-path") :]
+    model = ["--tokenizer-model", str(corpus / "tokenizer"), "--num-workers", "0"]
+    return ["--data-path", str(corpus / "data"), "--tokenizer-type", "HuggingFaceTokenizer", *model]
 
 
 def check(cells: dict, layouts: dict, recipes: dict) -> None:
-    """No cell exceeds its bounds, and none was left uncompared."""
+    """Check that no cell exceeds its bounds, and none was left uncompared."""
     compared = {place for place, cell in cells.items() if cell.difference is not None}
     assert compared == {(layout, recipe) for layout in layouts for recipe in recipes}
     complaints = [cell.complaint(layouts, recipes) for cell in cells.values()]
-    assert not any(complaints), complaints
+    assert [complaint for complaint in complaints if complaint] == []
 
 
-@pytest.fixture(scope="module")
-def cells(data, tmp_path_factory) -> dict:
-    """The first step after the checkpoint, in some layouts under some recipes."""
-    folder = tmp_path_factory.mktemp("parity")
-    return run(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], folder, iterations=1)
-
-
-def test_layouts_agree(cells):
+def test_layouts_agree(data, tmp_path):
+    """The first step after the checkpoint."""
+    cells = run(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], tmp_path, iterations=1)
     check(cells, FAST_LAYOUTS, FAST_RECIPES)
 
 
-def test_other_signs_exceed_the_bounds(cells):
+def test_other_signs_exceed_the_bounds(data, tmp_path):
     """Where no layer is split; where one is, tests/layers compares the quantized bits."""
-    fresh, fixed = (cells["single-dense", name] for name in ("mxfp4-backward", "fixed signs"))
+    layouts = {"recompute-selective": LAYOUTS["recompute-selective"]}
+    cells = run(layouts, SIGNS, [*data, *FAST], tmp_path, iterations=1)
+    fresh, fixed = (cells["single-dense", name] for name in SIGNS)
     bound = RECIPES["mxfp4-backward"].whole.norm
     assert fresh.distance(fixed.losses, fixed.norms).norm > 3 * bound
 
