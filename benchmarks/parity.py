@@ -111,7 +111,7 @@ LAYOUTS = {
     "TP4+SP": Layout(4, "--tensor-model-parallel-size 4 --sequence-parallel"),
     "EP2-TP2+SP": Layout(4, f"{EP2} {SP2}", "experts"),
     "EP2-PP2": Layout(4, f"{EP2} {PP2}", "experts"),
-    "TP2+SP-latent": Layout(2, SP2, "latent"),
+    "PP2-latent": Layout(2, PP2, "latent"),
     "TP2+SP-mtp": Layout(2, SP2, "mtp"),
     "PP2-mtp": Layout(2, PP2, "mtp"),
     "TP2+SP-hybrid": Layout(2, SP2, "hybrid"),

@@ -3,8 +3,8 @@
 #
 #     examples/launch/torchrun.sh FOLDER pretrain_gpt.py ARGUMENTS
 #
-# FOLDER becomes --save and --load: the same command goes on after whatever ended it. PYTHON=...
-# before it: another Python than PATH's.
+# FOLDER becomes --save and --load: the same command goes on after whatever ended it. Give
+# --save-interval. PYTHON=... before it: another Python than PATH's.
 set -euo pipefail
 
 folder=$1
@@ -12,4 +12,4 @@ shift
 # torchrun, but of this Python. auto: as many processes as GPUs; without any, as CPUs.
 exec "${PYTHON:-python}" -m torch.distributed.run \
     --standalone --nproc-per-node=auto --max-restarts=3 \
-    "$@" --save "$folder" --load "$folder"
+    "$@" --save "$folder" --load "$folder" --exit-signal-handler

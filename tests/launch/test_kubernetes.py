@@ -13,9 +13,9 @@ import yaml
 from kubeflow_trainer_api import models
 from tiny_run import ROOT, arguments_for, steps
 from torch.distributed.run import get_args_parser
-from waiting import said, until
+from waiting import STOPPED, loaded, said, trained, until
 
-from megatron_lowbit.training.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments import front_parser
 
 DOCUMENTS = list(yaml.safe_load_all((ROOT / "examples/launch/kubernetes.yaml").read_text()))
 BY_KIND = {document["kind"]: document for document in DOCUMENTS}
@@ -55,8 +55,8 @@ def test_training_takes_its_arguments_and_resumes(monkeypatch):
     monkeypatch.chdir(ROOT)
     told = parsed()
     assert (ROOT / told.training_script).is_file()
-    args = parse_arguments(told.training_script_args)
-    assert args.save == args.load and args.save_interval
+    args = front_parser().parse_args(told.training_script_args)
+    assert args.save == args.load and args.save_interval and args.exit_signal_handler
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     for path in (args.save, *args.data_path, args.tokenizer_model):
         assert str(path).startswith(f"{mounts['lowbit']}/")
@@ -100,7 +100,20 @@ def start(corpus, launch):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        own = arguments_for(corpus, ("--save", folder, "--load", folder, "--train-iters", 100))
+        own = arguments_for(
+            corpus,
+            (
+                "--save",
+                folder,
+                "--load",
+                folder,
+                "--train-iters",
+                100,
+                "--save-interval",
+                50,
+                "--exit-signal-handler",
+            ),
+        )
         return [launch(command_of(n, port, own), log_of(folder, n)) for n in range(2)]
 
     return pods
@@ -112,13 +125,13 @@ def test_a_pod_that_is_taken_away_loses_nothing(start, tmp_path):
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     log = log_of(stopped, 0)
     pods = start(stopped)
-    until(lambda: "iteration 3/" in said(log), log)
+    until(lambda: trained(log, 3), log)
     pods[1].terminate()
     assert pods[1].wait(timeout=60) != 0  # to Kubernetes a failure, for a reason that it knows
-    until(lambda: "stopped by a signal to another rank" in said(log), log)
+    until(lambda: STOPPED in said(log), log)
     # The set begins again. torchrun waits for its other nodes, deaf, until the pod's time is up.
     pods[0].kill()
     for folder in (stopped, whole):
         assert [pod.wait(timeout=180) for pod in start(folder)] == [0, 0], said(log)[-3000:]
-    assert f"loaded {stopped} at iteration" in said(log)
+    assert loaded(log, stopped)
     assert steps(stopped) == steps(whole) and len(steps(whole)) == 100

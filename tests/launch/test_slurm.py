@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, missing
 from tiny_run import ROOT, arguments_for, steps
-from waiting import said, until
+from waiting import STOPPED, loaded, said, trained, until
 
 # Two tasks on one node without GPUs, instead of the script's 16 on two with 8 each.
 OPTIONS = ("--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", f"--chdir={ROOT}")
@@ -34,7 +34,9 @@ class Job:
     def __init__(self, cluster: Cluster, corpus: Path, folder: Path) -> None:
         self._cluster = cluster
         self.log = folder.with_suffix(".log")
-        arguments = arguments_for(corpus, ("--fp4-recipe", "nvfp4", "--train-iters", ITERATIONS))
+        arguments = arguments_for(
+            corpus, ("--fp4-recipe", "nvfp4", "--train-iters", ITERATIONS, "--save-interval", 50)
+        )
         self.number = cluster.run(
             "sbatch", "--parsable", *OPTIONS, f"--output={self.log}",
             str(ROOT / "examples/launch/slurm.sbatch"), str(folder), "pretrain_gpt.py", *arguments,
@@ -48,12 +50,11 @@ class Job:
         until(lambda: self.now("JobState") == state, self.log)
 
     def until_it_trains(self) -> None:
-        until(lambda: "iteration 3/" in said(self.log), self.log)
+        until(lambda: trained(self.log, 3), self.log)
 
-    def stopped_after(self, signal: str) -> int:
-        found = re.search(rf"stopped by {signal} after iteration (\d+)", said(self.log))
-        assert found, said(self.log)
-        return int(found[1])
+    def stopped_after(self) -> int:
+        assert STOPPED in said(self.log), said(self.log)
+        return int(re.findall(r"saved checkpoint from iteration +(\d+)", said(self.log))[-1])
 
 
 def test_stopped_before_its_time_is_up_it_goes_on_by_itself(cluster, corpus, tmp_path):
@@ -66,9 +67,7 @@ def test_stopped_before_its_time_is_up_it_goes_on_by_itself(cluster, corpus, tmp
     cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now+5")
     job.until("COMPLETED")
     assert job.now("Restarts") == "1"
-    iteration = job.stopped_after("SIGUSR1")
-    assert iteration < ITERATIONS
-    assert f"loaded {tmp_path / 'stopped'} at iteration {iteration}" in said(job.log)
+    assert loaded(job.log, tmp_path / "stopped")
 
     Job(cluster, corpus, tmp_path / "whole").until("COMPLETED")
     whole = steps(tmp_path / "whole")
@@ -80,8 +79,8 @@ def test_cancelled_it_saves_and_stays_away(cluster, corpus, tmp_path):
     job.until_it_trains()
     cluster.run("scancel", job.number)
     job.until("CANCELLED")
-    until(lambda: "stopped by" in said(job.log), job.log)
-    iteration = job.stopped_after("SIGTERM")
+    until(lambda: STOPPED in said(job.log), job.log)
+    iteration = job.stopped_after()
     assert (tmp_path / "cancelled" / f"iter_{iteration:07d}").is_dir()
     assert job.now("Restarts") == "0"
 

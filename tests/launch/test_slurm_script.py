@@ -41,7 +41,8 @@ def test_without_a_container(run, tmp_path):
     assert not [argument for argument in arguments if argument.startswith("--container")]
     folder = str(tmp_path / "checkpoints")
     training = ["pretrain_gpt.py", "--seed", "1 2", "--save", folder, "--load", folder]
-    assert arguments[-8:] == ["python3.12", *training]
+    training.append("--exit-signal-handler")
+    assert arguments[-9:] == ["python3.12", *training]
 
 
 def test_in_a_container(run, tmp_path):

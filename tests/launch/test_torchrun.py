@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_run import ROOT, arguments_for, steps
-from waiting import said, until
+from waiting import STOPPED, loaded, said, trained, until
 
 PROCESSES = torch.cuda.device_count() or os.cpu_count()
 
@@ -18,7 +18,16 @@ def start(corpus, launch):
     """Starts the tiny model; ``folder`` with the suffix .log is what it prints."""
 
     def run(folder: Path) -> subprocess.Popen:
-        batch = ("--micro-batch-size", 1, "--global-batch-size", PROCESSES, "--train-iters", 100)
+        batch = (
+            "--micro-batch-size",
+            1,
+            "--global-batch-size",
+            PROCESSES,
+            "--train-iters",
+            100,
+            "--save-interval",
+            50,
+        )
         script = [str(ROOT / "examples/launch/torchrun.sh"), str(folder), "pretrain_gpt.py"]
         command = [*script, *arguments_for(corpus, batch)]
         return launch(command, folder.with_suffix(".log"), PYTHON=sys.executable)
@@ -32,11 +41,11 @@ def test_stopped_it_goes_on(start, tmp_path):
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     log = stopped.with_suffix(".log")
     run = start(stopped)
-    until(lambda: "iteration 3/" in said(log), log)
+    until(lambda: trained(log, 3), log)
     run.terminate()
     run.wait(timeout=60)
-    assert "stopped by SIGTERM" in said(log)
+    assert STOPPED in said(log)
     for folder in (stopped, whole):
         assert start(folder).wait(timeout=180) == 0, said(log)[-3000:]
-    assert f"loaded {stopped} at iteration" in said(log)
+    assert loaded(log, stopped)
     assert steps(stopped) == steps(whole) and len(steps(whole)) == 100

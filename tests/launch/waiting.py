@@ -1,4 +1,4 @@
-"""Waiting for what another process does, with its log in the message where it does not."""
+"""Wait for another process, with its log in the message where it does not come."""
 
 import time
 from collections.abc import Callable
@@ -13,6 +13,20 @@ def until(condition: Callable[[], bool], log: Path, seconds: float = 180) -> Non
         time.sleep(0.1)
 
 
+def trained(log: Path, iteration: int) -> bool:
+    """Tell whether a run has finished an iteration, by Megatron-LM's log line."""
+    return f"iteration {iteration:8d}/" in said(log)
+
+
+def loaded(log: Path, folder: Path) -> bool:
+    """Tell whether a run has gone on from a checkpoint."""
+    return f"successfully loaded checkpoint from {folder}" in said(log)
+
+
+STOPPED = "exiting program after receiving SIGTERM"
+"""Megatron-LM's words once it has saved."""
+
+
 def said(log: Path) -> str:
-    """What a log holds by now."""
+    """Return the content of a log by now."""
     return log.read_text() if log.exists() else ""
