@@ -1,6 +1,0 @@
-"""Lets the tests here import their helper ``tiny_gpt``: pytest's importlib mode adds no paths."""
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
