@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,3 +42,23 @@ def run_ranks():
         assert not any(worker.returncode for worker in workers), shown
 
     return run
+
+
+@pytest.fixture
+def write_checkpoint():
+    """Writes a small checkpoint in the format torch_dist, as Megatron-LM would, but no tracker."""
+    from torch.distributed.checkpoint import DefaultSavePlanner, save
+
+    def write(path: Path) -> Path:
+        common = {"args": Namespace(lr=1.0), "iteration": int(path.name.removeprefix("iter_"))}
+        state = {
+            "model.weight": torch.arange(12.0).view(3, 4),
+            "model.extra/shard_0_1": [{"state": 1}],
+            "common_state/shard_0_1": [common],
+        }
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        save(state, checkpoint_id=path, planner=planner, no_dist=True)
+        (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        return path
+
+    return write

@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: their names, checksums, publication and deletion.
+"""The files of a checkpoint directory: their names, checksums, replacement and deletion.
 
     DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
     DIR/iter_0000100/...                     what Megatron-LM has saved
@@ -176,21 +176,6 @@ def _document_digest(document: dict[str, Any]) -> str:
 # -- writing and deleting --------------------------------------------------------------------------
 
 
-def make_empty(directory: Path, partial: Path) -> None:
-    """Make DIR and in it ``partial``; remove what killed saves and deletions left."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for ending in ("partial", "replaced", "deleted"):
-        for stale in directory.glob(f".iter_*.{ending}"):
-            shutil.rmtree(stale)
-    partial.mkdir()
-
-
-def publish(partial: Path, final: Path) -> None:
-    """Let a whole checkpoint appear under its name, and the tracker file name it."""
-    replace_directory(partial, final)
-    write_tracker(final.parent, int(final.name[5:]))
-
-
 def write_tracker(directory: Path, iteration: int) -> None:
     """Let DIR's tracker file name an iteration."""
     _replace_text(directory / TRACKER, str(iteration))
@@ -213,6 +198,8 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
     Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
     complete checkpoint. A failure is printed, not raised: the training it would end is well.
     """
+    for killed in directory.glob(".iter_*.deleted"):
+        shutil.rmtree(killed, ignore_errors=True)
     older = [number for number in complete_iterations(directory) if number < saved]
     named = latest_iteration(directory)
     for number in older[: max(0, len(older) - (keep - 1))]:

@@ -1,0 +1,306 @@
+"""Names, checksums and deletion of checkpoints in a folder."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.checkpoints import files
+from megatron_lowbit.errors import UserError
+
+SHARD = "__0_0.distcp"
+FILES = (SHARD, ".metadata", "metadata.json")
+
+
+def seal(path: Path) -> Path:
+    files.write_document(path, {"files": files.checksums(path)})
+    return path
+
+
+@pytest.fixture
+def saved(write_checkpoint, tmp_path) -> Path:
+    """A folder with checkpoints of iterations 1, 2 and 3, all on record."""
+    directory = tmp_path / "saved"
+    for number in (1, 2, 3):
+        seal(write_checkpoint(files.iteration_directory(directory, number)))
+    files.write_tracker(directory, 3)
+    return directory
+
+
+@pytest.fixture
+def newest(saved) -> Path:
+    return saved / "iter_0000003"
+
+
+def turn_bit(file: Path, position: int | None = None) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2 if position is None else position] ^= 1
+    file.write_bytes(content)
+
+
+def error_of_checking(path: Path) -> str:
+    """Return the one line that names what is wrong with a checkpoint's files."""
+    with pytest.raises(UserError) as caught:
+        recorded = files.read_document(path)["files"]
+        files.check_files(path, recorded, sorted(recorded))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# -- what lowbit.json records ----------------------------------------------------------------------
+
+
+def test_every_file_is_recorded(newest):
+    (newest / "folder").mkdir()
+    (newest / "folder" / "file").write_bytes(b"123")
+    recorded = files.read_document(seal(newest))["files"]
+    assert recorded.keys() == {*FILES, "folder/file"}
+    sizes = {name: entry["bytes"] for name, entry in recorded.items()}
+    assert sizes == {name: (newest / name).stat().st_size for name in recorded}
+    assert sizes["folder/file"] == 3
+    files.check_files(newest, recorded, recorded)
+    assert not list(newest.glob("*.partial"))
+
+
+def test_the_documents_version_is_3(newest):
+    content = json.loads((newest / files.DOCUMENT).read_text())
+    assert content["format_version"] == files.FORMAT_VERSION == 3
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_file(newest, name):
+    (newest / name).unlink()
+    assert error_of_checking(newest) == f"{newest / name}: missing"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated_file(newest, name):
+    file = newest / name
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    assert error_of_checking(newest) == f"{file}: {size - 1} bytes instead of {size}"
+
+
+@pytest.mark.parametrize("position", [0, None, -1])
+@pytest.mark.parametrize("name", FILES)
+def test_one_bit_of_a_file(newest, name, position):
+    turn_bit(newest / name, position)
+    expected = f"{newest / name}: its content differs from what was saved"
+    assert error_of_checking(newest) == expected
+
+
+def test_only_the_named_files_are_read(newest):
+    """Ranks share them out."""
+    recorded = files.read_document(newest)["files"]
+    turn_bit(newest / SHARD)
+    files.check_files(newest, recorded, [".metadata"])
+    with pytest.raises(UserError):
+        files.check_files(newest, recorded, [".metadata", SHARD])
+
+
+def test_unreadable_file(newest, monkeypatch):
+    def refuse(path: Path) -> str:
+        raise OSError(5, "Input/output error", str(path))
+
+    monkeypatch.setattr(files, "_digest", refuse)
+    expected = f"{newest / '.metadata'}: cannot be read (Input/output error)"
+    assert error_of_checking(newest) == expected
+
+
+def test_document_changed(newest):
+    file = newest / files.DOCUMENT
+    size = (newest / SHARD).stat().st_size
+    file.write_text(file.read_text().replace(str(size), str(size + 1)))
+    assert error_of_checking(newest) == f"{file}: its content differs from what was saved"
+
+
+def test_document_or_folder_missing(newest):
+    (newest / files.DOCUMENT).unlink()
+    assert error_of_checking(newest) == f"{newest / files.DOCUMENT}: missing"
+    shutil.rmtree(newest)
+    assert error_of_checking(newest) == f"{newest}: missing"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"format_version": 3}', '{"format_version": 3, "files": {}}']
+)
+def test_damaged_document(newest, content):
+    (newest / files.DOCUMENT).write_text(content)
+    assert error_of_checking(newest).startswith(f"{newest / files.DOCUMENT}: damaged (")
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_document_of_another_version(newest, version):
+    document = newest / files.DOCUMENT
+    text = document.read_text()
+    document.write_text(text.replace('"format_version": 3', f'"format_version": {version}'))
+    expected = f"{document}: format_version {version}, but this version of megatron-lowbit reads 3"
+    assert error_of_checking(newest) == expected
+
+
+def test_a_document_that_cannot_be_written_leaves_the_old_one(newest, monkeypatch):
+    before = (newest / files.DOCUMENT).read_text()
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_document(newest, {"files": {}})
+    assert (newest / files.DOCUMENT).read_text() == before
+
+
+# -- the tracker file ------------------------------------------------------------------------------
+
+
+def test_the_tracker_names_the_latest(saved, tmp_path):
+    assert files.latest_iteration(saved) == files.latest_iteration(str(saved)) == 3
+    files.write_tracker(saved, 2)
+    assert files.latest_iteration(saved) == 2
+    assert (saved / files.TRACKER).read_text() == "2\n"
+    assert not list(saved.glob(".*"))
+    assert files.latest_iteration(tmp_path) is files.latest_iteration(tmp_path / "no") is None
+
+
+@pytest.mark.parametrize("content", ["", "12x", "-1", "1.0", "٣", "release"])
+def test_a_tracker_without_an_iteration(saved, content):
+    (saved / files.TRACKER).write_text(content)
+    complete = "complete: iter_0000001, iter_0000002, iter_0000003; --load-latest-valid"
+    with pytest.raises(UserError, match=f"'{content}' is not an iteration; .*{complete}"):
+        files.latest_iteration(saved)
+
+
+def test_a_tracker_of_other_bytes_is_refused(saved):
+    (saved / files.TRACKER).write_bytes(b"\xff\xfe" * 100)
+    with pytest.raises(UserError, match="is not an iteration") as caught:
+        files.latest_iteration(saved)
+    assert len(str(caught.value).replace(str(saved), "")) < 300
+
+
+def test_a_release_is_no_iteration(saved):
+    assert files.release(saved) is None
+    (saved / files.TRACKER).write_text("release\n")
+    assert files.release(saved) == files.release(str(saved)) == saved / "release"
+    (saved / files.TRACKER).unlink()
+    assert files.release(saved) is None
+
+
+# -- which checkpoints there are -------------------------------------------------------------------
+
+
+def test_iterations_are_folders_of_seven_digits_or_more(saved):
+    for name in ("iter_5", "iter_00000x7", "iter_0000008_old", ".iter_0000009.deleted", "release"):
+        (saved / name).mkdir()
+    (saved / "iter_0000010").write_text("a file")
+    (saved / "iter_12345678").mkdir()
+    assert files.iterations(saved) == [1, 2, 3, 12345678]
+    assert files.complete_iterations(saved) == [1, 2, 3]
+
+
+def test_complete_is_what_has_its_full_length(saved):
+    os.truncate(saved / "iter_0000001" / SHARD, 100)
+    (saved / "iter_0000002" / files.DOCUMENT).write_text("{")
+    turn_bit(saved / "iter_0000003" / SHARD)  # the content is not read
+    assert files.complete_iterations(saved) == [3]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_complete_without_a_document(saved, name):
+    """As Megatron-LM leaves a checkpoint: the lengths are in its metadata."""
+    first, second, third = (saved / f"iter_000000{number}" for number in (1, 2, 3))
+    for path in (first, second, third):
+        (path / files.DOCUMENT).unlink()
+    (second / name).unlink()
+    os.truncate(third / name, (third / name).stat().st_size - 1)
+    # Nothing says how long metadata.json was.
+    assert files.complete_iterations(saved) == ([1, 2, 3] if name == "metadata.json" else [1])
+
+
+def test_alternatives(saved, write_checkpoint):
+    more = "--load-latest-valid goes back to a valid one"
+    assert files.alternatives(saved, besides=3) == f"complete: iter_0000001, iter_0000002; {more}"
+    for number in range(4, 8):
+        shutil.copytree(saved / "iter_0000003", files.iteration_directory(saved, number))
+    names = ", ".join(f"iter_000000{number}" for number in range(3, 8))
+    assert files.alternatives(saved) == f"complete: ..., {names}; {more}"
+    assert files.alternatives(saved / "nowhere") == "complete: none"
+
+
+# -- writing and deleting --------------------------------------------------------------------------
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_a_directory_takes_the_place_of_another(saved):
+    partial, final = saved / ".iter_0000003.partial", saved / "iter_0000003"
+    partial.mkdir()
+    (partial / "new").write_text("")
+    files.replace_directory(partial, final)
+    assert names(final) == {"new"}
+    files.replace_directory(final, saved / "iter_0000004")
+    assert names(saved) == {"iter_0000001", "iter_0000002", "iter_0000004", files.TRACKER}
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])
+def test_the_last_are_kept(saved, keep, left):
+    files.delete_older(saved, 3, keep)
+    assert files.iterations(saved) == left
+    assert names(saved) == {*(f"iter_000000{number}" for number in left), files.TRACKER}
+
+
+def test_only_complete_older_ones_are_deleted(saved, write_checkpoint):
+    (saved / "iter_0000003").rename(saved / "iter_0000009")
+    (saved / "iter_0000000").mkdir()
+    (saved / "iter_0000002" / SHARD).unlink()
+    (saved / "iter_5").mkdir()
+    (saved / "iter_0000004").symlink_to(saved / "iter_0000009")
+    write_checkpoint(saved / "iter_0000005")
+    files.write_tracker(saved, 5)
+    files.delete_older(saved, 5, 1)
+    assert names(saved) == {
+        "iter_0000000", "iter_0000002", "iter_0000004", "iter_0000005", "iter_5", "iter_0000009",
+        files.TRACKER,
+    }  # fmt: skip
+
+
+def test_what_the_tracker_names_is_never_deleted(saved):
+    files.write_tracker(saved, 1)
+    files.delete_older(saved, 3, 1)
+    assert files.complete_iterations(saved) == [1, 3]
+
+
+def test_a_killed_deletion_leaves_no_half_checkpoint(saved, monkeypatch):
+    def die(path: Path, **_: object) -> None:
+        (path / files.DOCUMENT).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            files.delete_older(saved, 3, 2)
+    assert files.iterations(saved) == [2, 3]
+    assert (saved / ".iter_0000001.deleted").is_dir()
+    files.delete_older(saved, 3, 2)
+    assert names(saved) == {"iter_0000002", "iter_0000003", files.TRACKER}
+
+
+def test_a_failed_deletion_is_printed(saved, monkeypatch, capsys):
+    def refuse(*_: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(files.os, "rename", refuse)
+    files.delete_older(saved, 3, 2)
+    expected = f"cannot delete the older checkpoint {saved}/iter_0000001: Read-only file system\n"
+    assert capsys.readouterr().out == expected
+    assert files.complete_iterations(saved) == [1, 2, 3]
+
+
+def test_error_messages_name_the_folder(saved):
+    (saved / files.TRACKER).write_text("?")
+    with pytest.raises(UserError, match=re.escape(f"{saved / files.TRACKER}: '?' is not")):
+        files.delete_older(saved, 3, 1)

@@ -1,0 +1,228 @@
+"""Reading a checkpoint runs no code that its files hold, whatever the kind of file."""
+
+import io
+import os
+import pickle
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_lowbit.checkpoints.common_state import read_common_state, read_object
+from megatron_lowbit.checkpoints.pickles import Reader, check_lengths, check_objects, saved_tensors
+from megatron_lowbit.errors import UserError
+
+SHARD = "__0_0.distcp"
+COMMON = "common_state/shard_0_1"
+EXTRA = "model.extra/shard_0_1"
+
+
+class Evil:
+    """A pickle of it makes a folder where it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.fixture
+def checkpoint(write_checkpoint, tmp_path) -> Path:
+    return write_checkpoint(tmp_path / "iter_0000007")
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """What a pickle that runs leaves behind."""
+    return tmp_path / "trace"
+
+
+def plant_in_shard(checkpoint: Path, key: str, evil: Evil) -> None:
+    """Append the pickle to the shard, and let one tensor or object be read from there."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    payload = io.BytesIO()
+    torch.save([evil], payload)
+    (place,) = (place for index, place in metadata.storage_data.items() if index.fqn == key)
+    place.offset = (checkpoint / SHARD).stat().st_size
+    place.length = len(payload.getvalue())
+    with open(checkpoint / SHARD, "ab") as file:
+        file.write(payload.getvalue())
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def plant(checkpoint: Path, kind: str, evil: Any) -> Path:
+    """Plant a pickle in one kind of file; return the file."""
+    if kind == "metadata":
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(evil))
+    elif kind == "inside metadata":
+        whole = Metadata(state_dict_metadata={}, planner_data=evil)
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(whole))
+    elif kind == "common":
+        torch.save({"iteration": evil}, checkpoint / "common.pt")
+    elif kind == "old common":
+        torch.save(evil, checkpoint / "common.pt", _use_new_zipfile_serialization=False)
+    else:
+        plant_in_shard(checkpoint, kind, evil)
+        return checkpoint / SHARD
+    return checkpoint / ("common.pt" if "common" in kind else ".metadata")
+
+
+PLANTED = ["metadata", "inside metadata", "common", "old common", EXTRA, COMMON]
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["", "weights_only off"])
+@pytest.mark.parametrize("kind", PLANTED)
+def test_a_planted_pickle_is_refused_and_does_not_run(checkpoint, trace, kind, forced, monkeypatch):
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    file = plant(checkpoint, kind, Evil(trace))
+    readers = [check_objects]
+    if kind != EXTRA:
+        readers.append(read_common_state)
+    if "metadata" in kind:
+        readers += [check_lengths, saved_tensors]
+    if "metadata" in kind or "common" not in kind:
+        readers.append(lambda path: read_object(path, kind))
+    for read in readers:
+        if read is read_common_state and "metadata" in kind:
+            (checkpoint / "common.pt").unlink(missing_ok=True)
+        with pytest.raises(UserError) as caught:
+            read(checkpoint)
+        assert str(caught.value).startswith(f"{file}: refused: ")
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+        assert not trace.exists()
+
+
+@pytest.mark.parametrize("forced", [False, True], ids=["", "weights_only off"])
+def test_a_pickle_in_a_tensors_place_does_not_run(checkpoint, trace, forced, monkeypatch):
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    plant(checkpoint, "model.weight", Evil(trace))
+    places = Reader(checkpoint).read_metadata().storage_data
+    (place,) = (place for index, place in places.items() if index.fqn == "model.weight")
+    with pytest.raises(UserError, match=rf"{SHARD}: refused: "):
+        Reader(checkpoint).read_tensor(place)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("kind", ["metadata", "inside metadata", "common", EXTRA, COMMON])
+def test_the_planted_pickle_would_run(checkpoint, trace, kind):
+    """By torch's own readers: the tests above are about something."""
+    file = plant(checkpoint, kind, Evil(trace))
+    if "metadata" in kind:
+        with pytest.raises(AttributeError) if kind == "metadata" else nullcontext():
+            FileSystemReader(checkpoint).read_metadata()
+    elif kind == "common":
+        torch.load(file, weights_only=False)
+    else:
+        data = file.read_bytes()
+        start = max(w.offset for w in Reader(checkpoint).read_metadata().storage_data.values())
+        torch.load(io.BytesIO(data[start:]), weights_only=False)
+    assert trace.is_dir()
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        b"cos\nsystem\n(S'true'\ntR.",
+        b"cbuiltins\neval\n(S'1'\ntR.",
+        b"ctorch\nload\n(S'x'\ntR.",
+        b"cpathlib\nPath\n.",
+        # Protocol 4 resolves dots: from a known class to whatever its module imported.
+        b"\x80\x04\x8c\x25torch.distributed.checkpoint.metadata\x94\x8c\x09os.system\x94\x93.",
+    ],
+)
+def test_names_outside_the_list_are_refused(tmp_path, reach):
+    (tmp_path / ".metadata").write_bytes(reach)
+    with pytest.raises(UserError, match=r"\.metadata: refused: "):
+        Reader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "no pickle", "other object"])
+def test_damaged_metadata(checkpoint, damage):
+    file = checkpoint / ".metadata"
+    whole = file.read_bytes()
+    damages = {"empty": b"", "cut": whole[:500], "no pickle": b"\xff" * 50, "other object": b"N."}
+    file.write_bytes(damages[damage])
+    with pytest.raises(UserError, match=r"\.metadata: (damaged|refused|holds NoneType)"):
+        Reader(checkpoint).read_metadata()
+
+
+def test_metadata_changes_nothing_outside_the_checkpoint(checkpoint):
+    """A pickle may set attributes of the classes it names: pathlib's must not be among them."""
+    poison = b"cpathlib\nPosixPath\n(N}S'exists'\nI1\nstb."
+    (checkpoint / ".metadata").write_bytes(poison)
+    with pytest.raises(UserError):
+        Reader(checkpoint).read_metadata()
+    assert (checkpoint / ".metadata").exists() is True
+    assert Path.exists is not True
+
+
+def test_the_reader_reads_what_torchs_reads(checkpoint):
+    ours, theirs = (kind(checkpoint).read_metadata() for kind in (Reader, FileSystemReader))
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    for index, place in ours.storage_data.items():
+        if isinstance(ours.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            expected = torch.arange(12.0).view(3, 4)
+            assert torch.equal(Reader(checkpoint).read_tensor(place), expected)
+
+
+# -- a good checkpoint, and a damaged one ----------------------------------------------------------
+
+
+def test_a_good_checkpoint(checkpoint):
+    check_lengths(checkpoint)
+    check_objects(checkpoint)
+    assert saved_tensors(checkpoint) == {"model.weight": (3, 4)}
+    common = read_common_state(checkpoint)
+    assert common["iteration"] == 7 and common["args"].lr == 1.0
+
+
+def test_the_common_state_of_older_checkpoints(checkpoint):
+    torch.save({"iteration": 8}, checkpoint / "common.pt")
+    check_objects(checkpoint)
+    assert read_common_state(checkpoint) == {"iteration": 8}
+
+
+@pytest.mark.parametrize("content", [[], [{}, {}], [1], {"iteration": 7}])
+def test_a_common_state_of_another_shape(checkpoint, content, monkeypatch):
+    name = "megatron_lowbit.checkpoints.common_state.read_object"
+    monkeypatch.setattr(name, lambda path, key: content)
+    with pytest.raises(UserError, match="its common state is damaged"):
+        read_common_state(checkpoint)
+
+
+def test_an_object_that_is_not_there(checkpoint):
+    with pytest.raises(UserError, match=r"no object model\.nothing"):
+        read_object(checkpoint, "model.nothing")
+
+
+def test_other_formats_hold_no_sharded_tensors(tmp_path):
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    assert saved_tensors(tmp_path) == {}
+    check_lengths(tmp_path)
+    check_objects(tmp_path)
+
+
+def test_files_missing_and_cut_short(checkpoint):
+    shard, metadata = checkpoint / SHARD, checkpoint / ".metadata"
+    size = shard.stat().st_size
+    os.truncate(shard, size - 1)
+    with pytest.raises(UserError, match=f"{shard}: {size - 1} bytes instead of {size}$"):
+        check_lengths(checkpoint)
+    os.truncate(shard, size // 3)
+    with pytest.raises(UserError, match=f"{shard}: (damaged|refused)"):
+        check_objects(checkpoint)
+    shard.unlink()
+    with pytest.raises(UserError, match=f"{shard}: missing$"):
+        check_lengths(checkpoint)
+    metadata.unlink()
+    with pytest.raises(UserError, match=f"{metadata}: missing$"):
+        check_lengths(checkpoint)
