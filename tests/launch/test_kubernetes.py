@@ -15,6 +15,7 @@ from tiny_run import ROOT, arguments_for, steps
 from torch.distributed.run import get_args_parser
 from waiting import STOPPED, loaded, said, trained, until
 
+from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.megatron.arguments import front_parser
 
 DOCUMENTS = list(yaml.safe_load_all((ROOT / "examples/launch/kubernetes.yaml").read_text()))
@@ -55,7 +56,7 @@ def test_training_takes_its_arguments_and_resumes(monkeypatch):
     monkeypatch.chdir(ROOT)
     told = parsed()
     assert (ROOT / told.training_script).is_file()
-    args = front_parser().parse_args(told.training_script_args)
+    args = front_parser().parse_args(expand_files(told.training_script_args))
     assert args.save == args.load and args.save_interval and args.exit_signal_handler
     mounts = {mount["name"]: mount["mountPath"] for mount in CONTAINER["volumeMounts"]}
     for path in (args.save, *args.data_path, args.tokenizer_model):

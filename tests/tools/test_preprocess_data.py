@@ -18,9 +18,9 @@ import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 # isort: split
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.training import corpus as corpus_module
+from megatron_lowbit.data import corpus as corpus_module
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
+from megatron_lowbit.errors import UserError
 
 TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
 main = runpy.run_path(str(TOOL))["main"]
