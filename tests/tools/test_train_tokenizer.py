@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.data.tokenizer import load_tokenizer
+from megatron_lowbit.errors import UserError
 
 TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
 main = runpy.run_path(str(TOOL))["main"]

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.transformer_engine import installed
-from megatron_lowbit.transformer_engine.native import native_recipe
-from megatron_lowbit.transformer_engine.site import Site
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
 from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.transformer_engine import installed
+from megatron_lowbit.transformer_engine.native import native_recipe
+from megatron_lowbit.transformer_engine.site import Site
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
