@@ -37,6 +37,9 @@ COMMAND = "pretrain"
 _OWN_GROUPS = ("dry run", "megatron-lowbit")
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 
+_NEVER = 10**9
+"""Iterations that no run makes."""
+
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the arguments of recipes to a parser, in a group of their own.
@@ -246,6 +249,11 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
     for override in precision.overrides:
         given.add("--recipe-set", override)
     lines = list(precision.lines)
+    if "--eval-interval" not in given:
+        given.add("--eval-interval", str(_NEVER))
+        lines.append(
+            "--eval-interval is not given and has no default: evaluating at the end only"
+        )
     if machine.capability is None:
         lines += adapt_to_cpu(args, given)
     return lines

@@ -1,9 +1,9 @@
 """Go back to the last checkpoint after a loss or gradient that is not finite, and skip its data.
 
-Megatron-LM ends the run with an error then, unless ``--no-check-for-nan-in-loss-and-grad`` is given.
-With ``--skip-bad-iterations`` the iteration is noted in SAVE/bad_iterations.json and the run is
-started again: by itself where it is one process, else by its launcher (``torchrun
---max-restarts``, a requeued job). Megatron-LM's ``--iterations-to-skip`` then leaves it out.
+Megatron-LM ends the run with an error then. With ``--skip-bad-iterations`` the iteration is noted
+in SAVE/bad_iterations.json and the run is started again: by itself where it is one process, else by
+its launcher (``torchrun --max-restarts``, a requeued job). Megatron-LM's ``--iterations-to-skip``
+then leaves the iteration out.
 """
 
 import json

@@ -46,7 +46,7 @@ class _Row:
 
     flag: str
     reason: str
-    values: tuple[str, ...] = ()
+    values: tuple[str | list[str], ...] = ()
     instead: tuple[str, ...] = ()
 
 
@@ -66,6 +66,10 @@ _UNSUPPORTED = (
         "--transformer-impl", _TE, ("transformer_engine", "inference_optimized"),
         ("--transformer-impl", "local"),
     ),
+    _Row("--spec", _TE, (
+        ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+        ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    )),
     _Row("--bf16", _FP32),
     _Row("--fp16", _FP32),
     _Row("--fp16-lm-cross-entropy", _FP32),

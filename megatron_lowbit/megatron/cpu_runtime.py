@@ -14,7 +14,7 @@ imported itself. With a CUDA device it does nothing. Without one it
 - gives megatron's optimizers an Adam with the interface of Transformer Engine's (cpu_adam.py);
 - leaves out the warm-up of compiled functions, whose random inputs would come between the seed and
   the initial weights, and differ from layout to layout;
-- lets torch's norms run under sequence parallelism, as those of Transformer Engine do;
+- lets torch's norms do what Transformer Engine's do (cpu_norm.py);
 - stands in for Triton kernels of inference that the Mamba mixer imports, where Triton is absent.
 """
 
@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from megatron_lowbit.megatron import cpu_norm
 from megatron_lowbit.megatron.cpu_adam import GroupStepAdam
 from megatron_lowbit.megatron.generator import with_seed
 
@@ -237,28 +238,6 @@ def _set_draws(state: torch.Tensor) -> None:
     torch.set_rng_state(with_seed(state, torch.initial_seed()))
 
 
-def _torch_norm(norm: type) -> Callable[..., torch.nn.Module]:
-    """Wrap megatron's constructor of torch norms to accept sequence parallelism.
-
-    The parameters then see this rank's tokens only; their mark makes megatron sum their gradients
-    over the tensor-parallel group.
-    """
-    construct = norm.__new__
-
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        sequence_parallel = config.sequence_parallel
-        config.sequence_parallel = False
-        try:
-            module = construct(cls, config, *args, **kwargs)
-        finally:
-            config.sequence_parallel = sequence_parallel
-        for parameter in module.parameters():
-            parameter.sequence_parallel = sequence_parallel
-        return module
-
-    return new
-
-
 def _with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap megatron's function that builds data loaders so that they draw from no shared generator.
 
@@ -320,7 +299,7 @@ def _replace_in_megatron() -> None:
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
-    torch_norm.WrappedTorchNorm.__new__ = staticmethod(_torch_norm(torch_norm.WrappedTorchNorm))
+    torch_norm.WrappedTorchNorm.__new__ = staticmethod(cpu_norm.build)
     for name, uneven in (
         ("_gather_along_first_dim", _gather_parts),
         ("_reduce_scatter_along_first_dim", _reduce_scatter_parts),
