@@ -163,34 +163,54 @@ class Recorder:
     def __init__(self, directory: Path, start: int | None, keep_last: int | None) -> None:
         self._directory, self._start, self._keep_last = directory, start or 0, keep_last
         self._thread: threading.Thread | None = None
-        self._seen: int | None = None
-        for iteration in files.iterations(directory):
-            if iteration > self._start:
-                # The run is going to save this iteration anew, with other files.
-                path = files.iteration_directory(directory, iteration)
-                (path / files.DOCUMENT).unlink(missing_ok=True)
+        self._seen = self._tracker_version()
+        # Left by a run that went further. Until they are saved anew their records must stay: they
+        # may be what this run went back from.
+        self._old = {number for number in files.iterations(directory) if number > self._start}
 
     def begin_step(self, iteration: int, training: bool) -> None:
         """Begin to record a checkpoint that has appeared; called at the first pass of each step."""
-        if self._thread is not None and self._thread.is_alive():
-            return
-        try:
-            latest = files.latest_iteration(self._directory)
-        except UserError:
-            return  # The tracker file is being written, or names a release.
-        if latest is not None and latest != self._seen and latest > self._start:
-            self._seen = latest
-            self._thread = threading.Thread(target=self._record, args=(latest,), daemon=True)
+        if training and iteration + 1 in self._old:
+            # This step may end in a save, whose files the old record does not fit.
+            path = files.iteration_directory(self._directory, iteration + 1)
+            (path / files.DOCUMENT).unlink(missing_ok=True)
+        saved = self._newly_saved()
+        if saved is not None and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._record, args=(saved,), daemon=True)
             self._thread.start()
 
     def close(self) -> None:
         """Record every checkpoint that is not yet on record; wait until that is done."""
         if self._thread is not None:
             self._thread.join()
+        self._newly_saved()
         for iteration in files.complete_iterations(self._directory):
             path = files.iteration_directory(self._directory, iteration)
-            if iteration > self._start and not (path / files.DOCUMENT).exists():
+            is_new = iteration > self._start and iteration not in self._old
+            if is_new and not (path / files.DOCUMENT).exists():
                 self._record(iteration)
+
+    def _newly_saved(self) -> int | None:
+        """Return what the tracker file names if it has been written since the last call."""
+        version = self._tracker_version()
+        if version == self._seen:
+            return None
+        try:
+            latest = files.latest_iteration(self._directory)
+        except UserError:
+            return None  # The tracker file is being written, or names a release.
+        self._seen = version
+        if latest is None or latest <= self._start:
+            return None
+        self._old.discard(latest)
+        return latest
+
+    def _tracker_version(self) -> tuple[int, int] | None:
+        try:
+            status = (self._directory / files.TRACKER).stat()
+        except FileNotFoundError:
+            return None
+        return status.st_mtime_ns, status.st_ino
 
     def _record(self, iteration: int) -> None:
         path = files.iteration_directory(self._directory, iteration)

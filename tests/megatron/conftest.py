@@ -1,24 +1,20 @@
 """A world of one process, for what asks megatron.core for its groups or random states."""
 
-from argparse import Namespace
-
 import pytest
+import torch
 
-from megatron_lowbit.training.distributed import initialize_distributed, shutdown
+from megatron_lowbit.megatron.pretrain import torn_down
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 
 @pytest.fixture(scope="module")
 def single_process():
-    initialize_distributed(
-        Namespace(
-            tensor_model_parallel_size=1,
-            pipeline_model_parallel_size=1,
-            virtual_pipeline_model_parallel_size=None,
-            context_parallel_size=1,
-            expert_model_parallel_size=1,
-            distributed_timeout_minutes=1,
-            seed=5,
-        )
-    )
-    yield
-    shutdown()
+    with torn_down():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(5)
+        yield

@@ -1,0 +1,433 @@
+"""Checkpoints are verified before they are loaded, and recorded once they are saved."""
+
+import os
+import pickle
+import re
+import shutil
+import threading
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lowbit.checkpoints import files
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import checkpoint_guard
+from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+SHARD = "__0_0.distcp"
+
+
+def seal(path: Path) -> Path:
+    files.write_document(path, {"files": files.checksums(path)})
+    return path
+
+
+@pytest.fixture
+def saved(write_checkpoint, tmp_path) -> Path:
+    """A folder with checkpoints of iterations 1, 2 and 3, all on record."""
+    directory = tmp_path / "saved"
+    for number in (1, 2, 3):
+        seal(write_checkpoint(files.iteration_directory(directory, number)))
+    files.write_tracker(directory, 3)
+    return directory
+
+
+def arguments(load: Path | None, **changes: object) -> Namespace:
+    values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None}
+    return Namespace(load=load and str(load), **{**values, **changes})
+
+
+def choose(load: Path, **changes: object) -> tuple[int | None, int | None]:
+    """Return the iteration chosen, and what Megatron-LM is told of it."""
+    args = arguments(load, **changes)
+    return checkpoint_guard._choose(args), args.ckpt_step
+
+
+def refusal(load: Path, **changes: object) -> str:
+    with pytest.raises(UserError) as caught:
+        choose(load, **changes)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def turn_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def named(directory: Path) -> str:
+    return (directory / files.TRACKER).read_text().strip()
+
+
+# -- before loading --------------------------------------------------------------------------------
+
+
+def test_the_newest_is_chosen(saved, capsys):
+    assert choose(saved) == (3, None)
+    assert choose(saved, ckpt_step=2) == (2, 2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("latest_valid", [False, True])
+def test_nothing_to_load(tmp_path, latest_valid):
+    assert choose(tmp_path, load_latest_valid=latest_valid) == (None, None)
+    assert choose(tmp_path / "nowhere", load_latest_valid=latest_valid) == (None, None)
+
+
+@pytest.mark.parametrize("name", [SHARD, ".metadata", "metadata.json"])
+def test_a_damaged_file_is_named(saved, name):
+    file = saved / "iter_0000003" / name
+    others = " (complete: iter_0000001, iter_0000002; --load-latest-valid goes back to a valid one)"
+    turn_bit(file)
+    assert refusal(saved) == f"{file}: its content differs from what was saved{others}"
+    size = file.stat().st_size
+    os.truncate(file, size - 1)
+    assert refusal(saved) == f"{file}: {size - 1} bytes instead of {size}{others}"
+    file.unlink()
+    assert refusal(saved) == f"{file}: missing{others}"
+
+
+def test_a_folder_that_is_missing(saved):
+    shutil.rmtree(saved / "iter_0000003")
+    assert refusal(saved).startswith(f"{saved / 'iter_0000003'}: missing (complete: ")
+    assert refusal(saved, ckpt_step=9).startswith(f"{saved / 'iter_0000009'}: missing (")
+
+
+def test_it_goes_back_over_all_that_are_damaged(saved, capsys):
+    cut, turned = saved / "iter_0000003" / SHARD, saved / "iter_0000002" / ".metadata"
+    size = cut.stat().st_size
+    os.truncate(cut, 100)
+    turn_bit(turned)
+    assert choose(saved, load_latest_valid=True) == (1, 1)
+    assert capsys.readouterr().out.splitlines() == [
+        f"--load-latest-valid: skipped iter_0000003: {cut}: 100 bytes instead of {size}",
+        f"--load-latest-valid: skipped iter_0000002: {turned}: its content differs from what was "
+        "saved",
+    ]
+    assert named(saved) == "3"
+
+
+@pytest.mark.parametrize("tracker", ["3 ", "x", None])
+def test_it_goes_back_from_a_damaged_tracker_to_the_newest(saved, tracker, capsys):
+    (saved / files.TRACKER).unlink()
+    if tracker is not None:
+        (saved / files.TRACKER).write_text(tracker)
+    assert choose(saved, load_latest_valid=True) == (3, 3)
+    assert ("'x' is not an iteration" in capsys.readouterr().out) == (tracker == "x")
+
+
+def test_it_does_not_go_forward(saved):
+    """Whoever sets the tracker file back has a reason to."""
+    files.write_tracker(saved, 2)
+    assert choose(saved, load_latest_valid=True) == (2, 2)
+    turn_bit(saved / "iter_0000002" / SHARD)
+    assert choose(saved, load_latest_valid=True) == (1, 1)
+
+
+def test_nothing_valid_to_go_back_to(saved):
+    for number in (1, 2, 3):
+        (saved / f"iter_000000{number}" / SHARD).unlink()
+    error = refusal(saved, load_latest_valid=True)
+    assert error.startswith(f"{saved}: no valid checkpoint to go back to; the last tried: ")
+    assert error.endswith(f"{saved}/iter_0000001/{SHARD}: missing")
+    assert refusal(saved).endswith(f"iter_0000003/{SHARD}: missing (complete: none)")
+
+
+@pytest.mark.parametrize("latest_valid", [False, True])
+def test_an_empty_tracker_is_mended(saved, latest_valid, capsys):
+    """Megatron-LM empties the file before it writes into it."""
+    (saved / "iter_0000003" / SHARD).unlink()
+    (saved / files.TRACKER).write_text("")
+    assert choose(saved, load_latest_valid=latest_valid)[0] == 2
+    assert named(saved) == "2"
+    assert "empty, as a killed save leaves it; it names 2 again" in capsys.readouterr().out
+
+
+def test_an_empty_tracker_of_nothing_complete(tmp_path):
+    (tmp_path / files.TRACKER).write_text("\n")
+    assert "'' is not an iteration" in refusal(tmp_path)
+    assert named(tmp_path) == ""
+
+
+def test_a_release_is_verified(saved):
+    shutil.copytree(saved / "iter_0000003", saved / "release")
+    (saved / files.TRACKER).write_text("release")
+    assert choose(saved) == choose(saved, load_latest_valid=True) == (None, None)
+    turn_bit(saved / "release" / SHARD)
+    assert choose(saved, ckpt_step=2) == (2, 2)
+    assert f"release/{SHARD}: its content differs" in refusal(saved)
+
+
+def test_without_a_document_lengths_are_compared(saved, capsys):
+    path = saved / "iter_0000003"
+    (path / files.DOCUMENT).unlink()
+    assert choose(saved) == (3, None)
+    expected = f"{path}: no lowbit.json: loaded without comparing checksums\n"
+    assert capsys.readouterr().out == expected
+    os.truncate(path / SHARD, 100)
+    assert f"{path / SHARD}: 100 bytes instead of " in refusal(saved)
+
+
+class Evil:
+    """A pickle of it makes a folder where it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_a_planted_pickle_does_not_run(saved, tmp_path, name, recorded):
+    """Also where its checksum fits, as whoever plants it would see to."""
+    path, trace = saved / "iter_0000003", tmp_path / "trace"
+    if name == "common.pt":
+        torch.save({"iteration": Evil(trace)}, path / name)
+    else:
+        (path / name).write_bytes(pickle.dumps(Evil(trace)))
+    if recorded:
+        seal(path)
+    else:
+        (path / files.DOCUMENT).unlink()
+    assert refusal(saved).startswith(f"{path / name}: refused: ")
+    assert not trace.exists()
+
+
+def test_ranks_share_the_reading(saved, monkeypatch):
+    read = []
+    monkeypatch.setattr(files, "check_files", lambda path, recorded, names: read.append(names))
+    monkeypatch.setattr(torch.distributed, "all_gather_object", lambda *_: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    for rank in range(2):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        checkpoint_guard._verify(saved / "iter_0000003")
+    # The largest file first.
+    assert read == [[SHARD, "metadata.json"], [".metadata"]]
+
+
+# -- after saving ----------------------------------------------------------------------------------
+
+
+def recorder(directory: Path, start: int | None = 3, keep_last: int | None = None) -> Recorder:
+    return Recorder(directory, start, keep_last)
+
+
+def step(recorder: Recorder, iteration: int) -> None:
+    """Begin a step, and wait for what it records."""
+    recorder.begin_step(iteration, True)
+    if recorder._thread is not None:
+        recorder._thread.join()
+
+
+@pytest.fixture
+def save(saved, write_checkpoint):
+    """Saves an iteration as Megatron-LM does."""
+
+    def save(iteration: int) -> Path:
+        path = files.iteration_directory(saved, iteration)
+        for old in path.glob(".metadata"):
+            old.unlink()
+        write_checkpoint(path)
+        (saved / files.TRACKER).write_text(str(iteration))
+        return path
+
+    return save
+
+
+def is_recorded(path: Path) -> bool:
+    """Tell whether a checkpoint has a record, which then must fit its files."""
+    if not (path / files.DOCUMENT).exists():
+        return False
+    recorded = files.read_document(path)["files"]
+    assert recorded.keys() == {file.name for file in path.iterdir()} - {files.DOCUMENT}
+    files.check_files(path, recorded, recorded)
+    return True
+
+
+def test_a_new_checkpoint_is_recorded_at_the_next_step(saved, save):
+    recording = recorder(saved)
+    step(recording, 3)
+    assert recording._thread is None
+    path = save(4)
+    assert not is_recorded(path)
+    step(recording, 4)
+    assert is_recorded(path)
+    thread = recording._thread
+    step(recording, 5)
+    assert recording._thread is thread
+
+
+def test_the_last_checkpoint_is_recorded_at_the_end(saved, save):
+    recording = recorder(saved)
+    path = save(4)
+    recording.close()
+    assert is_recorded(path)
+
+
+def test_one_that_came_while_another_was_read_is_recorded_at_the_end(saved, save, monkeypatch):
+    going_on = threading.Event()
+    checksums = files.checksums
+
+    def wait(path: Path) -> dict:
+        going_on.wait(timeout=10)
+        return checksums(path)
+
+    monkeypatch.setattr(files, "checksums", wait)
+    recording = recorder(saved)
+    first = save(4)
+    recording.begin_step(4, True)
+    second, third = save(5), save(6)
+    recording.begin_step(6, True)
+    assert not is_recorded(first)
+    going_on.set()
+    recording.close()
+    assert is_recorded(first) and is_recorded(second) and is_recorded(third)
+
+
+def test_a_tracker_that_is_being_written_is_read_later(saved, save):
+    recording = recorder(saved)
+    path = save(4)
+    (saved / files.TRACKER).write_text("")
+    step(recording, 4)
+    assert not is_recorded(path)
+    (saved / files.TRACKER).write_text("4")
+    step(recording, 5)
+    assert is_recorded(path)
+
+
+def test_an_incomplete_checkpoint_is_not_recorded(saved, save):
+    recording = recorder(saved)
+    path = save(4)
+    (path / ".metadata").unlink()
+    (saved / files.TRACKER).write_text("3")
+    step(recording, 4)
+    recording.close()
+    assert not (path / files.DOCUMENT).exists()
+
+
+def test_a_first_run_records_everything(tmp_path, write_checkpoint):
+    directory = tmp_path / "new"
+    recording = recorder(directory, start=None)
+    step(recording, 0)
+    path = write_checkpoint(directory / "iter_0000001")
+    files.write_tracker(directory, 1)
+    step(recording, 1)
+    assert is_recorded(path)
+
+
+def test_older_ones_are_deleted_once_the_new_one_is_recorded(saved, save):
+    recording = recorder(saved, keep_last=2)
+    save(4)
+    step(recording, 4)
+    assert files.iterations(saved) == [3, 4]
+    save(5)
+    recording.close()
+    assert files.iterations(saved) == [4, 5]
+
+
+def test_a_failure_to_record_is_printed(saved, save, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    recording = recorder(saved, keep_last=1)
+    path = save(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_document", refuse)
+        step(recording, 4)
+    assert capsys.readouterr().out == (
+        f"cannot record the files of {path}: No space left on device\n"
+    )
+    assert files.iterations(saved) == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_is_saved_again_gets_a_new_record(saved, save):
+    """Killed between the two, it must not be compared with what the old one's files were."""
+    recording = recorder(saved, start=1)
+    step(recording, 1)
+    assert not (saved / "iter_0000002" / files.DOCUMENT).exists()
+    assert is_recorded(saved / "iter_0000001") and is_recorded(saved / "iter_0000003")
+    path = save(2)
+    (path / "more").write_text("")
+    step(recording, 2)
+    assert is_recorded(path)
+    assert not (saved / "iter_0000003" / files.DOCUMENT).exists()
+    save(3)
+    recording.close()
+    assert is_recorded(saved / "iter_0000003")
+
+
+def test_evaluation_saves_nothing(saved):
+    recorder(saved, start=1).begin_step(2, False)
+    assert is_recorded(saved / "iter_0000003")
+
+
+@pytest.mark.parametrize("ending", ["killed", "closed", "saved"])
+def test_what_a_run_went_back_from_is_not_vouched_for(saved, save, ending):
+    """The tracker file goes on naming it until something new is saved."""
+    shutil.rmtree(saved / "iter_0000002")
+    turn_bit(saved / "iter_0000003" / SHARD)
+    assert choose(saved, load_latest_valid=True) == (1, 1)
+    recording = recorder(saved, start=1, keep_last=1)
+    step(recording, 1)
+    if ending == "saved":
+        save(2)
+    if ending != "killed":
+        recording.close()
+    start = 2 if ending == "saved" else 1
+    assert choose(saved, load_latest_valid=True) == (start, start)
+    if ending != "saved":
+        assert re.search("iter_0000003/.* its content differs", refusal(saved))
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+def chunk_with_steps() -> torch.nn.Module:
+    """A model whose steps are counted by nobody."""
+    chunk = torch.nn.Linear(1, 1)
+    chunk.lowbit_steps = SimpleNamespace(listeners=[])
+    return chunk
+
+
+def test_the_guard_verifies_then_records(saved, save):
+    chunks = [chunk_with_steps()]
+    guard = CheckpointGuard(arguments(saved, save=str(saved)))
+    assert guard(chunks) is chunks
+    (listener,) = chunks[0].lowbit_steps.listeners
+    listener(3, True)
+    path = save(4)
+    guard.close()
+    assert is_recorded(path)
+
+
+def test_the_guard_refuses_before_the_model_is_touched(saved):
+    (saved / "iter_0000003" / SHARD).unlink()
+    chunks = [chunk_with_steps()]
+    guard = CheckpointGuard(arguments(saved, save=str(saved)))
+    with pytest.raises(UserError, match="missing"):
+        guard(chunks)
+    assert chunks[0].lowbit_steps.listeners == []
+    guard.close()
+
+
+def test_a_run_that_saves_nothing_records_nothing(saved):
+    chunks = [chunk_with_steps()]
+    guard = CheckpointGuard(arguments(None))
+    guard(chunks)
+    assert chunks[0].lowbit_steps.listeners == []
+    guard.close()
+
+
+def test_another_rank_does_not_record(saved, monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    chunks = [chunk_with_steps()]
+    CheckpointGuard(arguments(None, save=str(saved)))(chunks)
+    assert chunks[0].lowbit_steps.listeners == []
