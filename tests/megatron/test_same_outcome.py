@@ -57,13 +57,13 @@ def test_bad_input_here_is_the_same_line_everywhere(other_rank, error, report):
 
 def test_bad_input_elsewhere(other_rank):
     other_rank((True, "y: damaged"))
-    with pytest.raises(UserError, match="^y: damaged$"), same_outcome("read", FOLDER):
+    with pytest.raises(UserError, match=r"^y: damaged$"), same_outcome("read", FOLDER):
         pass
 
 
 def test_bad_input_elsewhere_explains_an_error_here(other_rank):
     other_rank((True, "y: damaged"))
-    with pytest.raises(UserError, match="^y: damaged$") as caught, same_outcome("read", FOLDER):
+    with pytest.raises(UserError, match=r"^y: damaged$") as caught, same_outcome("read", FOLDER):
         raise KeyError("follows from it")
     assert isinstance(caught.value.__cause__, KeyError)
 
@@ -96,5 +96,5 @@ def test_the_cause_of_an_error_is_found():
 def test_a_real_group_of_one():
     with same_outcome("read", FOLDER):
         pass
-    with pytest.raises(UserError, match="^x$"), same_outcome("read", FOLDER):
+    with pytest.raises(UserError, match=r"^x$"), same_outcome("read", FOLDER):
         raise UserError("x")
