@@ -1,4 +1,4 @@
-"""The pages of the documentation, and what is code in them."""
+"""The pages of the documentation, and the code on them."""
 
 import re
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-_ROOMS = ("benchmarks", "docs", "examples", "recipes", "tests", "tools")
+_FOLDERS = ("benchmarks", "docs", "examples", "recipes", "tests", "tools")
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(page for room in _ROOMS for page in ROOT.glob(f"{room}/**/*.md"))]
+    [*ROOT.glob("*.md"), *(page for folder in _FOLDERS for page in ROOT.glob(f"{folder}/**/*.md"))]
 )
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
@@ -26,7 +26,7 @@ class Code(NamedTuple):
 
 
 def code_of(page: Path) -> Iterator[Code]:
-    """The fenced and indented blocks of a page, and the spans in its text."""
+    """Yield the fenced and indented blocks of a page, and the spans in its text."""
     text = page.read_text(encoding="utf-8")
     for _, _, language, block in _FENCE.findall(text):
         yield Code(language, block)
@@ -38,6 +38,6 @@ def code_of(page: Path) -> Iterator[Code]:
 
 
 def prose_of(page: Path) -> str:
-    """The page without its blocks and spans of code."""
+    """Return the page without its blocks and spans of code."""
     text = _FENCE.sub("\n", page.read_text(encoding="utf-8"))
     return _SPAN.sub("`code`", _INDENTED.sub("\n", text))

@@ -1,4 +1,4 @@
-"""Commands and Python on the pages: scripts, targets, files and options exist; Python compiles."""
+"""Scripts, targets, files and options that the pages' commands name exist; Python compiles."""
 
 import argparse
 import re
@@ -8,7 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,18 +29,18 @@ PLACEHOLDER = re.compile(r"\.\.\.|[A-Z_]{2,}\b|\$|[\[{<*…]")
 
 
 class Parsed(Exception):
-    """Raised where a command would parse its arguments."""
+    """Signal that a command is about to parse its arguments."""
 
 
 class Options(NamedTuple):
-    """What a command takes: its parser, and whether it hands on the rest to training."""
+    """Parser of a command, and whether the command hands on the rest to training."""
 
     parser: argparse.ArgumentParser
     hands_on: bool
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command of a block of shell."""
+    """Yield the words of each command of a block of shell."""
     for line in re.sub(r"\\\n\s*", " ", text).splitlines():
         try:
             words = shlex.split(line.strip().removeprefix("$ "), comments=True)
@@ -56,8 +56,10 @@ def commands(text: str) -> Iterator[list[str]]:
 
 
 def program(words: list[str]) -> tuple[str, list[str]] | None:
-    """What a command of this project runs, a script's path, a console script's name, or
-    ``-m MODULE``, and its arguments; None for what is not the project's."""
+    """Return what a command runs and its arguments; None for a command that is not the project's.
+
+    It runs a script's path, a console script's name, or ``-m MODULE``.
+    """
     if not words:
         return None
     first = Path(words[0]).name
@@ -77,7 +79,7 @@ def program(words: list[str]) -> tuple[str, list[str]] | None:
 
 @contextmanager
 def caught(name: str, beside: Path) -> Iterator[None]:
-    """As if started as ``name``: what is beside a script can be imported, and is forgotten."""
+    """Pretend to be started as ``name``; modules beside a script can be imported inside."""
 
     def stop(strict):
         def parse(parser, *_, **__):
@@ -99,7 +101,7 @@ def caught(name: str, beside: Path) -> Iterator[None]:
 
 @cache
 def options(name: str) -> Options | None:
-    """What a program takes, from the parser that it makes; None where it makes none."""
+    """Return what a program takes, from the parser that it makes; None where it makes none."""
     script = ROOT / name
     with caught(name, script.parent):
         try:
@@ -109,22 +111,27 @@ def options(name: str) -> Options | None:
             elif name.startswith("-m "):
                 runpy.run_module(name[3:], run_name="__main__")
             else:
-                runpy.run_path(str(script)).get("main", lambda: None)()
+                found = runpy.run_path(str(script))
+                # A script without a function of that name starts under its guard.
+                start = found.get("main") or partial(runpy.run_path, str(script), None, "__main__")
+                start()
         except Parsed as parsed:
             return parsed.args[0]
     return None
 
 
 def test_options_are_found():
-    """Or else all would be accepted."""
+    """Without a parser every option would be accepted."""
     assert "--recipe-set" in options(TRAINING).parser._option_string_actions
+    for script in ("pretrain_gpt.py", "pretrain_hybrid.py", "examples/own_script.py"):
+        assert "--precision-recipe" in options(script).parser._option_string_actions
     assert options("-m megatron_lowbit.recipes").parser._subparsers is not None
     assert options("benchmarks/loss_curves.py").hands_on
     assert not options("tools/plot_loss.py").hands_on
 
 
 def check(name: str, arguments: list[str]) -> None:
-    """That a program takes the arguments; what it hands on, training."""
+    """Assert that a program takes the arguments, and training those that it hands on."""
     takes = options(name)
     if takes is None:
         return
@@ -149,7 +156,7 @@ def check(name: str, arguments: list[str]) -> None:
 
 
 def actions(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, argparse.Action]:
-    """A parser's options by their names, and those of the subcommand that is given."""
+    """Return a parser's options by their names, with those of the subcommand that is given."""
     found = dict(parser._option_string_actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -161,7 +168,7 @@ def actions(parser: argparse.ArgumentParser, arguments: list[str]) -> dict[str, 
 
 
 def check_command(words: list[str]) -> None:
-    """That what a command of this project names exists."""
+    """Assert that whatever a command of this project names exists."""
     if words[0] == "make":
         wanted = [w for w in words[1:] if re.fullmatch(r"[\w./-]+", w) and not w.startswith("-")]
         assert set(wanted) <= TARGETS, f"make {' '.join(wanted)}: there are {sorted(TARGETS)}"

@@ -40,7 +40,7 @@ def page() -> Page:
 
 
 def copy_package(folder: Path) -> Path:
-    """The package and its recipes, as they lie in the repository."""
+    """Copy the package and its recipes into a folder; return the folder."""
     for name in ("megatron_lowbit", "recipes"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
@@ -48,7 +48,7 @@ def copy_package(folder: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Python on the copy in ``folder``, not on what is installed."""
+    """Run Python on the copy in ``folder``, not on the installed package."""
     environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
@@ -56,7 +56,7 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def run_code(folder: Path, code: str) -> str:
-    """What the code prints, having imported the package from the copy."""
+    """Run code on the copy of the package; return what it prints."""
     check = "import megatron_lowbit as m, pathlib as p\n"
     check += f"assert p.Path(m.__file__).is_relative_to({str(folder)!r}), m.__file__\n"
     result = run(folder, "-c", check + code)
@@ -74,13 +74,13 @@ def extended(page, tmp_path_factory) -> Path:
 
 
 def steps_of(value: float, exponent: int) -> Fraction:
-    """A value in steps of 2**-6 of its block's scale, saturated."""
+    """Return a value in steps of 2**-6 of its block's scale, saturated."""
     steps = Fraction(value) / Fraction(2) ** exponent * 64
     return max(min(steps, Fraction(127)), Fraction(-127))
 
 
 def expected(row: list[float]) -> tuple[list[int], list[int], list[Fraction]]:
-    """Codes, scale bytes and values of one row by exact arithmetic; round() is half-to-even."""
+    """Return codes, scale bytes and values of a row by exact arithmetic; round() is half-to-even."""
     codes, scales, values = [], [], []
     for start in range(0, len(row), BLOCK):
         block = row[start : start + BLOCK]
@@ -93,7 +93,7 @@ def expected(row: list[float]) -> tuple[list[int], list[int], list[Fraction]]:
 
 
 def cases() -> Tensor:
-    """Rows of 3 blocks (the last one ragged): random, and what an INT8 grid is hard on."""
+    """Return rows of 3 blocks, the last one ragged: random values, and hard ones for INT8."""
     random = torch.Generator().manual_seed(7)
     x = torch.randn(24, 90, generator=random) * 2.0 ** torch.randint(
         -30, 30, (24, 1), generator=random
@@ -117,7 +117,7 @@ def test_unknown_without_the_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def quantized(extended) -> dict[str, Tensor]:
-    """What the copy makes of :func:`cases` and of one row many times over."""
+    """Results of the copy for :func:`cases`, and for one row many times over."""
     torch.save((cases(), cases()[5, :BLOCK].expand(DRAWS, -1)), extended / "cases.pt")
     run_code(
         extended,

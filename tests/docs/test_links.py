@@ -19,7 +19,7 @@ HEADING = re.compile(r"^#+ +(.+?) *#*$", re.MULTILINE)
 
 @cache
 def anchors(page: Path) -> set[str]:
-    """What GitHub makes of the headings: letters, digits and hyphens; a number for a second one."""
+    """Return the anchors that GitHub makes of the headings: letters, digits and hyphens."""
     text = FENCE.sub("", page.read_text(encoding="utf-8"))
     found = set(NAMED.findall(text))
     for heading in HEADING.findall(text):
