@@ -129,6 +129,6 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
 
 def _iteration_of(line: bytes) -> float:
     try:
-        return json.loads(line)["iteration"] if line.endswith(b"\n") else math.inf
+        return float(json.loads(line)["iteration"]) if line.endswith(b"\n") else math.inf
     except (ValueError, KeyError, TypeError):
         return math.inf
