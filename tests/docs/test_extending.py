@@ -80,7 +80,7 @@ def steps_of(value: float, exponent: int) -> Fraction:
 
 
 def expected(row: list[float]) -> tuple[list[int], list[int], list[Fraction]]:
-    """Return codes, scale bytes and values of a row by exact arithmetic; round() is half-to-even."""
+    """Return codes, scale bytes and values of a row, exactly; round() is half-to-even."""
     codes, scales, values = [], [], []
     for start in range(0, len(row), BLOCK):
         block = row[start : start + BLOCK]
