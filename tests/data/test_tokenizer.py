@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.data.tokenizer import load_tokenizer, padded_vocab_size, train_tokenizer
+from megatron_lowbit.errors import UserError
 
 
 @pytest.fixture

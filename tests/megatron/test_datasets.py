@@ -1,0 +1,122 @@
+"""A run's datasets: Megatron-LM's own, of the tokens that are there, or refused as too small."""
+
+import shlex
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.datasets import provide_datasets
+from megatron_lowbit.megatron.pretrain import torn_down
+
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+RUN = """
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1
+    --tokenizer-type NullTokenizer --vocab-size 1000
+"""
+
+
+@pytest.fixture
+def prefix(tmp_path) -> str:
+    return write_dataset(tmp_path / "data")
+
+
+def write_dataset(prefix, first_token: int = 0, documents: int = 39) -> str:
+    """Write documents of 25 consecutive ids; no two of 39 have an id in common."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
+    for number in range(documents):
+        ids = first_token + np.arange(number * 25, (number + 1) * 25)
+        builder.add_document(ids % 990, [25])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+@pytest.fixture
+def datasets(monkeypatch, capsys):
+    """Builds the datasets of a command line, as Megatron-LM has them built."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+    def build(line: str, *samples: int) -> tuple:
+        parse_arguments(shlex.split(f"{RUN} {line}"))
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+        return provide_datasets(samples)
+
+    with torn_down():
+        yield build
+
+
+def tokens(dataset) -> set[int]:
+    return {int(token) for number in range(len(dataset)) for token in dataset[number]["tokens"]}
+
+
+def test_samples_are_the_tokens(datasets, prefix, tmp_path):
+    train, valid, test = datasets(f"--data-path {prefix} --split 80,10,10", 40, 3, 3)
+    assert len(train) >= 40 and len(valid) >= 3 and len(test) >= 3
+    sample = train[0]
+    assert torch.equal(sample["tokens"][1:], sample["labels"][:-1])
+    # Consecutive ids within a document: at most one jump, where two documents meet.
+    assert ((sample["labels"] - sample["tokens"]) != 1).sum() <= 1
+    seen = [tokens(part) for part in (train, valid, test)]
+    assert not (seen[0] & seen[1] or seen[0] & seen[2] or seen[1] & seen[2])
+    assert list((tmp_path / "cache").rglob("*.npy"))
+
+
+def test_the_cache_is_where_it_is_asked_for(datasets, prefix, tmp_path):
+    datasets(f"--data-path {prefix} --split 1,0,0 --data-cache-path {tmp_path / 'here'}", 3, 0, 0)
+    assert list((tmp_path / "here").rglob("*.npy")) and not (tmp_path / "cache").exists()
+
+
+def test_a_blend_keeps_the_weights(datasets, tmp_path):
+    low, high = write_dataset(tmp_path / "low", 0, 19), write_dataset(tmp_path / "high", 500, 19)
+    train, _, _ = datasets(f"--data-path 3 {low} 1 {high} --split 1,0,0", 40, 0, 0)
+    first = [int(train[number]["tokens"][0]) for number in range(40)]
+    assert sum(token >= 500 for token in first) == 10
+
+
+@pytest.mark.parametrize(
+    ("split", "samples", "part"),
+    [
+        ("99,1,0", (1, 1, 0), "validation part has 0 of 39 documents"),
+        ("1,0,99", (1, 0, 1), "training part has 0 of 39 documents"),
+        ("80,19.9,0.1", (1, 1, 1), "test part has 0 of 39 documents"),
+    ],
+)
+def test_a_part_without_documents_is_refused(datasets, prefix, split, samples, part):
+    """Megatron-LM would count its epochs for ever."""
+    with pytest.raises(UserError, match=part):
+        datasets(f"--data-path {prefix} --split {split}", *samples)
+
+
+def test_a_part_without_documents_is_left_out_where_no_sample_is_needed(datasets, prefix):
+    train, valid, test = datasets(f"--data-path {prefix} --split 99,1,0", 40, 0, 0)
+    assert len(train) >= 40 and valid is test is None
+
+
+def test_each_dataset_of_a_blend_is_checked(datasets, prefix, tmp_path):
+    small = write_dataset(tmp_path / "small", documents=2)
+    with pytest.raises(UserError, match=f"{small}: the validation part has 0 of 2 documents"):
+        datasets(f"--data-path 1 {prefix} 1 {small} --split 90,10,0", 1, 1, 0)
+
+
+def test_data_that_does_not_fit_the_tokenizer(datasets, prefix):
+    with pytest.raises(UserError, match="ids from 0 to 974, the tokenizer 500 ids"):
+        datasets(f"--data-path {prefix} --vocab-size 500", 1, 0, 0)
+
+
+def test_a_run_without_data(datasets):
+    with pytest.raises(UserError, match="--data-path: give a dataset's prefix, or --mock-data"):
+        datasets("", 1, 0, 0)
+
+
+def test_mock_data_needs_no_files(datasets):
+    train, valid, _ = datasets("--mock-data", 5, 1, 0)
+    assert len(train) >= 5 and len(valid) >= 1 and len(train[0]["tokens"]) == 16
