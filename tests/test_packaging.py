@@ -14,17 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.training.arguments import build_parser
+from megatron_lowbit.megatron.arguments import front_parser
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 COMMANDS = PROJECT["scripts"]
-NOT_SOURCES = shutil.ignore_patterns(
-    ".*", "__pycache__", "*.egg-info", "build", "data", "dist", "runs"
-)
-TINY = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1e-3"
-TINY += " --micro-batch-size 2 --train-iters 20 --eval-iters 1 --data-path data"
-TINY += " --tokenizer-model tokenizer --split 60,40,0"
+LAYERS = "--num-layers 2"
+TINY = "--hidden-size 64 --num-attention-heads 4 --seq-length 32"
+TINY += " --max-position-embeddings 32 --micro-batch-size 2 --train-iters 20 --lr 1e-3"
+TINY += " --data-path data --split 60,40,0 --eval-iters 1 --eval-interval 20"
+TINY += " --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer"
 
 
 def test_one_version():
@@ -40,8 +39,9 @@ def test_one_ruff():
 
 
 @pytest.fixture
-def command(monkeypatch, capsys):
+def command(monkeypatch, capsys, tmp_path):
     """Runs a console script's function in this process: exit code, output, errors."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where help is kept
 
     def run(name: str, *arguments: str) -> tuple[int, str, str]:
         module, _, function = COMMANDS[name].partition(":")
@@ -66,12 +66,15 @@ def test_a_wrong_argument_is_one_line(name, command):
 
 
 def test_help_of_training():
-    parser = build_parser()
-    usage = parser.format_usage()
-    for action in parser._actions:
+    """Of this project's own arguments, and of those without which no run starts."""
+    parser = front_parser()
+    own = next(group for group in parser._action_groups if group.title == "megatron-lowbit")
+    assert len(own._group_actions) >= 10
+    for action in own._group_actions:
         assert action.help, f"{action.option_strings} has no help"
-        if action.required:
-            assert f" {action.option_strings[0]} " in usage.replace("\n", " ")
+    usage = parser.format_usage().replace("\n", " ")
+    for flag in [LAYERS.split()[0], *TINY.split()[:16:2]]:
+        assert f" {flag} " in usage
 
 
 @pytest.mark.parametrize("name", ["lowbit-pretrain", "lowbit-recipes", "lowbit-convert"])
@@ -80,7 +83,7 @@ def test_completion(name, command):
     """Bash completes an option, of a subcommand, too."""
     code, script, _ = command(name, "--print-completion", "bash")
     assert code == 0
-    words = {"lowbit-pretrain": "--fp4", "lowbit-recipes": "show --hyb",
+    words = {"lowbit-pretrain": "--precision-r", "lowbit-recipes": "show --hyb",
              "lowbit-convert": "to-megatron --ver"}[name].split()  # fmt: skip
     line = " ".join([name, *words])
     ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; COMP_LINE='{line}'\n"
@@ -88,16 +91,22 @@ def test_completion(name, command):
     result = subprocess.run(
         ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True
     )
-    completed = {"--fp4": "--fp4-recipe", "--hyb": "--hybrid-override-pattern",
+    completed = {"--precision-r": "--precision-recipe", "--hyb": "--hybrid-override-pattern",
                  "--ver": "--verify --verify-tokens"}  # fmt: skip
     assert result.stdout.strip() == completed[words[-1]]
+
+
+def not_sources(folder: str, names: list[str]) -> set[str]:
+    """Return which of a folder's entries are made by building, testing and training."""
+    made = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")(folder, names)
+    return made | {"build", "data", "dist", "runs"} if Path(folder) == ROOT else made
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
     """A folder with the source distribution and the wheel that is made from it alone."""
     folder = tmp_path_factory.mktemp("built")
-    shutil.copytree(ROOT, folder / "sources", symlinks=True, ignore=NOT_SOURCES)
+    shutil.copytree(ROOT, folder / "sources", symlinks=True, ignore=not_sources)
     command = [sys.executable, "-m", "build", "--outdir", str(folder), str(folder / "sources")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
@@ -151,16 +160,17 @@ def test_the_wheel_trains_by_itself(built, tmp_path):
     lowbit("preprocess", f"--input {text} --pattern *.py --tokenizer-model tokenizer "
            "--output-prefix data")  # fmt: skip
     output = lowbit(
-        "pretrain", f"--fp4-recipe nvfp4 --recipe-set bf16_blocks=none {TINY} --save run"
-    )
+        "pretrain", f"--fp4-recipe nvfp4 --recipe-set bf16_blocks=none {LAYERS} {TINY} "
+        "--save run --save-interval 20"
+    )  # fmt: skip
     assert "checkpoint run, loss curve run/loss.png" in output
-    hybrid = "--hybrid-override-pattern M- --mamba-num-groups 1 --position-embedding-type none"
-    assert "Mamba scan" in lowbit("pretrain", f"--precision-recipe fp8-tile {TINY} {hybrid}")
+    hybrid = "--hybrid-layer-pattern M- --mamba-num-groups 1 --position-embedding-type none"
+    output = lowbit("pretrain", f"--precision-recipe fp8-tile {TINY} {hybrid}")
+    assert "linear layers quantized" in output and "validation loss at iteration 20" in output
     ranks = "-m torch.distributed.run --standalone --nproc-per-node 2 --no-python"
     pretrain = str(site / "bin" / "lowbit-pretrain")
-    parallel = (
-        f"--fp4-recipe nvfp4 --recipe-set bf16_blocks=none {TINY} --tensor-model-parallel-size 2"
-    )
+    parallel = f"--fp4-recipe nvfp4 --recipe-set bf16_blocks=none {LAYERS} {TINY} "
+    parallel += "--tensor-model-parallel-size 2"
     output = run(sys.executable, *ranks.split(), pretrain, *parallel.split())
     assert "validation loss" in output
     assert "nvfp4" in lowbit("recipes", "list")
