@@ -103,11 +103,11 @@ def work(name: str, extra: Sequence[str]) -> None:
     args = parse_arguments([*MODEL, *contender.arguments, *extra])
     sys.stdin.readline()
     with torn_down():
-        _initialize(args)
+        initialize(args)
         _measure(name, args)
 
 
-def _initialize(args: Namespace) -> None:
+def initialize(args: Namespace) -> None:
     """Set up a world of one process."""
     import torch.distributed as dist
     from megatron.core import parallel_state, tensor_parallel

@@ -25,7 +25,7 @@ from typing import Any
 
 import timing
 import torch
-from model import MODEL, ours
+from model import MODEL, build, initialize
 from quantize import stored_bytes
 from rich.console import Console
 from rich.table import Table
@@ -132,14 +132,18 @@ def layer_rows(recipe: str) -> Iterator[dict]:
 
 
 def _model(recipe: str, norm: str) -> nn.Module:
-    from megatron_lowbit.training.arguments import parse_arguments
+    from megatron_lowbit.megatron.arguments import parse_arguments
+    from megatron_lowbit.megatron.pretrain import torn_down
 
     more = ["--num-layers", str(LAYERS), "--normalization", norm, "--precision-recipe", recipe]
+    more += ["--transformer-impl", "local"]
     if recipe == "nvfp4":
         more += ["--recipe-set", "bf16_blocks=none"]
-    args = parse_arguments([*MODEL, *more])
-    model = ours(args)
-    return model.module if model.config.bf16 else model
+    with torn_down():
+        args = parse_arguments([*MODEL, *more])
+        initialize(args)
+        model = build(args)
+    return model.module if args.bf16 else model
 
 
 def _layers(model: nn.Module, batch: int, length: int) -> Step:

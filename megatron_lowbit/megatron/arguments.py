@@ -37,6 +37,9 @@ COMMAND = "pretrain"
 _OWN_GROUPS = ("dry run", "megatron-lowbit")
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 
+_PACKED = ("--sft", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
+"""Arguments for sequences of several documents, which forward_step.py does not take apart."""
+_FUSED = "--fused-allreduce-norm"
 _NEVER = 10**9
 """Iterations that no run makes."""
 
@@ -214,6 +217,8 @@ def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
     require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
     require(args.dry_run_world_size is None or args.dry_run_world_size > 0,
             f"--world-size {args.dry_run_world_size}: must be positive")  # fmt: skip
+    for flag in _PACKED:
+        require(flag not in given, f"{flag}: packed sequences are not supported, leave it out")
     require(args.mxnorm_p > 0, f"--mxnorm-p {args.mxnorm_p:g}: must be positive")
     if args.mxnorm:
         require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
@@ -241,7 +246,10 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
         given.add("--normalization", "RMSNorm")
         if not args.mxnorm:
             given.add("--mxnorm")
+            args.mxnorm = True
     precision = choose_precision(args, given, machine)
+    for flag, name in ((args.mxnorm, "--mxnorm"), (args.fused_allreduce_norm, _FUSED)):
+        require(not flag or bool(precision.recipes), f"{name} needs a recipe, such as bf16")
     for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
         given.remove(flag)
     if precision.recipes:
@@ -251,9 +259,7 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
     lines = list(precision.lines)
     if "--eval-interval" not in given:
         given.add("--eval-interval", str(_NEVER))
-        lines.append(
-            "--eval-interval is not given and has no default: evaluating at the end only"
-        )
+        lines.append("--eval-interval is not given and has no default: evaluating at the end only")
     if machine.capability is None:
         lines += adapt_to_cpu(args, given)
     return lines
@@ -293,12 +299,12 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
             f"Megatron-LM refused the arguments (exit {error.code}), see above"
         ) from error
     except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        raise UserError(_in_one_line(error)) from error
+        raise UserError(in_one_line(error)) from error
     finally:
         sys.argv = before
 
 
-def _in_one_line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     """Describe an exception of Megatron-LM's validation; without a message, by the failed check."""
     message = " ".join(str(error).split())
     if not message:

@@ -46,12 +46,16 @@ class LocalHybridStack(HybridStack):
             )
 
 
-def use_local_stack(model_config: HybridModelConfig) -> None:
-    """Let a hybrid of local layers be built, which Megatron-LM has no spec of."""
-    if model_config.transformer.transformer_impl == "local":
-        if model_config.hybrid_stack_spec is None:
-            model_config.hybrid_stack_spec = local_stack_spec(model_config.transformer)
-        use_best_scan()
+def use_local_stack(model_config: HybridModelConfig) -> str | None:
+    """Let a hybrid of local layers be built, which Megatron-LM has no spec of.
+
+    Returns a description of the scan that its Mamba mixers run, None for other layers.
+    """
+    if model_config.transformer.transformer_impl != "local":
+        return None
+    if model_config.hybrid_stack_spec is None:
+        model_config.hybrid_stack_spec = local_stack_spec(model_config.transformer)
+    return use_best_scan()
 
 
 def local_stack_spec(config: TransformerConfig) -> ModuleSpec:

@@ -82,6 +82,7 @@ class MetricsWriter:
             finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
             lines.append(json.dumps({"iteration": step, **finite}) + "\n")
         self._rows.clear()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write("".join(lines))
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments import in_one_line, parse_arguments
 from megatron_lowbit.megatron.bad_iterations import bad_iterations_skipped
 
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
@@ -55,7 +55,9 @@ def model_config_of(args: Namespace) -> Any:
         model_config = gpt_config_from_args(args)
     else:
         model_config = hybrid_config_from_args(args)
-        use_local_stack(model_config)
+        scan = use_local_stack(model_config)
+        if scan is not None and args.rank == 0:
+            print(f"Mamba scan: {scan}", flush=True)
     for line in apply_ignored_arguments(model_config, args):
         if args.rank == 0:
             print(line, flush=True)
@@ -134,15 +136,15 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
 
 @contextmanager
 def upstream_refusals_named() -> Iterator[None]:
-    """Turn an assertion of Megatron-LM that has a message into a UserError with its place."""
+    """Turn an assertion of Megatron-LM's into a UserError with its place."""
     try:
         yield
     except AssertionError as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        if not str(error) or f"{os.sep}megatron{os.sep}" not in frame.filename:
+        if f"{os.sep}megatron{os.sep}" not in frame.filename:
             raise
         where = f"{Path(frame.filename).name}:{frame.lineno}"
-        raise UserError(f"Megatron-LM ({where}): {' '.join(str(error).split())}") from error
+        raise UserError(f"Megatron-LM ({where}): {in_one_line(error)}") from error
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def _one_line_errors() -> Iterator[None]:
     except SystemExit as error:
         raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
     except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        raise UserError(arguments._in_one_line(error)) from error
+        raise UserError(arguments.in_one_line(error)) from error
 
 
 @contextlib.contextmanager
