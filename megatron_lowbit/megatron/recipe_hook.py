@@ -24,6 +24,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.training.utils import is_rank0
 
+from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.megatron import allreduce_norm, experts, linear
 from megatron_lowbit.megatron.amax_history import AmaxHistories
@@ -38,7 +39,7 @@ from megatron_lowbit.megatron.upstream_gaps import (
     use_local_latent_attention,
     use_prebuilt_dataset_helpers,
 )
-from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
+from megatron_lowbit.recipes import Layer, LinearPrecision, Progress, Recipe, load_recipes
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
 
 
@@ -60,9 +61,32 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    if any(precision.quantized for _, phase in recipe.phases() for precision in _used(phase)):
+        _check(args)
     if args.mxnorm:
         use_mxnorm_spec(model_config)
     model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
+
+
+def _used(recipe: Recipe) -> Iterable[LinearPrecision]:
+    parts = (recipe, recipe.backward)
+    return [precision for part in parts if part for precision in part.configs.values()]
+
+
+def _check(args: Namespace) -> None:
+    """Raise UserError for arguments under which quantized layers would not be, or not rightly so."""
+    refused = {
+        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "random keys would be captured"),
+        "--moe-grouped-gemm": (args.moe_grouped_gemm, "grouped GEMMs take no recipe yet"),
+        "--overlap-moe-expert-parallel-comm": (
+            args.overlap_moe_expert_parallel_comm,
+            "its schedule passes by the model's forward pass",
+        ),
+        "--fp8-format": (args.fp8 is not None, "a recipe takes the place of Megatron-LM's own"),
+        "--fp4-format": (args.fp4 is not None, "a recipe takes the place of Megatron-LM's own"),
+    }
+    for flag, (given, reason) in refused.items():
+        require(not given, f"{flag} under a recipe: {reason}; leave it out")
 
 
 class RecipeHook:

@@ -1,0 +1,40 @@
+"""What a recipe refuses in a script of one's own, before anything is built."""
+
+from argparse import Namespace
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.recipe_hook import use_recipe
+
+FINE = {
+    "multi_latent_attention": False, "recipe_set": [], "mxnorm": False, "cuda_graph_impl": "none",
+    "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+}  # fmt: skip
+
+
+def hooks(recipe: list[str] | None, **more: object) -> list:
+    model_config = Namespace(pre_wrap_hooks=[])
+    use_recipe(model_config, Namespace(**{**FINE, "precision_recipe": recipe, **more}))
+    return model_config.pre_wrap_hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("cuda_graph_impl", "local", "--cuda-graph-impl"),
+        ("moe_grouped_gemm", True, "--moe-grouped-gemm"),
+        ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("fp8", "e4m3", "--fp8-format"),
+        ("fp4", "e2m1", "--fp4-format"),
+    ],
+)
+def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, flag):
+    with pytest.raises(UserError, match=f"^{flag} under a recipe: "):
+        hooks(["nvfp4"], **{name: value})
+    assert len(hooks(["bf16"], **{name: value})) == 1
+
+
+def test_a_recipe_is_one_hook_and_none_changes_nothing():
+    assert len(hooks(["nvfp4"])) == 1
+    assert hooks(None, cuda_graph_impl="local") == []
