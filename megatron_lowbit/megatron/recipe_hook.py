@@ -74,7 +74,7 @@ def _used(recipe: Recipe) -> Iterable[LinearPrecision]:
 
 
 def _check(args: Namespace) -> None:
-    """Raise UserError for arguments under which quantized layers would not be, or not rightly so."""
+    """Raise UserError for arguments that would leave layers unquantized or capture their keys."""
     refused = {
         "--cuda-graph-impl": (args.cuda_graph_impl != "none", "random keys would be captured"),
         "--moe-grouped-gemm": (args.moe_grouped_gemm, "grouped GEMMs take no recipe yet"),
