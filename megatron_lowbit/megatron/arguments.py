@@ -156,8 +156,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         hybrid: whether the program trains hybrids or GPTs; None for both.
 
     Returns:
-        Megatron-LM's validated arguments, with those of :func:`add_recipe_arguments` and
-        ``dry_run``.
+        Megatron-LM's validated arguments, with those of :func:`add_recipe_arguments`, ``dry_run``,
+        and ``upstream_command_line``: the words that Megatron-LM parsed.
 
     Raises:
         UserError: an argument is unknown, wrong, or does not fit the others.
@@ -178,8 +178,11 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     if machine.capability is None and needs_one_connection(args):
         # Megatron-LM's validation demands it, but nothing on a CPU reads it.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    tokens = given.tokens()
     with _world_size(args.dry_run_world_size):
-        return _parse_upstream(given.tokens())
+        parsed = _parse_upstream(tokens)
+    parsed.upstream_command_line = tokens
+    return parsed
 
 
 def _describe_unknown(

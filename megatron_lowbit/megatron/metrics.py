@@ -42,7 +42,6 @@ class MetricsWriter:
         self._rows: dict[int, dict[str, Any]] = {}
         self._since: tuple[int, float] | None = None
         self._trained: tuple[int, float] | None = None
-        directory.mkdir(parents=True, exist_ok=True)
 
     def start(self, iteration: int) -> None:
         """Drop lines after the iteration that the run goes on from; a line cut short goes too."""

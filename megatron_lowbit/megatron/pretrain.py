@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
 
         dry_run(args)
         return
-    with bad_iterations_skipped(args), torn_down(), upstream_refusals_named():
+    with bad_iterations_skipped(args), torn_down(), upstream_refusals_named(), command_line(args):
         run(args)
 
 
@@ -132,6 +132,17 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     picture = metrics.with_name("loss.png")
     plot_loss({Path(name).stem: metrics}, picture)
     print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
+
+
+@contextmanager
+def command_line(args: Namespace) -> Iterator[None]:
+    """Let ``sys.argv`` be what Megatron-LM can parse: its fault tolerance parses it once more."""
+    before = sys.argv
+    sys.argv = [before[0], *args.upstream_command_line]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 @contextmanager

@@ -1,9 +1,7 @@
 """MXNorm as a user switches it on: training, RMSNorm's checkpoints, what does not fit."""
 
-import json
-
 import pytest
-from tiny_run import HYBRID, done, losses, refused
+from tiny_run import HYBRID, done, losses, refused, saved_tensors
 
 MXNORM = ("--normalization", "MXNorm")
 SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1)
@@ -24,12 +22,12 @@ SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1)
 )
 def test_it_learns(model, recipe, active, pretrain_here, tmp_path):
     result = pretrain_here(
-        *model, *recipe, *MXNORM, "--train-iters", 7, "--lr-warmup-iters", 1, "--save", tmp_path
+        *model, *recipe, *MXNORM, "--train-iters", 6, "--lr-warmup-iters", 1, "--save", tmp_path
     )
     done(result)
     assert f"MXNorm, p 2: {active}" in result.stdout
     found = losses(tmp_path)
-    assert found[7] < found[1] - 0.4
+    assert found[6] < found[1] - 0.3
 
 
 def test_it_goes_on_from_rms_norm_and_back(pretrain_here, tmp_path):
@@ -45,8 +43,8 @@ def test_it_goes_on_from_rms_norm_and_back(pretrain_here, tmp_path):
         expected = {step: whole[step] for step in steps}
         assert losses(run) == pytest.approx(expected, rel=0.02)
         assert losses(run) != expected
-    shapes = [json.loads((run / "iter_0000004" / "lowbit.json").read_text()) for run in (rms, mx)]
-    assert shapes[0]["state"]["model"] == shapes[1]["state"]["model"]
+    named = [saved_tensors(run / "iter_0000004").keys() for run in (rms, mx)]
+    assert named[0] == named[1]
 
 
 @pytest.mark.parametrize("switch", ["to: bf16", "to: bf16, part: backward", "to: nvfp4"])
@@ -93,10 +91,6 @@ def test_a_switch_that_does_not_fit_is_refused_at_the_start(switch, named, pretr
         ),
         (("--fp8-recipe", "fp8-tile"), ("--hidden-size 64", "block of 128")),
         (("--precision-recipe", "mxfp8", "--mxnorm-p", 0), ("--mxnorm-p 0",)),
-        (
-            ("--precision-recipe", "mxfp8", "--transformer-impl", "transformer_engine"),
-            ("--transformer-impl transformer_engine", "MXNorm"),
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, named, pretrain_here):
