@@ -15,7 +15,7 @@ imported itself. With a CUDA device it does nothing. Without one it
 - leaves out the warm-up of compiled functions, whose random inputs would come between the seed and
   the initial weights, and differ from layout to layout;
 - lets torch's norms do what Transformer Engine's do (cpu_norm.py);
-- stands in for Triton kernels of inference that the Mamba mixer imports, where Triton is absent.
+- stands in for Triton kernels that megatron imports, where Triton is absent.
 """
 
 import contextlib
@@ -185,15 +185,30 @@ def _import_megatron_without_compiler() -> None:
     megatron.core.jit.disable_jit_fuser()
 
 
+_TRITON_KERNELS = {
+    "megatron.core.transformer.moe.ops.paged_stash": (
+        "GLOBAL_BLOCK_SIZE",
+        "paged_stash_copy_kernel",
+        "paged_stash_pop_kernel",
+    ),
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
+        "tensor_get_slice_after",
+        "tensor_masked_update",
+        "tensor_merge",
+    ),
+}
+"""Modules that megatron imports, but that nothing calls in training on a CPU."""
+
+
 def _stand_in_for_triton_kernels() -> None:
-    """Where Triton is absent, let megatron's Mamba mixer import: inference alone uses these."""
+    """Where Triton is absent, let megatron's modules import that ask for kernels on a GPU."""
     if importlib.util.find_spec("triton") is not None:
         return
-    name = "megatron.core.inference.contexts.attention_context.triton.tensor_ops"
-    module = types.ModuleType(name)
-    for function in ("tensor_get_slice_after", "tensor_masked_update", "tensor_merge"):
-        setattr(module, function, None)
-    sys.modules[name] = module
+    for name, kernels in _TRITON_KERNELS.items():
+        module = types.ModuleType(name)
+        for kernel in kernels:
+            setattr(module, kernel, None)
+        sys.modules[name] = module
 
 
 def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
@@ -318,8 +333,8 @@ def _install() -> None:
         # megatron announces at import that Transformer Engine and Apex, both for GPUs, are absent.
         for absent in ("Transformer Engine and Apex", "Apex is not", "Only transformer-engine"):
             warnings.filterwarnings("ignore", message=absent)
-        _import_megatron_without_compiler()
         _stand_in_for_triton_kernels()
+        _import_megatron_without_compiler()
         _replace_in_megatron()
 
 
