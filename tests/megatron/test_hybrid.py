@@ -1,51 +1,60 @@
-"""megatron-core's mixer on this project's scan, against the recurrence in FP64."""
+"""Hybrids of local layers: their stack, and the mixer on this project's scan against FP64."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lowbit.megatron.config import transformer_config
+from megatron_lowbit.megatron import hybrid
+from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.mamba import (
+    GatedNorm,
     convolve_and_scan,
     torch_scan,
     triton_scan,
+    use_best_scan,
 )
-from megatron_lowbit.megatron.models import build_model
-from megatron_lowbit.kernels.engine import select_engine
-from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.training.arguments import parse_arguments
-from megatron_lowbit.training.checkpoint import load_checkpoint, save_checkpoint
-from megatron_lowbit.training.distributed import initialize_distributed, shutdown
-from megatron_lowbit.training.optimizer import build_optimizer, wrap_data_parallel
+from megatron_lowbit.megatron.pretrain import model_config_of, torn_down
 
-MODEL = shlex.split("""
-    --hybrid-override-pattern M*-M --num-layers 4 --hidden-size 64 --num-attention-heads 4
+# isort: split
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm import mamba_mixer
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+MODEL = """
+    --hybrid-layer-pattern M*-ME --hidden-size 64 --num-attention-heads 4
     --mamba-state-dim 8 --mamba-head-dim 16 --mamba-num-groups 2 --squared-relu
     --normalization RMSNorm --disable-bias-linear --position-embedding-type none
-    --untie-embeddings-and-output-weights --seq-length 160 --micro-batch-size 2 --train-iters 1
-    --lr 1 --data-path unread --vocab-size 96
-""")
+    --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2
+    --seq-length 160 --max-position-embeddings 160 --micro-batch-size 2 --train-iters 1 --lr 1
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --transformer-impl local
+"""
 HEADS, WIDTH, GROUPS, STATES, INNER = 8, 16, 2, 8, 128
 
-
-@pytest.fixture
-def args():
-    """Parsed arguments, and a process group for them."""
-    found = parse_arguments([*MODEL, "--global-batch-size", "2"])
-    initialize_distributed(found)
-    yield found
-    shutdown()
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model on the CPU")
 
 
-@pytest.fixture
-def build(args):
-    """Builds the model in a dtype."""
-    engine = select_engine(torch.device("cpu"), "reference")
-    return lambda dtype: build_model(
-        args, transformer_config(args, dtype), load_recipe("bf16", []), engine, 96
-    )[0]
+@pytest.fixture(scope="module")
+def model_config():
+    """The model's configuration, in a world of one process."""
+    with pytest.MonkeyPatch.context() as patch, torn_down():
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        config = model_config_of(parse_arguments(shlex.split(MODEL)))
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+        parallel_state.initialize_model_parallel()
+        model_parallel_cuda_manual_seed(5)
+        yield config
+
+
+@pytest.fixture(scope="module")
+def model(model_config):
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return model_config.get_builder_cls()(model_config).build_model(groups)
 
 
 def recurrence(mixer, hidden):
@@ -55,10 +64,10 @@ def recurrence(mixer, hidden):
         [INNER, INNER, GROUPS * STATES, GROUPS * STATES, HEADS], dim=-1
     )
     xbc = torch.cat([x, b, c], -1)
-    taps = weights["conv1d.weight"][:, 0]
+    taps = weights["conv1d_weight"][:, 0]
     padded = F.pad(xbc, (0, 0, 0, 0, taps.shape[1] - 1, 0))
     xbc = sum(padded[i : i + len(xbc)] * taps[:, i] for i in range(taps.shape[1]))
-    x, b, c = F.silu(xbc + weights["conv1d.bias"]).split(
+    x, b, c = F.silu(xbc + weights["conv1d_bias"]).split(
         [INNER, GROUPS * STATES, GROUPS * STATES], dim=-1
     )
     x = x.unflatten(-1, (HEADS, WIDTH))
@@ -77,8 +86,9 @@ def recurrence(mixer, hidden):
     return groups.flatten(-2) * weights["norm.weight"] @ weights["out_proj.weight"].t()
 
 
-def test_a_mixer_is_the_recurrence(build):
-    mixer = build(torch.float32).decoder.layers[0].mixer
+@on_a_cpu
+def test_a_mixer_is_the_recurrence(model):
+    mixer = model.decoder.layers[0].mixer
     draws = torch.Generator().manual_seed(0)
     for parameter in mixer.parameters():
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=draws)
@@ -87,6 +97,78 @@ def test_a_mixer_is_the_recurrence(build):
     exact = recurrence(mixer, hidden.double())
     assert bias is None
     assert (y.double() - exact).abs().max() <= 1e-5 * exact.abs().max()
+
+
+@on_a_cpu
+def test_every_parameter_learns(model):
+    tokens = torch.arange(320).view(2, 160) % 96
+    positions = torch.arange(160).expand(2, -1)
+    loss = model(tokens, positions, attention_mask=None, labels=tokens).mean()
+    assert loss.isfinite()
+    parameters = dict(model.named_parameters())
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    for name, gradient in zip(parameters, gradients, strict=True):
+        assert gradient.isfinite().all() and gradient.any(), name
+
+
+@on_a_cpu
+def test_the_stack_is_of_local_layers_with_torchs_norms(model):
+    stack = model.decoder
+    assert isinstance(stack, hybrid.LocalHybridStack)
+    norms = {name for name, module in stack.named_modules() if isinstance(module, torch.nn.RMSNorm)}
+    assert norms == {
+        "layers.0.norm", "layers.1.input_layernorm", "layers.2.pre_mlp_layernorm",
+        "layers.3.norm", "layers.4.pre_mlp_layernorm", "final_norm",
+    }  # fmt: skip
+    used = {type(module).__module__ for module in stack.modules()}
+    assert not any("transformer_engine" in name for name in used)
+
+
+@on_a_cpu
+def test_checkpoints_name_norms_as_transformer_engines_layers_do(model):
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    state = model.sharded_state_dict(metadata={"dp_cp_group": groups.dp_cp})
+    keys = {entry.key for entry in state.values()}
+    assert {
+        "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+        "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight",
+        "decoder.layers.2.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.4.pre_mlp_layernorm.weight",
+        "decoder.final_norm.weight",
+    } <= keys
+    assert not any("input_layernorm" in key or ".norm.weight" in key for key in keys - {
+        f"decoder.layers.{block}.mixer.norm.weight" for block in (0, 3)
+    })  # fmt: skip
+
+
+def test_a_stack_of_ones_own_stays(model_config):
+    own = SimpleNamespace(transformer=model_config.transformer, hybrid_stack_spec="own")
+    hybrid.use_local_stack(own)
+    assert own.hybrid_stack_spec == "own"
+    transformer = SimpleNamespace(transformer_impl="transformer_engine")
+    other = SimpleNamespace(transformer=transformer, hybrid_stack_spec=None)
+    hybrid.use_local_stack(other)
+    assert other.hybrid_stack_spec is None
+
+
+# -- the scan --------------------------------------------------------------------------------------
+
+
+@on_a_cpu
+def test_where_nothing_is_installed_the_scan_is_torchs():
+    assert use_best_scan() == "torch (no GPU here)"
+    assert mamba_mixer.ExtendedRMSNorm is GatedNorm
+    assert mamba_mixer.mamba_split_conv1d_scan_combined.keywords == {"scan": torch_scan}
+
+
+def test_what_only_mamba_ssm_can_do_is_refused(monkeypatch):
+    with pytest.raises(NotImplementedError, match="packed sequences"):
+        convolve_and_scan(*[None] * 8, scan=torch_scan, seq_idx=torch.zeros(1))
+    with pytest.raises(NotImplementedError, match="before the norm"):
+        GatedNorm(8, 1e-5, 4, norm_before_gate=True, device="cpu", dtype=torch.float32)
+    monkeypatch.setattr("megatron_lowbit.megatron.mamba._HAVE_MAMBA_SSM", False)
+    with pytest.raises(ImportError, match="mamba-ssm is not installed"):
+        triton_scan(*[None] * 9)
 
 
 @pytest.mark.gpu
@@ -112,84 +194,3 @@ def test_mamba_ssms_scan_agrees():
     for ours, theirs in zip(*found, strict=True):
         # BF16 products of sums over 128 tokens against FP32 ones.
         assert (ours - theirs).abs().max() <= 2e-2 * ours.abs().max()
-
-
-def test_what_decides_the_decay_stays_fp32(build):
-    named = dict(build(torch.bfloat16).named_parameters())
-    fp32 = {name for name, parameter in named.items() if parameter.dtype is torch.float32}
-    mixers = (0, 3)
-    assert fp32 == {
-        f"module.decoder.layers.{block}.mixer.{name}" for block in mixers for name in ("A_log", "D")
-    }
-    # Not rounded to BF16 on the way.
-    rates = named["module.decoder.layers.0.mixer.A_log"].detach()
-    assert not torch.equal(rates, rates.bfloat16().float())
-
-
-def backward(model):
-    tokens = torch.arange(320).view(2, 160) % 96
-    positions = torch.arange(160).expand(2, -1)
-    model(tokens, positions, attention_mask=None, labels=tokens).mean().backward()
-
-
-def test_a_bf16_model_runs(build):
-    model = build(torch.bfloat16)
-    backward(model)
-    for parameter in model.parameters():
-        assert torch.isfinite(parameter.grad).all() and parameter.grad.any()
-
-
-class Training:
-    """A BF16 model, its optimizer and schedule."""
-
-    def __init__(self, args, build):
-        config = transformer_config(args, torch.bfloat16)
-        (self.model,) = wrap_data_parallel(args, config, [build(torch.bfloat16)])
-        self.optimizer, self.scheduler = build_optimizer(args, config, [self.model])
-
-    def step(self):
-        self.model.zero_grad_buffer()
-        backward(self.model)
-        self.model.finish_grad_sync()
-        self.optimizer.step()
-        self.scheduler.step(1)
-
-    def parts(self):
-        return [self.model], self.optimizer, self.scheduler
-
-    def tensors(self):
-        """Parameters, FP32 main parameters and moments, in a fixed order."""
-        (part,) = self.optimizer.chained_optimizers
-        mains = [p for group in part.optimizer.param_groups for p in group["params"]]
-        states = [part.optimizer.state[p] for p in mains]
-        moments = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq", "step")]
-        return [t.detach().clone() for t in (*self.model.parameters(), *mains, *moments)]
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_fp32_parameters_of_a_bf16_model_learn(args, build, distributed):
-    args.use_distributed_optimizer = distributed
-    training = Training(args, build)
-    rates = next(p for name, p in training.model.named_parameters() if name.endswith("A_log"))
-    before = rates.detach().clone()
-    training.step()
-    assert rates.dtype is torch.float32
-    # Adam's first step is nearly the learning rate, 1 here, however small the gradient.
-    assert ((before - rates) * rates.main_grad.sign() > 0.5).all()
-
-
-@pytest.mark.parametrize("distributed", [False, True])
-def test_a_bf16_model_resumes_to_the_bit(args, build, distributed, tmp_path):
-    args.use_distributed_optimizer = distributed
-    args.lr = args.init_method_std
-    whole, resumed = Training(args, build), Training(args, build)
-    whole.step()
-    whole.step()
-    save_checkpoint(tmp_path, 2, *whole.parts(), {"model": {}})
-    resumed.step()  # so that it differs
-    load_checkpoint(tmp_path, *resumed.parts(), {})
-    for _ in range(2):
-        pairs = zip(whole.tensors(), resumed.tensors(), strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
-        whole.step()
-        resumed.step()
