@@ -13,6 +13,7 @@ spec`` for MXNorm); nothing of Megatron-LM is replaced.
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from megatron_lowbit.megatron.layer_state import LayerState, layer_states, set_r
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
+from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.megatron.upstream_gaps import (
@@ -99,8 +101,10 @@ class RecipeHook:
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
         args = self.args
-        source = LoadSource.of(args)
-        self.take_over(chunks, source)
+        # A layer that does not fit may be on one rank alone.
+        with same_outcome("read the checkpoint in", Path(args.load or "")):
+            source = LoadSource.of(args)
+            self.take_over(chunks, source)
         layers = quantizable_layers(chunks)
         self.check(layers)
         if args.fused_allreduce_norm:

@@ -100,7 +100,8 @@ def pretrain_ranks(corpus, tmp_path):
         (folder / "job.json").write_text(json.dumps(job))
         command = [*TORCHRUN, str(processes), str(RANK), str(folder / "job.json")]
         result = launch(command)
-        assert result.returncode == 0, result.stderr[-3000:]
+        said = [line for line in result.stderr.splitlines() if "Error" in line]
+        assert result.returncode == 0, "\n".join(said[:20])
         errors = {path.name: path.read_text() for path in folder.glob("*.error")}
         expected = {f"{name}.{rank}.error" for name in refused for rank in range(processes)}
         assert set(errors) == expected, errors

@@ -153,6 +153,9 @@ LAYOUTS = {
 }  # fmt: skip
 
 
+# Where a layout goes on from the one process's run: here before scales come from histories, which
+# are of gradients half as large.
+BEGIN = {"dp2": 1}
 # The two stages of a pipeline, of which the second keeps shorter histories.
 UNEQUAL = """
 name: unequal
@@ -176,8 +179,8 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
     """Each layout goes on from one process's checkpoint, its ranks' histories staying equal.
 
     They stay equal to that process's, too. Gradients of two data-parallel ranks are twice as
-    large, for each rank divides its loss by one microbatch instead of two. The bound is what the
-    order of FP32 sums does to a value that is then rounded to E4M3 or E5M2.
+    large, for each rank divides its loss by one microbatch instead of two. The bound on amaxes is
+    what the order of FP32 sums does to values that are then rounded to E4M3 or E5M2.
     """
     single, histories = whole
     runs = {}
@@ -186,8 +189,9 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
         if "distributed" in name:
             arguments = (*arguments, "--train-iters", 2)
         else:
-            start_from(single, 2, save)
-            arguments = (*arguments, "--train-iters", 4, "--load", save)
+            begin = BEGIN.get(name, 2)
+            start_from(single, begin, save)
+            arguments = (*arguments, "--train-iters", begin + 2, "--load", save)
         runs[name] = (*FP8, *arguments, "--save", save, "--save-interval", 1)
     (tmp_path / "unequal.yaml").write_text(UNEQUAL)
     load = start_from(single, 2, tmp_path / "unequal")
@@ -206,16 +210,17 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
         else:
             assert all(equal(first[step], second[step]) for step in first), name
         assert equal(saved_histories(tmp_path / name / f"iter_{last:07d}"), first[last]), name
-        if last == 3:
-            assert equal(first[2], histories[2]), name
-            assert losses(tmp_path / name) == pytest.approx(
-                {k: v for k, v in losses(single).items() if k in (3, 4)}, rel=1e-4
-            )
+        if "distributed" not in name:
+            assert equal(first[last - 1], histories[last - 1]), name
+            found, expected = losses(tmp_path / name), losses(single)
+            assert found[last] == pytest.approx(expected[last], rel=1e-5), name
+            # Gradients that are added up in another order move a few values over a threshold.
+            assert found[last + 1] == pytest.approx(expected[last + 1], rel=1e-3), name
         scale = 2 if "dp2" in name else 1
         for path, entries in histories[last].items():
             new, expected = first[last][path][:, -1], entries[:, -1].clone()
             expected[GRADIENTS] *= scale
-            assert torch.allclose(new, expected, rtol=1e-2), (name, path, new, expected)
+            assert torch.allclose(new, expected, rtol=5e-2), (name, path, new, expected)
 
     back = start_from(tmp_path / "tp2", 3, tmp_path / "back")
     _, recorded = train("back", "--train-iters", 4, "--load", back)
