@@ -97,7 +97,7 @@ def check_killed(corpus: Path, save: Path, whole: dict, kills: int, *options: ob
 
 
 def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
-    """Also while it saves: it goes on from a complete checkpoint, and nothing differs in the end."""
+    """Also while it saves: it goes on from a whole checkpoint, and nothing differs in the end."""
     check_killed(corpus, tmp_path, uninterrupted, 3)
 
 
