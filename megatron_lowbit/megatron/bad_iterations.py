@@ -7,6 +7,7 @@ then leaves the iteration out.
 """
 
 import json
+import multiprocessing
 import os
 import sys
 from argparse import Namespace
@@ -69,6 +70,10 @@ def bad_iterations_skipped(args: Namespace) -> Iterator[None]:
             raise TrainingError(f"{trouble}: noted; started again, the run skips it") from error
         print(f"{trouble}: back to the last checkpoint, without its data", flush=True)
         sys.stdout.flush()
+        # Workers of checkpoints and data would outlive the program, and keep its output open.
+        for process in multiprocessing.active_children():
+            process.terminate()
+            process.join()
         os.execv(sys.executable, sys.orig_argv)
 
 

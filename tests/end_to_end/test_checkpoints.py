@@ -1,0 +1,170 @@
+"""A run whose newest checkpoint is damaged or dangerous: refused in one line, or gone back from."""
+
+import io
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import done, refused, steps
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from megatron_lowbit.checkpoints import files
+
+RUN = ("--fp8-recipe", "fp8-delayed", "--save-interval", 2)
+FILES = ("__0_0.distcp", ".metadata", "metadata.json", "lowbit.json")
+NEWEST = "iter_0000006"
+
+
+@pytest.fixture
+def whole(memory, pretrain_here, tmp_path_factory) -> Path:
+    """A run of six iterations that keeps two checkpoints."""
+    if not memory:
+        save = memory["whole"] = tmp_path_factory.mktemp("whole") / "run"
+        done(pretrain_here(*RUN, "--train-iters", 6, "--save", save, "--save-keep-last", 2))
+    return memory["whole"]
+
+
+@pytest.fixture
+def save(whole, tmp_path) -> Path:
+    """A copy of it, to damage."""
+    return shutil.copytree(whole, tmp_path / "run")
+
+
+@pytest.fixture
+def resume(pretrain_here, save):
+    """Goes on for two more iterations."""
+    return lambda *more: pretrain_here(
+        *RUN, "--train-iters", 8, "--load", save, "--save", save, *more
+    )
+
+
+def damage(file: Path, harm: str) -> None:
+    content = bytearray(file.read_bytes())
+    if harm == "removed":
+        file.unlink()
+    elif harm == "cut":
+        # The last character of lowbit.json ends its line.
+        file.write_bytes(content[:-2])
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content)
+
+
+def test_the_last_checkpoints_are_kept(whole):
+    assert files.complete_iterations(whole) == files.iterations(whole) == [4, 6]
+
+
+@pytest.mark.parametrize("harm", ["changed", "cut", "removed"])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named(whole, save, resume, name, harm):
+    file = save / NEWEST / name
+    if (name, harm) == ("lowbit.json", "removed"):
+        pytest.skip("test_without_a_record is about it")
+    damage(file, harm)
+    error = refused(resume())
+    assert str(file) in error
+    assert "iter_0000004" in error and "--load-latest-valid" in error
+    assert steps(save) == steps(whole)
+
+
+def test_it_goes_back_to_the_newest_valid_one(whole, save, resume):
+    shard = save / NEWEST / "__0_0.distcp"
+    damage(shard, "changed")
+    again = resume("--load-latest-valid")
+    done(again)
+    assert f"skipped {NEWEST}: {shard}: its content differs" in again.stdout
+    made = steps(save)
+    assert made.keys() == set(range(1, 9))
+    assert {step: made[step] for step in range(1, 7)} == steps(whole)
+    # Iterations 6 and 8 are saved anew, and on record.
+    assert files.complete_iterations(save) == [4, 6, 8]
+    done(resume())
+
+
+def test_without_a_record_it_is_loaded_and_said(save, resume):
+    (save / NEWEST / "lowbit.json").unlink()
+    result = resume()
+    done(result)
+    assert f"{save / NEWEST}: no lowbit.json: loaded without comparing" in result.stdout
+
+
+def test_an_empty_tracker_is_mended(save, resume):
+    (save / files.TRACKER).write_text("")
+    result = resume()
+    done(result)
+    assert f"{save / files.TRACKER}: empty" in result.stdout
+    assert steps(save).keys() == set(range(1, 9))
+
+
+class Evil:
+    """A pickle of it creates a folder where it is loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.folder),)
+
+
+def plant(checkpoint: Path, place: str, evil: Evil) -> Path:
+    """Plant a pickle in a checkpoint; return the file that holds it."""
+    if place == "metadata":
+        (checkpoint / ".metadata").write_bytes(pickle.dumps(evil))
+        return checkpoint / ".metadata"
+    if place == "common.pt":
+        torch.save([evil], checkpoint / "common.pt")
+        return checkpoint / "common.pt"
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    payload, shard = io.BytesIO(), checkpoint / "__0_0.distcp"
+    torch.save([evil], payload)
+    (key,) = [
+        key
+        for key, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, BytesStorageMetadata) and place in key
+    ][:1]
+    (where,) = [where for index, where in metadata.storage_data.items() if index.fqn == key]
+    where.offset, where.length = shard.stat().st_size, len(payload.getvalue())
+    with shard.open("ab") as file:
+        file.write(payload.getvalue())
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(metadata))
+    return shard
+
+
+@pytest.mark.parametrize("recorded", [True, False], ids=["with a record", "without"])
+@pytest.mark.parametrize("place", ["metadata", "common.pt", "common_state", "rng_state"])
+def test_a_planted_pickle_is_refused_and_does_not_run(save, resume, tmp_path, place, recorded):
+    """Also where its checksum is on record, as whoever plants one would see to."""
+    trace = tmp_path / "trace"
+    (save / NEWEST / "lowbit.json").unlink()
+    file = plant(save / NEWEST, place, Evil(trace))
+    if recorded:
+        files.write_document(save / NEWEST, {"files": files.checksums(save / NEWEST)})
+    error = refused(resume())
+    assert f"{file}: refused" in error
+    assert not trace.exists()
+
+
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(save, resume, pretrain_command):
+    """A limit on file size stands for it: the kernel refuses the write in the middle of a file."""
+    import resource
+    import subprocess
+
+    original = subprocess.run
+
+    def limited(*args, **kwargs):
+        def lower():
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+        return original(*args, preexec_fn=lower, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "run", limited)
+        result = pretrain_command(*RUN, "--train-iters", 8, "--load", save, "--save", save)
+    assert result.returncode not in (0, None)
+    assert files.latest_iteration(save) == 6
+    done(resume())
+    assert files.latest_iteration(save) == 8

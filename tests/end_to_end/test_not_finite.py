@@ -1,0 +1,38 @@
+"""A gradient that is not finite: Megatron-LM ends the run, or it goes back and skips its data."""
+
+import json
+import sys
+from pathlib import Path
+
+from conftest import launch
+from tiny_run import arguments_for, done, steps
+
+FAULTY = Path(__file__).with_name("faulty_run.py")
+RUN = ("--fp4-recipe", "nvfp4", "--train-iters", 5, "--save-interval", 1)
+
+
+def train(corpus: Path, save: Path, *more: object):
+    """Run with a NaN in the fourth iteration."""
+    given = arguments_for(corpus, (*RUN, "--save", save, "--load", save, *more))
+    return launch([sys.executable, str(FAULTY), "4", *given])
+
+
+def test_megatron_lm_ends_the_run(corpus, tmp_path):
+    """With an error and its place; what was saved before stays, and nothing bad is saved."""
+    result = train(corpus, tmp_path)
+    assert result.returncode == 1
+    assert "Unexpected result nan" in result.stderr and "iteration" in result.stderr
+    assert steps(tmp_path).keys() == {1, 2, 3}
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
+
+
+def test_it_goes_back_and_skips_the_data(corpus, pretrain_here, tmp_path):
+    """As a run does that is told to skip the iteration from its start."""
+    result = train(corpus, tmp_path / "faulty", "--skip-bad-iterations", 2)
+    done(result)
+    assert "iteration 4: loss or gradients are not finite: back to the last" in result.stdout
+    assert json.loads((tmp_path / "faulty" / "bad_iterations.json").read_text()) == [4]
+    done(pretrain_here(*RUN, "--iterations-to-skip", 4, "--save", tmp_path / "told"))
+    told = steps(tmp_path / "told")
+    assert told.keys() == {1, 2, 3, 5}
+    assert steps(tmp_path / "faulty") == told
