@@ -63,11 +63,7 @@ class _AddAndNormalize:
 
 
 def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
-    """Have a GPT's chunks run the operation wherever a norm follows.
-
-    Raises UserError for a model that it does not fit.
-    """
-    _check(args)
+    """Have a GPT's chunks run the operation wherever a norm follows, once :func:`check` passed."""
     rows = args.seq_length * args.micro_batch_size
     capacity = rows * args.hidden_size * args.params_dtype.itemsize
     run = AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
@@ -75,15 +71,16 @@ def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
         _fuse(chunk, run)
 
 
-def _check(args: Namespace) -> None:
+def check(args: Namespace) -> None:
     """Raise UserError unless a norm alone stands between a row-parallel layer and the next one."""
     needs = {
+        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
         "--transformer-impl local": args.transformer_impl == "local",
         "--normalization RMSNorm": args.normalization == "RMSNorm" and not args.mxnorm,
         "--disable-bias-linear": not args.add_bias_linear,
         "--hidden-dropout 0": args.hidden_dropout == 0.0,
-        "no --sequence-parallel": not args.sequence_parallel,
-        "no --num-experts": args.num_experts is None,
+        "a model without --sequence-parallel": not args.sequence_parallel,
+        "a model without --num-experts": args.num_experts is None,
         "a GPT": args.hybrid_layer_pattern is None,
     }
     missing = [name for name, holds in needs.items() if not holds]

@@ -290,11 +290,14 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         UserError: Megatron-LM refuses the arguments, in one line.
     """
     from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.global_vars import unset_global_variables
 
     before = sys.argv
     sys.argv = [before[0], *tokens]
+    args = None
     try:
-        return parse_and_validate_args(extra_args_provider=_add_own_arguments)
+        args = parse_and_validate_args(extra_args_provider=_add_own_arguments)
+        return args
     except UserError:
         raise
     except SystemExit as error:
@@ -305,6 +308,9 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         raise UserError(in_one_line(error)) from error
     finally:
         sys.argv = before
+        if args is None:
+            # Some of them are set by now, and would stand in the way of another run here.
+            unset_global_variables()
 
 
 def in_one_line(error: Exception) -> str:

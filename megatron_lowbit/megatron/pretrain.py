@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     if args.dry_run:
         from megatron_lowbit.megatron.dry_run import dry_run
 
-        dry_run(args)
+        with torn_down(), upstream_refusals_named():
+            dry_run(args)
         return
     with bad_iterations_skipped(args), torn_down(), upstream_refusals_named(), command_line(args):
         run(args)

@@ -65,6 +65,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
     if any(precision.quantized for _, phase in recipe.phases() for precision in _used(phase)):
         _check(args)
+    if args.fused_allreduce_norm:
+        allreduce_norm.check(args)
     if args.mxnorm:
         use_mxnorm_spec(model_config)
     model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))

@@ -50,6 +50,7 @@ def test_layouts_agree(data, tmp_path):
     check(cells, FAST_LAYOUTS, FAST_RECIPES)
 
 
+@pytest.mark.slow
 def test_other_signs_exceed_the_bounds(data, tmp_path):
     """Where no layer is split; where one is, tests/layers compares the quantized bits."""
     layouts = {"recompute-selective": LAYOUTS["recompute-selective"]}

@@ -91,6 +91,7 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     ]
 
 
+@pytest.mark.slow
 def test_a_chain_of_layouts_ends_with_what_it_began(runs):
     first = content(runs / "single")
     for kind in ("embedding.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.",

@@ -7,8 +7,7 @@ import sys
 import pytest
 from tiny_run import ROOT
 
-import pretrain_gpt
-from megatron_lowbit.errors import exit_on_user_error
+from megatron_lowbit.commands import pretrain
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 RUN = re.search(r"^    python (pretrain_gpt.py .*)$", PAGE, re.MULTILINE)[1]
@@ -30,6 +29,6 @@ def test_commands_give_what_is_shown(more, line, corpus, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [*shlex.split(RUN), *shlex.split(more)])
     with pytest.raises(SystemExit) as ended:
-        exit_on_user_error(pretrain_gpt.main)
+        pretrain(hybrid=False)
     assert ended.value.code == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(line)

@@ -8,8 +8,16 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 
 FINE = {
-    "multi_latent_attention": False, "recipe_set": [], "mxnorm": False, "cuda_graph_impl": "none",
+    "multi_latent_attention": False, "fused_allreduce_norm": False, "recipe_set": [],
+    "mxnorm": False, "cuda_graph_impl": "none",
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+}  # fmt: skip
+
+
+FUSED = {
+    "fused_allreduce_norm": True, "tensor_model_parallel_size": 2, "transformer_impl": "local",
+    "normalization": "RMSNorm", "add_bias_linear": False, "hidden_dropout": 0.0,
+    "sequence_parallel": False, "num_experts": None, "hybrid_layer_pattern": None,
 }  # fmt: skip
 
 
@@ -38,3 +46,21 @@ def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, 
 def test_a_recipe_is_one_hook_and_none_changes_nothing():
     assert len(hooks(["nvfp4"])) == 1
     assert hooks(None, cuda_graph_impl="local") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "needed"),
+    [
+        ("tensor_model_parallel_size", 1, "--tensor-model-parallel-size above 1"),
+        ("transformer_impl", "transformer_engine", "--transformer-impl local"),
+        ("sequence_parallel", True, "a model without --sequence-parallel"),
+        ("normalization", "LayerNorm", "--normalization RMSNorm"),
+        ("hidden_dropout", 0.1, "--hidden-dropout 0"),
+        ("num_experts", 2, "a model without --num-experts"),
+        ("hybrid_layer_pattern", "M*", "a GPT"),
+    ],
+)
+def test_the_fused_all_reduce_says_what_it_needs(name, value, needed):
+    assert len(hooks(["bf16"], **FUSED)) == 1
+    with pytest.raises(UserError, match=f"^--fused-allreduce-norm needs {needed}$"):
+        hooks(["bf16"], **{**FUSED, name: value})
