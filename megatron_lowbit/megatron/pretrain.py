@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import in_one_line, parse_arguments
 from megatron_lowbit.megatron.bad_iterations import bad_iterations_skipped
+from megatron_lowbit.megatron.same_outcome import error_behind
 
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
@@ -82,9 +84,11 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron_lowbit.megatron.datasets import provide_datasets
     from megatron_lowbit.megatron.forward_step import forward_step
 
-    model_config, kind = model_config_of(args), ModelType.encoder_or_decoder
-    container = pretrain_cfg_container_from_args(args, model_config)
-    with metrics_kept(args), closing(CheckpointGuard(args)) as guard:
+    kind = ModelType.encoder_or_decoder
+    with unfit_model_named():
+        model_config = model_config_of(args)
+        container = pretrain_cfg_container_from_args(args, model_config)
+    with metrics_kept(args), closing(CheckpointGuard(args)) as guard, unfit_checkpoint_named(args):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
         pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
@@ -157,6 +161,31 @@ def upstream_refusals_named() -> Iterator[None]:
             raise
         where = f"{Path(frame.filename).name}:{frame.lineno}"
         raise UserError(f"Megatron-LM ({where}): {in_one_line(error)}") from error
+
+
+@contextmanager
+def unfit_model_named() -> Iterator[None]:
+    """Turn what Megatron-LM's configuration of a model refuses into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(in_one_line(error)) from error
+
+
+@contextmanager
+def unfit_checkpoint_named(args: Namespace) -> Iterator[None]:
+    """Turn Megatron-LM's refusal of a checkpoint, such as of another shape, into a UserError."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        yield
+    except (CheckpointException, CheckpointingException) as error:
+        refusal = error_behind(error, CheckpointingException)
+        if args.load is None or refusal is None:
+            raise
+        raise UserError(f"--load {args.load}: {in_one_line(refusal)}") from error
 
 
 @contextmanager
