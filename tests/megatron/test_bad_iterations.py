@@ -1,6 +1,7 @@
 """--skip-bad-iterations: what is noted, what is skipped, and when a run gives up."""
 
 import json
+import multiprocessing
 import os
 import sys
 from argparse import Namespace
@@ -33,6 +34,8 @@ def started(monkeypatch) -> list:
         raise Started
 
     monkeypatch.setattr(os, "execv", become)
+    # Those of other tests in this process, such as Megatron-LM's queue of checkpoints, go on.
+    monkeypatch.setattr(multiprocessing, "active_children", list)
     return commands
 
 
