@@ -1,6 +1,7 @@
 """A tiny dataset, and three ways to run pretrain_gpt.py on it."""
 
 import json
+import os
 import subprocess
 import sys
 from functools import partial
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+# A tokenizer that is no folder here is not looked for elsewhere, again and again.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 from tiny_run import (

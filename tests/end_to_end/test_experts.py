@@ -10,7 +10,6 @@ EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64,
 NVFP4 = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
 GROUP = ("--recipe-set", "tensor_scale=group")
 SPLIT = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
-DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable")
 DELAYED = ("--fp8-recipe", "fp8-delayed")
 
 # Relative bounds of the first step's loss and gradient norm after a common checkpoint: two ranks
@@ -21,7 +20,6 @@ DELAYED = ("--fp8-recipe", "fp8-delayed")
 # not quantized the loss is the same.
 PARITY = {
     "high precision": (("--precision-recipe", "bf16"), 1e-5, 1e-5),
-    "distributed optimizer": (DISTRIBUTED, 1e-5, 1e-5),
     "nvfp4": (NVFP4, 1e-4, 1e-2),
     "mxfp4-backward": (("--fp4-recipe", "mxfp4-backward"), 1e-5, 3e-2),
     "delayed": (DELAYED, 1e-4, 1e-2),
@@ -33,13 +31,10 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
     """(folder of the runs' folders ``NAME EP``, folder of the histories that ranks had)."""
     if memory:
         return memory["runs"]
-    starts = {}
-    for optimizer in ((), DISTRIBUTED):
-        starts[optimizer] = tmp_path / f"start {len(optimizer)}"
-        done(pretrain_here(*EXPERTS, *optimizer, "--train-iters", 2, "--save", starts[optimizer]))
+    start = tmp_path / "start"
+    done(pretrain_here(*EXPERTS, "--train-iters", 2, "--save", start))
     jobs = {}
     for name, (options, *_) in PARITY.items():
-        start = starts[options if options in starts else ()]
         for ranks in (1, 2):
             save = start_from(start, 2, tmp_path / f"{name} {ranks}")
             # Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts
@@ -49,7 +44,7 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
                 "--train-iters", 4, "--load", save, "--save", save, "--save-interval", 1,
             )  # fmt: skip
     for layout, options in {"one": (), "split": SPLIT}.items():
-        save = start_from(starts[()], 2, tmp_path / f"tensor parallel {layout}")
+        save = start_from(start, 2, tmp_path / f"tensor parallel {layout}")
         command = (*EXPERTS, *NVFP4, *GROUP, *options, "--train-iters", 3, "--load", save)
         jobs[f"tensor parallel {layout}"] = (*command, "--save", save)
     done(pretrain_here(*jobs.pop("tensor parallel one")))

@@ -54,6 +54,7 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_layouts_agree_through_checkpoints(runs):
     whole = losses(runs / "whole")
     for name, first in (("tp2", 3), ("pp2", 5), ("back", 7)):
@@ -61,6 +62,7 @@ def test_layouts_agree_through_checkpoints(runs):
         assert losses(runs / name) == pytest.approx(expected, rel=1e-5), name
 
 
+@pytest.mark.slow
 def test_resume_is_exact(runs):
     whole = steps(runs / "whole")
     assert steps(runs / "resumed") == {step: whole[step] for step in (3, 4)}
