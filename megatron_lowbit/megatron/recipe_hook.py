@@ -38,6 +38,7 @@ from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.megatron.upstream_gaps import (
+    check_local_layers,
     use_local_latent_attention,
     use_prebuilt_dataset_helpers,
 )
@@ -58,6 +59,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         UserError: the recipe does not exist, or does not fit the other arguments.
     """
     use_prebuilt_dataset_helpers()
+    check_local_layers(args)
     if args.multi_latent_attention:
         use_local_latent_attention()
     if args.precision_recipe is None:

@@ -2,14 +2,17 @@
 
 ``typing.override`` is missing from Python 3.11. The Makefile of the dataset helpers is missing from
 the package, which holds the compiled helpers themselves. Multi-latent attention gives the width of
-its keys and values to its core attention, and the local one does not take them. See
-docs/upstream-notes.md.
+its keys and values to its core attention, and the local one does not take them. What local layers
+compute wrongly or cannot train is refused. See docs/upstream-notes.md.
 """
 
 import sys
 import typing
+from argparse import Namespace
 from functools import wraps
 from typing import Any
+
+from megatron_lowbit.errors import require
 
 if sys.version_info < (3, 12):
     from typing_extensions import override
@@ -22,6 +25,22 @@ def use_prebuilt_dataset_helpers() -> None:
     from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  their presence is the point
 
     utils.compile_helpers = lambda: None
+
+
+def check_local_layers(args: Namespace) -> None:
+    """Raise UserError for models that Megatron-LM's local layers do not train correctly."""
+    if args.transformer_impl != "local":
+        return
+    require(
+        not args.multi_latent_attention or args.tensor_model_parallel_size == 1,
+        "--multi-latent-attention with --transformer-impl local: Megatron-LM's gradient of the "
+        "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
+    )
+    require(
+        args.num_experts is None or not args.add_bias_linear,
+        "--num-experts with --transformer-impl local: Megatron-LM cannot train experts that have "
+        "biases; give --disable-bias-linear",
+    )
 
 
 def use_local_latent_attention() -> None:

@@ -33,6 +33,8 @@ CITED = {
     "checkpointing.py:1697": "sys.exit()",
     "checkpointing.py:2254": "--ckpt-fully-parallel-save",
     "megatron_dataset.py:60": 'unique_identifiers["dataset_path"]',
+    "multi_latent_attention.py:739": "= gather_from_tensor_model_parallel_region(kv_combined)",
+    "mlp.py:354": "output += output_bias",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
     "distrib_optimizer.py:2061": "def load_parameter_state_from_dp_reshardable",
 }

@@ -8,7 +8,8 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 
 FINE = {
-    "multi_latent_attention": False, "fused_allreduce_norm": False, "recipe_set": [],
+    "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,
+    "num_experts": None, "add_bias_linear": True, "fused_allreduce_norm": False, "recipe_set": [],
     "mxnorm": False, "cuda_graph_impl": "none",
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
 }  # fmt: skip
@@ -41,6 +42,24 @@ def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, 
     with pytest.raises(UserError, match=f"^{flag} under a recipe: "):
         hooks(["nvfp4"], **{name: value})
     assert len(hooks(["bf16"], **{name: value})) == 1
+
+
+LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
+EXPERTS = {"num_experts": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "needed"),
+    [
+        (LATENT, "--tensor-model-parallel-size must be 1"),
+        (EXPERTS, "give --disable-bias-linear"),
+    ],
+)
+@pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
+def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
+    with pytest.raises(UserError, match=needed):
+        hooks(recipe, **model)
+    hooks(recipe, **model, transformer_impl="transformer_engine")
 
 
 def test_a_recipe_is_one_hook_and_none_changes_nothing():
