@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -368,6 +369,7 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
         "vocab_size": tokenizer.vocab_size,
         "documents": summary.documents,
         "tokens": summary.tokens,
+        "data_sha256": data_digest(path.with_suffix(".bin")),
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 

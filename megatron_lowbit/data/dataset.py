@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -14,9 +13,11 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.core.datasets.indexed_dataset import DType
 
+from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.errors import UserError
 
 _CHECKED_TOKENS = 1 << 24
+_CHUNK = 1 << 22
 
 # The .idx file: magic, version, dtype code, counts of sequences and of document boundaries; then
 # int32 lengths, int64 byte offsets (a sequence each), int64 boundaries (little endian throughout).
@@ -33,7 +34,11 @@ class DatasetIndex(NamedTuple):
 
 
 def read_index(prefix: str) -> DatasetIndex:
-    """Map PREFIX.idx. Raises UserError for a missing, foreign or truncated file."""
+    """Map PREFIX.idx.
+
+    Raises UserError for a missing, foreign or truncated file, and for lengths, offsets and document
+    boundaries that do not describe documents one after another.
+    """
     path = Path(f"{prefix}.idx")
     for file in (path, Path(f"{prefix}.bin")):
         if not file.is_file():
@@ -61,11 +66,43 @@ def read_index(prefix: str) -> DatasetIndex:
         )
     if not sequences:
         raise UserError(f"--data-path {prefix}: the dataset is empty")
-    lengths = np.memmap(path, np.int32, "r", offset=_INDEX_HEADER.size, shape=(sequences,))
-    offsets = np.memmap(
-        path, np.int64, "r", offset=_INDEX_HEADER.size + 4 * sequences, shape=(sequences,)
-    )
-    return DatasetIndex(dtype, lengths, int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize)
+    start = _INDEX_HEADER.size
+    lengths = np.memmap(path, np.int32, "r", start, (sequences,))
+    offsets = np.memmap(path, np.int64, "r", start + 4 * sequences, (sequences,))
+    documents = np.memmap(path, np.int64, "r", start + 12 * sequences, (boundaries,))
+    data_bytes = _check_sequences(prefix, lengths, offsets, dtype.itemsize)
+    _check_documents(prefix, documents, sequences)
+    return DatasetIndex(dtype, lengths, data_bytes)
+
+
+def _check_sequences(
+    prefix: str, lengths: np.ndarray, offsets: np.ndarray, token_bytes: int
+) -> int:
+    """Return the bytes of all sequences. Raise UserError unless each begins where the last ends."""
+    end = 0
+    for first in range(0, len(lengths), _CHUNK):
+        sizes = lengths[first : first + _CHUNK].astype(np.int64) * token_bytes
+        ends = end + np.cumsum(sizes)
+        wrong = (sizes <= 0) | (offsets[first : first + _CHUNK] != ends - sizes)
+        if wrong.any():
+            number = first + int(np.argmax(wrong))
+            raise UserError(
+                f"--data-path {prefix}: sequence {number} of {prefix}.idx has length "
+                f"{lengths[number]} and offset {offsets[number]}, which does not follow the one "
+                "before; preprocess the data again"
+            )
+        end = int(ends[-1])
+    return end
+
+
+def _check_documents(prefix: str, boundaries: np.ndarray, sequences: int) -> None:
+    """Raise UserError unless document boundaries rise from 0 to the number of sequences."""
+    whole = len(boundaries) > 1 and boundaries[0] == 0 and boundaries[-1] == sequences
+    if not whole or (np.diff(boundaries) < 0).any():
+        raise UserError(
+            f"--data-path {prefix}: the document boundaries of {prefix}.idx do not rise from 0 to "
+            f"{sequences}; preprocess the data again"
+        )
 
 
 def check_part(
@@ -95,8 +132,8 @@ def check_part(
 def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> None:
     """Raise UserError unless PREFIX.bin and PREFIX.idx are whole and fit the tokenizer.
 
-    The tokenizer is compared with the sidecar PREFIX.json if there is one; without it the largest
-    token id among the first 16M tokens must be below ``vocab_size``.
+    The first 16M token ids must be below ``vocab_size``; ``forward_step`` looks at the ids of every
+    batch. If there is a sidecar PREFIX.json, its tokenizer and the digest of the data must fit.
 
     Args:
         prefix: as ``--data-path`` has it.
@@ -114,7 +151,6 @@ def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> 
         raise UserError(f"--data-path {prefix}: holds {index.dtype}, not token ids")
     if Path(f"{prefix}.json").is_file():
         _check_sidecar(prefix, vocab_size, tokenizer_model)
-        return
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")[:_CHECKED_TOKENS]
     smallest, largest = int(tokens.min()), int(tokens.max())
     if smallest < 0 or largest >= vocab_size:
@@ -129,11 +165,17 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
     try:
         sidecar = json.loads(path.read_bytes())
         made_with, made_size = sidecar["tokenizer_sha256"], int(sidecar["vocab_size"])
-    except (ValueError, TypeError, KeyError):
+        recorded = sidecar["data_sha256"]
+    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         raise UserError(
-            f"--data-path {prefix}: {path} must be a JSON object with tokenizer_sha256 and "
-            "vocab_size; preprocess the data again"
+            f"--data-path {prefix}: {path} must be a JSON object with tokenizer_sha256, vocab_size "
+            "and data_sha256; preprocess the data again"
         ) from None
+    if recorded != data_digest(Path(f"{prefix}.bin")):
+        raise UserError(
+            f"--data-path {prefix}: {prefix}.bin is not the data that {path} describes; "
+            "preprocess the data again"
+        )
     file = Path(tokenizer_model or "", "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
     fits = made_with == sha256 if made_with and sha256 else made_size <= vocab_size
@@ -143,26 +185,3 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
             f"{made_size} ids, but --tokenizer-model has {str(sha256)[:12]} and {vocab_size} ids; "
             "give that one or preprocess the data again"
         )
-
-
-def cache_folder(prefixes: list[str]) -> str:
-    """Return a folder beside the first dataset for the indices of samples; make it.
-
-    Its name is a digest of the datasets' document lengths: Megatron-LM names a cached index by the
-    dataset's path alone, so that data preprocessed anew under an old name would be read through the
-    old index.
-
-    Raises UserError where the folder cannot be written to.
-    """
-    digest = hashlib.sha256()
-    for prefix in prefixes:
-        digest.update(read_index(prefix).lengths)
-    folder = Path(prefixes[0]).parent / "cache" / digest.hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise UserError(f"{folder.parent}: cannot be written to; give --data-cache-path")
-    return str(folder)

@@ -2,7 +2,11 @@
 
 import dataclasses
 from argparse import Namespace
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
@@ -18,7 +22,8 @@ from megatron.training.utils.common_utils import (
     is_first_or_last_pipeline_stage,
 )
 
-from megatron_lowbit.data.dataset import cache_folder, check_dataset, check_part
+from megatron_lowbit.data.dataset import check_dataset, check_part
+from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.errors import UserError
 
 
@@ -41,7 +46,10 @@ def provide_datasets(
         on_this_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
         return on_this_stage and mpu.get_tensor_model_parallel_rank() == 0
 
-    return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
+    # Rank 0 builds the cached indices, and the others wait for it.
+    cached = config.path_to_cache is not None and dist.get_rank() == 0
+    with building(Path(config.path_to_cache)) if cached else nullcontext():
+        return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
 
 
 provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron-LM

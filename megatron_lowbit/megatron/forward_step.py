@@ -1,5 +1,6 @@
 """One forward pass of a microbatch, and its loss: Megatron-LM's ``forward_step_func``."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from megatron.core.utils import (
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
 )
-from megatron.training import get_args, get_timers
+from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
 
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.datasets import has_mtp
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -68,6 +70,7 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     if tensor_rank == 0:
         loaded = next(data)
+        _check_ids(loaded, args)
         batch = {
             key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in _KEYS
         }
@@ -90,6 +93,22 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
     )
     group = mpu.get_context_parallel_group()
     return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+
+
+def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
+    """Raise UserError for token ids of a microbatch, still on the CPU, outside the vocabulary.
+
+    A tensor-parallel embedding takes them for another rank's, and trains on zeros.
+    """
+    size = get_tokenizer().vocab_size
+    for name in ("tokens", "labels"):
+        smallest, largest = (int(value) for value in torch.aminmax(loaded[name]))
+        if smallest < 0 or largest >= size:
+            raise UserError(
+                f"iteration {args.curr_iteration + 1}: {name} from {smallest} to {largest}, but "
+                f"the tokenizer has {size} ids from 0; the data was made with another one, or is "
+                "damaged"
+            )
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-import os
+import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_lowbit.data.dataset import cache_folder, check_dataset, check_part, read_index
+from megatron_lowbit.data.dataset import check_dataset, check_part, read_index
+from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -93,13 +94,16 @@ def test_token_ids_outside_the_vocabulary(prefix, tmp_path):
         check(negative)
 
 
-def test_the_sidecar_decides(prefix, tmp_path):
+def test_the_sidecar_names_the_tokenizer(tmp_path):
+    prefix = write_dataset(tmp_path / "data", documents=10)
     sidecar, digests = Path(f"{prefix}.json"), []
     for name in ("one", "other"):
         train_tokenizer(iter([f"some words of {name}"] * 3), 270, tmp_path / name)
         content = (tmp_path / name / "tokenizer.json").read_bytes()
         digests.append(hashlib.sha256(content).hexdigest())
-    sidecar.write_text(json.dumps({"tokenizer_sha256": digests[0], "vocab_size": 270}))
+    content = {"tokenizer_sha256": digests[0], "vocab_size": 270}
+    content["data_sha256"] = data_digest(Path(f"{prefix}.bin"))
+    sidecar.write_text(json.dumps(content))
     check(prefix, 270, str(tmp_path / "one"))
     made, given = (f"{digest[:12]} and 270 ids" for digest in digests)
     with pytest.raises(UserError, match=f"sha256 {made}, but --tokenizer-model has {given}; "):
@@ -109,6 +113,55 @@ def test_the_sidecar_decides(prefix, tmp_path):
     check(prefix, 271, str(tmp_path))
     with pytest.raises(UserError, match="but --tokenizer-model has None and 269 ids"):
         check(prefix, 269)
+
+
+def test_the_sidecar_does_not_vouch_for_other_data(prefix):
+    content = {"tokenizer_sha256": None, "vocab_size": 500}
+    content["data_sha256"] = data_digest(Path(f"{prefix}.bin"))
+    Path(f"{prefix}.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="ids from 0 to 989, the tokenizer 600 ids"):
+        check(prefix, 600)
+    data = Path(f"{prefix}.bin")
+    data.write_bytes(b"\x01" + data.read_bytes()[1:])
+    with pytest.raises(UserError, match=r"data\.bin is not the data that .*data\.json describes"):
+        check(prefix, 990)
+
+
+def test_the_digest_of_a_large_file_takes_samples(tmp_path):
+    path = tmp_path / "sparse"
+    with path.open("wb") as file:
+        file.truncate(1 << 30)
+    first = data_digest(path)
+    with path.open("r+b") as file:
+        file.truncate((1 << 30) - 1)
+    assert data_digest(path) != first
+
+
+# Header 34 bytes; 40 lengths (int32), 40 offsets (int64), 41 boundaries (int64).
+LENGTHS, OFFSETS, DOCUMENTS = 34, 34 + 4 * 40, 34 + 12 * 40
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (LENGTHS + 4 * 7, struct.pack("<i", -25), "sequence 7 .* length -25 and offset 350"),
+        (LENGTHS, struct.pack("<i", 0), "sequence 0 .* length 0 and offset 0"),
+        (LENGTHS + 4 * 39, struct.pack("<i", 2**31 - 1), "its index promises"),
+        (OFFSETS, struct.pack("<q", 50), "sequence 0 .* length 25 and offset 50"),
+        (OFFSETS + 8 * 9, struct.pack("<q", 400), "sequence 9 .* offset 400"),
+        (OFFSETS + 8 * 39, struct.pack("<q", -2), "sequence 39 .* offset -2"),
+        (DOCUMENTS, struct.pack("<q", 1), "document boundaries"),
+        (DOCUMENTS + 8 * 40, struct.pack("<q", 41), "document boundaries"),
+        (DOCUMENTS + 8 * 5, struct.pack("<q", 39), "document boundaries"),
+    ],
+)
+def test_an_index_that_does_not_describe_documents_in_order(prefix, place, value, message):
+    index = Path(f"{prefix}.idx")
+    content = bytearray(index.read_bytes())
+    content[place : place + len(value)] = value
+    index.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        check(prefix)
 
 
 @pytest.mark.parametrize("content", ["[", "[]", "{}", '{"tokenizer_sha256": 1, "vocab_size": "x"}'])
@@ -138,32 +191,3 @@ def test_a_share_that_rounds_to_no_document(prefix):
         check_part(prefix, "validation", (0.99, 1.0), 16, "99,1,0")
     # 0.975 * 40 = 39: one document.
     check_part(prefix, "validation", (0.975, 1.0), 16, "97.5,2.5,0")
-
-
-# -- cache_folder ----------------------------------------------------------------------------------
-
-
-def test_the_cache_is_beside_the_first_dataset(prefix, tmp_path):
-    other = write_dataset(tmp_path / "other", documents=3)
-    folder = Path(cache_folder([prefix, other]))
-    assert folder.is_dir() and folder.parent == tmp_path / "cache"
-    assert cache_folder([prefix, other]) == str(folder) != cache_folder([prefix])
-
-
-def test_new_data_under_an_old_name_has_another_cache(prefix):
-    before = cache_folder([prefix])
-    write_dataset(prefix, documents=20, length=50)
-    assert cache_folder([prefix]) != before
-
-
-def test_a_cache_that_cannot_be_written(prefix, tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "access", lambda *_: False)
-        with pytest.raises(UserError, match="cache: cannot be written to; give --data-cache-path"):
-            cache_folder([prefix])
-    for folder in (tmp_path / "cache").iterdir():
-        folder.rmdir()
-    (tmp_path / "cache").rmdir()
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(UserError, match="cache: cannot be written to; give --data-cache-path"):
-        cache_folder([prefix])

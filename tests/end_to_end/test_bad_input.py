@@ -3,8 +3,11 @@
 import json
 import shutil
 
+import numpy as np
 import pytest
 from tiny_run import done, refused, steps
+
+from megatron_lowbit.data import dataset
 
 
 @pytest.mark.parametrize(
@@ -127,6 +130,17 @@ def test_dataset_missing_truncated_or_of_another_tokenizer(pretrain_here, corpus
     (tmp_path / "data.json").write_text(json.dumps(sidecar | {"tokenizer_sha256": "0" * 64}))
     foreign = refused(pretrain_here("--train-iters", 1, "--data-path", tmp_path / "data"))
     assert "tokenizer" in foreign
+
+
+def test_token_ids_beyond_those_looked_at_first(pretrain_here, corpus, tmp_path, monkeypatch):
+    shutil.copy(corpus / "data.idx", tmp_path / "data.idx")
+    ids = np.fromfile(corpus / "data.bin", np.uint16)
+    ids[1:] = 60000
+    ids.tofile(tmp_path / "data.bin")
+    begin = ("--train-iters", 1, "--data-path", tmp_path / "data")
+    assert "has token ids from" in refused(pretrain_here(*begin))
+    monkeypatch.setattr(dataset, "_CHECKED_TOKENS", 1)
+    assert "iteration 1: tokens from" in refused(pretrain_here(*begin))
 
 
 def test_a_checkpoint_of_another_shape_is_refused(pretrain_here, tmp_path):

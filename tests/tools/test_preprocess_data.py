@@ -19,6 +19,7 @@ import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import corpus as corpus_module
+from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -75,6 +76,7 @@ def test_each_line_is_a_document(preprocess, json_lines, tokenizer, capsys):
         "vocab_size": 300,
         "documents": len(TEXTS),
         "tokens": tokens,
+        "data_sha256": data_digest(Path(prefix + ".bin")),
     }
     ratio = sum(len(text.encode()) for text in TEXTS) / tokens
     line = f"{prefix}: 150 documents, {tokens:,} tokens, {ratio:.2f} bytes per token\n"
