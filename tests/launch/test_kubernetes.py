@@ -126,7 +126,8 @@ def test_a_pod_that_is_taken_away_loses_nothing(start, tmp_path):
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     log = log_of(stopped, 0)
     pods = start(stopped)
-    until(lambda: trained(log, 3), log)
+    last = log_of(stopped, 1)  # the last rank prints iterations
+    until(lambda: trained(last, 3), last)
     pods[1].terminate()
     assert pods[1].wait(timeout=60) != 0  # to Kubernetes a failure, for a reason that it knows
     until(lambda: STOPPED in said(log), log)
