@@ -106,26 +106,33 @@ def _check_documents(prefix: str, boundaries: np.ndarray, sequences: int) -> Non
 
 
 def check_part(
-    prefix: str, name: str, bounds: tuple[float, float], seq_length: int, split: str
+    prefix: str,
+    name: str,
+    bounds: tuple[float, float],
+    seq_length: int,
+    split: str | None,
+    argument: str = "--data-path",
 ) -> None:
     """Raise UserError unless a part of a dataset has the tokens of one sample.
 
     Args:
-        prefix: as ``--data-path`` has it.
+        prefix: as the argument has it.
         name: the part's, for the message.
         bounds: its first and last share of the documents.
         seq_length: tokens of a sample, but for the one that is predicted last.
-        split: the value of ``--split``.
+        split: the value of ``--split``; None for a dataset that is one part as a whole.
+        argument: the one that names the dataset.
     """
     lengths = read_index(prefix).lengths
     # Rounded as Megatron-LM does.
     first, last = (round(bound * len(lengths)) for bound in bounds)
     tokens = int(lengths[first:last].sum(dtype=np.int64))
     if tokens < seq_length + 1:
+        share = f"raise its share in --split {split}, " if split else ""
         raise UserError(
-            f"--data-path {prefix}: the {name} part has {last - first} of {len(lengths)} documents "
-            f"and {tokens} tokens, fewer than the {seq_length + 1} of one sample; raise its "
-            f"share in --split {split}, lower --seq-length, or add data"
+            f"{argument} {prefix}: the {name} part has {last - first} of {len(lengths)} documents "
+            f"and {tokens} tokens, fewer than the {seq_length + 1} of one sample; {share}"
+            "lower --seq-length, or add data"
         )
 
 

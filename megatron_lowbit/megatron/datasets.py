@@ -1,6 +1,7 @@
 """The datasets of a run: Megatron-LM's own, built from its own arguments."""
 
 import dataclasses
+import json
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -26,6 +27,8 @@ from megatron_lowbit.data.dataset import check_dataset, check_part
 from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.errors import UserError
 
+_PER_SPLIT = ("train", "valid", "test")
+
 
 def provide_datasets(
     num_samples: tuple[int, int, int], vp_stage: int | None = None
@@ -36,8 +39,8 @@ def provide_datasets(
     """
     args = get_args()
     config = _config(args)
-    if config.blend is not None:
-        _check_splits(args, config, num_samples)
+    if not config.mock:
+        _check_parts(args, config, num_samples)
     kind = GPTFIMDataset if args.fim_data else GPTDataset
     if args.mock_data:
         kind = MockGPTDataset
@@ -62,6 +65,7 @@ def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
 
 
 def _config(args: Namespace) -> GPTDatasetConfig:
+    _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     tokenizer = get_tokenizer()
     prefixes = [prefix for part in (blend, *(blend_per_split or ())) if part for prefix in part[0]]
@@ -91,17 +95,55 @@ def _config(args: Namespace) -> GPTDatasetConfig:
     return kind(**settings)
 
 
-def _check_splits(
+def _check_per_split(args: Namespace) -> None:
+    """Raise UserError where an argument of the parts' own datasets names none, or not as it should.
+
+    Megatron-LM ends with an exception of its own there.
+    """
+    for name in _PER_SPLIT:
+        if getattr(args, f"{name}_data_path") == []:
+            raise UserError(f"--{name}-data-path: give a dataset's prefix, or leave it out")
+    if args.per_split_data_args_path is None:
+        return
+    file = f"--per-split-data-args-path {args.per_split_data_args_path}"
+    try:
+        content = json.loads(Path(args.per_split_data_args_path).read_bytes())
+        named = [content[name] for name in _PER_SPLIT]
+    except OSError as error:
+        raise UserError(f"{file}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise UserError(f"{file}: must be a JSON object with train, valid and test") from None
+    for name, given in zip(_PER_SPLIT, named, strict=True):
+        prefixes = given.split() if isinstance(given, str) else given
+        is_list = isinstance(prefixes, list) and all(isinstance(item, str) for item in prefixes)
+        if given is not None and not (is_list and prefixes):
+            raise UserError(f"{file}: {name} must be null or list weights and prefixes")
+
+
+def _check_parts(
     args: Namespace, config: GPTDatasetConfig, num_samples: tuple[int, int, int]
 ) -> None:
     """Leave out the parts of which no sample is needed; raise UserError for others without one.
 
-    Megatron-LM never stops counting the epochs of a part that holds no documents.
+    Megatron-LM never stops counting the epochs of a part that holds no tokens.
     """
+    # Shares of one blend (--split), or a blend for each part.
+    parts = config.blend_per_split if config.blend is None else config.split_matrix
     for number, name in enumerate(("training", "validation", "test")):
-        bounds = config.split_matrix[number]
         if num_samples[number] == 0:
-            config.split_matrix[number] = None
-        elif bounds is not None:
-            for prefix in config.blend[0]:
-                check_part(prefix, name, bounds, args.seq_length, args.split)
+            parts[number] = None
+        if parts[number] is None:
+            continue
+        if config.blend is not None:
+            blend, bounds, argument = config.blend, parts[number], "--data-path"
+        else:
+            blend, bounds, argument = parts[number], (0.0, 1.0), _per_split_argument(args, number)
+        for prefix in blend[0]:
+            check_part(prefix, name, bounds, args.seq_length, args.split, argument)
+
+
+def _per_split_argument(args: Namespace, number: int) -> str:
+    """Return the argument that names the datasets of a part."""
+    if args.per_split_data_args_path is not None:
+        return "--per-split-data-args-path"
+    return f"--{_PER_SPLIT[number]}-data-path"

@@ -1,5 +1,6 @@
 """A run's datasets: Megatron-LM's own, of the tokens that are there, or refused as too small."""
 
+import json
 import shlex
 
 import numpy as np
@@ -105,6 +106,73 @@ def test_each_dataset_of_a_blend_is_checked(datasets, prefix, tmp_path):
     small = write_dataset(tmp_path / "small", documents=2)
     with pytest.raises(UserError, match=f"{small}: the validation part has 0 of 2 documents"):
         datasets(f"--data-path 1 {prefix} 1 {small} --split 90,10,0", 1, 1, 0)
+
+
+@pytest.fixture
+def short(tmp_path) -> str:
+    """A dataset of one document with 10 tokens, fewer than the 17 of one sample."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "short.bin"), dtype=np.uint16)
+    builder.add_document(np.arange(10), [10])
+    builder.finalize(str(tmp_path / "short.idx"))
+    return str(tmp_path / "short")
+
+
+@pytest.mark.parametrize(
+    ("train", "valid", "test", "part"),
+    [
+        ("short", "long", "long", "train-data-path {}: the training"),
+        ("long", "short", "long", "valid-data-path {}: the validation"),
+        ("long", "1 long 1 short", "long", "valid-data-path {}: the validation"),
+        ("long", "long", "short", "test-data-path {}: the test"),
+    ],
+)
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_a_part_with_its_own_dataset_without_a_sample_is_refused(
+    datasets, prefix, short, tmp_path, in_a_file, train, valid, test, part
+):
+    named = {"train": train, "valid": valid, "test": test}
+    named = {k: v.replace("long", prefix).replace("short", short) for k, v in named.items()}
+    line = " ".join(f"--{name}-data-path {given}" for name, given in named.items())
+    if in_a_file:
+        (tmp_path / "parts.json").write_text(json.dumps(named))
+        line = f"--per-split-data-args-path {tmp_path / 'parts.json'}"
+        part = "per-split-data-args-path" + part[part.index(" ") :]
+    message = f"^--{part.format(short)} part has 1 of 1 documents and 10 tokens, fewer than the 17 "
+    with pytest.raises(UserError, match=f"{message}of one sample; lower --seq-length, or add data"):
+        datasets(line, 1, 1, 1)
+
+
+def test_parts_with_their_own_datasets(datasets, prefix, short, tmp_path):
+    other = write_dataset(tmp_path / "other", documents=5)
+    line = f"--train-data-path {prefix} --valid-data-path {other} --test-data-path {short}"
+    train, valid, test = datasets(line, 40, 3, 0)
+    assert len(train) >= 40 and len(valid) >= 3 and test is None
+
+
+@pytest.mark.parametrize("argument", ["--train-data-path", "--valid-data-path", "--test-data-path"])
+def test_an_argument_of_a_part_that_names_no_dataset(datasets, argument):
+    with pytest.raises(UserError, match=f"^{argument}: give a dataset's prefix, or leave it out$"):
+        datasets(argument, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        ("{", "must be a JSON object with train, valid and test"),
+        ("[1]", "must be a JSON object with train, valid and test"),
+        ('{"train": "a", "valid": "b"}', "must be a JSON object with train, valid and test"),
+        ('{"train": "a", "valid": "", "test": null}', "valid must be null or list weights and"),
+        ('{"train": [], "valid": "b", "test": null}', "train must be null or list weights and"),
+        ('{"train": "a", "valid": "b", "test": 3}', "test must be null or list weights and"),
+    ],
+)
+def test_a_file_of_parts_that_does_not_name_datasets(datasets, tmp_path, content, message):
+    file = tmp_path / "parts.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(UserError, match=f"^--per-split-data-args-path {file}: {message}"):
+        datasets(f"--per-split-data-args-path {file}", 1, 1, 0)
 
 
 def test_data_that_does_not_fit_the_tokenizer(datasets, prefix):
