@@ -155,11 +155,12 @@ GROUP = "--recipe-set tensor_scale=group"
 DELAYED = f"--precision-recipe fp8-delayed --recipe-set amax_history.length=1 {GROUP}"
 RECIPES = {
     "bf16": Recipe("--precision-recipe bf16", SUMS, SUMS, SUMS),
-    "nvfp4-group": Recipe(f"{NVFP4} {GROUP}"),
+    # Moving one process's own norm weights by 1e-7 changes this gradient norm by up to 1.7e-3 in 24
+    # draws.
+    "nvfp4-group": Recipe(f"{NVFP4} {GROUP}", split=Bounds(5e-4, 5e-3)),
     # Other tensor scales: another draw of the noise that moves this norm by 2% from bf16's.
     "nvfp4-shard": Recipe(NVFP4, split=Bounds(2e-3, 5e-2)),
-    # Moving one process's own norm weights by 1e-7 changes this gradient norm by up to 1.3e-3 (in 4
-    # draws; nvfp4-group's by 3e-4), and fp8-delayed's, where one flip in the largest element moves
+    # The same changes this one by up to 1.3e-3 (in 4 draws), and fp8-delayed's, where one flip in the largest element moves
     # the whole tensor, by up to 2.4e-3.
     "mxfp4-backward": Recipe("--precision-recipe mxfp4-backward", split=Bounds(5e-4, 5e-3)),
     "fp8-tile": Recipe("--precision-recipe fp8-tile"),
