@@ -3,6 +3,8 @@
     DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
     DIR/iter_0000100/...                     what Megatron-LM has saved
     DIR/iter_0000100/lowbit.json             length and checksum of each of these files
+    DIR/.iter_0000100.replaced/...           an older one, while the iteration is saved anew
+    DIR/.iter_0000100.deleted/...            one that is being deleted
 
 Nothing here talks to other ranks.
 """
@@ -21,6 +23,8 @@ from megatron_lowbit.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DOCUMENT = "lowbit.json"
+METADATA = ".metadata"
+CONFIG = "metadata.json"
 FORMAT_VERSION = 3
 _SHOWN = 5
 
@@ -67,6 +71,18 @@ def iterations(directory: Path) -> list[int]:
 def complete_iterations(directory: Path) -> list[int]:
     """Return those whose files are all there in full length; their content is not read."""
     return [i for i in iterations(directory) if _is_complete(iteration_directory(directory, i))]
+
+
+def last_saved(directory: Path) -> int | None:
+    """Return the complete iteration of DIR that was written last; None where none is complete.
+
+    It need not be the highest: a run that went back leaves higher ones of before.
+    """
+
+    def written(iteration: int) -> tuple[int, int]:
+        return iteration_directory(directory, iteration).stat().st_mtime_ns, iteration
+
+    return max(complete_iterations(directory), key=written, default=None)
 
 
 def alternatives(directory: Path, besides: int | None = None) -> str:
@@ -183,7 +199,7 @@ def write_tracker(directory: Path, iteration: int) -> None:
 
 def replace_directory(partial: Path, final: Path) -> None:
     """Let a directory appear under its name, in the place of one that is there."""
-    replaced = final.with_name(f".{final.name}.replaced")
+    replaced = replaced_directory(final)
     _sync_directory(partial)
     if final.exists():
         os.rename(final, replaced)
@@ -198,8 +214,7 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
     Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
     complete checkpoint. A failure is printed, not raised: the training it would end is well.
     """
-    for killed in directory.glob(".iter_*.deleted"):
-        shutil.rmtree(killed, ignore_errors=True)
+    delete_hidden(directory)
     older = [number for number in complete_iterations(directory) if number < saved]
     named = latest_iteration(directory)
     for number in older[: max(0, len(older) - (keep - 1))]:
@@ -213,6 +228,84 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
             shutil.rmtree(hidden)
         except OSError as error:
             print(f"cannot delete the older checkpoint {path}: {error.strerror}", flush=True)
+
+
+def delete_hidden(directory: Path) -> None:
+    """Delete what was moved out of DIR's checkpoints to be deleted, also by a killed run."""
+    for hidden in directory.glob(".iter_*.deleted"):
+        _remove(hidden)
+
+
+# -- saving an iteration anew ----------------------------------------------------------------------
+#
+# Megatron-LM writes into the directory that is there. A kill would leave files of two checkpoints
+# under one name, so that the old directory is set aside until the new one is complete.
+
+
+def replaced_directory(path: Path) -> Path:
+    """Return where a checkpoint's directory is while another takes its place."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def set_aside(path: Path) -> None:
+    """Make room for a new checkpoint of an iteration that has one.
+
+    Of two in a row the newer complete one is set aside. One that is incomplete stays where it is: a
+    save that goes on in the background is about to complete it.
+    """
+    replaced = replaced_directory(path)
+    if _is_there(replaced):
+        if not is_replacement(path):
+            return
+        _remove(replaced)
+    os.rename(path, replaced)
+    _sync_directory(path.parent)
+
+
+def is_replacement(path: Path) -> bool:
+    """Tell whether the checkpoint that takes the place of the one set aside is complete."""
+    if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
+        return False
+    # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
+    has_config = (path / CONFIG).is_file() or not (replaced_directory(path) / CONFIG).is_file()
+    return has_config and _is_complete(path)
+
+
+def discard_replaced(path: Path) -> None:
+    """Move what was set aside for a checkpoint out of the way, for ``delete_hidden``."""
+    hidden = path.with_name(f".{path.name}.deleted")
+    if _is_there(hidden):
+        _remove(hidden)
+    os.rename(replaced_directory(path), hidden)
+
+
+def settle_replaced(directory: Path) -> None:
+    """End what a killed run has left of saving iterations anew: one checkpoint stays of each.
+
+    It is the new one if that is complete, else the old one. No run may be saving into DIR.
+    """
+    for replaced in sorted(directory.glob(".iter_*.replaced")):
+        path = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
+        if is_replacement(path):
+            discard_replaced(path)
+            continue
+        if _is_there(path):
+            _remove(path)
+        os.rename(replaced, path)
+        _sync_directory(directory)
+        print(f"{path}: put back, since a killed run did not finish its replacement", flush=True)
+    delete_hidden(directory)
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _write_text(path: Path, text: str) -> None:

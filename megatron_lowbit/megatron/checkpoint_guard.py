@@ -1,18 +1,26 @@
 """Guards around Megatron-LM's checkpoints: whole before they are loaded, on record once saved.
 
 Before loading, every file is compared with the length and checksum that lowbit.json records, and
-every object is read without running code. After a save, rank 0 records the new checkpoint's files
-while training goes on. Both come in as hooks of the model's configuration and its forward passes.
+every object is read without running code. Before a save, an older checkpoint of the iteration is
+set aside; after it, rank 0 records the new one's files while training goes on. The folder belongs
+to one run at a time.
 """
 
 import threading
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.training import training
+
 from megatron_lowbit.checkpoints import files
+from megatron_lowbit.checkpoints.lock import FolderLock
 from megatron_lowbit.checkpoints.pickles import check_lengths, check_objects
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.same_outcome import same_outcome
@@ -22,30 +30,69 @@ _READING = "read the checkpoint in"
 
 
 class CheckpointGuard:
-    """A ``pre_wrap_hook``: verifies what the run loads, and watches for what it saves.
+    """A ``pre_wrap_hook``: verifies what the run loads, and watches over what it saves.
 
-    Close it when the run has ended.
+    It locks the run's ``--save``. Close it when the run has ended.
     """
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
+        self._lock: FolderLock | None = None
         self._recorder: Recorder | None = None
+        self._upstream_save = training.save_checkpoint
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Verify the checkpoint that is to be loaded, before the model's other hooks read it.
 
-        Raises UserError on every rank, naming the missing, cut or changed file.
+        Raises UserError on every rank: another run saves into the same folder, or a file of the
+        checkpoint is missing, cut or changed.
         """
-        iteration = _choose(self._args) if self._args.load is not None else None
-        if self._args.save is not None and dist.get_rank() == 0:
-            self._recorder = Recorder(Path(self._args.save), iteration, self._args.save_keep_last)
+        if self._args.save is not None:
+            self._take_save_folder(Path(self._args.save))
+        if self._args.load is not None:
+            _choose(self._args)
+        if self._args.save is not None:
+            training.save_checkpoint = self._save
+        if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
         return chunks
 
+    def _take_save_folder(self, directory: Path) -> None:
+        """Lock ``--save``, and end what a killed run has left there; on rank 0."""
+        with same_outcome("save into", directory):
+            if dist.get_rank() == 0:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._lock = FolderLock(directory)
+                files.settle_replaced(directory)
+                if (temporary := _non_persistent_directory(self._args)) is not None:
+                    files.settle_replaced(temporary)
+                self._recorder = Recorder(directory, self._args.save_keep_last)
+
+    def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
+        """Save as Megatron-LM does, once an older checkpoint of the iteration is set aside."""
+        directory: Path | None = Path(self._args.save)
+        if settings.get("non_persistent_ckpt"):
+            directory = _non_persistent_directory(self._args)
+        if directory is not None:
+            with same_outcome("save into", directory):
+                if self._recorder is not None:
+                    self._recorder.begin_save(files.iteration_directory(directory, iteration))
+        self._upstream_save(iteration, *arguments, **settings)
+
     def close(self) -> None:
-        """Record what is left."""
+        """Record what is left, and release the folder."""
+        training.save_checkpoint = self._upstream_save
         if self._recorder is not None:
             self._recorder.close()
+        if self._lock is not None:
+            self._lock.close()
+
+
+def _non_persistent_directory(args: Namespace) -> Path | None:
+    """Return where Megatron-LM keeps the newest checkpoint between two that stay, if it does."""
+    if args.non_persistent_ckpt_type != "global":
+        return None
+    return Path(args.non_persistent_global_ckpt_dir or Path(args.save) / "non_persistent")
 
 
 # -- before loading --------------------------------------------------------------------------------
@@ -70,6 +117,10 @@ def _choose(args: Namespace) -> int | None:
         except UserError as error:
             if not args.load_latest_valid:
                 others = files.alternatives(directory, besides=iteration)
+                if files.replaced_directory(path).exists():
+                    others += (
+                        f"; a start with --save {directory} puts back what a killed run set aside"
+                    )
                 raise UserError(f"{error} ({others})") from error
             _print(f"--load-latest-valid: skipped {path.name}: {error}")
             skipped = error
@@ -113,17 +164,17 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[int]:
 
 
 def _mend_empty_tracker(directory: Path) -> None:
-    """Let a tracker file name the newest complete checkpoint again, where a killed save emptied it.
+    """Let a tracker file name the last complete checkpoint again, where a killed save emptied it.
 
     Megatron-LM truncates the file before it writes the new number.
     """
     tracker = directory / files.TRACKER
     if not tracker.is_file() or tracker.read_text(errors="replace").strip():
         return
-    complete = files.complete_iterations(directory)
-    if complete:
-        files.write_tracker(directory, complete[-1])
-        _print(f"{tracker}: empty, as a killed save leaves it; it names {complete[-1]} again")
+    last = files.last_saved(directory)
+    if last is not None:
+        files.write_tracker(directory, last)
+        _print(f"{tracker}: empty, as a killed save leaves it; it names {last} again")
 
 
 def _verify(path: Path) -> None:
@@ -156,28 +207,33 @@ class Recorder:
 
     Args:
         directory: the run's ``--save``.
-        start: the iteration that the run goes on from, or None.
         keep_last: complete checkpoints to keep; None for all.
     """
 
-    def __init__(self, directory: Path, start: int | None, keep_last: int | None) -> None:
-        self._directory, self._start, self._keep_last = directory, start or 0, keep_last
+    def __init__(self, directory: Path, keep_last: int | None) -> None:
+        self._directory, self._keep_last = directory, keep_last
         self._thread: threading.Thread | None = None
         self._seen = self._tracker_version()
-        # Left by a run that went further. Until they are saved anew their records must stay: they
-        # may be what this run went back from.
-        self._old = {number for number in files.iterations(directory) if number > self._start}
+        self._begun: set[Path] = set()
+        self._replacements: list[Path] = []
+
+    def begin_save(self, path: Path) -> None:
+        """Set aside what is at the place of a checkpoint that is about to be saved."""
+        self._begun.add(path)
+        if path.is_symlink() or path.exists():
+            files.set_aside(path)
+            self._replacements.append(path)
 
     def begin_step(self, iteration: int, training: bool) -> None:
         """Begin to record a checkpoint that has appeared; called at the first pass of each step."""
-        if training and iteration + 1 in self._old:
-            # This step may end in a save, whose files the old record does not fit.
-            path = files.iteration_directory(self._directory, iteration + 1)
-            (path / files.DOCUMENT).unlink(missing_ok=True)
         saved = self._newly_saved()
-        if saved is not None and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._record, args=(saved,), daemon=True)
-            self._thread.start()
+        if self._thread is None or not self._thread.is_alive():
+            discarded = self._discard_replaced()
+            if saved is not None or discarded:
+                self._thread = threading.Thread(
+                    target=self._finish, args=(saved, discarded), daemon=True
+                )
+                self._thread.start()
 
     def close(self) -> None:
         """Record every checkpoint that is not yet on record; wait until that is done."""
@@ -186,11 +242,11 @@ class Recorder:
         self._newly_saved()
         for iteration in files.complete_iterations(self._directory):
             path = files.iteration_directory(self._directory, iteration)
-            is_new = iteration > self._start and iteration not in self._old
-            if is_new and not (path / files.DOCUMENT).exists():
-                self._record(iteration)
+            if path in self._begun and not (path / files.DOCUMENT).exists():
+                self._record(path)
+        self._finish(None, self._discard_replaced())
 
-    def _newly_saved(self) -> int | None:
+    def _newly_saved(self) -> Path | None:
         """Return what the tracker file names if it has been written since the last call."""
         version = self._tracker_version()
         if version == self._seen:
@@ -200,10 +256,8 @@ class Recorder:
         except UserError:
             return None  # The tracker file is being written, or names a release.
         self._seen = version
-        if latest is None or latest <= self._start:
-            return None
-        self._old.discard(latest)
-        return latest
+        path = files.iteration_directory(self._directory, latest or 0)
+        return path if path in self._begun else None
 
     def _tracker_version(self) -> tuple[int, int] | None:
         try:
@@ -212,12 +266,30 @@ class Recorder:
             return None
         return status.st_mtime_ns, status.st_ino
 
-    def _record(self, iteration: int) -> None:
-        path = files.iteration_directory(self._directory, iteration)
+    def _discard_replaced(self) -> set[Path]:
+        """Move out of the way what complete checkpoints replace; return the folders it was in.
+
+        Here and not in the thread, which must not take away what the next save sets aside.
+        """
+        complete = [path for path in self._replacements if files.is_replacement(path)]
+        for path in complete:
+            self._replacements.remove(path)
+            if files.replaced_directory(path).exists():
+                files.discard_replaced(path)
+        return {path.parent for path in complete}
+
+    def _finish(self, saved: Path | None, discarded: set[Path]) -> None:
+        for directory in discarded:
+            files.delete_hidden(directory)
+        if saved is not None:
+            self._record(saved)
+
+    def _record(self, path: Path) -> None:
         try:
             files.write_document(path, {"files": files.checksums(path)})
         except OSError as error:
             print(f"cannot record the files of {path}: {error.strerror}", flush=True)
             return
         if self._keep_last is not None:
+            iteration = int(path.name.removeprefix("iter_"))
             files.delete_older(self._directory, iteration, self._keep_last)

@@ -43,6 +43,11 @@ class MetricsWriter:
         self._since: tuple[int, float] | None = None
         self._trained: tuple[int, float] | None = None
 
+    @property
+    def started(self) -> bool:
+        """True once training has begun."""
+        return self._since is not None
+
     def start(self, iteration: int) -> None:
         """Drop lines after the iteration that the run goes on from; a line cut short goes too."""
         _drop_lines_after(self.path, iteration)

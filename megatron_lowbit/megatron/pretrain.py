@@ -125,7 +125,8 @@ def metrics_kept(args: Namespace) -> Iterator[None]:
         yield
     finally:
         writer.close()
-        _draw_loss(args, writer.path)
+        if writer.started:  # A refused run leaves the folder, maybe another run's, as it is.
+            _draw_loss(args, writer.path)
 
 
 def _draw_loss(args: Namespace, metrics: Path) -> None:

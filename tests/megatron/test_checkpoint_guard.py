@@ -12,6 +12,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megatron_lowbit.megatron  # noqa: F401  before megatron
+
+# isort: split
+from megatron.training import training
+
 from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import checkpoint_guard
@@ -38,7 +43,8 @@ def saved(write_checkpoint, tmp_path) -> Path:
 
 
 def arguments(load: Path | None, **changes: object) -> Namespace:
-    values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None}
+    values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None,
+              "non_persistent_ckpt_type": None}  # fmt: skip
     return Namespace(load=load and str(load), **{**values, **changes})
 
 
@@ -149,6 +155,14 @@ def test_an_empty_tracker_is_mended(saved, latest_valid, capsys):
     assert "empty, as a killed save leaves it; it names 2 again" in capsys.readouterr().out
 
 
+def test_an_empty_tracker_is_not_mended_to_what_a_run_went_back_from(saved, save):
+    recording = recorder(saved)
+    save(recording, 2)
+    recording.close()
+    (saved / files.TRACKER).write_text("")
+    assert choose(saved)[0] == 2
+
+
 def test_an_empty_tracker_of_nothing_complete(tmp_path):
     (tmp_path / files.TRACKER).write_text("\n")
     assert "'' is not an iteration" in refusal(tmp_path)
@@ -216,8 +230,8 @@ def test_ranks_share_the_reading(saved, monkeypatch):
 # -- after saving ----------------------------------------------------------------------------------
 
 
-def recorder(directory: Path, start: int | None = 3, keep_last: int | None = None) -> Recorder:
-    return Recorder(directory, start, keep_last)
+def recorder(directory: Path, keep_last: int | None = None) -> Recorder:
+    return Recorder(directory, keep_last)
 
 
 def step(recorder: Recorder, iteration: int) -> None:
@@ -229,12 +243,11 @@ def step(recorder: Recorder, iteration: int) -> None:
 
 @pytest.fixture
 def save(saved, write_checkpoint):
-    """Saves an iteration as Megatron-LM does."""
+    """Saves an iteration as Megatron-LM does: in the folder that is there."""
 
-    def save(iteration: int) -> Path:
+    def save(recording: Recorder, iteration: int) -> Path:
         path = files.iteration_directory(saved, iteration)
-        for old in path.glob(".metadata"):
-            old.unlink()
+        recording.begin_save(path)
         write_checkpoint(path)
         (saved / files.TRACKER).write_text(str(iteration))
         return path
@@ -256,7 +269,7 @@ def test_a_new_checkpoint_is_recorded_at_the_next_step(saved, save):
     recording = recorder(saved)
     step(recording, 3)
     assert recording._thread is None
-    path = save(4)
+    path = save(recording, 4)
     assert not is_recorded(path)
     step(recording, 4)
     assert is_recorded(path)
@@ -267,7 +280,7 @@ def test_a_new_checkpoint_is_recorded_at_the_next_step(saved, save):
 
 def test_the_last_checkpoint_is_recorded_at_the_end(saved, save):
     recording = recorder(saved)
-    path = save(4)
+    path = save(recording, 4)
     recording.close()
     assert is_recorded(path)
 
@@ -282,9 +295,9 @@ def test_one_that_came_while_another_was_read_is_recorded_at_the_end(saved, save
 
     monkeypatch.setattr(files, "checksums", wait)
     recording = recorder(saved)
-    first = save(4)
+    first = save(recording, 4)
     recording.begin_step(4, True)
-    second, third = save(5), save(6)
+    second, third = save(recording, 5), save(recording, 6)
     recording.begin_step(6, True)
     assert not is_recorded(first)
     going_on.set()
@@ -294,7 +307,7 @@ def test_one_that_came_while_another_was_read_is_recorded_at_the_end(saved, save
 
 def test_a_tracker_that_is_being_written_is_read_later(saved, save):
     recording = recorder(saved)
-    path = save(4)
+    path = save(recording, 4)
     (saved / files.TRACKER).write_text("")
     step(recording, 4)
     assert not is_recorded(path)
@@ -305,7 +318,7 @@ def test_a_tracker_that_is_being_written_is_read_later(saved, save):
 
 def test_an_incomplete_checkpoint_is_not_recorded(saved, save):
     recording = recorder(saved)
-    path = save(4)
+    path = save(recording, 4)
     (path / ".metadata").unlink()
     (saved / files.TRACKER).write_text("3")
     step(recording, 4)
@@ -315,9 +328,11 @@ def test_an_incomplete_checkpoint_is_not_recorded(saved, save):
 
 def test_a_first_run_records_everything(tmp_path, write_checkpoint):
     directory = tmp_path / "new"
-    recording = recorder(directory, start=None)
+    recording = recorder(directory)
     step(recording, 0)
-    path = write_checkpoint(directory / "iter_0000001")
+    path = directory / "iter_0000001"
+    recording.begin_save(path)
+    write_checkpoint(path)
     files.write_tracker(directory, 1)
     step(recording, 1)
     assert is_recorded(path)
@@ -325,10 +340,10 @@ def test_a_first_run_records_everything(tmp_path, write_checkpoint):
 
 def test_older_ones_are_deleted_once_the_new_one_is_recorded(saved, save):
     recording = recorder(saved, keep_last=2)
-    save(4)
+    save(recording, 4)
     step(recording, 4)
     assert files.iterations(saved) == [3, 4]
-    save(5)
+    save(recording, 5)
     recording.close()
     assert files.iterations(saved) == [4, 5]
 
@@ -338,7 +353,7 @@ def test_a_failure_to_record_is_printed(saved, save, monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     recording = recorder(saved, keep_last=1)
-    path = save(4)
+    path = save(recording, 4)
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_document", refuse)
         step(recording, 4)
@@ -348,37 +363,16 @@ def test_a_failure_to_record_is_printed(saved, save, monkeypatch, capsys):
     assert files.iterations(saved) == [1, 2, 3, 4]
 
 
-def test_a_checkpoint_that_is_saved_again_gets_a_new_record(saved, save):
-    """Killed between the two, it must not be compared with what the old one's files were."""
-    recording = recorder(saved, start=1)
-    step(recording, 1)
-    assert not (saved / "iter_0000002" / files.DOCUMENT).exists()
-    assert is_recorded(saved / "iter_0000001") and is_recorded(saved / "iter_0000003")
-    path = save(2)
-    (path / "more").write_text("")
-    step(recording, 2)
-    assert is_recorded(path)
-    assert not (saved / "iter_0000003" / files.DOCUMENT).exists()
-    save(3)
-    recording.close()
-    assert is_recorded(saved / "iter_0000003")
-
-
-def test_evaluation_saves_nothing(saved):
-    recorder(saved, start=1).begin_step(2, False)
-    assert is_recorded(saved / "iter_0000003")
-
-
 @pytest.mark.parametrize("ending", ["killed", "closed", "saved"])
 def test_what_a_run_went_back_from_is_not_vouched_for(saved, save, ending):
     """The tracker file goes on naming it until something new is saved."""
     shutil.rmtree(saved / "iter_0000002")
     turn_bit(saved / "iter_0000003" / SHARD)
     assert choose(saved, load_latest_valid=True) == (1, 1)
-    recording = recorder(saved, start=1, keep_last=1)
+    recording = recorder(saved, keep_last=1)
     step(recording, 1)
     if ending == "saved":
-        save(2)
+        save(recording, 2)
     if ending != "killed":
         recording.close()
     start = 2 if ending == "saved" else 1
@@ -387,7 +381,109 @@ def test_what_a_run_went_back_from_is_not_vouched_for(saved, save, ending):
         assert re.search("iter_0000003/.* its content differs", refusal(saved))
 
 
+# -- saving an iteration anew ----------------------------------------------------------------------
+
+
+def hidden(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob(".iter_*"))
+
+
+@pytest.mark.parametrize("ending", ["next step", "closed", "killed"])
+def test_an_older_checkpoint_goes_once_the_new_one_is_there(saved, save, ending):
+    recording = recorder(saved)
+    (saved / "iter_0000002" / "old").write_text("")
+    path = save(recording, 2)
+    assert hidden(saved) == [".iter_0000002.replaced"]
+    if ending == "next step":
+        step(recording, 2)
+    elif ending == "closed":
+        recording.close()
+    else:
+        files.settle_replaced(saved)
+    assert hidden(saved) == [] and not (path / "old").exists()
+    assert is_recorded(path) == (ending != "killed")
+    assert choose(saved)[0] == 2
+
+
+@pytest.mark.parametrize("left", ["nothing", "a shard", "all but its configuration"])
+def test_a_save_that_was_killed_leaves_the_older_checkpoint(saved, write_checkpoint, capsys, left):
+    """As it was, with its record; there may be no other."""
+    for number in (1, 2):
+        shutil.rmtree(saved / f"iter_000000{number}")
+    path = saved / "iter_0000003"
+    before = files.checksums(path)
+    recorder(saved).begin_save(path)
+    assert files.iterations(saved) == []
+    if left != "nothing":
+        write_checkpoint(path)
+        (path / files.CONFIG).unlink()
+        (path / "more").write_text("")
+    if left == "a shard":
+        (path / files.METADATA).unlink()
+    if left != "all but its configuration":
+        assert f"a start with --save {saved} puts back" in refusal(saved)
+    files.settle_replaced(saved)
+    assert capsys.readouterr().out == (
+        f"{path}: put back, since a killed run did not finish its replacement\n"
+    )
+    assert hidden(saved) == [] and choose(saved)[0] == 3
+    assert files.checksums(path) == before and is_recorded(path)
+
+
+def test_a_save_in_the_background_keeps_the_older_checkpoint_until_it_ends(saved, write_checkpoint):
+    recording = recorder(saved)
+    path = saved / "iter_0000003"
+    recording.begin_save(path)
+    write_checkpoint(path)
+    (path / files.METADATA).rename(metadata := path / "later")
+    step(recording, 3)
+    assert hidden(saved) == [".iter_0000003.replaced"]
+    metadata.rename(path / files.METADATA)
+    step(recording, 4)
+    assert hidden(saved) == []
+
+
+def test_two_saves_of_an_iteration_in_a_row(saved, save):
+    """As where a batch that grows begins at an iteration that is saved anyway."""
+    recording = recorder(saved)
+    save(recording, 3)
+    (saved / "iter_0000003" / "second").write_text("")
+    recording.begin_save(saved / "iter_0000003")
+    files.settle_replaced(saved)
+    assert (saved / "iter_0000003" / "second").exists()
+    recording.close()
+    assert choose(saved)[0] == 3
+
+
+def test_what_is_being_written_stays_in_its_place(saved, save):
+    recording = recorder(saved)
+    path = save(recording, 3)
+    (path / files.METADATA).unlink()
+    recording.begin_save(path)
+    assert path.exists() and is_recorded(saved / ".iter_0000003.replaced")
+
+
+def test_a_linked_checkpoint_keeps_its_files(saved, save, tmp_path):
+    archive, path = tmp_path / "archive", saved / "iter_0000003"
+    path.rename(archive)
+    path.symlink_to(archive)
+    before = files.checksums(archive)
+    recording = recorder(saved)
+    save(recording, 3)
+    recording.close()
+    assert not path.is_symlink() and files.checksums(archive) == before
+    assert hidden(saved) == []
+
+
 # -- in a run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def upstream_saves(monkeypatch) -> list:
+    """Calls of Megatron-LM's own function."""
+    calls: list = []
+    monkeypatch.setattr(training, "save_checkpoint", lambda *args, **_: calls.append(args))
+    return calls
 
 
 def chunk_with_steps() -> torch.nn.Module:
@@ -397,15 +493,46 @@ def chunk_with_steps() -> torch.nn.Module:
     return chunk
 
 
-def test_the_guard_verifies_then_records(saved, save):
+def test_the_guard_verifies_then_records(saved, write_checkpoint, upstream_saves):
     chunks = [chunk_with_steps()]
+    upstream = training.save_checkpoint
     guard = CheckpointGuard(arguments(saved, save=str(saved)))
     assert guard(chunks) is chunks
     (listener,) = chunks[0].lowbit_steps.listeners
     listener(3, True)
-    path = save(4)
+    path = saved / "iter_0000004"
+    training.save_checkpoint(4, "model")
+    files.write_tracker(saved, 4)
+    write_checkpoint(path)
+    training.save_checkpoint(2, "model")
+    assert hidden(saved) == [".iter_0000002.replaced"]
     guard.close()
     assert is_recorded(path)
+    assert upstream_saves == [(4, "model"), (2, "model")]
+    assert training.save_checkpoint is upstream
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_checkpoints_that_do_not_stay_are_replaced_alike(
+    saved, write_checkpoint, tmp_path, upstream_saves, elsewhere
+):
+    folder = tmp_path / "scratch" if elsewhere else saved / "non_persistent"
+    path = write_checkpoint(folder / "iter_0000003")
+    args = arguments(saved, save=str(saved), non_persistent_ckpt_type="global")
+    args.non_persistent_global_ckpt_dir = str(folder) if elsewhere else None
+    for finished in (False, True):
+        guard = CheckpointGuard(args)
+        guard([chunk_with_steps()])
+        training.save_checkpoint(3, non_persistent_ckpt=True)
+        if finished:
+            write_checkpoint(path)
+        guard.close()
+        assert hidden(folder) == ([] if finished else [".iter_0000003.replaced"])
+    assert is_recorded(saved / "iter_0000003")
+    CheckpointGuard(args)([chunk_with_steps()])
+    args.non_persistent_ckpt_type = "local"
+    training.save_checkpoint(3, non_persistent_ckpt=True)
+    assert path.exists()
 
 
 def test_the_guard_refuses_before_the_model_is_touched(saved):
@@ -429,5 +556,7 @@ def test_a_run_that_saves_nothing_records_nothing(saved):
 def test_another_rank_does_not_record(saved, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     chunks = [chunk_with_steps()]
-    CheckpointGuard(arguments(None, save=str(saved)))(chunks)
+    guard = CheckpointGuard(arguments(None, save=str(saved)))
+    guard(chunks)
     assert chunks[0].lowbit_steps.listeners == []
+    guard.close()
