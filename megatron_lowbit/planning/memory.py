@@ -37,8 +37,9 @@ def usable_bytes(device: Device) -> float:
 def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float]:
     """Return bytes of weights, gradients and optimizer: 18 a parameter, 12 of them sharded.
 
-    A BF16 parameter has an FP32 main parameter and two FP32 moments, an FP32 one its moments alone
-    (megatron-core's Float16OptimizerWithFloat16Params and DistributedOptimizer).
+    Each parameter is BF16, a mixer's A_log and D too (megatron-core's Float16Module), and has an
+    FP32 main parameter and two FP32 moments (Float16OptimizerWithFloat16Params,
+    DistributedOptimizer).
     """
     dtypes = args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype
     each = sum(dtype.itemsize for dtype in dtypes)
@@ -49,11 +50,10 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
     ):
         shards = ranks if args.use_distributed_optimizer else 1
         optimizer += each * number / shards
-    shards = layout.data if args.use_distributed_optimizer else 1
     return {
-        "weights": BF16 * count.all + (FP32 - BF16) * count.fp32,
+        "weights": BF16 * count.all,
         "main gradients": gradient_bytes(args) * count.all,
-        "optimizer": optimizer - FP32 * count.fp32 / shards,
+        "optimizer": optimizer,
     }
 
 

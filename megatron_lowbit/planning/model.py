@@ -182,11 +182,10 @@ def _widths(args: Namespace, kind: str) -> tuple[int, int]:
 
 
 class Parameters(NamedTuple):
-    """Parameters of one rank: of ``all``, the ``experts``' and those that stay FP32."""
+    """Parameters of one rank, and how many of ``all`` are the ``experts``'."""
 
     all: int
     experts: int
-    fp32: int
 
 
 def parameters(
@@ -199,7 +198,7 @@ def parameters(
     """
     norm = args.hidden_size * (2 if args.normalization == "LayerNorm" else 1)
     table = vocabulary // tensor * args.hidden_size
-    total = experts = fp32 = 0
+    total = experts = 0
     if "first" in ends:
         total += table
         if args.position_embedding_type == "learned_absolute":
@@ -218,9 +217,8 @@ def parameters(
             weights += 2 * norm // args.hidden_size * args.kv_channels
         if part.kind == "mamba":
             weights += _mixer_parameters(mixer(args), tensor)
-            fp32 += count * 2 * mixer(args).heads // tensor  # A_log and D
         total += count * (norm + weights)
-    return Parameters(total, experts, fp32)
+    return Parameters(total, experts)
 
 
 def _linear_parameters(args: Namespace, part: Part, linear: Linear, tensor: int) -> int:

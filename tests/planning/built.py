@@ -86,12 +86,9 @@ def state_bytes(args: Namespace, vocabulary: int, replicas: int) -> dict[str, in
             for main in (p for group in part.optimizer.param_groups for p in group["params"]):
                 moments = (part.optimizer.state[main][key] for key in ("exp_avg", "exp_avg_sq"))
                 states += [main, *moments]
-        weights = _storages(parameters)
-        # An FP32 parameter is its own main parameter.
-        states = {where: n for where, n in _storages(states).items() if where not in weights}
-        gradients = _storages(p.main_grad for p in parameters)
-        found = {"weights": weights, "main gradients": gradients, "optimizer": states}
-        return {name: sum(sizes.values()) for name, sizes in found.items()}
+        gradients = [p.main_grad for p in parameters]
+        found = {"weights": parameters, "main gradients": gradients, "optimizer": states}
+        return {name: sum(_storages(of).values()) for name, of in found.items()}
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

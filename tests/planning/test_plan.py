@@ -218,7 +218,7 @@ def test_collectives_over_a_host_and_between_hosts():
 def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quarters():
     layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, 1)
     args = parse("@llama3-tiny --use-distributed-optimizer")
-    count, cluster = Parameters(10**9, 0, 0), Cluster(SIMPLE, 8)
+    count, cluster = Parameters(10**9, 0), Cluster(SIMPLE, 8)
     sharded = data_parallel(args, count, layout, cluster)
     assert sharded.gradients == pytest.approx(4e9 * 0.75 / 100e9)
     assert sharded.parameters == pytest.approx(2e9 * 0.75 / 100e9)
@@ -229,11 +229,10 @@ def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quart
 def test_18_bytes_a_parameter_of_which_12_are_sharded():
     args = parse("@llama3-tiny --use-distributed-optimizer")
     layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, 1)
-    found = state(args, Parameters(1000, 0, 0), layout)
+    found = state(args, Parameters(1000, 0), layout)
     assert found == {"weights": 2000, "main gradients": 4000, "optimizer": 3000}
-    # An FP32 parameter has 4 + 4 + 8.
-    one = state(parse("@llama3-tiny"), Parameters(1, 0, 1), layout._replace(data=1))
-    assert sum(one.values()) == 16
+    one = state(parse("@llama3-tiny"), Parameters(1, 0), layout._replace(data=1))
+    assert sum(one.values()) == 18
 
 
 def test_1f1b_holds_a_microbatch_less_in_each_later_stage():

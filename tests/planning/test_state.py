@@ -32,3 +32,12 @@ def test_state_is_as_large_as_after_a_step(model, replicas, expert):
     measured = state_bytes(args, VOCABULARY, replicas)
     # Buffers are padded to a few hundred numbers.
     assert state(args, count, layout) == pytest.approx(measured, rel=0.01)
+
+
+def test_a_mixer_keeps_no_parameter_in_fp32():
+    """Float16Module makes A_log and D BF16; their main parameters and gradients are FP32."""
+    args = parse("@hybrid-tiny --bf16")
+    (parts,) = stages(args, load_recipe("bf16"))
+    count = parameters(args, parts, VOCABULARY, 1, 1, "first last")
+    found = state(args, count, Layout(1, 1, 1, 1, 1, 1, 1, 0, args.num_layers))
+    assert found == state_bytes(args, VOCABULARY, 1)
