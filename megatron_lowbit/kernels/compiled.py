@@ -88,10 +88,14 @@ def gemm(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The reference GEMM on operands that the fused functions dequantize."""
-    return reference_gemm(_dense(lhs), _dense(rhs), bias, accumulation, out_dtype)
+    if isinstance(lhs, QuantizedTensor) or isinstance(rhs, QuantizedTensor):
+        # The reference multiplies in FP32 where it dequantizes an operand itself.
+        lhs, rhs = _dense(lhs), _dense(rhs)
+        bias = None if bias is None else bias.float()
+    return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:
     if isinstance(operand, QuantizedTensor):
         return operand.dequantize(arithmetic(type(operand.format)))
-    return operand
+    return operand.float()

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.numerics import (
     FORMATS,
+    Accumulation,
     Draw,
     Hadamard,
     Quantizer,
@@ -216,6 +217,23 @@ def test_gemm():
     for operands in ((left, right), (left, b), (a, right), (a, b)):
         assert torch.equal(compiled.gemm(*operands), gemm(*operands))
     assert compiled.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("bias_dtype", [None, torch.bfloat16, torch.float32])
+def test_gemm_takes_operands_and_biases_of_other_dtypes(dtype, bias_dtype):
+    """FP32 where an operand is quantized, as in the reference."""
+    generator = torch.Generator().manual_seed(3)
+    a, b = (torch.randn(rows, 50, generator=generator).to(dtype) for rows in (20, 30))
+    bias = None if bias_dtype is None else torch.randn(30, generator=generator).to(bias_dtype)
+    left, _ = compiled.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
+    right, _ = compiled.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
+    for operands in ((left, right), (left, b), (a, right)):
+        for out_dtype in (None, torch.bfloat16):
+            for accumulation in (None, Accumulation("bf16", 16)):
+                options = (*operands, bias, accumulation, out_dtype)
+                result, expected = compiled.gemm(*options), gemm(*options)
+                assert result.dtype == expected.dtype and torch.equal(result, expected)
 
 
 def test_nothing_to_quantize():
