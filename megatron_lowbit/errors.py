@@ -5,12 +5,24 @@ from collections.abc import Callable
 from typing import NoReturn
 
 
-class UserError(ValueError):
+class _Printable:
+    """Base of exceptions whose messages quote users' text: control characters are escaped."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+class UserError(_Printable, ValueError):
     """Bad input. The message is one line: the argument, file or key, and what would be right."""
 
 
-class TrainingError(RuntimeError):
+class TrainingError(_Printable, RuntimeError):
     """A run that cannot go on, through no fault of its arguments. The message is one line."""
+
+
+def printable(text: str) -> str:
+    r"""Escape as ``repr`` does what moves a terminal's cursor or has no glyph: ``\x1b``, ``\n``."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def require(condition: bool, message: str) -> None:
