@@ -9,13 +9,12 @@ What follows -- is for every run. A study that was interrupted goes on when it i
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_lowbit.analysis.comparison import read_contenders
 from megatron_lowbit.analysis.comparison_page import table, write_page
 from megatron_lowbit.analysis.study import jobs_of, read_study
 from megatron_lowbit.analysis.study_runner import run
 from megatron_lowbit.command_line import CommandParser, split_at_dashes
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import exit_on_user_error
 
 
@@ -40,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints)
     contenders = read_contenders([(job.name, job.folder) for job in jobs])
     contenders.sort(key=lambda contender: list(study.runs).index(contender.name))
-    Console(width=120).print(table(contenders))
+    plain_console(120).print(table(contenders))
     write_page(contenders, args.output, args.study.stem)
     print(args.output / "comparison.html")
 

@@ -10,11 +10,10 @@ comparison.html.
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from megatron_lowbit.analysis.comparison import read_contenders
 from megatron_lowbit.analysis.comparison_page import table, write_page
 from megatron_lowbit.command_line import CommandParser
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import exit_on_user_error
 
 
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--title", default="Runs compared", help="of the page")
     args = parser.parse_args(argv)
     contenders = read_contenders([named(run) for run in args.runs])
-    Console(width=120).print(table(contenders))
+    plain_console(120).print(table(contenders))
     if args.output is not None:
         write_page(contenders, args.output, args.title)
         print(args.output / "comparison.html")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from rich.console import Console
 from rich.table import Table
 
 from megatron_lowbit.command_line import (
@@ -26,6 +25,7 @@ from megatron_lowbit.command_line import (
     expand_files,
     split_at_dashes,
 )
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import exit_on_user_error, require
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 
@@ -160,7 +160,7 @@ def _report(args: argparse.Namespace, found: dict[str, Layer]) -> None:
         cells = (f"{layer.output:.4f}", f"{layer.weight_gradient:.4f}",
                  f"{100 * layer.weights / whole:.2f}%")  # fmt: skip
         shown.add_row(path, *cells, "BF16" if path in kept else "")
-    Console(width=120).print(shown)
+    plain_console(120).print(shown)
     if args.output is None:
         return
     recipe = keeping(args.recipe, kept)

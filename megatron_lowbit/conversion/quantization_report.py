@@ -1,15 +1,14 @@
 """Error of quantized weights, read back from the files written."""
 
-import sys
 from collections.abc import Iterable
 from math import log10
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.conversion.hugging_face_files import write_json
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.quantized import Quantization
@@ -81,8 +80,7 @@ def _print(
         whole = _shown(_total(energies.values()))[0]
         low = f"{_shown(energies[lowest])[0]} {lowest}"
         table.add_row(str(block), str(len(energies)), ", ".join(formats), whole, low)
-    # Without a terminal rich assumes 80 columns, which breaks names apart.
-    Console(width=None if sys.stdout.isatty() else _COLUMNS).print(table)
+    plain_console(_COLUMNS).print(table)
 
 
 def _shown(energy: Energy) -> tuple[str, float]:

@@ -6,7 +6,6 @@ device: its tensors have shapes but no memory. The other ranks are torch's fake 
 
 import dataclasses
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +26,7 @@ from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 from megatron.training.models.gpt import default_layer_spec
 from megatron.training.training import destroy_global_state
 
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.pretrain import model_config_of, upstream_refusals_named
@@ -75,8 +74,7 @@ def dry_run(args: Namespace) -> None:
 
 
 def _describe(args: Namespace) -> None:
-    # Without a terminal rich assumes 80 columns, which breaks names apart.
-    console = Console(width=None if sys.stdout.isatty() else 130)
+    console = plain_console(130)
     stages = model_stages(args, show_recipe=True)
     console.print(parameter_table(args, stages))
     from megatron_lowbit.planning.run_plan import describe_plan

@@ -10,7 +10,6 @@ The recipe comes in through the configuration's public ``pre_wrap_hooks`` (and `
 spec`` for MXNorm); nothing of Megatron-LM is replaced.
 """
 
-import sys
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,13 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.training.utils import is_rank0
 
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.megatron import allreduce_norm, experts, linear
@@ -141,8 +140,7 @@ class RecipeHook:
 
     def show(self, layers: list[Layer], chunks: list[torch.nn.Module]) -> None:
         """Print which layers of the whole model have which precision, and how it is computed."""
-        # Without a terminal rich assumes 80 columns, which breaks names apart.
-        console = Console(width=None if sys.stdout.isatty() else 130)
+        console = plain_console(130)
         for line in describe(self.recipe, self.engine, layers, chunks, self.args):
             console.print(line)
 

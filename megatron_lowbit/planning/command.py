@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.planning import report
 from megatron_lowbit.planning.communication import Cluster
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     recipe.check_rules(layers(args))
     device = Device(kind, args.transformer_impl == "transformer_engine", own.scan)
     found = plan(tried, recipe, vocabulary, device, cluster)
-    console = Console(width=_WIDTH)
+    console = plain_console(_WIDTH)
     if own.figures:
         console.print(report.gpu_table(device))
     (whole,) = stages(args, recipe)

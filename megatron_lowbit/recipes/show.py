@@ -5,10 +5,10 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from megatron_lowbit.command_line import CommandParser, command_parser
+from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
@@ -47,10 +47,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if mxnorm:
             check_mxnorm(recipe, layers)
         table = resolved_table(recipe, layers, mxnorm)
-    terminal = Console()
     # A pipe has no width: take what the table needs, so that names stay whole.
-    needed = Console(width=_UNLIMITED).measure(table).maximum
-    Console(width=terminal.width if terminal.is_terminal else needed).print(table)
+    needed = plain_console(_UNLIMITED).measure(table).maximum
+    plain_console(needed).print(table)
 
 
 def _parser() -> argparse.ArgumentParser:
