@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from difflib import get_close_matches
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, operand_keys, parse_recipe
+from megatron_lowbit.recipes.yaml_reader import MAX_CHARACTERS, has_control_characters, read_yaml
 
 MEGATRON_NAMES = {
     "blockwise": "fp8-tile",
@@ -42,11 +42,12 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     raw, source = _read(name_or_path)
     raw = _unshared(raw)
-    recipe = parse_recipe(raw, source, _load_target)
+    load_target = cache(_load_target)
+    recipe = parse_recipe(raw, source, load_target)
     for override in overrides:
         apply_override(raw, override)
         # Each on its own: the next may rely on its fields.
-        recipe = parse_recipe(raw, source, _load_target)
+        recipe = parse_recipe(raw, source, load_target)
     return recipe
 
 
@@ -108,8 +109,6 @@ def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) ->
 def _read(name_or_path: str) -> tuple[Any, str]:
     if name_or_path.endswith((".yaml", ".yml")):
         entry = Path(name_or_path)
-        if not entry.is_file():
-            raise UserError(f"recipe file {name_or_path} does not exist")
     else:
         shipped = shipped_recipes()
         name_or_path = MEGATRON_NAMES.get(name_or_path, name_or_path)
@@ -120,10 +119,25 @@ def _read(name_or_path: str) -> tuple[Any, str]:
                 "A recipe file's name ends in .yaml"
             )
         entry = shipped[name_or_path]
+    text = _read_text(entry, name_or_path)
     try:
-        return yaml.safe_load(entry.read_text(encoding="utf-8")), entry.name
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{entry.name}: not YAML: {' '.join(str(error).split())}") from None
+        return read_yaml(text), entry.name
+    except ValueError as error:
+        raise UserError(f"{entry.name}: not YAML of a recipe: {error}") from None
+
+
+def _read_text(entry: Any, given: str) -> str:
+    try:
+        if not entry.is_file():
+            problem = "is not a file" if entry.exists() else "does not exist"
+            raise UserError(f"recipe file {given} {problem}")
+        with entry.open("rb") as file:
+            # UTF-8 has up to four bytes a character.
+            return str(file.read(4 * MAX_CHARACTERS + 1), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"recipe file {given}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"recipe file {given}: {error}") from None
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -141,10 +155,15 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         raise UserError(
             f"--recipe-set {override}: write FIELD=VALUE, such as grad.rounding=nearest"
         )
+    if has_control_characters(field):
+        raise UserError(f"--recipe-set {override}: control characters in FIELD")
     try:
-        value = None if text == "none" else yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"--recipe-set {override}: {text!r} is not a YAML value") from None
+        value = None if text == "none" else read_yaml(text)
+    except ValueError as error:
+        problem = str(error).removeprefix("line 1: ")
+        raise UserError(
+            f"--recipe-set {override}: {text!r} is not a YAML value: {problem}"
+        ) from None
     known = set(raw["matchers"])
     for path in _paths(raw, field, override):
         _set(raw, path, value, override)

@@ -1,9 +1,11 @@
 """Layer rules: ordered matchers, first match wins, on block positions and module names."""
 
 import fnmatch
-import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
+
+from pydantic_core import SchemaError, SchemaValidator, core_schema
 
 KINDS = {"moe": "experts", "attention": "attention", "mamba": "mixer", "mlp": "mlp"}
 """Kinds of blocks, and what a module path holds in one; the first that fits."""
@@ -86,6 +88,26 @@ class GlobRule:
         return fnmatch.fnmatchcase(layer.path, self.pattern)
 
 
+@lru_cache(maxsize=256)
+def path_expression(pattern: str) -> SchemaValidator:
+    """Compile a regular expression that paths are searched with.
+
+    The engine is pydantic's, the regex crate of Rust. Its time is linear in the path's length and
+    its compiled size is limited, where a pattern can keep Python's ``re`` busy for years.
+
+    Raises:
+        ValueError: no regular expression, look-around, a backreference, or too large.
+    """
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern))
+    except SchemaError as error:
+        reason = str(error).splitlines()[-1].strip()
+        raise ValueError(
+            f"{pattern!r} is not a regular expression: "
+            f"{reason.removeprefix('SchemaError: ').removeprefix('error: ')}"
+        ) from None
+
+
 @dataclass(frozen=True)
 class RegexRule:
     """Matches module paths by a regular expression, anywhere in the path."""
@@ -96,7 +118,7 @@ class RegexRule:
 
     def matches(self, layer: Layer) -> bool:
         """Whether the expression is found in the path."""
-        return re.search(self.pattern, layer.path) is not None
+        return path_expression(self.pattern).isinstance_python(layer.path)
 
 
 Rule = BlockRule | GlobRule | RegexRule

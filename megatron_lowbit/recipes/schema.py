@@ -6,7 +6,6 @@ settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`
 recipe takes over.
 """
 
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
@@ -34,7 +33,14 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
-from megatron_lowbit.recipes.rules import KINDS, BlockRule, GlobRule, RegexRule, Rule
+from megatron_lowbit.recipes.rules import (
+    KINDS,
+    BlockRule,
+    GlobRule,
+    RegexRule,
+    Rule,
+    path_expression,
+)
 
 
 class _Strict(BaseModel):
@@ -130,7 +136,7 @@ class AmaxHistorySpec(_FieldsOf):
     """Delayed scaling; the fields of ``numerics.DelayedScaling``."""
 
     kind = DelayedScaling
-    length: int = 16
+    length: Annotated[int, Field(le=2**16)] = 16
     algorithm: Literal["max", "average"] = "max"
     just_in_time: int | None = None
 
@@ -218,17 +224,16 @@ def _extent(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     with suppress(ValueError, ZeroDivisionError):
-        fraction = Fraction(str(value))
+        text = str(value)
+        # Through float: the exact fraction of 1e-99999999999 has no end.
+        fraction = Fraction(text if "/" in text else str(float(text)))
         if 0 < fraction <= 1 and not isinstance(value, bool | int):
             return fraction
     raise ValueError(f"{value!r} is neither a number of blocks nor a fraction such as 2/62 or 0.1")
 
 
 def _expression(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+    path_expression(pattern)
     return pattern
 
 
@@ -260,7 +265,8 @@ class GlobMatcher(_MatcherSpec):
     """Module paths by shell pattern."""
 
     type: Literal["glob"]
-    pattern: str
+    # Python's translation of a pattern is quadratic in its length.
+    pattern: Annotated[str, Field(max_length=1000)]
 
 
 class RegexMatcher(_MatcherSpec):
@@ -278,7 +284,7 @@ class SwitchSpec(_Strict):
     """A change to another recipe, by name or file, at one of three measures of progress."""
 
     iteration: Annotated[int, Field(ge=0)] | None = None
-    tokens: Annotated[float, Field(ge=0)] | None = None
+    tokens: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     fraction: Annotated[float, Field(ge=0, lt=1)] | None = None
     to: str
     part: Literal["all", "forward", "backward"] = "all"
@@ -304,8 +310,9 @@ class RecipeSpec(_Strict):
     name: str
     description: str = ""
     configs: dict[str, PrecisionSpec]
-    matchers: dict[str, MatcherSpec]
-    switches: dict[str, SwitchSpec] = {}
+    # A run asks every matcher about every layer, after every combination of switches.
+    matchers: Annotated[dict[str, MatcherSpec], Field(max_length=64)]
+    switches: Annotated[dict[str, SwitchSpec], Field(max_length=16)] = {}
 
 
 def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) -> Recipe:

@@ -1,0 +1,118 @@
+"""YAML as recipes need it: text, numbers, lists and mappings, limited in size.
+
+What PyYAML's safe loader makes of other people's files can be endless (aliases of aliases), or an
+exception that is not YAML's (``!!int x``, the date 2026-02-30), or nothing at all (a second key of
+the same name). Here each is one line that says where.
+"""
+
+import reprlib
+from typing import Any, ClassVar
+from unicodedata import category
+
+import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+
+MAX_CHARACTERS = 2**16
+MAX_VALUES = 2000
+"""Keys, values, lists and mappings of a file, each as often as aliases repeat it."""
+MAX_DEPTH = 32
+
+_KINDS = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+_INTEGERS = range(-(2**63), 2**63)
+
+
+def read_yaml(text: str) -> Any:
+    """Read one YAML document. Dates are text.
+
+    Raises:
+        ValueError: no YAML, another type, a key given twice, control characters, or too large.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise ValueError(f"longer than {MAX_CHARACTERS:,} characters")
+    try:
+        return _Loader(text).get_single_data()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{line}{error.problem or error.context}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+
+
+def has_control_characters(text: str) -> bool:
+    """Return whether text holds what a terminal may take for a command, or cannot encode."""
+    return any(category(char) in ("Cc", "Cs") and char not in "\n\t" for char in text)
+
+
+def _kind(tag: str | None) -> str:
+    return (tag or "").removeprefix("tag:yaml.org,2002:")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe loader that knows few types and counts what it composes."""
+
+    yaml_constructors: ClassVar[dict[Any, Any]] = {
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or _kind(tag) in _KINDS
+    }
+    yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {  # type: ignore[misc]
+        first: [(tag, expression) for tag, expression in resolvers if _kind(tag) in _KINDS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._values = 0
+        self._depth = 0
+        self._sizes: dict[yaml.Node, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """Compose a node, and count it and all below it. An alias counts as what it repeats."""
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        aliased = self.check_event(yaml.AliasEvent)
+        before = self._values
+        self._values += 1
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+        node: Any = super().compose_node(parent, index)
+        self._depth -= 1
+        if not aliased:
+            self._sizes[node] = self._values - before
+        elif node not in self._sizes:
+            raise ComposerError(None, None, "an alias stands inside of what it repeats", mark)
+        else:
+            self._values += self._sizes[node]
+        if self._values > MAX_VALUES:
+            raise ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Compose a mapping whose keys differ; PyYAML would keep the last of the same ones."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise ComposerError(
+                    None, None, f"a second key {reprlib.repr(key.value)}", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+        return node
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        """Construct an object. What a type's own function raises becomes an error of YAML's."""
+        try:
+            value = super().construct_object(node, deep)
+        except (ValueError, LookupError, OverflowError):
+            raise _refused(f"{reprlib.repr(node.value)} is no {_kind(node.tag)}", node) from None
+        if isinstance(value, int) and value not in _INTEGERS:
+            raise _refused("an integer of more than 64 bits", node)
+        if isinstance(value, str) and has_control_characters(value):
+            raise _refused(f"control characters in {reprlib.repr(value)}", node)
+        return value
+
+
+def _refused(problem: str, node: yaml.Node) -> ConstructorError:
+    return ConstructorError(None, None, problem, node.start_mark)
