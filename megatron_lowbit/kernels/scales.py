@@ -2,7 +2,7 @@
 
 A function takes block amaxes, the tensor's amax, the element format and the format's options, all
 of one shape for one format, and gives (what is stored, what elements are multiplied by, the block's
-decode scale, the tensor's decode scale). NaN amaxes give NaN factors and scales.
+decode scale, the tensor's decode scale). Amaxes that are not finite give NaN factors and scales.
 """
 
 import triton
@@ -28,12 +28,18 @@ def _quotient(numerator, denominator):
 
 
 @triton.jit
+def _finite_or_nan(scale, amax):
+    """The scale of a finite amax, NaN for any other."""
+    return tl.where(amax <= FLT_MAX, scale, float("nan"))
+
+
+@triton.jit
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """E4M3 codes (int32), 1 / (scale * tensor scale), scales, the tensor's. OPTIONS: E4M3."""
     s_enc = _quotient(2688.0, amax)
-    s_enc = tl.where((amax == 0.0) | (s_enc == 0.0), 1.0, s_enc)
+    s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
     s_dec = _quotient(1.0, s_enc)
-    scale = most * (s_enc * SIXTH)
+    scale = _finite_or_nan(most * (s_enc * SIXTH), most)
     nan = scale != scale
     value = on_grid(scale, scale, OPTIONS, False)
     code = tl.where(nan, OPTIONS.nan_code, magnitude_codes(value, OPTIONS))
@@ -59,13 +65,12 @@ def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
             bits += 0x7FFFFF
         byte = (bits >> 23) - OPTIONS[2]
     byte = tl.minimum(tl.maximum(byte, 0), 254)
-    nan = most != most
     # Exponent fields; 2**-127 is subnormal.
     inverse = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
-    factor = tl.where(nan, most, inverse.to(tl.float32, bitcast=True))
+    factor = _finite_or_nan(inverse.to(tl.float32, bitcast=True), most)
     power = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-    power = tl.where(nan, most, power)
-    byte = tl.where(nan, 255, byte)
+    power = _finite_or_nan(power, most)
+    byte = tl.where(most <= FLT_MAX, byte, 255)
     if OPTIONS[1]:
         return byte, factor * 0.75, power, FOUR_THIRDS
     else:
@@ -83,7 +88,7 @@ def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
         scale = (field << 23).to(tl.float32, bitcast=True)
     else:
         scale = _quotient(E.max, amax)
-    return tl.where((bits == 0) | (bits >= 0x7F800000), 1.0, scale)
+    return tl.where(bits == 0, 1.0, _finite_or_nan(scale, amax))
 
 
 @triton.jit
@@ -91,7 +96,8 @@ def _inverse(scale, POW2: tl.constexpr):
     """1 / scale, of a power of two by its exponent; 2**-127 is subnormal."""
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
-        return tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits).to(tl.float32, bitcast=True)
+        bits = tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits)
+        return _finite_or_nan(bits.to(tl.float32, bitcast=True), scale)
     else:
         return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
 

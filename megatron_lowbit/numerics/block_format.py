@@ -100,9 +100,21 @@ def blocks(x: Tensor, rows: int, columns: int) -> Tensor:
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 
+def finite_amax(amax: Tensor) -> Tensor:
+    """Return amaxes with NaN in place of infinity, so that what they scale becomes NaN.
+
+    A cast saturates: with a finite scale an infinity would turn into an ordinary number, and no
+    check of the loss or of gradients could see it.
+    """
+    return torch.where(amax.isfinite(), amax, torch.nan)
+
+
 def block_amax(tiles: Tensor) -> Tensor:
-    """Largest magnitude of each of the :func:`blocks`, (R/rows, 1, K/columns, 1); NaN wins."""
-    return tiles.abs().amax(dim=-1, keepdim=True).amax(dim=1, keepdim=True)
+    """Largest magnitude of each of the :func:`blocks`, (R/rows, 1, K/columns, 1).
+
+    It is NaN for a block with an infinity or a NaN.
+    """
+    return finite_amax(tiles.abs().amax(dim=-1, keepdim=True).amax(dim=1, keepdim=True))
 
 
 def for_each_row(scales: Tensor, rows: int) -> Tensor:

@@ -45,7 +45,8 @@ class DelayedScaling:
 
         Args:
             entries: FP32 (at least ``length``,), oldest first, negative where none was recorded.
-            current: FP32 scalar, the tensor's own.
+            current: FP32 scalar, the tensor's own. One that is not finite is returned itself: a
+                finite scale would make its infinities ordinary numbers.
         """
         window = entries[-self.length :]
         known = window >= 0
@@ -58,7 +59,8 @@ class DelayedScaling:
                 mean = torch.where(delayed < 0, entry, delayed + (entry - delayed) * weight)
                 delayed = torch.where(entry < 0, delayed, mean)
         # Decided on the device: reading the count here would stall a GPU.
-        return torch.where(known.sum() < (self.just_in_time or self.length), current, delayed)
+        unready = known.sum() < (self.just_in_time or self.length)
+        return torch.where(unready | ~current.isfinite(), current, delayed)
 
 
 class AmaxHistory:

@@ -40,13 +40,18 @@ def test_square_blocks_serve_the_transpose():
     assert torch.equal(numbers(exact_values(Transposed(q))), q.dequantize().t())
 
 
-def test_not_a_number_stays_one():
-    x = values()
-    x[3, 5] = torch.nan
-    for name in ("mxfp4", "mxfp8-e4m3", "mxfp8-e5m2"):
-        q = Quantizer(FORMATS[name])(x)
-        expected, seen = q.dequantize(), exact_values(q).values.float()
-        assert expected.isnan().any() and torch.equal(expected.isnan(), seen.isnan())
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_is_not_a_number(value):
+    """From codes and at once: NaN where the reference has it."""
+    x = values(32, 128)
+    x[3, 5] = value
+    for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2"):
+        quantizer = Quantizer(FORMATS[name])
+        expected = quantizer(x).dequantize()
+        at_once, _ = quantize_both(x, Request(quantizer), None, (True, False))
+        for seen in (exact_values(quantizer(x)), at_once):
+            assert expected.isnan().any()
+            assert torch.equal(expected.isnan(), numbers(seen).isnan())
 
 
 @pytest.mark.parametrize("rounding", Rounding)

@@ -5,7 +5,14 @@ import itertools
 import pytest
 import torch
 
-from megatron_lowbit.numerics import FORMATS, Quantizer, format_by_name, quantize
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Draw,
+    Quantizer,
+    Rounding,
+    format_by_name,
+    quantize,
+)
 
 FLT_MAX = torch.finfo(torch.float32).max
 EVERY = [  # all options; square MX blocks differ from the others in their amax only
@@ -125,25 +132,25 @@ def check_amax(format, amax):
         )
 
 
-@pytest.mark.parametrize("format", MX, ids=str)
-def test_mx_nan_and_infinity(format):
-    """A NaN is its block's; an infinity saturates with the scale of exponent 128."""
-    x = torch.ones(64, 96)
-    x[40, 40] = torch.nan
-    nan = torch.zeros(64, 96, dtype=torch.bool)
-    rows = slice(32, 64) if format.block_rows == 32 else slice(40, 41)
-    nan[rows, 32:64] = True
-    q = Quantizer(format)(x)
-    assert torch.equal(q.dequantize().isnan(), nan)
-    assert torch.equal(q.scales == 255, nan[:, ::32])
-    x[40, 40], x[40, 41] = torch.inf, -torch.inf
-    q = Quantizer(format)(x)
-    byte = {"rceil": 254}.get(format.scale_rounding, 255 - format.element.max_exponent)
-    assert (q.scales[rows, 1] == byte).all() and (q.scales != 255).all()
-    values = q.dequantize()
-    assert values[40, 40] == -values[40, 41] and values[40, 40] >= 1.7e38
-    assert torch.equal(values[~nan], x[~nan])
-    assert (values[rows, 32:40] == 0).all()  # finite neighbours vanish
+@pytest.mark.parametrize("format", EVERY, ids=str)
+@pytest.mark.parametrize("rounding", Rounding)
+def test_an_infinity_or_nan_makes_nan_of_what_shares_its_scale(format, rounding):
+    """Of its block, or of the whole tensor; the other blocks keep their bits."""
+    x = randn(160, 384, seed=7)
+    draw = Draw(1) if rounding is Rounding.STOCHASTIC else None
+    finite = Quantizer(format, rounding)(x, draw=draw)
+    spoilt = torch.ones(160, 384, dtype=torch.bool)
+    if not format.tensor_scaled:
+        spoilt[:] = False
+        row, column = 40 // format.block_rows, 140 // format.block
+        spoilt[row * format.block_rows :][: format.block_rows, column * format.block :][
+            :, : format.block
+        ] = True
+    for value in (torch.nan, torch.inf, -torch.inf):
+        x[40, 140] = value
+        values = Quantizer(format, rounding)(x, draw=draw).dequantize()
+        assert torch.equal(values.isnan(), spoilt)
+        assert torch.equal(values[~spoilt], finite.dequantize()[~spoilt])
 
 
 @pytest.mark.parametrize("format", EVERY, ids=str)

@@ -91,6 +91,18 @@ def test_nan_and_infinity_leave_no_trace(value):
     assert DelayedScaling(3, "max", 1).amax(history.entries[1], current) == 4.0
 
 
+@pytest.mark.parametrize("algorithm", ["max", "average"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_an_amax_that_is_not_finite_is_not_delayed(algorithm, value):
+    """A finite scale would make ordinary numbers of infinities."""
+    entries, current = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(value)
+    amax = DelayedScaling(3, algorithm, 1).amax(entries, current)
+    assert not amax.isfinite()
+    x = torch.tensor([[1.0, 2.0, value]])
+    q = Quantizer(FORMATS["fp8-tensor-e4m3"])(x, scale_amax=lambda _: amax)
+    assert q.dequantize().isnan().all()
+
+
 def test_microbatches_in_any_order_and_twice():
     """The scale is from finished steps, the step's own is a maximum: neither sees an order."""
     amaxes = [0.5, 3.0, 2.0, 3.5, 0.1]

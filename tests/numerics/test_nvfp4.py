@@ -189,23 +189,21 @@ def test_underflowed_block_stores_scale_zero():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_nan_anywhere_is_nan_everywhere(format):
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_nan_anywhere_is_nan_everywhere(format, value):
     x = torch.ones(16, 64)
-    x[5, 40] = torch.nan
+    x[5, 40] = value
     q = quantize(x, format)
     assert q.tensor_scale.isnan() and q.scales.float().isnan().all()
     assert q.dequantize().isnan().all()
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_infinity_makes_s_enc_one(format):
-    """Documented: S_enc is 1, the block of the infinity clamps to 6 * 448."""
-    x = torch.full((16, 32), 3.0)
-    x[2, 5] = -torch.inf
-    q = quantize(x, format)
-    assert q.tensor_scale == 1
-    assert q.dequantize()[2, 5] == -2688
-    assert torch.equal(q.dequantize()[:, 16:], x[:, 16:])  # 3 = code 6 x scale 0.5
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_block_is_nan_whatever_the_given_amax(value):
+    x = torch.ones(1, 64)
+    x[0, 40] = value
+    q = Quantizer(FORMATS["nvfp4"])(x, scale_amax=lambda amax: torch.tensor(1.0))
+    assert q.dequantize().isnan().view(4, 16).all(1).tolist() == [False, False, True, False]
 
 
 @pytest.mark.parametrize("format", FORMATS)

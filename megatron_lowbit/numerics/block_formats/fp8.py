@@ -7,10 +7,10 @@ current-scaling quantizers. All scale arithmetic is FP32:
     code   = cast(x * encode)    saturating
     scale  = 1 / encode          stored
 
-An amax of zero, infinity or NaN gives encode 1, and a quotient beyond FP32 its largest value: an
-infinite element saturates, a NaN stays one NaN, and its neighbours keep values up to ``max``. At
-the very top of FP32's range a code that was rounded up may decode to infinity (with ``pow2`` scales
-the code of 3.4e38 does).
+An amax of zero gives encode 1, and a quotient beyond FP32 its largest value. An infinity or a NaN
+makes the scale and all values of its tile, or of the tensor, NaN. (Transformer Engine takes encode
+1 for such an amax: an infinite element saturates.) At the very top of FP32's range a code that was
+rounded up may decode to infinity (with ``pow2`` scales the code of 3.4e38 does).
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks
+from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
 from megatron_lowbit.numerics.formats import (
     E4M3,
     E5M2,
@@ -36,10 +36,10 @@ _EXPONENT_BITS = 0x7F800000
 def _encode_scale(amax: Tensor, element: ElementFormat, scale_format: str) -> Tensor:
     # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
     scale = (torch.full_like(amax, element.max) / amax).clamp(max=_FLT_MAX)
-    scale = torch.where((amax == 0) | ~amax.isfinite(), 1.0, scale)
+    scale = torch.where(amax == 0, 1.0, scale)
     if scale_format == "pow2":
         scale = (scale.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    return scale
+    return torch.where(amax.isnan(), amax, scale)  # its exponent bits alone are infinity's
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class FP8Tensor(BlockFormat):
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize by the given amax, which need not be x's own: what exceeds it saturates."""
-        scale = _encode_scale(amax, self.element, self.scale_format)
+        scale = _encode_scale(finite_amax(amax), self.element, self.scale_format)
         codes = encode(x * scale, self.element, uniform)
         return codes, x.new_empty((x.shape[0], 0)), 1.0 / scale
 

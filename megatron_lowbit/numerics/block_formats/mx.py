@@ -12,9 +12,10 @@ clamped to [-127, 127]. ``three_quarters`` ("Training LLMs with MXFP4", arXiv 25
 2) multiplies the scaled elements by 3/4, so that ``floor`` never clips, and decodes with 4/3: with
 stochastic rounding every element is unbiased.
 
-A block of zeros has scale 2**-127. An infinity saturates: it takes the scale that the rule gives
-the exponent 128 (2**127 at most), and finite elements beside it may vanish. A NaN makes its block's
-scale, and so all of the block, NaN.
+A block of zeros has scale 2**-127. A NaN or an infinity makes its block's scale, and so all of the
+block, NaN: so does microxcaling, the emulation of the specification's authors. (The specification
+leaves it open; Transformer Engine and torchao give an infinity the largest scale, where it
+saturates.)
 """
 
 from dataclasses import dataclass

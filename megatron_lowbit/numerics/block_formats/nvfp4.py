@@ -3,7 +3,7 @@
 Source: "Pretraining Large Language Models with NVFP4", appendix B, in the operation order of
 Transformer Engine's kernels. All scale arithmetic is FP32:
 
-    S_enc = min(448 * 6 / amax_tensor, FLT_MAX);  1 where amax_tensor or S_enc is 0
+    S_enc = min(448 * 6 / amax_tensor, FLT_MAX);  1 where amax_tensor is 0
     s_b   = e4m3(min(amax_block * (S_enc * fp32(1/6)), 448))
     enc_b = min(1 / (fp32(s_b) * (1 / S_enc)), FLT_MAX)
     code  = e2m1(clamp(x * enc_b, -6, 6))
@@ -11,8 +11,9 @@ Transformer Engine's kernels. All scale arithmetic is FP32:
 
 ``S_enc * fp32(1/6)`` comes first: dividing the amax by 6 instead rounds twice and lands on another
 E4M3 scale for some amax pairs. s_b has no lower clamp: an underflowed block stores scale 0, and its
-elements keep the sign and code of x * FLT_MAX, decoded as zero. A NaN anywhere makes the tensor
-amax, all scales and all decoded values NaN; an infinity makes S_enc 1.
+elements keep the sign and code of x * FLT_MAX, decoded as zero. A NaN or an infinity anywhere makes
+the tensor amax, all scales and all decoded values NaN. (Transformer Engine takes S_enc 1 for an
+infinite amax, and its amax ignores NaN: the infinity becomes 2688.)
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from megatron_lowbit.numerics.block_format import (
     block_amax,
     blocks,
     constant,
+    finite_amax,
     for_each_row,
 )
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
@@ -49,9 +51,10 @@ class NVFP4(BlockFormat):
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
+        amax = finite_amax(amax)
         # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
         s_enc = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
-        s_enc = torch.where((amax == 0) | (s_enc == 0), torch.ones_like(s_enc), s_enc)
+        s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
         sixth = constant(1.0 / 6.0, like=x)
