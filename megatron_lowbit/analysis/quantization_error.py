@@ -6,6 +6,7 @@ Measured as sums, which add up over calls and ranks, and then as figures:
     flushed       share of its values other than zero that became zero
     saturated     share of its values beyond the largest number of their block
     amax          its largest magnitude
+    nonfinite     how many of its values are infinite or NaN, before the transform
     block_spread  standard deviation of the log2 of its blocks' largest magnitudes
     folded        share of both operands' values that were rounded again when folded (MXFP4 on FP8)
     error         of a GEMM's output: norm of what differs from operands in high precision, over
@@ -28,6 +29,8 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES
 Sums = dict[str, Tensor]
 """Scalars of FP64 on the device, by name; ``*/amax`` are maxima, all others sums."""
 _LARGEST = "amax"
+NONFINITE = "nonfinite"
+"""Name, after the operand's, of the number of values that are infinite or NaN."""
 
 
 def gemm_sums(call: LinearCall, gemm: str, lhs: Tensor, rhs: Tensor) -> Sums:
@@ -75,6 +78,7 @@ def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
         "flushed": ((wanted != 0) & (got == 0)).sum().double(),
         "saturated": (at_end & (wanted.abs() > got.abs())).sum().double(),
         _LARGEST: x.abs().amax().double(),
+        NONFINITE: (~x.isfinite()).sum().double(),
     }
     return found | _block_sums(wanted, made.format.block)
 
@@ -97,7 +101,8 @@ def add(total: dict[str, float], more: Mapping[str, float]) -> None:
     """Add sums to others, in place."""
     for name, value in more.items():
         if name.endswith(_LARGEST):
-            total[name] = max(total.get(name, 0.0), value)
+            # max() would drop a NaN that comes second.
+            total[name] = value if math.isnan(value) else max(total.get(name, 0.0), value)
         else:
             total[name] = total.get(name, 0.0) + value
 
@@ -126,6 +131,7 @@ def _operand_figures(of: Mapping[str, float]) -> dict[str, float]:
         "flushed": _ratio(of["flushed"], of["nonzero"]),
         "saturated": _ratio(of["saturated"], of["values"]),
         "amax": of["amax"],
+        NONFINITE: of[NONFINITE],
     }
     if of.get("blocks"):
         mean = of["block_logs"] / of["blocks"]

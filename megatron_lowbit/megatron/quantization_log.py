@@ -1,7 +1,9 @@
 """Log of what quantization does to each linear layer while a model trains.
 
 A measurement covers the first microbatch of an iteration, forward and backward. Training computes
-the same bits with it and without: the random numbers of a measurement are its own.
+the same bits with it and without: the random numbers of a measurement are its own. The first
+operand with values that are not finite is printed at once: they may end the run before the figures
+are written.
 """
 
 from argparse import Namespace
@@ -18,7 +20,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.training import global_vars
 
-from megatron_lowbit.analysis.quantization_error import Sums, add, figures, gemm_sums
+from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, figures, gemm_sums
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers.call import LinearCall
 from megatron_lowbit.megatron.steps import steps_of
@@ -71,6 +73,7 @@ class Measurement:
     def __init__(self, chunks: Sequence[nn.Module], iteration: int, report: Any) -> None:
         self._iteration, self._report = iteration, report
         self._found: dict[str, Sums] = {}
+        self._is_finite = True
         self._handles = [
             module.register_forward_hook(self._watch)
             for chunk in chunks
@@ -112,21 +115,32 @@ class Measurement:
             amax_history=state.amax_history,
         )
         with torch.no_grad():
-            self._found[path] |= gemm_sums(call, "fprop", x, weight)
+            self._add(path, gemm_sums(call, "fprop", x, weight))
         rank = module.tp_group.rank()
-        y.register_hook(partial(_watch_grad, self._found[path], call, x, weight, rank))
+        y.register_hook(partial(self._watch_grad, path, call, x, weight, rank))
 
+    @torch.no_grad()
+    def _watch_grad(
+        self, path: str, call: LinearCall, x: Tensor, weight: Tensor, rank: int, grad: Tensor
+    ) -> None:
+        grad = grad.detach().flatten(0, -2)
+        # Under sequence parallelism one of them has all tokens, the other this rank's.
+        tokens = min(len(x), len(grad))
+        x, grad = (t if len(t) == tokens else t[rank * tokens :][:tokens] for t in (x, grad))
+        self._add(path, gemm_sums(call, "dgrad", grad, weight.t()))
+        self._add(path, gemm_sums(call, "wgrad", grad.t(), x.t()))
 
-@torch.no_grad()
-def _watch_grad(
-    sums: Sums, call: LinearCall, x: Tensor, weight: Tensor, rank: int, grad: Tensor
-) -> None:
-    grad = grad.detach().flatten(0, -2)
-    # Under sequence parallelism one of them has all tokens, the other this rank's.
-    tokens = min(len(x), len(grad))
-    x, grad = (t if len(t) == tokens else t[rank * tokens :][:tokens] for t in (x, grad))
-    sums |= gemm_sums(call, "dgrad", grad, weight.t())
-    sums |= gemm_sums(call, "wgrad", grad.t(), x.t())
+    def _add(self, path: str, sums: Sums) -> None:
+        """Keep a GEMM's sums; print the first operand whose values are not all finite."""
+        self._found[path] |= sums
+        for name, value in sums.items():
+            if self._is_finite and name.endswith(NONFINITE) and value:
+                self._is_finite = False
+                print(
+                    f"rank {dist.get_rank()}, iteration {self._iteration + 1}: {path} "
+                    f"{name.removesuffix(NONFINITE)}{NONFINITE}: {int(value)}, the first of them",
+                    flush=True,
+                )
 
 
 def _gather(found: dict[str, Sums]) -> dict[str, dict[str, float]]:
