@@ -100,6 +100,7 @@ class RecipeHook:
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
         self.current: Recipe | None = None
+        self.start = 0
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
@@ -126,7 +127,8 @@ class RecipeHook:
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
         """Give the linear layers of this rank the precision with which the run begins."""
         self.engine = select_engine(_device(chunks), self.args.quantization_engine)
-        first = self.recipe.at(self._progress(source.iteration if source else 0))
+        self.start = source.iteration if source else 0
+        first = self.recipe.at(self._progress(self.start))
         self.states = [state for chunk in chunks for state in self._take_over(chunk, first)]
         self.current = first
         if source:
@@ -143,6 +145,8 @@ class RecipeHook:
         console = plain_console(130)
         for line in describe(self.recipe, self.engine, layers, chunks, self.args):
             console.print(line)
+        if self.recipe.switches and self.current is not None:
+            print(f"in force from iteration {self.start} on: recipe {self.current.name}")
 
     def _take_over(self, chunk: torch.nn.Module, recipe: Recipe) -> list[LayerState]:
         kind: Any = linear

@@ -102,12 +102,19 @@ AROUND = [(case, AFTER) for case in CASES] + [
 
 @pytest.mark.parametrize(("case", "iteration"), AROUND)
 def test_resumes_to_the_bit_around_it(train, case, iteration):
-    """Also at the switch itself, which is then announced by nothing but the table at the start."""
+    """Also at the switch itself; a line at the start says which recipe is in force."""
     run = train("switched", *switched(case))
     resumed = train("resumed", *switched(case), after=(run, iteration))
     assert steps(resumed) == {k: v for k, v in steps(run).items() if k > iteration}
     output = (resumed / "output.txt").read_text().splitlines()
     assert any(ANNOUNCED.match(line) for line in output) == (iteration < AFTER)
+    name = re.compile(r"recipe (\S+)$")
+    (begun,) = [line for line in output if line.startswith(f"in force from iteration {iteration} ")]
+    before = (run / "output.txt").read_text().splitlines()
+    (first,) = [line for line in before if line.startswith("in force from iteration 0 on: ")]
+    (announced,) = [line for line in before if ANNOUNCED.match(line)]
+    expected = first if iteration < AFTER else announced
+    assert name.search(begun)[1] == name.search(expected)[1]
 
 
 @pytest.mark.parametrize(
