@@ -10,10 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 
 _SHELLS = ("bash", "zsh", "tcsh")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+_MOST_FILES = 100
+_LARGEST_FILE = 1 << 20
 HELP_WIDTH = 100
 HELP_PROGRAM = "<program>"
 _FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE")
@@ -39,7 +41,9 @@ class CommandParser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
-        except (AssertionError, KeyError):
+        except argparse.ArgumentError:
+            raise
+        except Exception:
             # Types of Megatron-LM that look names up raise what argparse does not catch.
             hint = f"; use one of {_names(action.choices)}" if action.choices else ""
             raise argparse.ArgumentError(action, f"invalid value: {arg_string!r}{hint}") from None
@@ -60,31 +64,44 @@ def add_print_completion(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def expand_files(argv: Iterable[str], opened: tuple[Path, ...] = ()) -> list[str]:
+def expand_files(argv: Iterable[str]) -> list[str]:
     """Replace every ``@FILE`` by the arguments that the file holds.
 
     A file is split like a shell command: quotes, comments and backslashes at line ends work. Files
     may name further files, relative to the working directory.
 
     Raises:
-        UserError: a file is missing, is not text, has an open quote, or includes itself.
+        UserError: a file is missing, too large, is not text, has an open quote, or includes itself;
+            or the files are too many.
     """
-    expanded = []
-    for argument in argv:
-        if not argument.startswith("@"):
-            expanded.append(argument)
-            continue
-        path = Path(argument[1:]).resolve()
-        if path in opened:
-            raise UserError(f"{argument}: the file includes itself")
-        try:
-            text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-            arguments = shlex.split(text, comments=True)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise UserError(f"{argument}: {reason}") from None
-        expanded += expand_files(arguments, (*opened, path))
-    return expanded
+    left = iter(range(_MOST_FILES))
+
+    def expand(arguments: Iterable[str], opened: tuple[Path, ...]) -> Iterator[str]:
+        for argument in arguments:
+            if not argument.startswith("@"):
+                yield argument
+                continue
+            try:
+                path = Path(argument[1:]).resolve()
+                require(path not in opened, f"{argument}: the file includes itself")
+                require(next(left, None) is not None, f"{argument}: more than {_MOST_FILES} files")
+                yield from expand(_read_arguments(path), (*opened, path))
+            except UserError:
+                raise
+            except (OSError, RuntimeError, ValueError) as error:
+                # RuntimeError: links that form a loop.
+                why = getattr(error, "strerror", None) or str(error)
+                raise UserError(f"{argument}: {why}") from None
+
+    return list(expand(argv, ()))
+
+
+def _read_arguments(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        content = file.read(_LARGEST_FILE + 1)
+    require(len(content) <= _LARGEST_FILE, f"@{path}: larger than {_LARGEST_FILE} bytes")
+    text = content.decode("utf-8").replace("\r\n", "\n")
+    return shlex.split(text.replace("\\\n", " "), comments=True)
 
 
 class GivenArguments:
@@ -114,6 +131,10 @@ class GivenArguments:
 
     def __contains__(self, flag: str) -> bool:
         return any(self._same(entry, flag) for entry in self._entries)
+
+    def destinations(self) -> set[str]:
+        """Return the attributes that the arguments set."""
+        return {self._destinations[flag] for flag, *_ in self._entries}
 
     def text(self, flag: str) -> str:
         """Return the argument as it was given last, such as ``--seq-length 512``."""

@@ -27,6 +27,12 @@ from megatron_lowbit.command_line import (
     expand_files,
 )
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.megatron.argument_values import (
+    check_folders,
+    check_samples,
+    check_values,
+    guard_layer_lists,
+)
 from megatron_lowbit.megatron.cpu_arguments import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.help import show_help
 from megatron_lowbit.megatron.precision_arguments import Machine, choose_precision
@@ -128,6 +134,7 @@ def front_parser() -> CommandParser:
     for flag in ("--fp8-recipe", "--fp4-recipe"):
         actions[flag].choices = actions[flag].default = None
         actions[flag].metavar = "NAME"
+    guard_layer_lists(parser)
     actions["--normalization"].choices = (*(actions["--normalization"].choices or ()), "MXNorm")
     return parser
 
@@ -170,7 +177,10 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     if unknown:
         raise UserError(_describe_unknown(parser, written, unknown))
     given = GivenArguments(parser, written)
+    check_values(parser, args, given)
     _check(args, given, hybrid)
+    if not args.dry_run:
+        check_folders(args)
     machine = Machine.current()
     lines = _translate(args, given, machine)
     if os.environ.get("RANK", "0") == "0":
@@ -218,19 +228,13 @@ def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
         for flag in (*_PATTERNS, "--is-hybrid-model"):
             require(flag not in given, f"{flag} is for hybrids: use pretrain_hybrid.py")
     require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
-    require(args.dry_run_world_size is None or args.dry_run_world_size > 0,
-            f"--world-size {args.dry_run_world_size}: must be positive")  # fmt: skip
     for flag in _PACKED:
         require(flag not in given, f"{flag}: packed sequences are not supported, leave it out")
-    require(args.mxnorm_p > 0, f"--mxnorm-p {args.mxnorm_p:g}: must be positive")
     if args.mxnorm:
         require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
     require(args.load or not args.load_latest_valid, "--load-latest-valid needs --load")
     if args.save_keep_last is not None:
         require(bool(args.save), "--save-keep-last needs --save")
-        require(
-            args.save_keep_last > 0, f"--save-keep-last {args.save_keep_last}: must be at least 1"
-        )
 
 
 def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list[str]:
@@ -296,7 +300,10 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     sys.argv = [before[0], *tokens]
     args = None
     try:
-        args = parse_and_validate_args(extra_args_provider=_add_own_arguments)
+        parsed = parse_and_validate_args(extra_args_provider=_add_own_arguments)
+        if not parsed.dry_run:
+            check_samples(parsed)
+        args = parsed
         return args
     except UserError:
         raise
@@ -306,6 +313,9 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         ) from error
     except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
         raise UserError(in_one_line(error)) from error
+    except Exception as error:
+        # Values that it computes with before it checks them.
+        raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
     finally:
         sys.argv = before
         if args is None:

@@ -1,0 +1,60 @@
+"""Checks of folders that a command is going to write to, and one-line errors while it writes."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_lowbit.errors import UserError, require
+
+
+def check_folder(argument: str, folder: str | Path) -> None:
+    """Check that a folder can be written to, or made; nothing is made.
+
+    Args:
+        argument: the argument that names the folder, for the error.
+        folder: its path.
+
+    Raises:
+        UserError: a part of the path is a file, is too long, or cannot be written to.
+    """
+    path = Path(folder).absolute()
+    existing, mode = _nearest(f"{argument} {folder}", path)
+    require(stat.S_ISDIR(mode), f"{argument} {folder}: {existing} is a file, not a folder")
+    longest = os.pathconf(existing, "PC_NAME_MAX")
+    require(
+        all(len(os.fsencode(part)) <= longest for part in path.parts),
+        f"{argument} {folder}: a name is longer than {longest} bytes",
+    )
+    require(
+        os.access(existing, os.W_OK | os.X_OK),
+        f"{argument} {folder}: {existing} cannot be written to",
+    )
+
+
+def _nearest(place: str, path: Path) -> tuple[Path, int]:
+    """Return the first of a path and its parents that exists, and its mode."""
+    for candidate in (path, *path.parents):
+        try:
+            return candidate, candidate.stat().st_mode
+        except FileNotFoundError:
+            # A link to nothing is not a place where a folder can be made.
+            require(not candidate.is_symlink(), f"{place}: {candidate} is a link to nothing")
+        except (OSError, ValueError) as error:
+            raise UserError(f"{place}: {reason(error)}") from error
+    raise UserError(f"{place}: there is no such place")
+
+
+@contextmanager
+def writing(argument: str, path: str | Path) -> Iterator[None]:
+    """Turn a failure to write, such as a full disk, into a UserError that names the argument."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{argument} {path}: cannot be written ({reason(error)})") from error
+
+
+def reason(error: Exception) -> str:
+    """Return what an error of the operating system says, without its number and path."""
+    return getattr(error, "strerror", None) or str(error)

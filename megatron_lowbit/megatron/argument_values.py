@@ -1,0 +1,276 @@
+"""Values that Megatron-LM's arguments can have.
+
+Megatron-LM checks few of its numbers: others end in a traceback, hang, or train something else. The
+general rule is that a float is finite and that no number is negative; the tables hold what is
+narrower or wider for a reason. Only arguments that are given are checked.
+"""
+
+import argparse
+import ast
+import math
+import os
+import re
+import stat
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_lowbit.command_line import GivenArguments
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import check_folder, reason
+
+
+class _Range(NamedTuple):
+    """A closed interval, and how an error describes it."""
+
+    low: float
+    high: float
+    words: str
+
+
+_LARGEST = 2**63 - 1
+_LARGEST_SEED = 2**32 - 2**20
+"""Megatron-LM adds offsets of ranks to the seed, and NumPy takes 32 bits."""
+_MOST_LAYERS = 100_000
+_MOST_PROCESSES = 256
+_MOST_MINUTES = 1_000_000
+
+_INDEX_BYTES = 12
+"""Smallest size of a sample's entries: two numbers of 32 bits for the place, one for the order."""
+
+_INT = _Range(0, _LARGEST, "an integer from 0 to 2**63 - 1")
+_FLOAT = _Range(0, math.nextafter(math.inf, 0), "finite and not negative")
+_ANY_INT = _Range(-_LARGEST, _LARGEST, "an integer of 64 bits")
+_ANY_FLOAT = _Range(-_FLOAT.high, _FLOAT.high, "finite")
+_COUNT = _Range(1, _LARGEST, "at least 1")
+_POSITIVE = _Range(math.ulp(0), _FLOAT.high, "positive and finite")
+_SHARE = _Range(0, 1, "from 0 to 1")
+_POSITIVE_SHARE = _Range(math.ulp(0), 1, "greater than 0 and at most 1")
+_DECAY = _Range(0, math.nextafter(1, 0), "at least 0 and less than 1")
+
+
+def _up_to(high: int, low: int = 0) -> _Range:
+    return _Range(low, high, f"from {low} to {high}")
+
+
+_TABLE: tuple[tuple[_Range, str], ...] = (
+    (_COUNT, """
+        --hidden-size --num-attention-heads --num-query-groups --ffn-hidden-size --kv-channels
+        --seq-length --encoder-seq-length --decoder-seq-length --max-position-embeddings
+        --vocab-size --padded-vocab-size --make-vocab-size-divisible-by --rotary-base
+        --rotary-seq-len-interpolation-factor --relative-attention-num-buckets
+        --relative-attention-max-distance --yarn-original-max-position-embeddings
+        --kv-lora-rank --q-lora-rank --qk-head-dim --v-head-dim --mup-base-hidden-size
+        --mamba-state-dim --mamba-head-dim --mamba-num-groups --mamba-num-heads
+        --linear-conv-kernel-dim --linear-key-head-dim --linear-num-key-heads
+        --linear-num-value-heads --linear-value-head-dim
+        --dsa-indexer-head-dim --dsa-indexer-n-heads --dsa-indexer-topk --dsa-indexer-topk-freq
+        --moe-ffn-hidden-size --moe-latent-size --moe-router-topk --moe-upcycling-granularity
+        --micro-batch-size --global-batch-size --eval-micro-batch-size --eval-global-batch-size
+        --lr-decay-iters --lr-decay-samples
+        --log-interval --eval-interval --tensorboard-log-interval --log-memory-interval
+        --adlr-autoresume-interval --save-keep-last --fp8-amax-history-len
+        --tensor-model-parallel-size --pipeline-model-parallel-size --context-parallel-size
+        --expert-model-parallel-size --expert-tensor-parallel-size
+        --hierarchical-context-parallel-sizes --num-distributed-optimizer-instances
+        --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards
+        --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+        --microbatch-group-size-per-virtual-pipeline-stage --ddp-num-buckets
+    """),
+    (_up_to(_MOST_LAYERS, 1), "--num-layers --encoder-num-layers --decoder-num-layers"),
+    (_up_to(_MOST_LAYERS), "--mtp-num-layers"),
+    (_up_to(_MOST_PROCESSES, 1), "--dist-ckpt-workers --num-dataset-builder-threads"),
+    (_up_to(_MOST_PROCESSES), "--num-workers --logits-load-decode-threads"),
+    (_up_to(1_000_000, 1), "--world-size"),
+    (_up_to(_LARGEST_SEED, 1), "--seed"),
+    (_up_to(65535), "--straggler-ctrlr-port --inference-coordinator-port"),
+    (_up_to(_MOST_MINUTES, 1), "--distributed-timeout-minutes"),
+    (_up_to(60 * _MOST_MINUTES, 1), "--distributed-timeout-seconds-after-init"),
+    (_POSITIVE, "--mxnorm-p --rope-scaling-factor --rotary-scaling-factor --mup-base-head-dim"),
+    (_SHARE, """
+        --hidden-dropout --attention-dropout --lr-warmup-fraction --fim-rate --fim-spm-rate
+        --fim-fragment-rate --short-seq-prob --mask-prob --query-in-block-prob --sample-rate
+        --optimizer-offload-fraction --activation-offload-fraction --rl-default-top-p
+    """),
+    (_POSITIVE_SHARE, "--rotary-percent --logits-save-top-p"),
+    (_DECAY, """
+        --adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --moe-router-quantile-balancing-ema
+    """),
+    # Below zero: no evaluation; not in torchrun; no token; off; automatic; niceness; all tokens.
+    (_ANY_INT, """
+        --eval-iters --local-rank --null-tokenizer-pad-id --null-tokenizer-eod-id
+        --inference-batch-times-seqlen-threshold --inference-dynamic-batching-num-cuda-graphs
+        --async-ckpt-cpu-priority --rl-default-top-k
+        --fp8-margin --delta-offload-bytes-across-pp-ranks --dsa-indexer-skip-topk-offset
+    """),
+    # Below zero: no limit; another way to choose; or simply a number of either sign.
+    (_ANY_FLOAT, """
+        --moe-expert-capacity-factor --moe-router-force-biased
+        --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu
+        --glu-linear-offset --mup-attn-scale-power --grpo-entropy-term-weight --grpo-kl-beta
+    """),
+)  # fmt: skip
+RANGES: dict[str, _Range] = {flag: row for row, flags in _TABLE for flag in flags.split()}
+"""The range of every argument that has one of its own."""
+
+_OUTPUT_FOLDERS = (
+    "--save", "--data-cache-path", "--non-persistent-global-ckpt-dir",
+    "--tensorboard-dir", "--wandb-save-dir",
+)  # fmt: skip
+_LOGS = ("--tensorboard-dir", "--wandb-save-dir")
+"""Folders that the last rank alone writes to."""
+
+_LAYER_LISTS = (
+    "--moe-layer-freq", "--window-attn-skip-freq", "--no-rope-freq", "--linear-attention-freq",
+)  # fmt: skip
+
+
+def guard_layer_lists(parser: argparse.ArgumentParser) -> None:
+    """Check expressions such as ``([0]*3+[1])*8`` before Megatron-LM evaluates them."""
+    for flag in _LAYER_LISTS:
+        action = parser._option_string_actions[flag]
+        action.type = _bounded(action.type)
+
+
+def _bounded(evaluate: Any) -> Callable[[str], Any]:
+    def checked(text: str) -> Any:
+        try:
+            size = _size(ast.parse(text, mode="eval").body)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is neither an integer nor a list such as ([0]*3+[1])*2"
+            ) from None
+        if "[" in text and size > _MOST_LAYERS:
+            raise argparse.ArgumentTypeError(f"{text!r} is longer than {_MOST_LAYERS} layers")
+        return evaluate(text)
+
+    return checked
+
+
+def _size(node: ast.AST) -> int:
+    """Return an upper bound of an expression's value, or of the length of its list."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return max(value, 1)
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return max(sum(map(_size, elements)), 1)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _size(left) + _size(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return _size(left) * _size(right)
+        case ast.UnaryOp(operand=operand):
+            return _size(operand)
+    raise ValueError("no list of integers")
+
+
+def check_values(parser: argparse.ArgumentParser, args: Namespace, given: GivenArguments) -> None:
+    """Check every number that is given, and patterns that could become too long.
+
+    Raises:
+        UserError: a value is outside its range.
+    """
+    destinations = given.destinations()
+    for action in parser._actions:
+        if action.dest in destinations and action.type in (int, float):
+            flag = action.option_strings[0]
+            _check_number(flag, getattr(args, action.dest), action.type is int)
+    _check_split(args.split)
+    _check_layout(args.pipeline_model_parallel_layout)
+    require(
+        args.recompute_num_layers != 0 or args.recompute_method != "uniform",
+        "--recompute-num-layers 0: must be at least 1 with --recompute-method uniform",
+    )
+
+
+def _check_number(flag: str, value: Any, is_int: bool) -> None:
+    bounds = RANGES.get(flag, _INT if is_int else _FLOAT)
+    for number in value if isinstance(value, list) else [value]:
+        require(
+            number is None or bounds.low <= number <= bounds.high,
+            f"{flag} {number}: must be {bounds.words}",
+        )
+
+
+def _check_split(split: str | None) -> None:
+    """Check the shares of training, validation and test.
+
+    Megatron-LM takes every run of digits and points for a number, whatever stands between them.
+    """
+    if split is None:
+        return
+    try:
+        shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
+    except ValueError:
+        shares = []
+    require(
+        1 <= len(shares) <= 3
+        and 0 < sum(shares) < math.inf
+        and re.search(r"[A-Za-z]|(^|[,\s])-", split) is None,
+        f"--split {split}: must be up to three numbers that are not negative, such as 969,30,1",
+    )
+
+
+def _check_layout(layout: object) -> None:
+    """Check the repetitions in a pipeline layout, which Megatron-LM writes out as text."""
+    if not isinstance(layout, str):
+        return
+    text = layout.replace(",", "")
+    counts = sorted((int(count[:9]) for count in re.findall(r"\d+", text)), reverse=True)
+    require(
+        math.prod(counts[:2]) <= 10 * _MOST_LAYERS and not re.search(r"\(\d", text),
+        f"--pipeline-model-parallel-layout {layout}: more than {_MOST_LAYERS} layers",
+    )
+
+
+def check_folders(args: Namespace) -> None:
+    """Check the folders that the run writes to, and that ``--load`` is one.
+
+    Raises:
+        UserError: a folder cannot be written to; ``--load`` is a file or cannot be looked up.
+    """
+    is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
+    for flag in _OUTPUT_FOLDERS:
+        folder = getattr(args, flag[2:].replace("-", "_"))
+        if folder is not None and (is_last or flag not in _LOGS):
+            check_folder(flag, folder)
+    if args.load is not None:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(args.load).st_mode)
+        except FileNotFoundError:
+            return  # Megatron-LM starts from new weights, and says so.
+        except (OSError, ValueError) as error:
+            raise UserError(f"--load {args.load}: {reason(error)}") from error
+        require(is_folder, f"--load {args.load}: a folder with checkpoints is needed")
+
+
+def check_samples(args: Namespace) -> None:
+    """Check that the indices of the samples fit into this machine's memory.
+
+    Megatron-LM builds them before training: of each sample the place in the data and in the order.
+
+    Args:
+        args: Megatron-LM's validated arguments.
+
+    Raises:
+        UserError: training, or all evaluations together, are too long.
+    """
+    batch = args.global_batch_size
+    flag, given = "--train-iters", args.train_iters
+    if args.train_samples:
+        flag, given = "--train-samples", args.train_samples
+    trained = args.train_samples or (args.train_iters or 0) * batch
+    _check_index(f"{flag} {given}", trained)
+    if not args.full_validation:
+        evaluations = trained // (batch * args.eval_interval) + 1
+        evaluated = evaluations * args.eval_iters * (args.eval_global_batch_size or batch)
+        _check_index(f"--eval-iters {args.eval_iters}", evaluated)
+
+
+def _check_index(argument: str, samples: int) -> None:
+    needed = samples * _INDEX_BYTES
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    require(
+        needed <= memory,
+        f"{argument}: the index of {samples:.3g} samples takes {needed / 2**30:.3g} GiB of memory, "
+        f"and this machine has {memory / 2**30:.3g}",
+    )
