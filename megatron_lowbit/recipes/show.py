@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_lowbit.command_line import CommandParser, command_parser
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, side
@@ -18,6 +18,7 @@ from megatron_lowbit.recipes.rules import Layer
 
 HIGH_PRECISION_BITS = 16.0
 _UNLIMITED = 1000  # columns
+_MOST_LAYERS = 400  # which take rich three seconds
 _PARTS = {
     "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
     "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
@@ -84,11 +85,13 @@ def _read_model(file: str) -> argparse.Namespace:
     """Layers, pattern and norm from a file of arguments, most of which say other things."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--model {file}: {error.strerror}") from None
+        arguments = shlex.split(text, comments=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--model {file}: {reason}") from None
     parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
-    shape, _ = parser.parse_known_args(shlex.split(text, comments=True))
+    shape, _ = parser.parse_known_args(arguments)
     return shape
 
 
@@ -96,8 +99,13 @@ def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
     """The linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
 
     Raises:
-        UserError: a symbol that stands for no block, or no layers at all.
+        UserError: a symbol that stands for no block, no layers at all, or too many for a table.
     """
+    count = num_layers if pattern is None else len(pattern)
+    require(
+        0 < count <= _MOST_LAYERS,
+        f"{count} layers: a model to show has at least one layer and at most {_MOST_LAYERS}",
+    )
     if pattern is None:
         blocks = [_GPT_LAYER] * num_layers
     else:
@@ -108,8 +116,6 @@ def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
                 f"use {', '.join(_SYMBOLS)}"
             )
         blocks = [_SYMBOLS[symbol] for symbol in pattern]
-    if not blocks:
-        raise UserError("a model needs at least one layer")
     return [
         Layer(f"decoder.layers.{number}.{name}", number, len(blocks))
         for number, block in enumerate(blocks)

@@ -107,6 +107,16 @@ def test_paths_that_are_no_files(tmp_path, name):
     assert "recipe file" in shown(["show", f"{tmp_path}/{name}.yaml"])
 
 
+@pytest.mark.parametrize("data", [b"--num-layers '4", b"--num-layers \xff", None])
+def test_model_files(tmp_path, data):
+    path = tmp_path / "model.args"
+    if data is None:
+        path.mkdir()
+    else:
+        path.write_bytes(data)
+    assert f"--model {path}: " in shown(["show", "nvfp4", "--model", str(path)])
+
+
 def test_dates_are_text(tmp_path):
     for text in ("2026-02-30", "2026-02-03", "="):
         path = tmp_path / "mine.yaml"

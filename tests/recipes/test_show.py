@@ -59,7 +59,12 @@ def test_hybrid_layers():
 
 @pytest.mark.parametrize(
     "pattern, number, parts",
-    [("MX-", 4, ["'X'", "M, *, -"]), ("", 4, ["one layer"]), (None, 0, ["one layer"])],
+    [
+        ("MX-", 4, ["'X'", "M, *, -"]),
+        ("", 4, ["one layer"]),
+        (None, 0, ["one layer"]),
+        (None, 10**12, ["at most 400"]),
+    ],
 )
 def test_no_such_model(pattern, number, parts):
     with pytest.raises(UserError) as caught:
