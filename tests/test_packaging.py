@@ -83,7 +83,7 @@ def test_completion(name, command):
     """Bash completes an option, of a subcommand, too."""
     code, script, _ = command(name, "--print-completion", "bash")
     assert code == 0
-    words = {"lowbit-pretrain": "--precision-r", "lowbit-recipes": "show --hyb",
+    words = {"lowbit-pretrain": "--precision-r", "lowbit-recipes": "show --hybrid-l",
              "lowbit-convert": "to-megatron --ver"}[name].split()  # fmt: skip
     line = " ".join([name, *words])
     ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; COMP_LINE='{line}'\n"
@@ -91,7 +91,7 @@ def test_completion(name, command):
     result = subprocess.run(
         ["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True
     )
-    completed = {"--precision-r": "--precision-recipe", "--hyb": "--hybrid-override-pattern",
+    completed = {"--precision-r": "--precision-recipe", "--hybrid-l": "--hybrid-layer-pattern",
                  "--ver": "--verify --verify-tokens"}  # fmt: skip
     assert result.stdout.strip() == completed[words[-1]]
 

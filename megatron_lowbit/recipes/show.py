@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             else load_recipe(args.recipe, args.recipe_set)
         )
         shape = args if args.model is None else _read_model(args.model)
-        layers = model_layers(shape.hybrid_override_pattern, shape.num_layers)
+        layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
         recipe.check_rules(layers)
         mxnorm = shape.normalization == "MXNorm"
         if mxnorm:
@@ -72,7 +72,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-layers", type=int, default=12, help="of a GPT")
     parser.add_argument(
-        "--hybrid-override-pattern",
+        "--hybrid-layer-pattern",
+        "--hybrid-override-pattern",  # Megatron-LM's deprecated name
         metavar="PATTERN",
         help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
     )
@@ -112,7 +113,7 @@ def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
         unknown = sorted(set(pattern) - set(_SYMBOLS))
         if unknown:
             raise UserError(
-                f"--hybrid-override-pattern: no block is called {unknown[0]!r}; "
+                f"--hybrid-layer-pattern: no block is called {unknown[0]!r}; "
                 f"use {', '.join(_SYMBOLS)}"
             )
         blocks = [_SYMBOLS[symbol] for symbol in pattern]

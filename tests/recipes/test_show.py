@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -130,14 +131,22 @@ def test_everything_that_both_operands_share():
     assert shared[2] == "delayed max-16, fp8 sums of 128"
 
 
-def test_a_hybrid_and_means(capsys):
+@pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
+def test_a_hybrid_and_means(flag, capsys):
     """mxfp4 keeps 1 of 4 blocks: the mean is (3 x 4.25 + 16) / 4 = 7.1875."""
-    lines = shown("show", "mxfp4", "--hybrid-override-pattern", "M-M*", capsys=capsys)
+    lines = shown("show", "mxfp4", flag, "M-M*", capsys=capsys)
     text = "\n".join(" ".join(line) for line in lines)
     assert "recipe mxfp4: 6 of 8 linear layers quantized" in text
     assert "mean bits an element: fprop 7.19, dgrad 7.19, wgrad 7.19" in text
     layers = [line[1] for line in lines if len(line) > 1 and line[1].startswith("decoder")]
     assert layers == [layer.path for layer in show.model_layers("M-M*", 1)]
+
+
+def test_a_hybrid_from_a_file_of_arguments(capsys):
+    file = str(Path(__file__).parents[2] / "examples" / "hybrid-tiny.args")
+    lines = shown("show", "nvfp4", "--model", file, capsys=capsys)
+    layers = [line[1] for line in lines if len(line) > 1 and line[1].startswith("decoder")]
+    assert layers == [layer.path for layer in show.model_layers("M-M*-M-M-M-M-", 1)]
 
 
 def test_combined_with_overrides(capsys):
@@ -190,7 +199,7 @@ def test_list(capsys):
         (["show", "nvfp4", "--num-layers", "x"], ["--num-layers", "'x'"]),
         (["show", "nvfp4", "--num-layers", "-1"], ["one layer"]),
         (["show", "nvfp4", "--layers", "3"], ["--layers"]),
-        (["show", "nvfp4", "--hybrid-override-pattern", "ME"], ["'E'", "M, *, -"]),
+        (["show", "nvfp4", "--hybrid-layer-pattern", "ME"], ["'E'", "M, *, -"]),
         (["show", "nvfp4", "--recipe-set", "grad.x=1"], ["configs.nvfp4.grad.x"]),
         (["show", "nvfp4", "--recipe-set", "bf16_blocks.numbers=[40]"], ["block 40", "0 to 11"]),
         (["show", "nvfp4", "--forward", "mxfp8", "--recipe-set", "grad=null"], ["forward.grad"]),
