@@ -1,6 +1,5 @@
 """Loss curves of one or several runs as a picture."""
 
-import json
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, as_object, parse_json
 
 # The smoothing window is this share of the logged iterations.
 _WINDOW_SHARE = 1 / 50
@@ -39,23 +39,20 @@ def read_losses(path: Path) -> LossCurve:
     }
     beside: dict[str, list[float]] = {"consumed_tokens": [], "tokens_per_second": []}
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
+        lines = path.read_bytes().splitlines()
+    except OSError:
         raise UserError(f"{path}: cannot be read as a metrics.jsonl file") from None
     for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            for name, (iterations, losses) in series.items():
-                if name in record:
-                    losses.append(np.nan if record[name] is None else float(record[name]))
-                    iterations.append(int(record["iteration"]))
-            if "lm_loss" in record:
-                for name, values in beside.items():
-                    values.append(float(record.get(name) or np.nan))
-        except (ValueError, KeyError, TypeError):
-            raise UserError(
-                f"{path}:{number}: a JSON object with iteration and lm_loss is expected"
-            ) from None
+        place = f"{path}:{number}"
+        record = as_object(parse_json(line, place), place)
+        entries = Entries(record, place)
+        for name, (iterations, losses) in series.items():
+            if name in record:
+                losses.append(entries.number(name, np.nan))
+                iterations.append(entries.integer("iteration", least=0))
+        if "lm_loss" in record:
+            for name, values in beside.items():
+                values.append(entries.number(name, np.nan) or np.nan)
     if not series["lm_loss"][0]:
         raise UserError(f"{path}: holds no lm_loss")
     pairs = [values for pair in series.values() for values in pair]

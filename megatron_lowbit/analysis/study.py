@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, read_object
 
 _STATE = "study.json"
 """In a run's folder: its command, whether it has ended, and on what machine."""
@@ -78,10 +79,10 @@ def is_finished(job: Job) -> bool:
     file = job.folder / _STATE
     if not file.is_file():
         return False
-    state = json.loads(file.read_text())
-    if state["command"] != job.command[1:]:
+    state = Entries(read_object(file), str(file))
+    if state.strings("command") != job.command[1:]:
         raise UserError(f"{job.folder}: holds a run with other arguments; give another --output")
-    return state["finished"]
+    return state.boolean("finished")
 
 
 def mark(job: Job, finished: bool) -> None:

@@ -1,6 +1,5 @@
 """Runs a study's jobs as processes, some at once, and shows how far they are."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -12,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from megatron_lowbit.analysis.study import Job, is_finished, launch_command, mark
-from megatron_lowbit.errors import TrainingError
+from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.json_files import Entries, parse_json
 
 _LOG, _METRICS = "output.log", "metrics.jsonl"
 _LOOK_S = 0.5
@@ -92,7 +92,7 @@ def _end(one: _Running, keep_checkpoints: bool) -> bool:
 def _iteration(job: Job) -> int:
     """The last iteration that a run has logged."""
     try:
-        lines = (job.folder / _METRICS).read_text().splitlines()
-        return json.loads(lines[-1])["iteration"]
-    except (OSError, ValueError, IndexError):
+        lines = (job.folder / _METRICS).read_bytes().splitlines()
+        return Entries(parse_json(lines[-1], _METRICS), _METRICS).integer("iteration")
+    except (OSError, UserError, IndexError):
         return 0

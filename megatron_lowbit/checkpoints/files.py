@@ -14,12 +14,14 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.checkpoints.pickles import check_lengths
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DOCUMENT = "lowbit.json"
@@ -27,6 +29,8 @@ METADATA = ".metadata"
 CONFIG = "metadata.json"
 FORMAT_VERSION = 3
 _SHOWN = 5
+_DIGITS = 18
+"""The most in a tracker file, so that the checkpoint's folder can have the name."""
 
 
 def iteration_directory(directory: Path, iteration: int) -> Path:
@@ -39,11 +43,10 @@ def latest_iteration(directory: str | Path) -> int | None:
 
     Raises UserError where the file holds anything but a decimal number.
     """
-    tracker = Path(directory) / TRACKER
-    if not tracker.exists():
+    tracker, text = Path(directory) / TRACKER, _tracker_text(directory)
+    if text is None:
         return None
-    text = tracker.read_text(errors="replace").strip()
-    if not (text.isascii() and text.isdigit()):
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS):
         raise UserError(
             f"{tracker}: {text[:40]!r} is not an iteration; write the number of a complete "
             f"checkpoint into it ({alternatives(tracker.parent)})"
@@ -56,10 +59,19 @@ def release(directory: str | Path) -> Path | None:
 
     Megatron-LM's converters write such ones.
     """
+    return Path(directory) / "release" if _tracker_text(directory) == "release" else None
+
+
+def _tracker_text(directory: str | Path) -> str | None:
     tracker = Path(directory) / TRACKER
-    if not tracker.exists() or tracker.read_text(errors="replace").strip() != "release":
+    if not tracker.exists():
         return None
-    return Path(directory) / "release"
+    if not tracker.is_file():
+        raise UserError(f"{tracker}: is no file")
+    try:
+        return tracker.read_text(errors="replace").strip()
+    except OSError as error:
+        raise UserError(f"{tracker}: cannot be read ({error.strerror})") from None
 
 
 def iterations(directory: Path) -> list[int]:
@@ -129,21 +141,22 @@ def read_document(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: missing")
     if not file.is_file():
         raise UserError(f"{file}: missing")
-    try:
-        document = json.loads(file.read_text())
-        version = document["format_version"]
-        if version == FORMAT_VERSION:
-            _ = document["files"]
-            digest = document.pop("blake2b")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: damaged ({error!r}); load another checkpoint") from error
+    document = read_object(file)
+    version = Entries(document, str(file)).integer("format_version", least=0)
     if version != FORMAT_VERSION:
         raise UserError(
             f"{file}: format_version {version}, but this version of megatron-lowbit reads "
             f"{FORMAT_VERSION}"
         )
+    digest = document.pop("blake2b", None)
     if digest != _document_digest(document):
         raise UserError(f"{file}: its content differs from what was saved")
+    for name, entry in as_object(document.get("files"), f"{file}: files").items():
+        recorded = Entries(entry, f"{file}: files: {name}")
+        recorded.integer("bytes", least=0, most=sys.maxsize)
+        recorded.string("blake2b")
+        if not is_inside(name):
+            raise UserError(f"{file}: files: {name}: not the name of a file in this folder")
     return document
 
 
@@ -198,14 +211,32 @@ def write_tracker(directory: Path, iteration: int) -> None:
 
 
 def replace_directory(partial: Path, final: Path) -> None:
-    """Let a directory appear under its name, in the place of one that is there."""
+    """Let a directory appear under its name, in the place of one that is there.
+
+    Killed between its two renames, it leaves the old one for :func:`restore_replaced`.
+    """
     replaced = replaced_directory(final)
     _sync_directory(partial)
-    if final.exists():
+    if _is_there(final):
         os.rename(final, replaced)
     os.rename(partial, final)
     _sync_directory(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
+
+
+def restore_replaced(final: Path) -> bool:
+    """End what a killed :func:`replace_directory` has left; tell whether the old one is back.
+
+    Where the new one is in its place, the old one is deleted.
+    """
+    replaced = replaced_directory(final)
+    is_lost = _is_there(replaced) and not _is_there(final)
+    if is_lost:
+        os.rename(replaced, final)
+        _sync_directory(final.parent)
+    elif _is_there(replaced):
+        _remove(replaced)
+    return is_lost
 
 
 def delete_older(directory: Path, saved: int, keep: int) -> None:
@@ -302,7 +333,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    if path.is_symlink():
+    if path.is_symlink() or path.is_file():
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)

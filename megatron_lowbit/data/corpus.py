@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 import warnings
 from collections import deque
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import parse_json
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
@@ -155,10 +157,7 @@ def _read_json_lines(path: Path, json_keys: Sequence[str]) -> Iterator[Document]
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not valid JSON ({error})") from None
+            record = parse_json(line, f"{path}:{number}")
             texts = tuple(_text_of(record, key, f"{path}:{number}") for key in json_keys)
             yield Document(texts, len(line))
 
@@ -167,7 +166,8 @@ def _text_of(record: object, key: str, place: str) -> str:
     if not isinstance(record, dict):
         raise UserError(f"{place}: a JSON object is expected, not {type(record).__name__}")
     if key not in record:
-        raise UserError(f"{place}: key {key!r} is missing; there are {', '.join(record)}")
+        there = textwrap.shorten(", ".join(record), 200, placeholder=" ...")
+        raise UserError(f"{place}: key {key!r} is missing; there are {there}")
     text = record[key]
     if not isinstance(text, str):
         raise UserError(f"{place}: key {key!r} must hold a string, not {type(text).__name__}")

@@ -5,14 +5,16 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries, read_object
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "NullTokenizer")
@@ -87,11 +89,12 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"--tokenizer-model {folder}: there is no tokenizer.json in this folder")
-    content = path.read_bytes()
     try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    with _one_line(f"{path}: not a tokenizer of the tokenizers library"):
         model = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises plain Exception and ValueError alike
-        raise UserError(f"{path}: not a tokenizer of the tokenizers library ({error})") from None
     # A saved tokenizer may carry the truncation and padding of its last use.
     model.no_truncation()
     model.no_padding()
@@ -102,26 +105,46 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
             f"{path}: the end-of-document token {eod_token!r} is not in the vocabulary; "
             f"name one that is as eos_token in {folder / 'tokenizer_config.json'}"
         )
+    # Ids may have holes, so count up to the largest.
+    largest = max(model.get_vocab(with_added_tokens=True).values())
+    require(largest < 2**31 - 1, f"{path}: has the token id {largest}; ids are below {2**31 - 1}")
+
+    def tokenize(text: str) -> list[int]:
+        with _one_line(f"{path}: cannot encode a text"):
+            return model.encode(text, add_special_tokens=False).ids
+
     return Tokenizer(
         kind="HuggingFaceTokenizer",
-        # Ids may have holes, so count up to the largest.
-        vocab_size=max(model.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab_size=largest + 1,
         eod=eod,
-        tokenize=lambda text: model.encode(text, add_special_tokens=False).ids,
+        tokenize=tokenize,
         detokenize=lambda ids: model.decode(ids, skip_special_tokens=False),
         sha256=hashlib.sha256(content).hexdigest(),
     )
+
+
+@contextmanager
+def _one_line(message: str) -> Iterator[None]:
+    """Raise a UserError for whatever the library raises.
+
+    These are plain Exceptions, ValueErrors, and panics of its Rust code, which are no Exceptions.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise UserError(f"{message} ({error})") from None
 
 
 def _eod_token(folder: Path) -> str:
     path = folder / "tokenizer_config.json"
     if not path.is_file():
         return END_OF_TEXT
-    try:
-        token = json.loads(path.read_bytes()).get("eos_token") or END_OF_TEXT
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{path}: not a JSON object ({error})") from None
-    return token["content"] if isinstance(token, dict) else token
+    config = read_object(path)
+    if isinstance(config.get("eos_token"), dict):
+        return Entries(config["eos_token"], f"{path}: eos_token").string("content")
+    return Entries(config, str(path)).string("eos_token", END_OF_TEXT)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lowbit.errors import TrainingError, UserError, require
+from megatron_lowbit.json_files import parse_json
 
 NOTES = "bad_iterations.json"
 
@@ -82,11 +83,10 @@ def read_notes(path: Path) -> list[int]:
     if not path.is_file():
         return []
     try:
-        bad = json.loads(path.read_text())
-        valid = isinstance(bad, list) and all(type(number) is int and number > 0 for number in bad)
-    except ValueError:
-        valid = False
-    if not valid:
+        bad = parse_json(path.read_bytes(), str(path))
+    except UserError:
+        bad = None
+    if not (isinstance(bad, list) and all(type(number) is int and number > 0 for number in bad)):
         raise UserError(f"{path}: not a JSON list of iterations; correct or delete it")
     return bad
 

@@ -11,6 +11,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, parse_json
+
 METRICS_FILE = "metrics.jsonl"
 
 _NAMES = {
@@ -133,7 +136,9 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
 
 
 def _iteration_of(line: bytes) -> float:
+    if not line.endswith(b"\n"):
+        return math.inf
     try:
-        return float(json.loads(line)["iteration"]) if line.endswith(b"\n") else math.inf
-    except (ValueError, KeyError, TypeError):
+        return Entries(parse_json(line, METRICS_FILE), METRICS_FILE).integer("iteration", least=0)
+    except UserError:
         return math.inf

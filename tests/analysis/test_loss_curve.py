@@ -69,8 +69,12 @@ def test_bad_files(write_run, tmp_path):
         plot_loss({"a": tmp_path / "none.jsonl"}, tmp_path / "loss.png")
     for content, message in (
         ("", "holds no lm_loss"),
-        ('{"iteration": 1, "lm_loss": 2.0}\n{"lm_loss": 2.0}\n', ":2: a JSON object with"),
-        ("[]\n3\n", ":2: a JSON object with"),
+        ('{"iteration": 1, "lm_loss": 2.0}\n{"lm_loss": 2.0}\n', ":2: needs the entry 'iteration'"),
+        ("[]\n3\n", r":1: holds no JSON object, but \[\]"),
+        ("{}\n\n", ":2: not valid JSON"),
+        ("[" * 10**5, ":1: not valid JSON"),
+        ('{"iteration": 1, "lm_loss": 1e999}', ":1: lm_loss inf: must be a finite number"),
+        ('{"iteration": 1e999, "lm_loss": 1}', ":1: iteration inf: must be an integer"),
     ):
         bad = tmp_path / "bad.jsonl"
         bad.write_text(content)

@@ -125,11 +125,47 @@ def test_document_or_folder_missing(newest):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "{", "[]", "{}", '{"format_version": 3}', '{"format_version": 3, "files": {}}']
+    ("content", "problem"),
+    [
+        ("", "not valid JSON"),
+        ("{", "not valid JSON"),
+        ("[" * 10**5, "not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "needs the entry 'format_version'"),
+        ('{"format_version": [3]}', "format_version [3]: must be an integer"),
+        ('{"format_version": 3}', "its content differs"),
+        ('{"format_version": 3, "files": {}}', "its content differs"),
+    ],
 )
-def test_damaged_document(newest, content):
+def test_damaged_document(newest, content, problem):
     (newest / files.DOCUMENT).write_text(content)
-    assert error_of_checking(newest).startswith(f"{newest / files.DOCUMENT}: damaged (")
+    assert error_of_checking(newest).startswith(f"{newest / files.DOCUMENT}: {problem}")
+
+
+ENTRY = {"bytes": 1, "blake2b": ""}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "problem"),
+    [
+        (None, "files: holds no JSON object, but None"),
+        ([SHARD], "files: holds no JSON object"),
+        ({SHARD: 7}, f"files: {SHARD}: holds no JSON object, but 7"),
+        ({SHARD: {}}, f"files: {SHARD}: needs the entry 'bytes'"),
+        ({SHARD: ENTRY | {"bytes": -1}}, f"files: {SHARD}: bytes -1: must be"),
+        ({SHARD: ENTRY | {"bytes": 10**400}}, f"files: {SHARD}: bytes 1000"),
+        ({SHARD: ENTRY | {"blake2b": 0}}, f"files: {SHARD}: blake2b 0: must be"),
+        ({"../iter_0000002": ENTRY}, "files: ../iter_0000002: not the name of a file in"),
+        ({"/dev/zero": {"bytes": 0, "blake2b": ""}}, "files: /dev/zero: not the name"),
+        ({"a\0b": ENTRY}, "files: a\\x00b: not the name"),
+        ({"\ud800": ENTRY}, "files: \\ud800: not the name"),
+        ({"": ENTRY}, "files: : not the name"),
+    ],
+)
+def test_document_of_wrong_types_with_a_valid_digest(newest, recorded, problem):
+    files.write_document(newest, {"files": recorded})
+    assert error_of_checking(newest).startswith(f"{newest / files.DOCUMENT}: {problem}")
+    assert files.complete_iterations(newest.parent) == [1, 2]
 
 
 @pytest.mark.parametrize("version", [2, 4])
@@ -165,11 +201,11 @@ def test_the_tracker_names_the_latest(saved, tmp_path):
     assert files.latest_iteration(tmp_path) is files.latest_iteration(tmp_path / "no") is None
 
 
-@pytest.mark.parametrize("content", ["", "12x", "-1", "1.0", "٣", "release"])
+@pytest.mark.parametrize("content", ["", "12x", "-1", "1.0", "٣", "release", "1" * 300, "9" * 9999])
 def test_a_tracker_without_an_iteration(saved, content):
     (saved / files.TRACKER).write_text(content)
     complete = "complete: iter_0000001, iter_0000002, iter_0000003; --load-latest-valid"
-    with pytest.raises(UserError, match=f"'{content}' is not an iteration; .*{complete}"):
+    with pytest.raises(UserError, match=f"'{content[:40]}' is not an iteration; .*{complete}"):
         files.latest_iteration(saved)
 
 
@@ -178,6 +214,14 @@ def test_a_tracker_of_other_bytes_is_refused(saved):
     with pytest.raises(UserError, match="is not an iteration") as caught:
         files.latest_iteration(saved)
     assert len(str(caught.value).replace(str(saved), "")) < 300
+
+
+def test_a_folder_in_the_place_of_a_tracker_is_refused(saved):
+    (saved / files.TRACKER).unlink()
+    (saved / files.TRACKER).mkdir()
+    for read in (files.latest_iteration, files.release):
+        with pytest.raises(UserError, match=f"{files.TRACKER}: is no file"):
+            read(saved)
 
 
 def test_a_release_is_no_iteration(saved):
@@ -244,6 +288,49 @@ def test_a_directory_takes_the_place_of_another(saved):
     assert names(final) == {"new"}
     files.replace_directory(final, saved / "iter_0000004")
     assert names(saved) == {"iter_0000001", "iter_0000002", "iter_0000004", files.TRACKER}
+
+
+class Killed(BaseException):
+    """What stands for a SIGKILL."""
+
+
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_a_killed_replacement_loses_nothing(tmp_path, monkeypatch, kind, renames):
+    """Before the first rename, between the two, and before the old one is deleted."""
+    partial, final = tmp_path / "partial", tmp_path / "final"
+    partial.mkdir()
+    (partial / "new").write_text("")
+    if kind == "folder":
+        final.mkdir()
+        (final / "old").write_text("")
+    elif kind == "file":
+        final.write_text("old")
+    else:
+        final.symlink_to("nowhere")
+    rename, left = os.rename, [renames]
+
+    def rename_or_die(*names: Path) -> None:
+        if not left[0]:
+            raise Killed
+        left[0] -= 1
+        rename(*names)
+
+    def die(path: Path) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "rename", rename_or_die)
+        patch.setattr(files, "_remove", die)
+        with pytest.raises(Killed):
+            files.replace_directory(partial, final)
+    assert files.restore_replaced(final) == (renames == 1)
+    assert names(tmp_path) == ({"final"} if renames == 2 else {"final", "partial"})
+    is_new = final.is_dir() and (final / "new").exists()
+    assert is_new == (renames == 2)
+    if not is_new:
+        files.replace_directory(partial, final)
+    assert names(tmp_path) == {"final"} and names(final) == {"new"}
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [3]), (2, [2, 3]), (3, [1, 2, 3]), (9, [1, 2, 3])])

@@ -88,7 +88,7 @@ def test_refused(folder, tmp_path):
     with pytest.raises(UserError, match=r"end-of-document token '</s>' is not in the vocabulary"):
         load(folder)
     (folder / "tokenizer_config.json").write_text("[")
-    with pytest.raises(UserError, match=r"tokenizer_config.json: not a JSON object"):
+    with pytest.raises(UserError, match=r"tokenizer_config.json: not valid JSON"):
         load(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer.json: not a tokenizer"):
@@ -101,3 +101,44 @@ def test_refused(folder, tmp_path):
 )
 def test_padded_vocab_size(size, divisible_by, tp_size, padded):
     assert padded_vocab_size(size, divisible_by, tp_size) == padded
+
+
+def changed(folder, **entries):
+    """Change tokenizer.json; return the folder."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    return folder
+
+
+def test_configurations_of_other_types(folder):
+    for eos, message in (
+        (7, r"eos_token 7: must be a string"),
+        ([], r"eos_token \[\]: must be a string"),
+        ({}, r"eos_token: needs the entry 'content'"),
+        ({"content": ["w"]}, r"eos_token: content \['w'\]: must be a string"),
+    ):
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+        with pytest.raises(UserError, match=message):
+            load(folder)
+    for content in (b"[]", b"[" * 10**5, b"\xff{}", b'{"a": 1, "a": 2}'):
+        (folder / "tokenizer_config.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"tokenizer_config\.json: (not valid|holds no) JSON"):
+            load(folder)
+
+
+def test_panics_of_the_library_are_one_line(folder):
+    """It is written in Rust, whose panics are no Exceptions in Python."""
+    slow = {"type": "Split", "pattern": {"Regex": "(w|ww)+$"}, "behavior": "Isolated",
+            "invert": False}  # fmt: skip
+    with pytest.raises(UserError, match=r"tokenizer\.json: cannot encode a text \("):
+        load(changed(folder, pre_tokenizer=slow)).tokenize("w" * 60 + "x")
+    broken = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer of the .* library \("):
+        load(changed(folder, normalizer=broken))
+
+
+def test_ids_that_no_dataset_can_hold(folder):
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model["vocab"]["w"] = 2**32 - 1
+    with pytest.raises(UserError, match=r"has the token id 4294967295; ids are below 2147483647"):
+        load(changed(folder, model=model))

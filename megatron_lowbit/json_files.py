@@ -1,0 +1,161 @@
+"""Reading JSON that others wrote: whatever it holds, an error is one line that names the place.
+
+``NaN`` and infinities are read, since Hugging Face's files hold them; :class:`Entries` refuses them
+where a number is meant.
+"""
+
+import json
+import math
+import os
+import reprlib
+from collections import Counter
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron_lowbit.errors import UserError
+
+MAX_DEPTH = 100
+"""Levels of a file, well below what Python's functions can descend to."""
+_INT32 = 2**31 - 1
+
+
+def parse_json(text: bytes | str, place: str) -> Any:
+    """Parse a JSON value; raise a UserError that names the place where it is none.
+
+    A key that an object has twice is an error: readers differ in which value they take.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise UserError(f"{place}: not valid JSON (nested too deeply)") from None
+    except ValueError as error:
+        raise UserError(f"{place}: not valid JSON ({error})") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object; raise a UserError that names the file where there is none."""
+    try:
+        if not path.is_file():
+            raise UserError(f"{path} is {'no file' if path.exists() else 'missing'}")
+        content = parse_json(path.read_bytes(), str(path))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    _check_depth(content, path)
+    return as_object(content, str(path))
+
+
+def as_object(content: Any, place: str) -> dict[str, Any]:
+    """Return parsed JSON that is an object; raise a UserError that names the place otherwise."""
+    if not isinstance(content, dict):
+        raise UserError(f"{place}: holds no JSON object, but {reprlib.repr(content)}")
+    return content
+
+
+def is_inside(name: Any) -> bool:
+    """Tell whether parsed JSON is the name of a file below a folder, or in it."""
+    try:
+        encoded = os.fsencode(name)
+    except (TypeError, UnicodeEncodeError):
+        return False
+    path = PurePosixPath(name)
+    is_below = path.name != "" and not path.is_absolute() and ".." not in path.parts
+    return is_below and b"\0" not in encoded
+
+
+class Entries:
+    """Typed access to a JSON object's entries.
+
+    An entry that is missing or null has its method's default; without one it is an error. All
+    errors are UserErrors that name place and key.
+
+    Args:
+        content: parsed JSON.
+        place: the file, or the file and the key that holds the object.
+    """
+
+    def __init__(self, content: Any, place: str) -> None:
+        self._content, self._place = as_object(content, place), place
+
+    def integer(
+        self, key: str, default: int | None = None, least: int = 1, most: int = _INT32
+    ) -> int:
+        """Return an integer in a range."""
+        value = self._value(key, default)
+        if type(value) is not int or not least <= value <= most:
+            raise self._error(key, f"an integer from {least} to {most}")
+        return value
+
+    def number(self, key: str, default: float | None = None, above: float = -math.inf) -> float:
+        """Return a finite number above a bound."""
+        value = self._value(key, default)
+        if value is default:
+            return float(value)
+        bound = "" if above == -math.inf else f" above {above:g}"
+        try:
+            if type(value) in (int, float) and above < float(value) < math.inf:
+                return float(value)
+        except OverflowError:
+            pass
+        raise self._error(key, f"a finite number{bound}")
+
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        """Return a truth value."""
+        value = self._value(key, default)
+        if type(value) is not bool:
+            raise self._error(key, "true or false")
+        return value
+
+    def string(self, key: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._value(key, default)
+        if not isinstance(value, str):
+            raise self._error(key, "a string")
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        """Return a list of strings; an empty one by default."""
+        value = self._value(key, [])
+        if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+            raise self._error(key, "a list of strings")
+        return value
+
+    def inner(self, key: str) -> "Entries":
+        """Return the entries of an object; one without entries by default."""
+        return Entries(self._value(key, {}), f"{self._place}: {key}")
+
+    def inner_objects(self) -> "list[Entries]":
+        """Return this object's entries, each of which is an object itself."""
+        return [Entries(value, f"{self._place}.{key}") for key, value in self._content.items()]
+
+    def _value(self, key: str, default: Any) -> Any:
+        value = self._content.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise UserError(f"{self._place}: needs the entry {key!r}")
+        return value
+
+    def _error(self, key: str, good: str) -> UserError:
+        value = reprlib.repr(self._content[key])
+        return UserError(f"{self._place}: {key} {value}: must be {good}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        raise ValueError(f"a second key {reprlib.repr(counts.most_common(1)[0][0])}")
+    return content
+
+
+def _check_depth(content: Any, path: Path) -> None:
+    level = [content]
+    for _ in range(MAX_DEPTH):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise UserError(f"{path}: nested more than {MAX_DEPTH} deep")
