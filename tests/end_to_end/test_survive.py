@@ -3,9 +3,12 @@
 A killed run is started again with the same command, as a launcher would.
 """
 
+import json
 import os
 import random
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,22 +16,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import ENVIRONMENT, ROOT, arguments_for, steps
+from tiny_run import ENVIRONMENT, HYBRID, ROOT, arguments_for, refused, steps
 
-from megatron_lowbit.checkpoints.files import TRACKER, complete_iterations
+from megatron_lowbit.checkpoints.files import TRACKER, last_saved, write_tracker
+from megatron_lowbit.checkpoints.lock import LOCK, FolderLock
 
 LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,
          "--save-interval", 1)  # fmt: skip
 ASYNC = ("--async-save", "--async-strategy", "mcore")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1",
+            "--max-restarts", "9", "--nproc-per-node")  # fmt: skip
 
 
-def start(corpus: Path, save: Path, *arguments: object) -> subprocess.Popen:
+def start(corpus: Path, save: Path, *arguments: object, ranks: int = 1) -> subprocess.Popen:
     """Start a run, which prints to a file beside ``save``: nobody empties a pipe meanwhile."""
     given = (*NVFP4, "--save", save, "--load", save, *arguments)
+    save.parent.mkdir(parents=True, exist_ok=True)
+    launcher = [*TORCHRUN, str(ranks)] if ranks > 1 else []
+    script = str(ROOT / "pretrain_gpt.py")
+    if HYBRID[0] in arguments:
+        script = str(ROOT / "pretrain_hybrid.py")
     with printed_by(save).open("w") as output:
         return subprocess.Popen(
-            [sys.executable, str(ROOT / "pretrain_gpt.py"), *arguments_for(corpus, given)],
+            [sys.executable, *launcher, script, *arguments_for(corpus, given)],
             env=ENVIRONMENT,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -41,16 +52,16 @@ def printed_by(save: Path) -> Path:
 
 
 def finish(process: subprocess.Popen, save: Path) -> str:
-    code, output = process.wait(timeout=120), printed_by(save).read_text()
+    code, output = process.wait(timeout=240), printed_by(save).read_text()
     assert code == 0, output[-3000:]
     return output
 
 
 def wait_until(process: subprocess.Popen, save: Path, reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not reached():
         assert process.poll() is None, printed_by(save).read_text()[-3000:]
-        assert time.monotonic() < end
+        assert time.monotonic() < end, printed_by(save).read_text()[-3000:]
         time.sleep(0.01)
 
 
@@ -60,62 +71,184 @@ def kill(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def saved_above(save: Path, iteration: int) -> Callable[[], bool]:
+def named(save: Path) -> int:
+    """Return the iteration that the tracker file names; what a start mends it to if it is empty."""
     tracker = save / TRACKER
+    text = tracker.read_text().strip() if tracker.exists() else "0"
+    return int(text) if text else last_saved(save) or 0
 
-    def reached() -> bool:
-        text = tracker.read_text().strip() if tracker.exists() else ""
-        return text.isdigit() and int(text) > iteration
 
-    return reached
+def saved_above(save: Path, iteration: int) -> Callable[[], bool]:
+    return lambda: named(save) > iteration
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(corpus, tmp_path_factory) -> dict[int, tuple[float, float]]:
-    save = tmp_path_factory.mktemp("uninterrupted")
+def uninterrupted(corpus, tmp_path_factory) -> Path:
+    """The folder of a run that nothing befell."""
+    save = tmp_path_factory.mktemp("uninterrupted") / "save"
     finish(start(corpus, save), save)
-    return steps(save)
+    return save
 
 
-def check_killed(corpus: Path, save: Path, whole: dict, kills: int, *options: object) -> None:
+def check_same(save: Path, uninterrupted: Path, last: int) -> None:
+    """Compare what a run has made with what it should have; it was killed last after ``last``."""
+    made, whole = steps(save), steps(uninterrupted)
+    # The last iterations before the loss of a machine may have been saved and not yet written down.
+    assert made == {step: whole[step] for step in made}
+    assert made.keys() >= set(range(last + 1, LENGTH + 1))
+    assert named(save) == LENGTH
+    assert not [*save.glob(".iter_*")]
+
+
+def check_killed(
+    corpus: Path, save: Path, uninterrupted: Path, kills: int, *options: object
+) -> None:
     """Kill a run again and again, and compare what it has made once it may finish."""
     print("moments", seed := random.randrange(1 << 30))
-    draws, last = random.Random(seed), 0
+    draws, last = random.Random(seed), named(save)
     for _ in range(kills):
         process = start(corpus, save, *options)
         wait_until(process, save, saved_above(save, last))
         # An iteration and its save together take about a tenth of a second.
         time.sleep(draws.uniform(0.0, 0.15))
         kill(process)
-        last = max(complete_iterations(save))
+        last = named(save)
         assert last < LENGTH, "too late to be killed: let the run have more iterations"
     finish(start(corpus, save, *options), save)
-    made = steps(save)
-    # The last iterations before the loss of a machine may have been saved and not yet written down.
-    assert made == {step: whole[step] for step in made}
-    assert made.keys() >= set(range(last + 1, LENGTH + 1))
+    check_same(save, uninterrupted, last)
+
+
+def go_back(uninterrupted: Path, save: Path) -> None:
+    """Make the folder of a run that goes on from iteration 1 and then saves all others anew.
+
+    Those of before hold something else: iteration 1 under other names.
+    """
+    first = uninterrupted / "iter_0000001"
+    for number in range(1, LENGTH + 1):
+        shutil.copytree(first, save / f"iter_{number:07d}")
+    write_tracker(save, 1)
+
+
+def check_killed_while_indexing(corpus: Path, save: Path, kills: int, *options: object) -> None:
+    """Kill a run while it builds the indices of its samples."""
+    cache = save.with_name("cache")
+    for _ in range(kills):
+        process = start(corpus, save, *options, "--data-cache-path", cache)
+        before = len([*cache.glob("*")])
+        wait_until(process, save, lambda n=before: len([*cache.glob("*")]) > min(n, 4))
+        kill(process)
 
 
 def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
-    """Also while it saves: it goes on from a whole checkpoint, and nothing differs in the end."""
-    check_killed(corpus, tmp_path, uninterrupted, 3)
+    """Also while it saves: it goes on from a whole checkpoint, and nothing differs in the end.
+
+    Iterations are saved anew, over checkpoints that a run went back from.
+    """
+    save = tmp_path / "save"
+    go_back(uninterrupted, save)
+    check_killed_while_indexing(corpus, save, 1)
+    check_killed(corpus, save, uninterrupted, 2, "--data-cache-path", tmp_path / "cache")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ASYNC], ids=["", "saved in the background"])
-@pytest.mark.parametrize("part", range(5))
-def test_killed_twenty_times(corpus, tmp_path, uninterrupted, options, part):
-    check_killed(corpus, tmp_path, uninterrupted, 4, *options)
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "saved anew"])
+@pytest.mark.parametrize("part", range(2))
+def test_killed_often(corpus, tmp_path, uninterrupted, options, replaced, part):
+    save = tmp_path / "save"
+    if replaced:
+        go_back(uninterrupted, save)
+    check_killed(corpus, save, uninterrupted, 4, *options)
+
+
+@pytest.mark.slow
+def test_a_hybrid_is_killed(corpus, tmp_path):
+    whole = tmp_path / "whole" / "save"
+    finish(start(corpus, whole, *HYBRID), whole)
+    check_killed(corpus, tmp_path / "save", whole, 4, *HYBRID)
+
+
+@pytest.mark.slow
+def test_killed_while_it_builds_indices(corpus, tmp_path, uninterrupted):
+    save = tmp_path / "save"
+    check_killed_while_indexing(corpus, save, 4)
+    finish(start(corpus, save, "--data-cache-path", tmp_path / "cache"), save)
+    check_same(save, uninterrupted, 0)
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    """Return the processes of torchrun's ranks, in the order of their start."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return sorted(pid for pid, command in commands.items() if b"pretrain_gpt.py" in command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ASYNC], ids=["", "saved in the background"])
+def test_one_of_two_ranks_is_killed(corpus, tmp_path, options):
+    """torchrun ends the other one and starts both again."""
+    whole, save = tmp_path / "whole" / "save", tmp_path / "save"
+    finish(start(corpus, whole, ranks=2), whole)
+    print("moments", seed := random.randrange(1 << 30))
+    draws, last = random.Random(seed), 0
+    process = start(corpus, save, *options, ranks=2)
+    for turn in range(4):
+        wait_until(process, save, saved_above(save, last))
+        time.sleep(draws.uniform(0.0, 0.15))
+        ranks = ranks_of(process)
+        os.kill(ranks[turn % 2], signal.SIGKILL)
+        wait_until(process, save, lambda old=ranks: not set(old) & set(ranks_of(process)))
+        last = named(save)
+        assert last < LENGTH, "too late to be killed: let the run have more iterations"
+    finish(process, save)
+    check_same(save, whole, last)
+
+
+HOLD = f"""
+import sys, time
+from pathlib import Path
+from {FolderLock.__module__} import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+print(flush=True)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_that_another_run_saves_into(
+    corpus, tmp_path, pretrain_here, pretrain_ranks, ranks
+):
+    """Refused on all ranks, before anything in it is touched."""
+    save = tmp_path / "save"
+    save.mkdir()
+    (save / "metrics.jsonl").write_text(json.dumps({"iteration": 9, "lm_loss": 1.0}) + "\n")
+    command = [sys.executable, "-c", HOLD, str(save)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as other:
+        other.stdout.readline()
+        before = {path.name: path.read_text() for path in save.iterdir()}
+        if ranks == 1:
+            error = refused(pretrain_here(*NVFP4, "--save", save))
+        else:
+            folder = pretrain_ranks({"second": (*NVFP4, "--save", save)}, refused=("second",))
+            errors = {path.read_text() for path in folder.glob("*.error")}
+            error = f"error: {errors.pop()}"
+            assert not errors
+        other.kill()
+    assert error.startswith(
+        f"error: --save {save}: in use by process {other.pid} on {socket.gethostname()}; "
+    )
+    assert {path.name: path.read_text() for path in save.iterdir()} == before
+    assert before.keys() == {LOCK, "metrics.jsonl"}
 
 
 def test_told_to_stop(corpus, tmp_path, uninterrupted):
     """By Megatron-LM's signal handler: saved and ended with code 0, to go on from there."""
-    process = start(corpus, tmp_path, "--exit-signal-handler")
-    wait_until(process, tmp_path, saved_above(tmp_path, 1))
+    save = tmp_path / "save"
+    process = start(corpus, save, "--exit-signal-handler")
+    wait_until(process, save, saved_above(save, 1))
     process.send_signal(signal.SIGTERM)
-    output = finish(process, tmp_path)
-    stopped = max(complete_iterations(tmp_path))
+    output = finish(process, save)
     assert "exiting program after receiving SIGTERM" in output
-    assert max(steps(tmp_path)) == stopped < LENGTH
-    finish(start(corpus, tmp_path), tmp_path)
-    assert steps(tmp_path) == uninterrupted
+    assert max(steps(save)) == named(save) < LENGTH
+    finish(start(corpus, save), save)
+    assert steps(save) == steps(uninterrupted)
