@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats import FORMATS
-from megatron_lowbit.numerics.formats import pack_nibbles, unpack_nibbles
+from megatron_lowbit.numerics.formats import ElementFormat, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.philox import Draw, uniform
 
@@ -74,6 +74,15 @@ class QuantizedTensor:
     format: BlockFormat
     shape: tuple[int, ...]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle, for pickle, copy.deepcopy and torch.save.
+
+        ``torch.load`` takes it with ``weights_only``, once this package is imported.
+        """
+        # As bytes: pickle cannot load FP8 tensors of torch 2.13, which only torch.save can.
+        stored = [(_as_bytes(x), x.dtype) for x in (self.codes, self.scales)]
+        return _restored, (*stored, self.tensor_scale, self.format, self.shape)
+
     def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
         """The FP32 values, of ``shape``."""
         codes = unpack_nibbles(self.codes) if self.format.element.bits == 4 else self.codes
@@ -97,6 +106,27 @@ class QuantizedTensor:
     def nbytes(self) -> int:
         """Bytes of codes and scales together."""
         return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+def _restored(
+    codes: tuple[Tensor, torch.dtype],
+    scales: tuple[Tensor, torch.dtype],
+    tensor_scale: Tensor,
+    format: BlockFormat,
+    shape: tuple[int, ...],
+) -> QuantizedTensor:
+    """Return the quantized tensor that was pickled; codes and scales come with their dtypes."""
+    arrays = [x.view(dtype) for x, dtype in (codes, scales)]
+    return QuantizedTensor(*arrays, tensor_scale, format, shape)
+
+
+torch.serialization.add_safe_globals(
+    [_restored, ElementFormat, *{type(format) for format in FORMATS.values()}]
+)
 
 
 @dataclass(frozen=True)
