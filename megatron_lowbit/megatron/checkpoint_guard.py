@@ -290,6 +290,7 @@ class Recorder:
         except OSError as error:
             print(f"cannot record the files of {path}: {error.strerror}", flush=True)
             return
+        self._begun.discard(path)
         if self._keep_last is not None:
             iteration = int(path.name.removeprefix("iter_"))
             files.delete_older(self._directory, iteration, self._keep_last)

@@ -273,6 +273,7 @@ def test_a_new_checkpoint_is_recorded_at_the_next_step(saved, save):
     assert not is_recorded(path)
     step(recording, 4)
     assert is_recorded(path)
+    assert not recording._begun  # It does not grow with the run.
     thread = recording._thread
     step(recording, 5)
     assert recording._thread is thread
