@@ -31,6 +31,7 @@ from megatron_lowbit.layers.call import (
     quantize_weight,
     reduce_dgrad,
 )
+from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.layers.saved import put_together, take_apart
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_columns
 from megatron_lowbit.numerics import AmaxHistory, Operand
@@ -96,6 +97,7 @@ def _kept(ctx) -> list:
     return [put_together(description, tensors) for description in ctx.described]
 
 
+@eager
 def lowbit_linear(
     x: Tensor | Operand,
     weight: Tensor,

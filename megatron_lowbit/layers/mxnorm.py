@@ -28,6 +28,7 @@ from megatron_lowbit.layers.call import (
     quantize_weight,
     reduce_dgrad,
 )
+from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.layers.saved import put_together, take_apart
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_rows
 from megatron_lowbit.numerics import AmaxHistory
@@ -126,6 +127,7 @@ def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
     return grad
 
 
+@eager
 def mxnorm_linear(
     x: Tensor,
     gain: Tensor,

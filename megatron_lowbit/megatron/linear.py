@@ -15,6 +15,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
+from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 
@@ -47,6 +48,7 @@ class _Product:
         self.high_precision = module._forward_impl
         self.quantized = getattr(module, "normalized_product", lowbit_linear)
 
+    @eager  # The key is another one in every microbatch.
     def __call__(
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:

@@ -1,0 +1,37 @@
+"""torch.compile of Megatron-LM's local linear layers under a recipe: losses are the eager ones."""
+
+import json
+import shlex
+
+from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.linear import local_linears
+from megatron_lowbit.megatron.pretrain import command_line, run, torn_down
+
+ARGUMENTS = """
+    --num-layers 1 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
+    --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+    --hidden-dropout 0 --attention-dropout 0 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 1 --global-batch-size 2 --lr 1e-2 --train-iters 3 --eval-iters 0
+    --eval-interval 100 --log-interval 1 --save-interval 100 --mock-data --vocab-size 100
+    --tokenizer-type NullTokenizer --quantization-engine reference
+    --precision-recipe nvfp4 --recipe-set bf16_blocks=none
+"""
+
+
+def losses(folder, *hooks):
+    args = parse_arguments([*shlex.split(ARGUMENTS), "--save", str(folder)])
+    with torn_down(), command_line(args):
+        run(args, hooks)
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["lm_loss"], line["grad_norm"]) for line in lines]
+
+
+def compile_linears(chunks):
+    for module in local_linears(chunks[0]).values():
+        module.compile(backend="aot_eager")
+    return chunks
+
+
+def test_losses(tmp_path):
+    """Each microbatch has random numbers of its own: a key that a trace kept would show."""
+    assert losses(tmp_path / "compiled", compile_linears) == losses(tmp_path / "eager")
