@@ -120,8 +120,8 @@ def _restored(
     shape: tuple[int, ...],
 ) -> QuantizedTensor:
     """Return the quantized tensor that was pickled; codes and scales come with their dtypes."""
-    arrays = [x.view(dtype) for x, dtype in (codes, scales)]
-    return QuantizedTensor(*arrays, tensor_scale, format, shape)
+    codes_of_format, scales_of_format = (x.view(dtype) for x, dtype in (codes, scales))
+    return QuantizedTensor(codes_of_format, scales_of_format, tensor_scale, format, shape)
 
 
 torch.serialization.add_safe_globals(
