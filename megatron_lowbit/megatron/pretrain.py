@@ -92,7 +92,31 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     with metrics_kept(args), closing(CheckpointGuard(args)) as guard, unfit_checkpoint_named(args):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
-        pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
+        with gradient_hooks_released(model_config):
+            pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
+
+
+@contextmanager
+def gradient_hooks_released(model_config: Any) -> Iterator[None]:
+    """Let a model go once it has been trained.
+
+    Megatron-LM's wrapper and the optimizer refer to autograd's nodes, and the nodes' hooks to both:
+    cycles that Python does not collect. With them the process groups would stay, and their threads.
+    """
+    wrapped: list[torch.nn.Module] = []
+
+    def remember(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        wrapped.extend(chunks)
+        return chunks
+
+    model_config.post_wrap_hooks.append(remember)
+    try:
+        yield
+    finally:
+        for chunk in wrapped:
+            if hasattr(chunk, "grad_accs"):
+                chunk.grad_accs.clear()
+        model_config.transformer.grad_scale_func = None
 
 
 def rendezvous_store(args: Namespace) -> torch.distributed.Store | None:
