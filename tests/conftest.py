@@ -7,6 +7,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+# Before torch is imported, also for the processes that tests start: on two cores two pytest workers
+# with two threads each spend most of their time waiting for one another.
+os.environ["OMP_NUM_THREADS"] = "1"
+# Compile in the same process: torch.compile would start another one that imports torch again.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 import torch
 
 if not torch.cuda.is_available():

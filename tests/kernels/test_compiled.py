@@ -112,6 +112,15 @@ def draw_of(quantizer, key=0xFEDC_BA98_7654_3210):
     return {"draw": Draw(key)} if quantizer.rounding is STOCHASTIC else {}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    """Build what most machines run: for one thread, torch.compile leaves out parallel loops."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """The engine without its C++: what is traced and guarded is the same, and traced anew."""
