@@ -19,8 +19,8 @@ from tiny_run import (
     ROOT,
     Result,
     arguments_for,
-    quick_start_up,
     run_script,
+    without_pictures,
     write_corpus,
 )
 
@@ -52,8 +52,8 @@ def one_thread():
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick():
-    with quick_start_up():
+def no_pictures():
+    with without_pictures():
         yield
 
 
