@@ -179,8 +179,8 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
     """Each layout goes on from one process's checkpoint, its ranks' histories staying equal.
 
     They stay equal to that process's, too. Gradients of two data-parallel ranks are twice as
-    large, for each rank divides its loss by one microbatch instead of two. The bound on amaxes is
-    what the order of FP32 sums does to values that are then rounded to E4M3 or E5M2.
+    large, for each rank divides its loss by one microbatch instead of two. Only tensor parallelism
+    adds up in another order; amaxes of the other layouts are the same to the bit.
     """
     single, histories = whole
     runs = {}
@@ -220,7 +220,14 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
         for path, entries in histories[last].items():
             new, expected = first[last][path][:, -1], entries[:, -1].clone()
             expected[GRADIENTS] *= scale
-            assert torch.allclose(new, expected, rtol=5e-2), (name, path, new, expected)
+            where = (name, path, new, expected)
+            if name not in ("tp2", "sp"):
+                assert torch.equal(new, expected), where
+                continue
+            assert torch.allclose(new[FORWARD], expected[FORWARD], rtol=1e-2), where
+            # Each layer's sums move more gradients over a threshold of E5M2, 2**-2 apart: the
+            # difference grows from 1e-7 in the last layer to 1.6e-2 in the first.
+            assert torch.allclose(new[GRADIENTS], expected[GRADIENTS], rtol=5e-2), where
 
     back = start_from(tmp_path / "tp2", 3, tmp_path / "back")
     _, recorded = train("back", "--train-iters", 4, "--load", back)

@@ -21,6 +21,8 @@ DELAYED = ("--fp8-recipe", "fp8-delayed")
 PARITY = {
     "high precision": (("--precision-recipe", "bf16"), 1e-5, 1e-5),
     "nvfp4": (NVFP4, 1e-4, 1e-2),
+    # Over eight random keys the layouts' norms differ by 1.3e-2 (root mean square), unbiased, and
+    # those of one layout vary by 2.5e-2 (standard deviation): the draws of stochastic rounding.
     "mxfp4-backward": (("--fp4-recipe", "mxfp4-backward"), 1e-5, 3e-2),
     "delayed": (DELAYED, 1e-4, 1e-2),
 }
