@@ -55,6 +55,7 @@ _GRAPH = "CUDA graphs need a GPU"
 _FSDP = "Megatron FSDP and FSDP2 need a GPU"
 _KERNEL = "its fused kernel needs a GPU"
 _DISPATCH = "its dispatcher needs a GPU"
+_WRITER = "the process that writes checkpoints beside training copies from a GPU"
 _STREAMS = "it overlaps CUDA streams"
 _OFFLOAD = "everything is in the CPU's memory already"
 _FP32 = "a CPU computes in FP32, BF16 and FP16 are slow there"
@@ -78,6 +79,8 @@ _UNSUPPORTED = (
         "--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
         ("--async-strategy", "mcore"),
     ),
+    _Row("--async-save", _WRITER),
+    _Row("--use-persistent-ckpt-worker", _WRITER),
     _Row(
         "--rerun-mode", "it looks for faults of GPUs", ("validate_results", "report_stats"),
         ("--rerun-mode", "disabled"),
