@@ -5,7 +5,12 @@ A new version of it that lacks one, or moves a line that the page names, fails h
 
 import argparse
 import inspect
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -29,6 +34,10 @@ CITED = {
     "training.py:2594": "should_reset = not is_first_iteration",
     "training.py:4423": "'{} validation{}'.format(key, suffix)",
     "training.py:4481": "args.train_iters // args.eval_interval",
+    "schedules.py:27": "from megatron.core.transformer.moe.paged_stash import",
+    "arguments.py:1741": "if not args.use_persistent_ckpt_worker:",
+    "filesystem_async.py:65": "_results_queue = ctx.Manager().Queue()",
+    "checkpointing.py:767": "TODO Handle non-empty directories",
     "checkpointing.py:1011": "open(tracker_filename, 'w')",
     "checkpointing.py:1697": "sys.exit()",
     "checkpointing.py:2254": "--ckpt-fully-parallel-save",
@@ -71,6 +80,42 @@ def test_override_is_imported_from_typing():
     for name in ("gpt", "hybrid"):
         source = (MEGATRON / "training" / "models" / f"{name}.py").read_text(encoding="utf-8")
         assert re.search(r"^from typing import .*\boverride\b", source, re.MULTILINE)
+
+
+def test_core_imports_triton_wherever_it_is_imported():
+    folder = MEGATRON / "core" / "transformer" / "moe"
+    kernels = (folder / "ops" / "paged_stash.py").read_text(encoding="utf-8")
+    assert re.search("^import triton$", kernels, re.MULTILINE)
+    assert re.search(
+        r"^from \S+\.ops\.paged_stash import", (folder / "paged_stash.py").read_text(), re.M
+    )
+    code = "import sys; sys.modules['triton'] = None; import megatron.core"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "ModuleNotFoundError: import of triton halted" in result.stderr
+
+
+KILLED = """
+import os, signal
+import megatron_lowbit.megatron
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+
+if __name__ == "__main__":
+    print(get_write_results_queue()._manager._process.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_a_process_behind(tmp_path):
+    """Its output goes to a file: the process keeps it open."""
+    assert KILLED.strip() in PAGE.replace("  # ps still lists the printed process", "")
+    script, output = tmp_path / "killed.py", tmp_path / "output"
+    script.write_text(KILLED)
+    with output.open("w") as stream:
+        code = subprocess.run([sys.executable, script], stdout=stream, stderr=stream).returncode
+    assert code == -signal.SIGKILL
+    left = int(output.read_text().splitlines()[-1])
+    time.sleep(1)
+    os.kill(left, signal.SIGKILL)  # raises where there is no such process
 
 
 def test_arguments_are_ignored():
