@@ -1,7 +1,6 @@
 """Check indexed datasets before a run trains on them."""
 
 import hashlib
-import json
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +14,7 @@ from megatron.core.datasets.indexed_dataset import DType
 
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, read_object
 
 _CHECKED_TOKENS = 1 << 24
 _CHUNK = 1 << 22
@@ -169,15 +169,10 @@ def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> 
 
 def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) -> None:
     path = Path(f"{prefix}.json")
-    try:
-        sidecar = json.loads(path.read_bytes())
-        made_with, made_size = sidecar["tokenizer_sha256"], int(sidecar["vocab_size"])
-        recorded = sidecar["data_sha256"]
-    except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
-        raise UserError(
-            f"--data-path {prefix}: {path} must be a JSON object with tokenizer_sha256, vocab_size "
-            "and data_sha256; preprocess the data again"
-        ) from None
+    sidecar = read_object(path)
+    entries = Entries(sidecar, f"--data-path {prefix}: {path}")
+    made_with, made_size = sidecar.get("tokenizer_sha256"), entries.integer("vocab_size")
+    recorded = entries.string("data_sha256")
     if recorded != data_digest(Path(f"{prefix}.bin")):
         raise UserError(
             f"--data-path {prefix}: {prefix}.bin is not the data that {path} describes; "

@@ -164,10 +164,19 @@ def test_an_index_that_does_not_describe_documents_in_order(prefix, place, value
         check(prefix)
 
 
-@pytest.mark.parametrize("content", ["[", "[]", "{}", '{"tokenizer_sha256": 1, "vocab_size": "x"}'])
-def test_a_damaged_sidecar(prefix, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[", "not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ("{}", "needs the entry 'vocab_size'"),
+        ('{"tokenizer_sha256": 1, "vocab_size": "x"}', "vocab_size 'x': must be an integer"),
+        ('{"vocab_size": 990}', "needs the entry 'data_sha256'"),
+    ],
+)
+def test_a_damaged_sidecar(prefix, content, message):
     Path(f"{prefix}.json").write_text(content)
-    with pytest.raises(UserError, match=r"data\.json must be a JSON object"):
+    with pytest.raises(UserError, match=rf"data\.json.* {message}"):
         check(prefix)
 
 
