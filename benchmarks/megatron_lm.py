@@ -63,7 +63,7 @@ FSDP = """
 """
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
-ASYNC = "--async-save --async-strategy mcore"
+ASYNC = "--async-save --async-strategy mcore --use-persistent-ckpt-worker"
 RESUMED = "--num-layers 2 --vocab-size 8000 --deterministic-mode"
 """Of cases that compare losses: small checkpoints, and no atomic additions in attention."""
 
@@ -99,6 +99,7 @@ CASES = [
     Case("FSDP upstream bf16", UPSTREAM, FSDP),
     Case("FSDP bf16", OURS, FSDP),
     Case("FSDP nvfp4", OURS, f"{FSDP} {recipe('nvfp4')}"),
+    Case("DP2 nvfp4, synchronous save", OURS, f"{DP} {RESUMED} {recipe('nvfp4')}", resumed=True),
     Case("DP2 nvfp4, async save", OURS, f"{DP} {ASYNC} {RESUMED} {recipe('nvfp4')}", resumed=True),
     Case(
         "TP2 nvfp4, full recompute", OURS, f"{TP} {FULL} {RESUMED} {recipe('nvfp4')}", resumed=True
