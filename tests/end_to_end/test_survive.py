@@ -24,7 +24,6 @@ from megatron_lowbit.checkpoints.lock import LOCK, FolderLock
 LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,
          "--save-interval", 1)  # fmt: skip
-ASYNC = ("--async-save", "--async-strategy", "mcore")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1",
             "--max-restarts", "9", "--nproc-per-node")  # fmt: skip
 
@@ -151,14 +150,13 @@ def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ASYNC], ids=["", "saved in the background"])
 @pytest.mark.parametrize("replaced", [False, True], ids=["", "saved anew"])
 @pytest.mark.parametrize("part", range(2))
-def test_killed_often(corpus, tmp_path, uninterrupted, options, replaced, part):
+def test_killed_often(corpus, tmp_path, uninterrupted, replaced, part):
     save = tmp_path / "save"
     if replaced:
         go_back(uninterrupted, save)
-    check_killed(corpus, save, uninterrupted, 4, *options)
+    check_killed(corpus, save, uninterrupted, 4)
 
 
 @pytest.mark.slow
@@ -184,14 +182,13 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [(), ASYNC], ids=["", "saved in the background"])
-def test_one_of_two_ranks_is_killed(corpus, tmp_path, options):
+def test_one_of_two_ranks_is_killed(corpus, tmp_path):
     """torchrun ends the other one and starts both again."""
     whole, save = tmp_path / "whole" / "save", tmp_path / "save"
     finish(start(corpus, whole, ranks=2), whole)
     print("moments", seed := random.randrange(1 << 30))
     draws, last = random.Random(seed), 0
-    process = start(corpus, save, *options, ranks=2)
+    process = start(corpus, save, ranks=2)
     for turn in range(4):
         wait_until(process, save, saved_above(save, last))
         time.sleep(draws.uniform(0.0, 0.15))
