@@ -1,8 +1,15 @@
 """The exceptions that stand for bad input and for a lost run, and how a command ends on them."""
 
+import errno
 import sys
 from collections.abc import Callable
 from typing import NoReturn
+
+_PLACES = {
+    errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
+    errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
+}  # fmt: skip
+"""Errors of the operating system that say that a path or a disk is unfit."""
 
 
 class _Printable:
@@ -43,4 +50,10 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
         # In one piece: the ranks of a node may say it at the same time.
         sys.stderr.write(f"error: {error}\n")
         code = 2 if isinstance(error, UserError) else 1
+    except OSError as error:
+        if error.errno not in _PLACES:
+            raise
+        place = "" if error.filename is None else f"{error.filename}: "
+        sys.stderr.write(f"error: {printable(place)}{error.strerror}\n")
+        code = 2
     sys.exit(code or 0)

@@ -17,7 +17,8 @@ def check_folder(argument: str, folder: str | Path) -> None:
         folder: its path.
 
     Raises:
-        UserError: a part of the path is a file, is too long, or cannot be written to.
+        UserError: a part of the path is a file, is too long, or cannot be written to; or the disk
+            is full.
     """
     path = Path(folder).absolute()
     existing, mode = _nearest(f"{argument} {folder}", path)
@@ -31,6 +32,26 @@ def check_folder(argument: str, folder: str | Path) -> None:
         os.access(existing, os.W_OK | os.X_OK),
         f"{argument} {folder}: {existing} cannot be written to",
     )
+    disk = os.statvfs(existing)
+    require(
+        disk.f_blocks == 0 or disk.f_bavail > 0,
+        f"{argument} {folder}: no space is left on the disk of {existing}",
+    )
+
+
+def check_file(argument: str, path: str | Path) -> None:
+    """Check that a file can be made, or replaced, in a folder that is checked already.
+
+    Raises:
+        UserError: there is something else, or the name is too long.
+    """
+    try:
+        is_folder = stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UserError(f"{argument}: {path}: {reason(error)}") from error
+    require(not is_folder, f"{argument}: {path} is a folder, not a file")
 
 
 def _nearest(place: str, path: Path) -> tuple[Path, int]:

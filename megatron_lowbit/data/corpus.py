@@ -2,36 +2,35 @@
 
 import argparse
 import fnmatch
-import json
 import os
 import signal
-import sys
-import tempfile
+import stat
 import textwrap
-import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_lowbit.data.digest import data_digest
+from megatron_lowbit.data.dataset_writer import (
+    DatasetSummary,
+    EncodedDocument,
+    check_targets,
+    indexed_dataset,
+    write_datasets,
+)
 from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import parse_json
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
-_PLAIN_LINE_SECONDS = 10.0
+_WORKERS_PER_CPU = 8
 
 
 class Document(NamedTuple):
@@ -39,24 +38,6 @@ class Document(NamedTuple):
 
     texts: tuple[str, ...]
     source_bytes: int
-
-
-class EncodedDocument(NamedTuple):
-    """Token ids for each key (1-D, the dataset's dtype; empty for an empty text), UTF-8 bytes."""
-
-    tokens: list[np.ndarray]
-    text_bytes: list[int]
-    source_bytes: int
-
-
-@dataclass
-class DatasetSummary:
-    """What was written under one prefix."""
-
-    prefix: str
-    documents: int = 0
-    tokens: int = 0
-    text_bytes: int = 0
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,12 +81,18 @@ def collect_files(
     """
     files: list[Path] = []
     for entry in map(Path, inputs):
-        if entry.is_file():
+        try:
+            mode = entry.stat().st_mode
+        except FileNotFoundError:
+            raise UserError(f"--input {entry}: no such file or folder") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"--input {entry}: {reason(error)}") from None
+        if stat.S_ISREG(mode):
             files.append(entry)
-        elif entry.is_dir():
+        elif stat.S_ISDIR(mode):
             files.extend(_folder_files(entry, pattern, frozenset(exclude)))
         else:
-            raise UserError(f"--input {entry}: no such file or folder")
+            raise UserError(f"--input {entry}: neither a file nor a folder")
     if not files:
         names = ", ".join(map(str, inputs))
         raise UserError(f"--input {names}: no file matches --pattern {pattern!r} and --exclude")
@@ -201,8 +188,9 @@ def preprocess(
     files do not depend on ``workers``. They appear only when complete. Raises UserError for bad
     arguments or input, and if there is no document.
     """
-    if workers < 1:
-        raise UserError(f"--workers {workers}: at least 1")
+    most = _WORKERS_PER_CPU * (os.cpu_count() or 1)
+    if not 1 <= workers <= most:
+        raise UserError(f"--workers {workers}: at least 1 and at most {most} on this machine")
     if len(set(json_keys)) != len(json_keys):
         raise UserError(f"--json-keys {' '.join(json_keys)}: each key once")
     tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model, None)
@@ -214,11 +202,12 @@ def preprocess(
     prefixes = (
         [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{k}" for k in json_keys]
     )
-    dtype = _indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
+    check_targets(output_prefix, prefixes)
+    dtype = indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
     encoded = _encode_documents(documents, encode, workers)
     total_bytes = sum(file.stat().st_size for file in files)
-    summaries = _write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
+    summaries = write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
     for summary in summaries:
         print(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
@@ -226,18 +215,6 @@ def preprocess(
         )
     report_skipped(skipped)
     return summaries
-
-
-def _indexed_dataset() -> ModuleType:
-    """megatron-core's module. Imported late, for it takes seconds; with warnings off, for they
-    are about packages that only training uses."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import megatron_lowbit.megatron  # noqa: F401  must come first
-
-        # isort: split
-        from megatron.core.datasets import indexed_dataset
-    return indexed_dataset
 
 
 Encoder = Callable[[list[Document]], list[EncodedDocument]]
@@ -322,83 +299,3 @@ def _encode_documents(
             yield from window.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _write_datasets(
-    encoded: Generator[EncodedDocument, None, None],
-    dtype: type[np.integer],
-    prefixes: list[str],
-    tokenizer: Tokenizer,
-    total_bytes: int,
-) -> list[DatasetSummary]:
-    """Write one indexed dataset for each prefix under temporary names, then rename them all."""
-    folder = Path(prefixes[0]).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    summaries = [DatasetSummary(prefix) for prefix in prefixes]
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".preprocess.") as temporary:
-        paths = [str(Path(temporary, Path(prefix).name)) for prefix in prefixes]
-        builders = [
-            _indexed_dataset().IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for path in paths
-        ]
-        # closing: stop the workers before the folder goes, whatever happens.
-        with closing(encoded), _progress(total_bytes) as advance:
-            for document in encoded:
-                for builder, summary, tokens, size in zip(
-                    builders, summaries, document.tokens, document.text_bytes, strict=True
-                ):
-                    if tokens.size:
-                        builder.add_document(tokens, [tokens.size])
-                        summary.documents += 1
-                        summary.tokens += tokens.size
-                        summary.text_bytes += size
-                advance(document.source_bytes, summaries[0])
-        for builder, summary, path in zip(builders, summaries, paths, strict=True):
-            builder.finalize(f"{path}.idx")
-            if not summary.documents:
-                raise UserError(f"{summary.prefix}: --input holds no document with text")
-            _write_sidecar(Path(f"{path}.json"), tokenizer, summary)
-        for path, prefix in zip(paths, prefixes, strict=True):
-            for suffix in (".bin", ".json", ".idx"):
-                os.replace(path + suffix, prefix + suffix)
-    return summaries
-
-
-def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) -> None:
-    content = {
-        "tokenizer_sha256": tokenizer.sha256,
-        "vocab_size": tokenizer.vocab_size,
-        "documents": summary.documents,
-        "tokens": summary.tokens,
-        "data_sha256": data_digest(path.with_suffix(".bin")),
-    }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int, DatasetSummary], None]]:
-    """A bar on a terminal, else a line every few seconds. Gives advance(source bytes, counts)."""
-    if sys.stdout.isatty():
-        columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
-        counts = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
-        with Progress(*columns, counts) as bar:
-            task = bar.add_task("", total=total_bytes, documents=0, tokens=0)
-
-            def advance_bar(size: int, summary: DatasetSummary) -> None:
-                bar.update(task, advance=size, documents=summary.documents, tokens=summary.tokens)
-
-            yield advance_bar
-        return
-    done, last_line = 0, time.monotonic()
-
-    def advance_lines(size: int, summary: DatasetSummary) -> None:
-        nonlocal done, last_line
-        done += size
-        if time.monotonic() - last_line >= _PLAIN_LINE_SECONDS:
-            last_line = time.monotonic()
-            share = 100 * done / max(total_bytes, 1)
-            print(
-                f"{share:.0f} %: {summary.documents:,} documents, {summary.tokens:,} tokens",
-                flush=True,
-            )
-
-    yield advance_lines

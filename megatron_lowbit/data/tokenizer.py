@@ -186,7 +186,7 @@ def _save_tokenizer(model: tokenizers.Tokenizer, output: Path) -> None:
         "clean_up_tokenization_spaces": False,
     }
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as temporary:
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".tokenizer.") as temporary:
         files = {
             "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
             "tokenizer.json": model.to_str(pretty=True) + "\n",

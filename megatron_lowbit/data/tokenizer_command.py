@@ -14,6 +14,7 @@ from megatron_lowbit.data.corpus import (
     report_skipped,
 )
 from megatron_lowbit.data.tokenizer import train_tokenizer
+from megatron_lowbit.folders import check_file, check_folder, writing
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -40,13 +41,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     """Train on what the command line names."""
     args = parse_arguments(argv)
+    check_folder("--output", args.output)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        check_file("--output", args.output / name)
     files = collect_files(args.input, args.pattern, args.exclude)
     skipped: list[Path] = []
     documents = read_documents(
         files, args.json_keys, required=[Path(p) for p in args.input], skipped=skipped
     )
     texts = (text for document in documents for text in document.texts)
-    size = train_tokenizer(texts, args.vocab_size, args.output)
+    with writing("--output", args.output):
+        size = train_tokenizer(texts, args.vocab_size, args.output)
     print(f"{args.output}: {size:,} tokens from {len(files) - len(skipped):,} files")
     if size < args.vocab_size:
         print(f"the input has too few different pairs for --vocab-size {args.vocab_size:,}")

@@ -19,6 +19,7 @@ import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import corpus as corpus_module
+from megatron_lowbit.data import dataset_writer
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
@@ -51,10 +52,10 @@ def json_lines(tmp_path):
 @pytest.fixture
 def preprocess(tokenizer_folder, tmp_path):
     def run(*inputs, options=(), prefix="out/data"):
-        output = tmp_path / prefix
-        model = ["--tokenizer-model", str(tokenizer_folder), "--output-prefix", str(output)]
+        output = f"{tmp_path}/{prefix}"
+        model = ["--tokenizer-model", str(tokenizer_folder), "--output-prefix", output]
         main(["--input", *map(str, inputs), *model, *options])
-        return str(output)
+        return output
 
     return run
 
@@ -169,6 +170,31 @@ def test_bad_arguments(preprocess, tmp_path, json_lines):
         preprocess(json_lines, options=["--tokenizer-model", str(tmp_path)])
 
 
+def test_places_that_cannot_be_written_to(preprocess, tmp_path, json_lines):
+    (tmp_path / "taken.idx").mkdir()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for prefix, options, message in (
+        ("in.jsonl/data", [], "in.jsonl is a file, not a folder"),
+        ("taken", [], "taken.idx is a folder, not a file"),
+        ("n" * 252, [], "File name too long"),
+        ("folder/", [], "a name of files, not a folder"),
+        ("data", ["--json-keys", "text", "a/b"], "no name for a file beside"),
+        ("data", ["--workers", "99999"], "--workers 99999: at least 1 and at most"),
+    ):
+        with pytest.raises(UserError, match=message):
+            preprocess(json_lines, prefix=prefix, options=options)
+    with pytest.raises(UserError, match=r"--input n+: File name too long"):
+        preprocess("n" * 256)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_full_disk_leaves_no_dataset(preprocess, json_lines, workers, tmp_path, file_limit):
+    with file_limit(1000), pytest.raises(UserError, match=r"data: cannot be written \(File too"):
+        preprocess(json_lines, options=["--workers", workers])
+    assert os.listdir(tmp_path / "out") == []
+
+
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_failure_leaves_the_former_dataset(preprocess, json_lines, workers, monkeypatch):
     prefix = preprocess(json_lines)
@@ -177,7 +203,7 @@ def test_a_failure_leaves_the_former_dataset(preprocess, json_lines, workers, mo
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(corpus_module, "_write_sidecar", fail)
+    monkeypatch.setattr(dataset_writer, "_write_sidecar", fail)
     with pytest.raises(KeyboardInterrupt):
         preprocess(json_lines, options=["--no-append-eod", "--workers", workers])
     assert {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()} == before

@@ -1,6 +1,7 @@
 """tools/train_tokenizer.py: what it writes, and how it refuses."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.data.tokenizer import load_tokenizer
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, exit_on_user_error
 
 TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
 main = runpy.run_path(str(TOOL))["main"]
@@ -98,6 +99,33 @@ def test_bad_input_is_refused_and_leaves_nothing(corpus, tmp_path):
     with pytest.raises(UserError, match="--vocab-size 256: at least 257"):
         main(["--input", str(corpus), "--vocab-size", "256", "--output", str(tmp_path / "tok")])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "corpus"]
+
+
+def test_places_that_cannot_be_written_to(corpus, tmp_path, file_limit):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "tokenizer.json").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for name, message in (
+        ("file", "is a file, not a folder"),
+        ("file/below", "Not a directory"),
+        ("taken", "tokenizer.json is a folder, not a file"),
+        ("n" * 256, "File name too long"),
+        ("missing/" + "n" * 256, "a name is longer than 255 bytes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(corpus, tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    with file_limit(1000), pytest.raises(UserError, match=r"tok: cannot be written \(File too"):
+        train(corpus, tmp_path / "tok")
+    assert os.listdir(tmp_path / "tok") == []
+    train(corpus, tmp_path / ("n" * 255))
+
+
+def test_a_name_that_is_too_long_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        exit_on_user_error(Path("n" * 256).read_bytes)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {'n' * 256}: File name too long\n"
 
 
 def test_the_command_exits_with_2(tmp_path):

@@ -1,0 +1,158 @@
+"""Writing of a Megatron indexed dataset and its sidecar."""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple
+
+import numpy as np
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from megatron_lowbit.data.digest import data_digest
+from megatron_lowbit.data.tokenizer import Tokenizer
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.folders import check_file, check_folder, writing
+
+_PLAIN_LINE_SECONDS = 10.0
+_SUFFIXES = (".bin", ".json", ".idx")
+_ARGUMENT = "--output-prefix"
+
+
+class EncodedDocument(NamedTuple):
+    """Token ids for each key (1-D, the dataset's dtype; empty for an empty text), UTF-8 bytes."""
+
+    tokens: list[np.ndarray]
+    text_bytes: list[int]
+    source_bytes: int
+
+
+@dataclass
+class DatasetSummary:
+    """What was written under one prefix."""
+
+    prefix: str
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+
+
+def check_targets(output_prefix: str, prefixes: list[str]) -> None:
+    """Check before the work that every file can be put in its place after it."""
+    folder = Path(output_prefix).parent
+    if output_prefix.endswith(os.sep):
+        raise UserError(f"{_ARGUMENT} {output_prefix}: a name of files, not a folder")
+    check_folder(_ARGUMENT, folder)
+    for prefix in prefixes:
+        if Path(prefix).parent != folder:
+            raise UserError(f"--json-keys: {prefix} is no name for a file beside {output_prefix}")
+        for suffix in _SUFFIXES:
+            check_file(_ARGUMENT, prefix + suffix)
+
+
+def indexed_dataset() -> ModuleType:
+    """Return megatron-core's module.
+
+    It is imported late, for it takes seconds; with warnings off, for they are about packages that
+    only training uses.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron_lowbit.megatron  # noqa: F401  must come first
+
+        # isort: split
+        from megatron.core.datasets import indexed_dataset as module
+    return module
+
+
+def write_datasets(
+    encoded: Generator[EncodedDocument, None, None],
+    dtype: type[np.integer],
+    prefixes: list[str],
+    tokenizer: Tokenizer,
+    total_bytes: int,
+) -> list[DatasetSummary]:
+    """Write one indexed dataset for each prefix under temporary names, then rename them all."""
+    folder = Path(prefixes[0]).parent
+    summaries = [DatasetSummary(prefix) for prefix in prefixes]
+    with writing(_ARGUMENT, prefixes[0]), _temporary_folder(folder) as temporary:
+        paths = [str(Path(temporary, Path(prefix).name)) for prefix in prefixes]
+        builders = [
+            indexed_dataset().IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for path in paths
+        ]
+        # closing: stop the workers before the folder goes, whatever happens.
+        with closing(encoded), _progress(total_bytes) as advance:
+            for document in encoded:
+                for builder, summary, tokens, size in zip(
+                    builders, summaries, document.tokens, document.text_bytes, strict=True
+                ):
+                    if tokens.size:
+                        builder.add_document(tokens, [tokens.size])
+                        summary.documents += 1
+                        summary.tokens += tokens.size
+                        summary.text_bytes += size
+                advance(document.source_bytes, summaries[0])
+        for builder, summary, path in zip(builders, summaries, paths, strict=True):
+            builder.finalize(f"{path}.idx")
+            if not summary.documents:
+                raise UserError(f"{summary.prefix}: --input holds no document with text")
+            _write_sidecar(Path(f"{path}.json"), tokenizer, summary)
+        for path, prefix in zip(paths, prefixes, strict=True):
+            for suffix in _SUFFIXES:
+                os.replace(path + suffix, prefix + suffix)
+    return summaries
+
+
+@contextmanager
+def _temporary_folder(folder: Path) -> Iterator[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".preprocess.") as temporary:
+        yield temporary
+
+
+def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) -> None:
+    content = {
+        "tokenizer_sha256": tokenizer.sha256,
+        "vocab_size": tokenizer.vocab_size,
+        "documents": summary.documents,
+        "tokens": summary.tokens,
+        "data_sha256": data_digest(path.with_suffix(".bin")),
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int, DatasetSummary], None]]:
+    """Show a bar on a terminal, else a line every few seconds; give advance(bytes, counts)."""
+    if sys.stdout.isatty():
+        columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
+        counts = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
+        with Progress(*columns, counts) as bar:
+            task = bar.add_task("", total=total_bytes, documents=0, tokens=0)
+
+            def advance_bar(size: int, summary: DatasetSummary) -> None:
+                bar.update(task, advance=size, documents=summary.documents, tokens=summary.tokens)
+
+            yield advance_bar
+        return
+    done, last_line = 0, time.monotonic()
+
+    def advance_lines(size: int, summary: DatasetSummary) -> None:
+        nonlocal done, last_line
+        done += size
+        if time.monotonic() - last_line >= _PLAIN_LINE_SECONDS:
+            last_line = time.monotonic()
+            share = 100 * done / max(total_bytes, 1)
+            print(
+                f"{share:.0f} %: {summary.documents:,} documents, {summary.tokens:,} tokens",
+                flush=True,
+            )
+
+    yield advance_lines
