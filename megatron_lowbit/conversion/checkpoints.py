@@ -11,8 +11,6 @@ from megatron_lowbit.conversion.model_arguments import model_of
 from megatron_lowbit.errors import UserError, require
 
 EMBEDDING = "embedding.word_embeddings.weight"
-_RELEASE = "release"
-"""Name of a checkpoint that stands for no iteration, in Megatron-LM's own conversions."""
 
 
 class Checkpoint(NamedTuple):
@@ -86,9 +84,8 @@ def open_checkpoint(source: Path, check: bool = True) -> Checkpoint:
 
 def _newest(source: Path) -> Path:
     """Return the folder that a directory's tracker file names."""
-    tracker = source / files.TRACKER
-    if tracker.is_file() and tracker.read_text(errors="replace").strip() == _RELEASE:
-        return source / _RELEASE
+    if (release := files.release(source)) is not None:
+        return release
     iteration = files.latest_iteration(source)
     if iteration is None:
         raise UserError(

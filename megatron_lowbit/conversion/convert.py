@@ -11,7 +11,6 @@ from megatron_lowbit.conversion.checkpoints import open_checkpoint
 from megatron_lowbit.conversion.hugging_face_files import (
     CONFIG,
     carry,
-    read_json,
     write_tensors,
 )
 from megatron_lowbit.conversion.megatron_files import NORM_BEFORE_EXPERTS
@@ -30,6 +29,7 @@ from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization
 from megatron_lowbit.conversion.quantized import made as made_quantized
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, read_object
 
 FAMILIES = {family.ARCHITECTURE: family for family in (nemotron_h, mixtral, gpt2, llama)}
 """Families by architecture in config.json. The last claims what no other does."""
@@ -53,7 +53,7 @@ def to_megatron(
     Interrupted, the same call goes on with the files that were not finished.
     """
     folder = open_folder(source)
-    family = as_named(_family(source, folder.config), folder.file_of)
+    family = as_named(family_of(source, folder.config), folder.file_of)
     check_names(folder, family)
     rules = [*family.rules, *_other_norms(family.rules)]
     pieces = [piece(folder, rule) for rule in rules]
@@ -113,7 +113,7 @@ def to_hugging_face(
     family = next(family for family in FAMILIES.values() if family.claims(model))
     if carried is None and (source / BESIDE).is_dir():
         carried = source / BESIDE
-    config = read_json(carried / CONFIG) if carried and (carried / CONFIG).is_file() else {}
+    config = read_object(carried / CONFIG) if carried and (carried / CONFIG).is_file() else {}
     for newer in ("rope_parameters", "dtype"):  # than the entries that follow, for the same
         config.pop(newer, None)
     config |= family.to_config(model)
@@ -138,14 +138,16 @@ def to_hugging_face(
     return Family(family.ARCHITECTURE, model, config, rules)
 
 
-def _family(source: Path, config: dict[str, Any]) -> Family:
-    names = config.get("architectures") or [config.get("model_type", "none")]
+def family_of(source: Path, config: dict[str, Any]) -> Family:
+    """Return the family member that a folder's config.json describes.
+
+    Raises UserError where no family is of its architecture, or does not take its entries.
+    """
+    entries = Entries(config, str(source / CONFIG))
+    names = entries.strings("architectures") or [entries.string("model_type", "none")]
     found = FAMILIES.get(names[0])
     if found is None:
         raise UserError(
             f"{source / CONFIG}: architecture {names[0]} is not one of {', '.join(FAMILIES)}"
         )
-    try:
-        return found.from_config(config)
-    except KeyError as error:
-        raise UserError(f"{source / CONFIG}: a {names[0]} needs the entry {error}") from None
+    return found.from_config(config)

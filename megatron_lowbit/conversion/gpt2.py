@@ -1,11 +1,13 @@
 """GPT-2: Hugging Face's GPT2LMHeadModel and this project's GPT with learned positions."""
 
+import reprlib
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Stacked, Transposed
-from megatron_lowbit.conversion.llama import in_layer
+from megatron_lowbit.conversion.llama import MOST_LAYERS, in_layer
 from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
 
 ARCHITECTURE = "GPT2LMHeadModel"
 _TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
@@ -24,17 +26,20 @@ def from_config(config: dict[str, Any]) -> Family:
     activation = config.get("activation_function", _TANH_GELU[0])
     if activation not in (*_TANH_GELU, _GELU):
         raise UserError(
-            f"config.json: activation_function {activation!r}: Megatron-LM's GPT has "
+            f"config.json: activation_function {reprlib.repr(activation)}: Megatron-LM's GPT has "
             f"{', '.join(map(repr, (*_TANH_GELU, _GELU)))}"
         )
     for key, good in _ONLY.items():
         if config.get(key, good) != good:
-            raise UserError(f"config.json: {key} {config[key]!r}: this project's GPT has {good!r}")
-    hidden, heads = config["n_embd"], config["n_head"]
+            value = reprlib.repr(config[key])
+            raise UserError(f"config.json: {key} {value}: this project's GPT has {good!r}")
+    entries = Entries(config, "config.json")
+    hidden, heads = entries.integer("n_embd"), entries.integer("n_head")
+    require(hidden % heads == 0, f"config.json: n_head {heads}: must divide n_embd {hidden}")
     model = {
-        "num_layers": config["n_layer"],
+        "num_layers": entries.integer("n_layer", most=MOST_LAYERS),
         "hidden_size": hidden,
-        "ffn_hidden_size": config.get("n_inner") or 4 * hidden,
+        "ffn_hidden_size": entries.integer("n_inner", 4 * hidden),
         "num_attention_heads": heads,
         "num_query_groups": heads,
         "kv_channels": hidden // heads,
@@ -42,12 +47,12 @@ def from_config(config: dict[str, Any]) -> Family:
         "squared_relu": False,
         "openai_gelu": activation in _TANH_GELU,
         "normalization": "LayerNorm",
-        "layernorm_epsilon": config.get("layer_norm_epsilon", 1e-5),
+        "layernorm_epsilon": entries.number("layer_norm_epsilon", 1e-5, above=0),
         "add_bias_linear": True,
         "position_embedding_type": "learned_absolute",
-        "max_position_embeddings": config["n_positions"],
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", True),
-        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": entries.integer("n_positions"),
+        "untie_embeddings_and_output_weights": not entries.boolean("tie_word_embeddings", True),
+        "vocab_size": entries.integer("vocab_size"),
     }
     return Family("GPT-2", model, config, rules(model))
 

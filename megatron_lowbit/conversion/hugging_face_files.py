@@ -6,6 +6,7 @@ Tensors are read and written one at a time.
 import json
 import math
 import os
+import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_lowbit.conversion.partial import Partial, in_files
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import as_object, is_inside, read_object
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -32,6 +34,8 @@ DTYPE_NAMES = {
     torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 """Names of dtypes in the heads of safetensors files."""
+WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of weights that are not quantized."""
 
 
 class Made(NamedTuple):
@@ -52,9 +56,9 @@ class Folder:
     """Weights in a folder, to read. ``file_of`` is the file of each tensor."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.config = path, read_json(path / CONFIG)
+        self.path, self.config = path, read_object(path / CONFIG)
         if (path / INDEX).is_file():
-            self.file_of: dict[str, str] = read_json(path / INDEX).get("weight_map", {})
+            self.file_of = _weight_map(path / INDEX)
         elif (path / SINGLE).is_file():
             with self._open(SINGLE) as file:
                 self.file_of = dict.fromkeys(file.keys(), SINGLE)
@@ -96,12 +100,25 @@ class Folder:
         try:
             with safe_open(self.path / file, framework="pt") as opened:
                 yield opened
+        except OSError as error:
+            raise UserError(f"{self.path / file}: cannot be read ({error})") from None
         except SafetensorError as error:
             what = "cut short, or not a safetensors file"
             if "does not contain tensor" in str(error):
                 what = f"holds no {name}, which {INDEX} says is there"
                 raise UserError(f"{self.path / file}: {what}") from None
             raise UserError(f"{self.path / file}: {what} ({error})") from None
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    place = f"{index}: weight_map"
+    files = as_object(read_object(index).get("weight_map"), place)
+    for name, file in files.items():
+        require(
+            is_inside(file),
+            f"{place}: {name}: {reprlib.repr(file)} is not the name of a file in this folder",
+        )
+    return files
 
 
 def _computed(names: Iterable[str]) -> set[str]:
@@ -175,20 +192,8 @@ def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
     write_json(target / CONFIG, config)
     for pattern in CARRIED if source is not None else ():
         for file in sorted(source.glob(pattern)):
-            shutil.copy2(file, target / file.name)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise a UserError that names the file where there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: holds no JSON object")
-    return content
+            if file.is_file():
+                shutil.copy2(file, target / file.name)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from megatron_lowbit.checkpoints import files
 from megatron_lowbit.conversion.checkpoints import open_checkpoint
 from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.conversion.model_arguments import described_by
+from megatron_lowbit.errors import printable
 
 Row = dict[str, Any]
 
@@ -127,7 +128,7 @@ def report(found: dict[str, Any]) -> list[str]:
         lines.append(f"recipe: {chosen}")
     lines.append("files: " + ", ".join(f"{n} ({size:,})" for n, size in found["files"].items()))
     lines += ["", *(f"{key}: {value}" for key, value in found["model"].items())]
-    return lines
+    return list(map(printable, lines))
 
 
 def _cells(row: Row) -> list[str]:

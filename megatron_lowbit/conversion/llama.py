@@ -3,14 +3,17 @@
 Other families have the same attention, norms and embeddings, and MLPs of their own.
 """
 
+import reprlib
 from collections.abc import Callable
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue
 from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
 
 ARCHITECTURE = "LlamaForCausalLM"
+MOST_LAYERS = 2**10
 _SWIGLU = "silu"
 _LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
@@ -34,55 +37,64 @@ def claims(model: dict[str, Any]) -> bool:
 
 def model_of(config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that a config.json gives the model, with the MLPs of a Llama."""
-    heads = config["num_attention_heads"]
-    dimension = config.get("head_dim") or config["hidden_size"] // heads
+    entries = Entries(config, "config.json")
+    heads, hidden = entries.integer("num_attention_heads"), entries.integer("hidden_size")
     _require(config.get("hidden_act", _SWIGLU) == _SWIGLU, config, "hidden_act", _SWIGLU)
-    rope = _rope(config)
+    # The second is the older name, beside which the frequencies' base is an entry of its own.
+    rope = entries.inner("rope_parameters" if config.get("rope_parameters") else "rope_scaling")
+    base = rope.number("rope_theta", entries.number("rope_theta", 10000), above=1)
+    require(base.is_integer(), f"config.json: rope_theta {base}: Megatron-LM's is an integer")
     for key in ("attention_bias", "mlp_bias"):
         _require(not config.get(key), config, key, False)
     model = {
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
+        "num_layers": entries.integer("num_hidden_layers", most=MOST_LAYERS),
+        "hidden_size": hidden,
+        "ffn_hidden_size": entries.integer("intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": dimension,
+        "num_query_groups": query_groups(entries),
+        "kv_channels": entries.integer("head_dim", hidden // heads),
         "swiglu": True,
         "squared_relu": False,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "layernorm_epsilon": entries.number("rms_norm_eps", 1e-6, above=0),
         "add_bias_linear": False,
         "position_embedding_type": "rope",
-        "rotary_base": int(rope.get("rope_theta", 10000)),
+        "rotary_base": int(base),
         "rotary_percent": 1.0,
-        "max_position_embeddings": config["max_position_embeddings"],
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
-        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": entries.integer("max_position_embeddings"),
+        "untie_embeddings_and_output_weights": not entries.boolean("tie_word_embeddings", False),
+        "vocab_size": entries.integer("vocab_size"),
     }
     return model | _scaling(rope)
 
 
-def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of the rotary embedding, from old or new names in config.json."""
-    old = (config.get("rope_scaling") or {}) | {"rope_theta": config.get("rope_theta", 10000.0)}
-    return config.get("rope_parameters") or old
+def query_groups(entries: Entries) -> int:
+    """Return the number of heads of key and value."""
+    heads = entries.integer("num_attention_heads")
+    groups = entries.integer("num_key_value_heads", heads)
+    require(
+        heads % groups == 0,
+        f"config.json: num_key_value_heads {groups}: must divide num_attention_heads {heads}",
+    )
+    return groups
 
 
-def _scaling(rope: dict[str, Any]) -> dict[str, Any]:
-    kind = rope.get("rope_type") or rope.get("type") or "default"
+def _scaling(rope: Entries) -> dict[str, Any]:
+    kind = rope.string("rope_type", rope.string("type", "default"))
     if kind == "default":
         return {}
     if kind != "llama3":
         raise UserError(f"config.json: rope_type {kind!r}: this project's GPT has llama3's alone")
     for key, good in _LLAMA3.items():
-        if rope[key] != good:
-            raise UserError(f"config.json: {key} {rope[key]!r}: megatron-core's is {good!r}")
-    return {"use_rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+        if rope.number(key) != good:
+            raise UserError(f"config.json: {key} {rope.number(key)}: megatron-core's is {good!r}")
+    return {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", above=0)}
 
 
 def _require(condition: bool, config: dict[str, Any], key: str, good: object) -> None:
     if not condition:
-        raise UserError(f"config.json: {key} {config[key]!r}: this project's GPT has {good!r}")
+        value = reprlib.repr(config[key])
+        raise UserError(f"config.json: {key} {value}: this project's GPT has {good!r}")
 
 
 def to_config(model: dict[str, Any]) -> dict[str, Any]:

@@ -6,8 +6,11 @@ from megatron_lowbit.conversion import llama
 from megatron_lowbit.conversion.joins import Join
 from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries
 
 ARCHITECTURE = "MixtralForCausalLM"
+_MOST_EXPERTS = 2**17
+"""The most that all layers have together."""
 
 
 def from_config(config: dict[str, Any]) -> Family:
@@ -17,10 +20,13 @@ def from_config(config: dict[str, Any]) -> Family:
     """
     if config.get("sliding_window") is not None:
         raise UserError("config.json: sliding_window: this project's attention has no window")
-    model = llama.model_of(config) | {
-        "num_experts": config["num_local_experts"],
-        "moe_router_topk": config["num_experts_per_tok"],
-        "moe_ffn_hidden_size": config["intermediate_size"],
+    entries = Entries(config, "config.json")
+    model = llama.model_of(config)
+    experts = entries.integer("num_local_experts", most=_MOST_EXPERTS // model["num_layers"])
+    model |= {
+        "num_experts": experts,
+        "moe_router_topk": entries.integer("num_experts_per_tok", most=experts),
+        "moe_ffn_hidden_size": model["ffn_hidden_size"],
         "moe_layer_freq": 1,
         "moe_router_pre_softmax": False,
     }

@@ -4,6 +4,7 @@ Everywhere in this package a model is a dictionary of these arguments by their a
 Arguments of features that a model does not use, such as experts, are left out.
 """
 
+import shlex
 from argparse import Namespace
 from typing import Any
 
@@ -144,7 +145,8 @@ def argument_file(family: Family) -> str:
         if value is True:
             lines.append(flag)
         elif value is not None and value is not False:
-            lines.append(f"{flag}={value}")  # A hybrid's pattern may begin with "-".
+            # Joined, since a hybrid's pattern may begin with "-".
+            lines.append(shlex.quote(f"{flag}={value}"))
     lines += [
         "# A multiple of the tensor-parallel size; more rows than tokens are allowed.",
         f"--padded-vocab-size {model['vocab_size']}",

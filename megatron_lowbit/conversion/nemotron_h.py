@@ -4,12 +4,15 @@ A Mamba-2 block's projection and convolution are one tensor there, and here one 
 they compute: gate z, input x, B, C and steps dt.
 """
 
+import reprlib
 from itertools import accumulate, pairwise
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Share
+from megatron_lowbit.conversion.llama import MOST_LAYERS, query_groups
 from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
 
 ARCHITECTURE = "NemotronHForCausalLM"
 _SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
@@ -35,42 +38,46 @@ def from_config(config: dict[str, Any]) -> Family:
     for key, good in _ONLY.items():
         if config.get(key, good) != good:
             raise UserError(
-                f"config.json: {key} {config[key]!r}: this project's hybrids have {good!r}"
+                f"config.json: {key} {reprlib.repr(config[key])}: this project's hybrids have "
+                f"{good!r}"
             )
-    pattern, heads = _pattern(config), config["num_attention_heads"]
+    pattern, entries = _pattern(config), Entries(config, "config.json")
+    heads = entries.integer("num_attention_heads")
     model = {
         "num_layers": len(pattern),
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
+        "hidden_size": entries.integer("hidden_size"),
+        "ffn_hidden_size": entries.integer("intermediate_size"),
         "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "kv_channels": config["head_dim"],
+        "num_query_groups": query_groups(entries),
+        "kv_channels": entries.integer("head_dim"),
         "swiglu": False,
         "squared_relu": True,
         "normalization": "RMSNorm",
         "layernorm_epsilon": _ONLY["layer_norm_epsilon"],
         "add_bias_linear": False,
         "position_embedding_type": "none",
-        "max_position_embeddings": config["max_position_embeddings"],
+        "max_position_embeddings": entries.integer("max_position_embeddings"),
         "untie_embeddings_and_output_weights": True,
         "hybrid_layer_pattern": pattern,
-        "mamba_state_dim": config["ssm_state_size"],
-        "mamba_head_dim": config["mamba_head_dim"],
-        "mamba_num_groups": config["n_groups"],
-        "mamba_num_heads": config["mamba_num_heads"],
-        "vocab_size": config["vocab_size"],
+        "mamba_state_dim": entries.integer("ssm_state_size"),
+        "mamba_head_dim": entries.integer("mamba_head_dim"),
+        "mamba_num_groups": entries.integer("n_groups"),
+        "mamba_num_heads": entries.integer("mamba_num_heads"),
+        "vocab_size": entries.integer("vocab_size"),
     }
     return Family("Nemotron-H", model, config, rules(model))
 
 
 def _pattern(config: dict[str, Any]) -> str:
     """Return a symbol for each block, from symbols or names."""
-    kinds = config.get("layers_block_type") or config.get("hybrid_override_pattern", "")
+    entries = Entries(config, "config.json")
+    kinds = entries.strings("layers_block_type") or entries.string("hybrid_override_pattern")
+    require(len(kinds) <= MOST_LAYERS, f"config.json: has more than {MOST_LAYERS} blocks")
     symbols = [kind if kind in _KINDS else _SYMBOLS.get(kind) for kind in kinds]
     if None in symbols:
         raise UserError(
-            f"config.json: a block is {kinds[symbols.index(None)]!r}: this project's hybrids "
-            f"have {', '.join(_KINDS.values())}"
+            f"config.json: a block is {reprlib.repr(kinds[symbols.index(None)])}: this project's "
+            f"hybrids have {', '.join(_KINDS.values())}"
         )
     return "".join(symbols)
 

@@ -9,12 +9,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder, Made
+from megatron_lowbit.conversion.hugging_face_files import CONFIG, WEIGHT_DTYPES, Folder, Made
 from megatron_lowbit.conversion.joins import Cut
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.megatron_writer import Piece, piece_at
 from megatron_lowbit.conversion.plan import Family, Rule
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _USUAL_HEAD = "lm_head.weight"
@@ -54,6 +55,10 @@ def piece(folder: Folder, rule: Rule) -> Piece:
     """
     shapes = [folder.shape(name) for name in rule.names]
     for name, (shape, dtype), rows in zip(rule.names, shapes, rule.join.rows, strict=True):
+        require(
+            dtype in WEIGHT_DTYPES,
+            f"{folder.path}: {name} is {dtype}; a weight is {' or '.join(map(str, WEIGHT_DTYPES))}",
+        )
         _check_rows(folder, name, shape, rows, is_vocabulary=isinstance(rule.join, Cut))
         require(
             (shape[1:], dtype) == (shapes[0][0][1:], shapes[0][1]),
@@ -61,7 +66,17 @@ def piece(folder: Folder, rule: Rule) -> Piece:
             f"{list(shapes[0][0])} {shapes[0][1]}",
         )
     sized = zip(rule.join.rows, shapes, strict=True)
-    whole = rule.join.shape([(rows, *shape[1:]) for rows, (shape, _) in sized])
+    parts = [(rows, *shape[1:]) for rows, (shape, _) in sized]
+    try:
+        whole = rule.join.shape(parts)
+        # Tensors without content: a join that cannot be is found before anything is written.
+        joined = rule.join.join([torch.empty(shape, device="meta") for shape in parts])
+        fits = joined.shape == whole
+    except RuntimeError:
+        fits = False
+    require(
+        fits, f"{folder.path}: {rule.names[0]} is {list(shapes[0][0])}, not of the model's shape"
+    )
 
     def make() -> Tensor:
         parts = zip(rule.names, rule.join.rows, strict=True)
@@ -74,7 +89,8 @@ def _check_rows(
     folder: Folder, name: str, shape: tuple[int, ...], rows: int, is_vocabulary: bool
 ) -> None:
     padded = rows
-    if is_vocabulary and (multiple := folder.config.get(_PADDING)):
+    if is_vocabulary:
+        multiple = Entries(folder.config, CONFIG).integer(_PADDING, 1)
         padded = -(-rows // multiple) * multiple
     if shape[:1] in ((rows,), (padded,)):
         return

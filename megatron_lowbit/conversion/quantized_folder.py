@@ -1,15 +1,17 @@
 """Reading a folder of Hugging Face's with quantized weights as if they were not quantized."""
 
+import reprlib
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder, read_json
+from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.conversion.layouts import METHODS, Layout
 from megatron_lowbit.conversion.layouts.modelopt import DOCUMENT
 from megatron_lowbit.conversion.layouts.modelopt import METHOD as MODELOPT
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import as_object, read_object
 
 QUANTIZATION = "quantization_config"
 _OF_ACTIVATIONS = ("input_scale", "input_global_scale", "k_scale", "v_scale")
@@ -21,20 +23,19 @@ def open_folder(path: Path) -> Folder:
 
     Raises UserError for a kind of quantization that is not read.
     """
-    config = read_json(path / CONFIG)
+    config = read_object(path / CONFIG)
     quantization = config.get(QUANTIZATION)
     if quantization is None and (path / DOCUMENT).is_file():
         # ModelOpt's older exports say it beside config.json alone.
-        said = read_json(path / DOCUMENT).get("quantization") or {}
-        quantization = {"quant_method": MODELOPT, **said}
+        said = read_object(path / DOCUMENT).get("quantization") or {}
+        quantization = {"quant_method": MODELOPT} | as_object(said, f"{path / DOCUMENT}")
     if quantization is None:
         return Folder(path)
-    require(isinstance(quantization, dict), f"{path / CONFIG}: {QUANTIZATION} is no JSON object")
-    method = quantization.get("quant_method")
-    if method not in METHODS:
+    place = f"{path / CONFIG}: {QUANTIZATION}"
+    method = as_object(quantization, place).get("quant_method")
+    if not isinstance(method, str) or method not in METHODS:
         raise UserError(
-            f"{path / CONFIG}: {QUANTIZATION}: quant_method {method!r} is not one of "
-            f"{', '.join(METHODS)}"
+            f"{place}: quant_method {reprlib.repr(method)} is not one of {', '.join(METHODS)}"
         )
     return QuantizedFolder(path, METHODS[method], config | {QUANTIZATION: quantization})
 

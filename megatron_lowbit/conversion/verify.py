@@ -45,7 +45,7 @@ def verify(
     Raises UserError where transformers is not installed, or a token is not in the vocabulary.
     """
     opened = open_folder(folder)
-    family = convert.FAMILIES[opened.config["architectures"][0]].from_config(opened.config)
+    family = convert.family_of(folder, opened.config)
     size = family.model["vocab_size"]
     for token in tokens:
         require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")

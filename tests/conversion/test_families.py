@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused(llama, tmp_path):
             {"architectures": ["NoSuch"]},
             "architecture NoSuch is not one of NemotronHForCausalLM, Mixtral",
         ),
-        ({"architectures": ["GPT2LMHeadModel"]}, "a GPT2LMHeadModel needs the entry 'n_embd'"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "needs the entry 'n_embd'"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         ({"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor 2.0"),

@@ -21,6 +21,7 @@ from megatron_lowbit.conversion.layouts.layout import (
 )
 from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 
@@ -80,15 +81,15 @@ def _weights(format: BlockFormat) -> dict[str, Any]:
 
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
-    quantization = config["quantization_config"]
-    groups = quantization.get("config_groups", {}).values()
-    kinds = {group.get("format") or quantization.get("format") for group in groups}
-    if unknown := sorted(str(kind) for kind in kinds - set(_KINDS.values())):
+    quantization = Entries(config["quantization_config"], "config.json: quantization_config")
+    groups = quantization.inner("config_groups").inner_objects()
+    kinds = {group.string("format", quantization.string("format", "none")) for group in groups}
+    if unknown := sorted(kinds - set(_KINDS.values())):
         raise UserError(
             f"config.json: quantization_config: format {unknown[0]} is not one of "
             f"{', '.join(_KINDS.values())}"
         )
-    if quantization.get("transform_config"):
+    if config["quantization_config"].get("transform_config"):
         raise UserError(
             "config.json: quantization_config: transform_config: transformed weights are not read"
         )

@@ -4,6 +4,7 @@ Source: deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and config.json. A weight is 
 ``weight_scale_inv``, which is this project's decode scale as it is. A last tile may be ragged.
 """
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
 
 METHOD = "fp8"
+_LARGEST = 2**10
 
 
 def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
@@ -40,10 +42,11 @@ def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     tile = config["quantization_config"].get("weight_block_size")
-    if not (isinstance(tile, list) and len(tile) == 2):
+    good = isinstance(tile, list) and all(type(n) is int and 0 < n <= _LARGEST for n in tile)
+    if not (good and len(tile) == 2):
         raise UserError(
-            f"config.json: quantization_config: weight_block_size {tile!r}: FP8 weights are read "
-            f"in blocks, such as [{TILE}, {TILE}]"
+            f"config.json: quantization_config: weight_block_size {reprlib.repr(tile)}: FP8 "
+            f"weights are read in blocks of up to {_LARGEST}, such as [{TILE}, {TILE}]"
         )
 
     def decode(codes: Tensor, scales: Tensor) -> Tensor:

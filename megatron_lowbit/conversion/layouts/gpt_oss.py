@@ -21,6 +21,7 @@ from megatron_lowbit.conversion.layouts.layout import (
     modules_with,
 )
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 
@@ -30,6 +31,8 @@ _NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj"
 _EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
 _BYTES = 16
 """Bytes of a block of 32 codes."""
+_MOST = 2**10
+"""The most experts of a layer."""
 _PAIR, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
@@ -75,12 +78,13 @@ def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str
 
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
-    experts = config.get("num_local_experts") or config.get("num_experts")
+    entries = Entries(config, "config.json")
+    experts = entries.integer("num_local_experts", entries.integer("num_experts", 0, 0), 0, _MOST)
     family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
     gate, up, down = _NAMES[family]
     found = {}
     for layer in modules_with(names, f"{_PAIR}_blocks"):
-        for number in range(experts or 0):
+        for number in range(experts):
             module = f"{layer}{family}.experts.{number}"
             pair, single = (
                 (f"{layer}{name}_blocks", f"{layer}{name}_scales") for name in (_PAIR, _DOWN)

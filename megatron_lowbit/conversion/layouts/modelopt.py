@@ -6,6 +6,7 @@ byte, the even column in the low nibble; ``weight_scale`` E4M3 scales a block of
 by an ``input_scale`` from calibration that training does not have: it is read, not written.
 """
 
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -65,7 +66,7 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     algorithm = config["quantization_config"].get("quant_algo")
     if algorithm not in _READ:
         raise UserError(
-            f"config.json: quantization_config: quant_algo {algorithm!r} is not one of "
+            f"config.json: quantization_config: quant_algo {reprlib.repr(algorithm)} is not one of "
             f"{', '.join(_READ)}"
         )
 
