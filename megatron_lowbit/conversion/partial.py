@@ -17,6 +17,7 @@ from rich.progress import Progress
 
 from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.megatron.same_outcome import error_behind
 
 JOURNAL = ".finished.jsonl"
@@ -66,6 +67,8 @@ def whole(output: Path, force: bool, task: dict[str, Any]) -> Iterator[Partial]:
     Raises UserError where ``output`` exists, without ``force``, or the system refuses to read or
     write.
     """
+    if files.restore_replaced(output):
+        print(f"{output}: put back, since a killed conversion did not replace it")
     require(force or not output.exists(), f"{output} exists; --force replaces it")
     path = output.with_name(f".{output.name}.partial")
     try:
@@ -118,20 +121,21 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
     Deletes all other files.
     """
     try:
-        lines = (path / JOURNAL).read_text().splitlines()
-        if json.loads(lines[0]) != task:
+        lines = (path / JOURNAL).read_bytes().splitlines()
+        if not lines or parse_json(lines[0], JOURNAL) != task:
             return None
-    except (OSError, ValueError, IndexError):
+    except (OSError, UserError):
         return None
     found = {}
     for line in lines[1:]:
         try:
-            entry = json.loads(line)
-        except ValueError:
+            entry = as_object(parse_json(line, JOURNAL), JOURNAL)
+        except UserError:
             break
-        file = path / entry["file"]
-        if file.is_file() and file.stat().st_size == entry["bytes"]:
-            found[entry["file"]] = entry
+        name = entry.get("file")
+        file = path / name if is_inside(name) else None
+        if file and file.is_file() and file.stat().st_size == entry.get("bytes"):
+            found[name] = entry
     for file in path.rglob("*"):
         if file.is_file() and str(file.relative_to(path)) not in found:
             file.unlink()

@@ -165,3 +165,46 @@ def test_what_an_error_leaves(folder, tmp_path, direction, capsys):
         shutil.rmtree(partial, ignore_errors=True)
     assert ".out.partial keeps the finished files" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rename", [1, 2])
+def test_a_kill_while_the_output_is_replaced(folder, tmp_path, rename, capsys):
+    """Before each of the two renames: the old output is there again at the next start."""
+    output = tmp_path / "out"
+    to_megatron(folder / "source", output)
+    (output / "old").write_text("")
+    child = os.fork()
+    if child == 0:
+        renamed, count = os.rename, iter(range(1, 3))
+
+        def kill_or_rename(*names):
+            if output in names and next(count) == rename:
+                os.kill(os.getpid(), signal.SIGKILL)
+            renamed(*names)
+
+        pytest.MonkeyPatch().setattr(os, "rename", kill_or_rename)
+        to_megatron(folder / "source", output, force=True)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert output.exists() == (rename == 1)
+    with pytest.raises(UserError, match="out exists; --force replaces it"):
+        to_megatron(folder / "source", output)
+    assert ("put back" in capsys.readouterr().out) == (rename == 2)
+    assert (output / "old").exists()
+    to_megatron(folder / "source", output, force=True)
+    assert not (output / "old").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["7", "[]", '{"file": 7}', '{"file": "../x", "bytes": 0}', '{"file": "a\\u0000"}', "[" * 10**5],
+)
+def test_a_damaged_journal(folder, tmp_path, line):
+    """Lines that are no entries end it; the files that they should name are made again."""
+    convert = conversion(folder, "to-megatron")
+    partial = killed(convert, tmp_path / "out")
+    (partial / JOURNAL).write_text((partial / JOURNAL).read_text() + line + "\n")
+    convert(tmp_path / "out")
+    convert(tmp_path / "whole")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
