@@ -35,7 +35,8 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
         TrainingError: a run that cannot go on.
     """
     # Advice to Megatron-LM's own developers, and that Apex is absent: nothing a user can act on.
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed")
+    # What megatron.training warns of, such as an argument that it drops, is shown.
+    warnings.filterwarnings("ignore", module=r"megatron\.core|torch\.distributed")
     args = parse_arguments(argv, hybrid)
     if args.dry_run:
         from megatron_lowbit.megatron.dry_run import dry_run
