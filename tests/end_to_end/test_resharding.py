@@ -43,16 +43,26 @@ REFUSED = "context parallel"
 
 
 @pytest.fixture
+def chain(pretrain_here, pretrain_ranks, tmp_path) -> Path:
+    """The folder of folders of the chain of layouts."""
+    model = (*MODEL, *DISTRIBUTED)
+    done(pretrain_here(*model, "--save", tmp_path / "single"))
+    pretrain_ranks(
+        {
+            reader: passed_on(tmp_path, model, writer, reader, LAYOUTS[reader])
+            for writer, reader in pairwise(CHAIN[:-1])
+        }
+    )
+    done(pretrain_here(*passed_on(tmp_path, model, CHAIN[-2], "back", LAYOUTS["single"])))
+    return tmp_path
+
+
+@pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
-    """The folder of folders of all runs of the tests here."""
+    """The folder of folders of all other runs."""
     if memory:
         return memory["folder"]
-    chain = (*MODEL, *DISTRIBUTED)
-    done(pretrain_here(*chain, "--save", tmp_path / "single"))
-    jobs = {
-        reader: passed_on(tmp_path, chain, writer, reader, LAYOUTS[reader])
-        for writer, reader in pairwise(CHAIN[:-1])
-    }
+    jobs = {}
     for optimizer, layouts in GOES_ON.items():
         model, source = (*UNQUANTIZED, *OPTIMIZERS[optimizer]), tmp_path / f"{optimizer} single"
         steps = 2 * len(layouts) + 2
@@ -68,7 +78,6 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
     jobs["latent"] = (*MODEL, *LATENT, *PP2, "--save", tmp_path / "latent")
     jobs[REFUSED] = ("--train-iters", 1, "--context-parallel-size", 2)
     memory["refused"] = pretrain_ranks(jobs, refused=(REFUSED,))
-    done(pretrain_here(*passed_on(tmp_path, chain, CHAIN[-2], "back", LAYOUTS["single"])))
     memory["folder"] = tmp_path
     return tmp_path
 
@@ -92,16 +101,16 @@ def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.slow
-def test_a_chain_of_layouts_ends_with_what_it_began(runs):
-    first = content(runs / "single")
+def test_a_chain_of_layouts_ends_with_what_it_began(chain):
+    first = content(chain / "single")
     for kind in ("embedding.", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq.",
                  "amax_history.decoder.layers.3."):  # fmt: skip
         values = [tensor for key, tensor in first.items() if key.startswith(kind)]
         assert values and all(tensor.any() for tensor in values), kind
-    schedule = read_common_state(runs / "single" / "iter_0000002")["opt_param_scheduler"]
+    schedule = read_common_state(chain / "single" / "iter_0000002")["opt_param_scheduler"]
     for name in CHAIN[1:]:
-        assert differences(first, content(runs / name)) == [], name
-        common = read_common_state(runs / name / "iter_0000002")
+        assert differences(first, content(chain / name)) == [], name
+        common = read_common_state(chain / name / "iter_0000002")
         assert common["iteration"] == ITERATIONS
         assert common["opt_param_scheduler"]["num_steps"] == schedule["num_steps"] == 8
 
