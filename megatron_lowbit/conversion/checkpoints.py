@@ -9,6 +9,7 @@ from megatron_lowbit.checkpoints.pickles import check_lengths
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.model_arguments import model_of
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -26,12 +27,16 @@ class Checkpoint(NamedTuple):
     @property
     def recipes(self) -> list[str]:
         """Names of the recipes of training; none where it had none."""
-        return list(getattr(self.tensors.args, "precision_recipe", None) or [])
+        return self._names("precision_recipe")
 
     @property
     def recipe_set(self) -> list[str]:
         """Changes of these recipes' fields."""
-        return list(getattr(self.tensors.args, "recipe_set", None) or [])
+        return self._names("recipe_set")
+
+    def _names(self, argument: str) -> list[str]:
+        place = f"{self.path}: arguments"
+        return list(Entries(vars(self.tensors.args), place).strings(argument))
 
     @property
     def iteration(self) -> int:
@@ -52,8 +57,8 @@ class Checkpoint(NamedTuple):
             vocab_size is None or 0 < vocab_size <= rows,
             f"--vocab-size {vocab_size}: the vocabulary of {self.path} has {rows} rows",
         )
-        told = getattr(args, "vocab_size", None)
-        return model_of(args, vocab_size or min(told or rows, rows))
+        told = Entries(vars(args), f"{self.path}: arguments").integer("vocab_size", rows)
+        return model_of(args, vocab_size or min(told, rows))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return what changes when the checkpoint does, as JSON."""

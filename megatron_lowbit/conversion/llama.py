@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue
-from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
+from megatron_lowbit.conversion.plan import MOST_LAYERS, Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
 ARCHITECTURE = "LlamaForCausalLM"
-MOST_LAYERS = 2**10
 _SWIGLU = "silu"
 _LLAMA3 = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,

@@ -4,13 +4,11 @@ from typing import Any
 
 from megatron_lowbit.conversion import llama
 from megatron_lowbit.conversion.joins import Join
-from megatron_lowbit.conversion.plan import Family, Place, Rule, check_model
+from megatron_lowbit.conversion.plan import MOST_EXPERTS, Family, Place, Rule, check_model
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 
 ARCHITECTURE = "MixtralForCausalLM"
-_MOST_EXPERTS = 2**17
-"""The most that all layers have together."""
 
 
 def from_config(config: dict[str, Any]) -> Family:
@@ -22,7 +20,7 @@ def from_config(config: dict[str, Any]) -> Family:
         raise UserError("config.json: sliding_window: this project's attention has no window")
     entries = Entries(config, "config.json")
     model = llama.model_of(config)
-    experts = entries.integer("num_local_experts", most=_MOST_EXPERTS // model["num_layers"])
+    experts = entries.integer("num_local_experts", most=MOST_EXPERTS // model["num_layers"])
     model |= {
         "num_experts": experts,
         "moe_router_topk": entries.integer("num_experts_per_tok", most=experts),

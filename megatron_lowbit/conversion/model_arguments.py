@@ -8,8 +8,9 @@ import shlex
 from argparse import Namespace
 from typing import Any
 
-from megatron_lowbit.conversion.plan import Family
+from megatron_lowbit.conversion.plan import MOST_EXPERTS, MOST_LAYERS, Family
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries
 
 _ALWAYS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "swiglu",
@@ -21,6 +22,11 @@ _ROPE_SCALING = ("use_rope_scaling", "rope_scaling_factor")
 _EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
             "moe_router_pre_softmax")  # fmt: skip
 _MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_PLACE = "the checkpoint's arguments"
+_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size",
+          "max_position_embeddings", "num_query_groups", "moe_router_topk", "moe_ffn_hidden_size",
+          "mamba_state_dim", "mamba_head_dim", "mamba_num_groups")  # fmt: skip
+_NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "rope_scaling_factor")
 
 _FEATURES: dict[str, Any] = {
     "activation_func_clamp_value": None,
@@ -64,25 +70,41 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
     for name, value in _FEATURES.items():
         if given.get(name, value) != value:
             raise UserError(f"the model has {name} {given[name]!r}; conversion knows {value!r}")
-    model = {name: given[name] for name in _ALWAYS}
+    model = {name: given.get(name) for name in _ALWAYS}
     grouped = given.get("group_query_attention")
-    model["num_query_groups"] = given["num_query_groups" if grouped else "num_attention_heads"]
+    model["num_query_groups"] = given.get("num_query_groups" if grouped else "num_attention_heads")
     model["vocab_size"] = vocab_size
     if model["position_embedding_type"] == "rope":
-        model |= {name: given[name] for name in _ROPE}
+        model |= {name: given.get(name) for name in _ROPE}
     if given.get("use_rope_scaling"):
-        model |= {name: given[name] for name in _ROPE_SCALING}
+        model |= {name: given.get(name) for name in _ROPE_SCALING}
     if not (model["swiglu"] or model["squared_relu"]):
         # Megatron-LM's fused kernel computes the approximation by tanh.
         model["openai_gelu"] = bool(given.get("openai_gelu") or given.get("bias_gelu_fusion"))
     if given.get("num_experts"):
-        model |= {name: given[name] for name in _EXPERTS}
+        model |= {name: given.get(name) for name in _EXPERTS}
         model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
     if given.get("hybrid_layer_pattern"):
-        model |= {name: given[name] for name in _MAMBA}
+        model |= {name: given.get(name) for name in _MAMBA}
         # Bars only say where a pipeline is cut.
-        model["hybrid_layer_pattern"] = given["hybrid_layer_pattern"].replace("|", "")
+        pattern = Entries(given, _PLACE).string("hybrid_layer_pattern")
+        model["hybrid_layer_pattern"] = pattern.replace("|", "")
+    _check_numbers(model)
     return model
+
+
+def _check_numbers(model: dict[str, Any]) -> None:
+    """Raise UserError where one is of another type, or so large that the rules would not end."""
+    entries = Entries(model, _PLACE)
+    layers = entries.integer("num_layers", most=MOST_LAYERS)
+    for name in filter(model.__contains__, _SIZES):
+        entries.integer(name)
+    for name in filter(model.__contains__, _NUMBERS):
+        entries.number(name, above=0)
+    if "num_experts" in model:
+        entries.integer("num_experts", most=MOST_EXPERTS // layers)
+    if "mamba_num_heads" in model:
+        entries.integer("mamba_num_heads", 0, least=0)
 
 
 def described_by(args: Namespace) -> dict[str, Any]:

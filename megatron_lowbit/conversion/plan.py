@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 from megatron_lowbit.conversion.joins import Join
 from megatron_lowbit.errors import UserError
 
+MOST_LAYERS = 2**10
+MOST_EXPERTS = 2**17
+"""The most experts that all layers have together."""
+
 
 class Place(NamedTuple):
     """Part of a tensor of Megatron-LM: ``index`` in leading axes of the lengths ``of``."""

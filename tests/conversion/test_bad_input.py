@@ -122,6 +122,17 @@ def test_a_checkpoint_of_another_shape_than_it_says(tmp_path):
         ({"qk_layernorm": True}, "qk_layernorm True; conversion knows False"),
         ({"window_size": (128, 0)}, r"window_size \(128, 0\)"),
         ({"rotary_percent": 0.5}, r"rotary_percent 0\.5; a Llama has 1\.0"),
+        ({"num_layers": "x"}, "num_layers 'x': must be an integer from 1 to 1024"),
+        ({"num_layers": 10**9}, "num_layers 1000000000: must be an integer from 1 to 1024"),
+        (
+            {"num_experts": 10**9, "moe_router_topk": 1, "moe_ffn_hidden_size": 8},
+            "num_experts 1000000000: must be an integer",
+        ),
+        ({"hidden_size": True}, "hidden_size True: must be an integer"),
+        ({"kv_channels": None}, "needs the entry 'kv_channels'"),
+        ({"rotary_base": float("nan")}, "rotary_base nan: must be a finite number above 0"),
+        ({"vocab_size": "9"}, "vocab_size '9': must be an integer"),
+        ({"hybrid_layer_pattern": [1]}, r"hybrid_layer_pattern \[1\]: must be a string"),
         ({"num_layers": 4}, r"layer_norm_weight is \[3, 32\].*first axes should be \[4\]"),
     ],
 )
