@@ -1,5 +1,6 @@
 """A pretraining run: Megatron-LM's own, with a recipe for its model."""
 
+import errno
 import gc
 import os
 import sys
@@ -15,10 +16,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.megatron.arguments import in_one_line, parse_arguments
 from megatron_lowbit.megatron.bad_iterations import bad_iterations_skipped
 from megatron_lowbit.megatron.same_outcome import error_behind
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WRITER_FAILED = "unexpected pos"
+_NO_MEMORY = "can't allocate memory"
+"""What torch says, without an error of the operating system and on a CPU."""
 
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
@@ -90,7 +96,12 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     with unfit_model_named():
         model_config = model_config_of(args)
         container = pretrain_cfg_container_from_args(args, model_config)
-    with metrics_kept(args), closing(CheckpointGuard(args)) as guard, unfit_checkpoint_named(args):
+    with (
+        machine_limits_named(args),
+        metrics_kept(args),
+        closing(CheckpointGuard(args)) as guard,
+        unfit_checkpoint_named(args),
+    ):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
         with gradient_hooks_released(model_config):
@@ -213,6 +224,27 @@ def unfit_checkpoint_named(args: Namespace) -> Iterator[None]:
         if args.load is None or refusal is None:
             raise
         raise UserError(f"--load {args.load}: {in_one_line(refusal)}") from error
+
+
+@contextmanager
+def machine_limits_named(args: Namespace) -> Iterator[None]:
+    """Turn a disk that fills up, and memory that does not suffice, into one line."""
+    try:
+        yield
+    except (UserError, TrainingError):
+        raise
+    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
+        failure = error_behind(error, OSError)
+        # torch's writer in C++ reports a full disk by the position that it found itself at.
+        if _WRITER_FAILED in str(error) or (failure and failure.errno in _FULL):
+            place = f"--save {args.save}" if args.save else "a file of the run"
+            raise TrainingError(f"{place}: cannot be written to, the disk may be full") from error
+        message = in_one_line(error)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in message:
+            raise UserError(
+                f"the run does not fit into memory, --dry-run says what it needs: {message}"
+            ) from error
+        raise
 
 
 @contextmanager

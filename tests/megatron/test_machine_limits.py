@@ -1,0 +1,44 @@
+"""A disk that fills up and memory that does not suffice end a run in one line."""
+
+import errno
+import os
+from argparse import Namespace
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.megatron.pretrain import machine_limits_named
+
+ARGS = Namespace(save="runs/mine")
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+WRITER = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+
+
+def failure(error: BaseException) -> CheckpointException:
+    return CheckpointException("write", {0: (error, None)})
+
+
+@pytest.mark.parametrize("error", [FULL, WRITER, failure(FULL), failure(WRITER)])
+def test_a_disk_that_fills_up(error):
+    with (
+        pytest.raises(TrainingError, match=r"^--save runs/mine: cannot be written to"),
+        machine_limits_named(ARGS),
+    ):
+        raise error
+
+
+def test_memory_that_does_not_suffice():
+    refused = pytest.raises(UserError, match=r"does not fit into memory.* 4611686018427387904 b")
+    with refused, machine_limits_named(ARGS):
+        torch.empty(2**62, dtype=torch.uint8)
+    with pytest.raises(UserError, match="--dry-run"), machine_limits_named(ARGS):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
+
+
+@pytest.mark.parametrize("error", [KeyError("a"), FileNotFoundError(2, "none"), UserError("b")])
+def test_other_errors_stay(error):
+    with pytest.raises(type(error)) as raised, machine_limits_named(ARGS):
+        raise error
+    assert raised.value is error
