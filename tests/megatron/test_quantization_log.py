@@ -121,7 +121,7 @@ def test_two_ranks(tmp_path, model, layout):
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (("--log-quantization-error-interval=-1",), "must not be negative"),
+        (("--log-quantization-error-interval=-1",), "must be an integer from 0"),
         (("--log-quantization-error-interval", "2"), "needs --save, --tensorboard-dir or --wandb"),
     ],
 )
