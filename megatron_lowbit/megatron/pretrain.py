@@ -250,6 +250,7 @@ def machine_limits_named(args: Namespace) -> Iterator[None]:
 @contextmanager
 def torn_down() -> Iterator[None]:
     """Leave no process group and no global state of Megatron-LM behind."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.training import destroy_global_state
 
     try:
@@ -261,6 +262,7 @@ def torn_down() -> Iterator[None]:
     finally:
         failed = sys.exc_info()[0] is not None
         destroy_global_state()
+        destroy_moe_metrics_tracker()  # has as many layers as the first run
         if torch.distributed.is_initialized():
             if failed and torch.distributed.get_backend() == "nccl":
                 # NCCL's end in order is one more collective, which failed ranks never join.
