@@ -104,17 +104,19 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     ):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
-        with gradient_hooks_released(model_config):
+        with model_released(model_config):
             pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
 
 
 @contextmanager
-def gradient_hooks_released(model_config: Any) -> Iterator[None]:
-    """Let a model go once it has been trained.
+def model_released(model_config: Any) -> Iterator[None]:
+    """Let a model go once it has been trained, and with it process groups and their threads.
 
     Megatron-LM's wrapper and the optimizer refer to autograd's nodes, and the nodes' hooks to both:
-    cycles that Python does not collect. With them the process groups would stay, and their threads.
+    cycles that Python does not collect. Its caches of rotary angles refer to the model's modules.
     """
+    from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
+
     wrapped: list[torch.nn.Module] = []
 
     def remember(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -129,6 +131,8 @@ def gradient_hooks_released(model_config: Any) -> Iterator[None]:
             if hasattr(chunk, "grad_accs"):
                 chunk.grad_accs.clear()
         model_config.transformer.grad_scale_func = None
+        for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+            embedding.forward.cache_clear()
 
 
 def rendezvous_store(args: Namespace) -> torch.distributed.Store | None:
