@@ -108,7 +108,10 @@ def test_a_run_that_ends_well_notes_nothing(tmp_path, capsys):
     assert read_notes(tmp_path / NOTES) == []
 
 
-@pytest.mark.parametrize("content", ["", "{", "[" * 10**5, "7", "{}", "[0]", "[1.5]", '["1"]', "[true]"])
+DAMAGED = ["", "{", "[" * 10**5, "7", "{}", "[0]", "[1.5]", '["1"]', "[true]"]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_damaged_notes(tmp_path, content):
     (tmp_path / NOTES).write_text(content)
     with pytest.raises(UserError, match="not a JSON list of iterations; correct or delete it"):
