@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import ENVIRONMENT, HYBRID, ROOT, arguments_for, refused, steps
+from tiny_run import ENVIRONMENT, HYBRID, ROOT, arguments_for, done, refused, steps
 
 from megatron_lowbit.checkpoints.files import TRACKER, last_saved, write_tracker
 from megatron_lowbit.checkpoints.lock import LOCK, FolderLock
@@ -81,12 +81,13 @@ def saved_above(save: Path, iteration: int) -> Callable[[], bool]:
     return lambda: named(save) > iteration
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(corpus, tmp_path_factory) -> Path:
-    """The folder of a run that nothing befell."""
-    save = tmp_path_factory.mktemp("uninterrupted") / "save"
-    finish(start(corpus, save), save)
-    return save
+@pytest.fixture
+def uninterrupted(memory, pretrain_here, tmp_path_factory) -> Path:
+    """The folder of a run that nothing befell, made in this process."""
+    if not memory:
+        memory["save"] = tmp_path_factory.mktemp("uninterrupted") / "save"
+        done(pretrain_here(*NVFP4, "--save", memory["save"]))
+    return memory["save"]
 
 
 def check_same(save: Path, uninterrupted: Path, last: int) -> None:
@@ -238,7 +239,7 @@ def test_a_folder_that_another_run_saves_into(
     assert before.keys() == {LOCK, "metrics.jsonl"}
 
 
-def test_told_to_stop(corpus, tmp_path, uninterrupted):
+def test_told_to_stop(corpus, tmp_path, pretrain_here, uninterrupted):
     """By Megatron-LM's signal handler: saved and ended with code 0, to go on from there."""
     save = tmp_path / "save"
     process = start(corpus, save, "--exit-signal-handler")
@@ -247,5 +248,5 @@ def test_told_to_stop(corpus, tmp_path, uninterrupted):
     output = finish(process, save)
     assert "exiting program after receiving SIGTERM" in output
     assert max(steps(save)) == named(save) < LENGTH
-    finish(start(corpus, save), save)
+    done(pretrain_here(*NVFP4, "--save", save, "--load", save))
     assert steps(save) == steps(uninterrupted)
