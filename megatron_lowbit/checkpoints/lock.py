@@ -32,7 +32,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / LOCK
+        self._file, self._is_mine = folder / LOCK, False
         self._descriptor = self._open()
         try:
             if not self._taken():
@@ -51,19 +51,22 @@ class FolderLock:
                     raise UserError(f"--save {folder}: another start of this job took it first")
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(_this_process()).encode() + b"\n", 0)
+            self._is_mine = True
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Release the folder. The file stays: another process may be waiting to open it."""
+        """Release the folder, and remove the file while no other process can have the lock."""
+        if self._is_mine:
+            self._file.unlink(missing_ok=True)
         os.close(self._descriptor)
 
     def _open(self) -> int:
         return os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
 
     def _taken(self) -> bool:
-        """Take the lock, and return False where another process has it."""
+        """Take the lock, and return False where another process has it, or just had it."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -71,7 +74,8 @@ class FolderLock:
                 return False
             reason = f"cannot be locked ({error.strerror}): a second run would not be noticed"
             print(f"{self._file}: {reason}", flush=True)
-        return True
+        # The file may have been removed, with the lock of its holder, since it was opened.
+        return self._file.exists() and self._file.samefile(f"/dev/fd/{self._descriptor}")
 
 
 def _this_process() -> dict[str, Any]:

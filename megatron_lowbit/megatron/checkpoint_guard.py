@@ -8,6 +8,7 @@ to one run at a time.
 
 import threading
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class CheckpointGuard:
     def __init__(self, args: Namespace) -> None:
         self._args = args
         self._lock: FolderLock | None = None
+        self._made_folder = False
         self._recorder: Recorder | None = None
         self._upstream_save = training.save_checkpoint
 
@@ -61,6 +63,7 @@ class CheckpointGuard:
         """Lock ``--save``, and end what a killed run has left there; on rank 0."""
         with same_outcome("save into", directory):
             if dist.get_rank() == 0:
+                self._made_folder = not directory.exists()
                 directory.mkdir(parents=True, exist_ok=True)
                 self._lock = FolderLock(directory)
                 files.settle_replaced(directory)
@@ -86,6 +89,9 @@ class CheckpointGuard:
             self._recorder.close()
         if self._lock is not None:
             self._lock.close()
+        if self._made_folder:
+            with suppress(OSError):  # It stays unless it is empty, as a refused run leaves it.
+                Path(self._args.save).rmdir()
 
 
 def _non_persistent_directory(args: Namespace) -> Path | None:

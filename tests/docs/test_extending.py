@@ -169,8 +169,8 @@ def test_quantize_stochastic(quantized):
 
 def test_special_values(quantized):
     special = quantized["special"]
-    assert special[0, :BLOCK].isnan().all() and special.isnan().sum() == BLOCK
-    assert special[1, 40] == -127 / 64 * 2.0**127
+    blocks = special[0, :BLOCK], special[1, BLOCK : 2 * BLOCK]  # with a NaN, with an infinity
+    assert all(block.isnan().all() for block in blocks) and special.isnan().sum() == 2 * BLOCK
     assert quantized["empty"].shape == (0, 64)
 
 
