@@ -58,7 +58,7 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the folder, and remove the file while no other process can have the lock."""
-        if self._is_mine:
+        if self._is_mine and self._is_current():  # A requeued start may have taken the folder over.
             self._file.unlink(missing_ok=True)
         os.close(self._descriptor)
 
@@ -74,8 +74,14 @@ class FolderLock:
                 return False
             reason = f"cannot be locked ({error.strerror}): a second run would not be noticed"
             print(f"{self._file}: {reason}", flush=True)
-        # The file may have been removed, with the lock of its holder, since it was opened.
-        return self._file.exists() and self._file.samefile(f"/dev/fd/{self._descriptor}")
+        return self._is_current()
+
+    def _is_current(self) -> bool:
+        """Tell whether the folder still has the file that was opened; its holder removes it."""
+        try:
+            return os.path.samestat(os.stat(self._file), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
 
 
 def _this_process() -> dict[str, Any]:

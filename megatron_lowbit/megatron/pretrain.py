@@ -101,11 +101,11 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         metrics_kept(args),
         closing(CheckpointGuard(args)) as guard,
         unfit_checkpoint_named(args),
+        model_released(model_config),
     ):
         model_config.pre_wrap_hooks.insert(0, guard)
         model_config.pre_wrap_hooks += hooks
-        with model_released(model_config):
-            pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
+        pretrain(container, provide_datasets, kind, forward_step, store=rendezvous_store(args))
 
 
 @contextmanager

@@ -127,3 +127,11 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / LOCK).mkdir()
     with pytest.raises(OSError):
         FolderLock(tmp_path)
+
+
+def test_a_lock_that_was_taken_over_leaves_the_new_ones_file(tmp_path):
+    lock = FolderLock(tmp_path)
+    (tmp_path / ".lock").unlink()
+    (tmp_path / ".lock").write_text("another start's")
+    lock.close()
+    assert (tmp_path / ".lock").read_text() == "another start's"

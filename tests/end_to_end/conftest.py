@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 # A tokenizer that is no folder here is not looked for elsewhere, again and again.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -40,15 +39,6 @@ def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """The same in this process: threads divide sums, and with them their last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
