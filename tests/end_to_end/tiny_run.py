@@ -34,7 +34,8 @@ from megatron_lowbit.megatron.steps import steps_of
 
 ROOT = Path(__file__).parents[2]
 # One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+PATHS = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
 MODEL = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope

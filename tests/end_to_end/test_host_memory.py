@@ -1,0 +1,68 @@
+"""A long run's memory does not grow. The file is its own worker, since a process is measured."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tiny_run import ENVIRONMENT, arguments_for
+
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.steps import steps_of
+
+COMMON = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 500,
+          "--fp4-recipe", "nvfp4", "--save-keep-last", 2, "--log-interval", 100)  # fmt: skip
+ASYNC = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker",
+         "--bf16", "--quantization-engine", "auto")  # fmt: skip
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_for_5000_iterations(tmp_path):
+    growth = growth_of_a_run(tmp_path, 5000, "--num-layers", 2, "--save-interval", 100)
+    assert growth < 1
+
+
+@pytest.mark.gpu
+def test_memory_stays_flat_with_asynchronous_saves(tmp_path):
+    """Half the time of a run that saves 60 times; a grown allocator's arena is 0.3 KB of it."""
+    growth = growth_of_a_run(tmp_path, 1500, "--save-interval", 25, *ASYNC)
+    assert growth < 5
+
+
+def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> float:
+    """Return the KB an iteration by which a run's resident memory grew in its second half."""
+    given = (*COMMON, "--train-iters", iterations, "--save", folder / "run", *extra)
+    command = [sys.executable, __file__, *arguments_for(folder, given)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    resident = json.loads(done.stdout.splitlines()[-1])
+    assert len(resident) == iterations
+    middle = iterations // 2
+    print(f"resident KB: {resident[0]}, {resident[middle]}, {resident[-1]}")
+    return (resident[-1] - resident[middle]) / (iterations - middle)
+
+
+def worker(arguments: list[str]) -> None:
+    """Run, and print the KB that were resident before each iteration."""
+    resident: list[int] = []
+
+    def watch(chunks: list, args: object) -> list:
+        steps_of(args, chunks).listeners.append(lambda *_: resident.append(resident_kb()))
+        return chunks
+
+    original = pretrain.run
+    pretrain.run = lambda args: original(args, [partial(watch, args=args)])
+    pretrain.main(arguments, hybrid=False)
+    print(json.dumps(resident))
+
+
+def resident_kb() -> int:
+    """Return what this process holds in memory now."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+
+
+if __name__ == "__main__":
+    worker(sys.argv[1:])
