@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megatron_lowbit.command_line import GivenArguments
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes import HIGH_PRECISION, Recipe, load_recipes
-from megatron_lowbit.recipes.load import MEGATRON_NAMES, read_recipe
+from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,9 @@ def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -
         for flag in _UPSTREAM_ONLY:
             require(flag not in given, f"--precision-recipe excludes {flag}: leave one of them out")
         require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")
-        reason = "--precision-recipe names it"
-        return _with_recipes(args, given, tuple(args.precision_recipe), (), reason)
+        recipes = tuple(args.precision_recipe)
+        overrides = _blocks_of_named(args, recipes)
+        return _with_recipes(args, given, recipes, overrides, "--precision-recipe names it")
     if args.fp8 and args.fp4:
         raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "
                         "without formats runs FP8 forward and FP4 backward")  # fmt: skip
@@ -143,10 +144,7 @@ def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -
     recipes = tuple(MEGATRON_NAMES.get(name, name) for name in names)
     flags = [flag for flag in ("--fp8-recipe", "--fp4-recipe") if flag in given]
     reason = f"{' and '.join(given.text(flag) for flag in flags)} without a format"
-    overrides: tuple[str, ...] = ()
-    if args.first_last_layers_bf16:
-        overrides = _for_sides([_bf16_blocks(args, recipe) for recipe in recipes])
-    return _with_recipes(args, given, recipes, overrides, reason)
+    return _with_recipes(args, given, recipes, _blocks_of_named(args, recipes), reason)
 
 
 def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
@@ -188,7 +186,7 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
     if args.fp4:
         sides.reverse()
     recipes = tuple(recipe for recipe, _ in sides)
-    overrides = _for_sides([changes for _, changes in sides])
+    overrides = for_sides([changes for _, changes in sides])
     return _with_recipes(args, given, recipes, overrides, reason)
 
 
@@ -215,24 +213,18 @@ def _history(args: Namespace, name: str) -> tuple[str, ...]:
     return (f"amax_history.length={length}", *(() if args.fp8_wgrad else ("wgrad=none",)))
 
 
+def _blocks_of_named(args: Namespace, recipes: tuple[str, ...]) -> tuple[str, ...]:
+    """Translate ``--first-last-layers-bf16``; without it, recipes keep blocks of their own."""
+    if not args.first_last_layers_bf16:
+        return ()
+    return for_sides([_bf16_blocks(args, recipe) for recipe in recipes])
+
+
 def _bf16_blocks(args: Namespace, name: str) -> tuple[str, ...]:
     """Translate the blocks in BF16; without ``--first-last-layers-bf16`` there are none."""
-    has_rule = "bf16_blocks" in read_recipe(name)["matchers"]
-    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
-    if not args.first_last_layers_bf16 or first == last == 0:
-        return ("bf16_blocks=none",) if has_rule else ()
-    if has_rule:
-        return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}")
-    rule = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
-    return ("configs.bf16={}", f"matchers.bf16_blocks={rule}")
-
-
-def _for_sides(sides: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """Prefix the overrides of two recipes by the pass they are for."""
-    if len(sides) == 1:
-        return sides[0]
-    named = zip(("forward", "backward"), sides, strict=True)
-    return tuple(f"{side}.{override}" for side, overrides in named for override in overrides)
+    if not args.first_last_layers_bf16:
+        return bf16_blocks(name, 0, 0)
+    return bf16_blocks(name, args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
 
 
 def _with_recipes(

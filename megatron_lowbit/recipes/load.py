@@ -74,6 +74,33 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
     return raw
 
 
+def bf16_blocks(name: str, first: int, last: int) -> tuple[str, ...]:
+    """Return the overrides that keep just the first and last blocks of a model in BF16.
+
+    Args:
+        name: as for :func:`load_recipe`; of a recipe that quantizes nothing there are none.
+        first, last: numbers of blocks.
+    """
+    raw = read_recipe(name)
+    if not any(raw["configs"].values()):
+        return ()
+    has_rule = "bf16_blocks" in raw["matchers"]
+    if first == last == 0:
+        return ("bf16_blocks=none",) if has_rule else ()
+    if has_rule:
+        return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}")
+    rule = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
+    return ("configs.bf16={}", f"matchers.bf16_blocks={rule}")
+
+
+def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the overrides of one recipe, or of two, as :func:`load_recipes` takes them."""
+    if len(sides) == 1:
+        return sides[0]
+    named = zip(_SIDES, sides, strict=True)
+    return tuple(f"{side}.{override}" for side, overrides in named for override in overrides)
+
+
 def _unshared(data: Any) -> Any:
     """A copy in which what YAML aliases share is apart, so that an override hits one place."""
     if isinstance(data, dict):

@@ -10,7 +10,13 @@ from rich.table import Table
 from megatron_lowbit.command_line import CommandParser, command_parser
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes.load import load_combined, load_recipe, shipped_recipes
+from megatron_lowbit.recipes.load import (
+    bf16_blocks,
+    for_sides,
+    load_recipe,
+    load_recipes,
+    shipped_recipes,
+)
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, side
 from megatron_lowbit.recipes.recipe import Recipe
@@ -36,12 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         for name in shipped_recipes():
             table.add_row(name, load_recipe(name).description)
     else:
-        recipe = (
-            load_combined(args.forward, args.recipe, args.recipe_set)
-            if args.forward
-            else load_recipe(args.recipe, args.recipe_set)
-        )
         shape = args if args.model is None else _read_model(args.model)
+        recipes = (args.forward, args.recipe) if args.forward else (args.recipe,)
+        recipe = load_recipes(recipes, (*_blocks(recipes, shape), *args.recipe_set))
         layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
         recipe.check_rules(layers)
         mxnorm = shape.normalization == "MXNorm"
@@ -80,6 +83,22 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--normalization", metavar="NAME", help="MXNorm is shown where it is active"
     )
+    parser.add_argument(
+        "--first-last-layers-bf16", action="store_true", help="in place of the recipe's own blocks"
+    )
+    for name, end in (("start", "first"), ("end", "last")):
+        parser.add_argument(
+            f"--num-layers-at-{name}-in-bf16", type=int, default=1, metavar="BLOCKS",
+            help=f"{end} blocks that --first-last-layers-bf16 keeps in BF16",
+        )  # fmt: skip
+
+
+def _blocks(recipes: tuple[str, ...], shape: argparse.Namespace) -> tuple[str, ...]:
+    """Return the overrides of a model that says itself which of its blocks stay in BF16."""
+    if not shape.first_last_layers_bf16:
+        return ()
+    first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
+    return for_sides([bf16_blocks(recipe, first, last) for recipe in recipes])
 
 
 def _read_model(file: str) -> argparse.Namespace:

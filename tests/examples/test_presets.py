@@ -113,8 +113,9 @@ def test_a_preset_leaves_recipe_data_and_machine_open(name):
     args, text = parse(name), (EXAMPLES / f"{name}.args").read_text()
     assert (args.precision_recipe, args.recipe_set, args.fp4, args.fp8) == (None, [], None, None)
     given = " ".join(line for line in text.splitlines() if not line.startswith("#"))
-    for option in ("recipe", "data-path", "tokenizer-model", "vocab", "parallel", "bf16", "fp16"):
+    for option in ("recipe", "data-path", "tokenizer-model", "vocab", "parallel"):
         assert option not in given
+    assert not args.bf16 and not args.fp16
     assert args.micro_batch_size <= 4
     assert args.global_batch_size % args.micro_batch_size == 0
 
@@ -124,12 +125,24 @@ def test_the_model_of_a_preset_has_the_parameters_of_the_closed_formula(name):
     assert build(name).parameters.whole == parameter_count(parse(name), VOCABULARIES[name])
 
 
-def test_nvfp4_keeps_the_linears_of_the_12b_hybrid_that_the_paper_keeps():
-    recipe = load_recipe("nvfp4", [])
-    layers = build("hybrid-12b", "--precision-recipe", "nvfp4").layers
-    kept = [layer for layer in layers if not recipe.precision_for(layer).quantized]
-    assert (len(kept), len(layers)) == (20, 124)
-    assert {layer.block for layer in kept} == {0, 1, *range(54, 62)}
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("hybrid-12b", {0, 1, *range(54, 62)}),
+        ("hybrid-8b", set(range(44, 52))),
+        ("transformer-1.2b", set(range(16, 20))),
+    ],
+)
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+def test_a_preset_keeps_the_blocks_in_bf16_that_the_paper_keeps(name, blocks, recipe):
+    """Appendix A, and the captions of figures 8 to 11 for the 1.2B model."""
+    args = parse(name, "--fp4-recipe", recipe)
+    chosen = load_recipe(*args.precision_recipe, args.recipe_set)
+    layers = build(name, "--fp4-recipe", recipe).layers
+    kept = [layer for layer in layers if not chosen.precision_for(layer).quantized]
+    assert {layer.block for layer in kept} == blocks
+    each = 4 if name == "transformer-1.2b" else 2
+    assert len(kept) == each * len(blocks)
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,19 @@ def test_first_and_last_blocks_of_a_named_recipe(choose):
     assert high == [True, False, False, True]
 
 
+@pytest.mark.parametrize("named", ["--fp4-recipe", "--precision-recipe"])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8-tile"])
+def test_the_same_blocks_however_a_recipe_is_named(choose, named, name):
+    line = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2"
+    recipe = load(choose(f"{named} {name} {line}", CPU))
+    high = [precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4)]
+    assert high == [False, False, True, True]
+
+
+def test_a_recipe_that_quantizes_nothing_needs_no_blocks(choose):
+    assert choose("--precision-recipe bf16 --first-last-layers-bf16", CPU).overrides == ()
+
+
 @pytest.mark.parametrize(
     ("line", "machine", "recipes"),
     [

@@ -40,12 +40,23 @@ def test_small_models_keep_one_and_one(blocks):
 
 
 @pytest.mark.parametrize(
-    "blocks, first, last", [(1, 1, 1), (2, 1, 1), (12, 1, 2), (32, 1, 4), (48, 2, 6), (62, 2, 8)]
+    "blocks, first, last",
+    [
+        (1, 1, 1),
+        (2, 1, 1),
+        (12, 1, 2),
+        (20, 1, 3),
+        (32, 1, 4),
+        (52, 2, 7),
+        (62, 2, 8),
+        (126, 4, 16),
+    ],
 )
-def test_shipped_blocks(blocks, first, last):
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_shipped_blocks(name, blocks, first, last):
     """62 blocks give the published 12B run's 2 + 8."""
     expected = sorted({*range(first), *range(blocks - last, blocks)})
-    assert bf16_blocks(load_recipe("nvfp4"), blocks) == expected
+    assert bf16_blocks(load_recipe(name), blocks) == expected
 
 
 def test_bf16_recipe_quantizes_nothing():

@@ -133,13 +133,25 @@ def test_everything_that_both_operands_share():
 
 @pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
 def test_a_hybrid_and_means(flag, capsys):
-    """mxfp4 keeps 1 of 4 blocks: the mean is (3 x 4.25 + 16) / 4 = 7.1875."""
+    """mxfp4 keeps 2 of 4 blocks: the mean is (2 x 4.25 + 2 x 16) / 4 = 10.125."""
     lines = shown("show", "mxfp4", flag, "M-M*", capsys=capsys)
     text = "\n".join(" ".join(line) for line in lines)
-    assert "recipe mxfp4: 6 of 8 linear layers quantized" in text
-    assert "mean bits an element: fprop 7.19, dgrad 7.19, wgrad 7.19" in text
+    assert "recipe mxfp4: 4 of 8 linear layers quantized" in text
+    assert "mean bits an element: fprop 10.1, dgrad 10.1, wgrad 10.1" in text
     layers = [line[1] for line in lines if len(line) > 1 and line[1].startswith("decoder")]
     assert layers == [layer.path for layer in show.model_layers("M-M*", 1)]
+
+
+@pytest.mark.parametrize(
+    ("name", "high"), [("hybrid-12b", "20 of 124"), ("hybrid-8b", "16 of 104")]
+)
+def test_a_model_that_says_which_blocks_stay_in_bf16(name, high, capsys):
+    """The paper's counts of linear layers in BF16 (section 4.1 and appendix A)."""
+    file = str(Path(__file__).parents[2] / "examples" / f"{name}.args")
+    kept, whole = map(int, high.split(" of "))
+    for recipe in ("nvfp4", "mxfp8"):
+        title = " ".join(shown("show", recipe, "--model", file, capsys=capsys)[0])
+        assert f"{whole - kept} of {whole} linear layers quantized" in title
 
 
 def test_a_hybrid_from_a_file_of_arguments(capsys):
