@@ -178,21 +178,25 @@ def draw_key(precision: LinearPrecision) -> int:
 def quantize_input(call: LinearCall, x: Tensor) -> tuple:
     """fprop's input of all tokens, and what wgrad needs of this rank's input (R, K).
 
-    That is its transpose (K, R) quantized, or x itself. Tokens that sequence parallelism splits are
-    gathered as codes where blocks stay whole, else in their own precision.
+    That is its transpose (K, R) quantized, or x itself, or fprop's codes (R, K) where wgrad takes
+    their values. Tokens that sequence parallelism splits are gathered as codes where blocks stay
+    whole, else in their own precision.
     """
     sequence_parallel, tokens = call.shards.sequence_parallel, x.shape[0]
     given = call.operand or Operand(None, None, x)
     row = col = None
     here = {g: not sequence_parallel or call.gathers_codes(g, tokens) for g in ("fprop", "wgrad")}
+    reused = call.keep_input and call.precision.wgrad.rhs_of_fprop
     if given.row is None and here["fprop"]:
-        row = call.request("fprop", "input", tokens, kept=sequence_parallel)
-    if call.keep_input and given.col is None and here["wgrad"]:
+        row = call.request("fprop", "input", tokens, kept=sequence_parallel or reused)
+    if call.keep_input and not reused and given.col is None and here["wgrad"]:
         col = call.request("wgrad", "input", tokens, kept=True)
     by_row, by_col = call.quantize(x, row, col)
     by_row = by_row if given.row is None else given.row
     kept = None
-    if call.keep_input:
+    if reused:
+        kept = by_row
+    elif call.keep_input:
         kept = given.col if given.col is not None else x if col is None else by_col
     if not sequence_parallel:
         return by_row, kept
@@ -201,11 +205,21 @@ def quantize_input(call: LinearCall, x: Tensor) -> tuple:
     return gather_rows(by_row, call.shards.group), kept
 
 
+def fprop_input(call: LinearCall, kept: Any) -> Any:
+    """fprop's quantized input (M, K) of all tokens again, of what :func:`quantize_input` kept."""
+    if not call.shards.sequence_parallel:
+        return kept
+    if isinstance(kept, Tensor):
+        return quantize_gathered(call, "fprop", kept)
+    return gather_rows(kept, call.shards.group)
+
+
 def quantize_gathered(call: LinearCall, gemm: str, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
     total = gather_rows(x, call.shards.group)
     shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
-    request = replace(call, shards=shards).request(gemm, "input", total.shape[0])
+    kept = call.precision.wgrad.rhs_of_fprop
+    request = replace(call, shards=shards).request(gemm, "input", total.shape[0], kept=kept)
     if gemm == "fprop":
         return call.quantize(total, request, None)[0]
     return call.quantize(total, None, request)[1]
@@ -231,15 +245,18 @@ def quantize_weight(call: LinearCall, weight: Callable[[], Tensor]) -> tuple:
     cache = call.weight_cache if call.caches_weight else None
     if cache is not None and cache.operands is not None:
         return cache.operands
-    serves_both = call.weight_serves_dgrad
-    row = call.request("fprop", "weight", 0, kept=serves_both or call.caches_weight)
+    serves_both, reused = call.weight_serves_dgrad, call.precision.dgrad.rhs_of_fprop
+    row = call.request("fprop", "weight", 0, kept=serves_both or reused or call.caches_weight)
     col = None
     if call.training and serves_both:
         col = row
-    elif call.training and call.caches_weight:
+    elif call.training and call.caches_weight and not reused:
         col = call.request("dgrad", "weight", 0, kept=True)
     by_row, by_col = call.quantize(weight(), row, col)
-    operands = by_row, None if col is None else by_col
+    dgrad_weight = None if col is None else by_col
+    if call.training and reused and not serves_both:
+        dgrad_weight = by_row.dequantize().t()
+    operands = by_row, dgrad_weight
     if cache is not None and call.training:
         cache.operands = operands
     return operands

@@ -25,6 +25,7 @@ from megatron_lowbit.layers.call import (
     WeightCache,
     deliver_wgrad,
     draw_key,
+    fprop_input,
     quantize_gathered,
     quantize_grad,
     quantize_input,
@@ -75,7 +76,9 @@ class _LowbitLinear(torch.autograd.Function):
 
 def _wgrad(call: LinearCall, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
     """dW (N, K), of dY's transpose (N, M)."""
-    if not isinstance(kept, Tensor):
+    if call.precision.wgrad.rhs_of_fprop:
+        rhs = fprop_input(call, kept).dequantize().t()
+    elif not isinstance(kept, Tensor):
         rhs = gather_columns(kept, call.shards.group) if call.shards.sequence_parallel else kept
     elif call.shards.sequence_parallel:
         rhs = quantize_gathered(call, "wgrad", kept)

@@ -26,7 +26,9 @@ class GemmPrecision:
     both to be quantized. ``tensor_scale`` says which amax makes the scale of a tensor that tensor
     parallelism shards: the local ``shard``'s, or the maximum over the ``group``, which gives every
     layout the same quantized bits for one more small all-reduce an operand. ``delayed`` makes
-    tensor scales from earlier steps. ``accumulation`` is for study; None leaves it to the engine.
+    tensor scales from earlier steps. For study: ``accumulation``, where None leaves it to the
+    engine, and ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's
+    quantized weight or input has, blocks along fprop's axis, in place of quantizing it anew.
     """
 
     lhs: Quantizer | None = None
@@ -35,6 +37,7 @@ class GemmPrecision:
     tensor_scale: Literal["shard", "group"] = "shard"
     delayed: DelayedScaling | None = None
     accumulation: Accumulation | None = None
+    rhs_of_fprop: bool = False
 
     def __post_init__(self) -> None:
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
@@ -60,6 +63,8 @@ class GemmPrecision:
         scaled = any(side and side.format.tensor_scaled for side in (self.lhs, self.rhs))
         if self.tensor_scale == "group" and scaled:
             yield "group scale"
+        if self.rhs_of_fprop:
+            yield "right of fprop"
         if self.delayed is not None:
             yield f"delayed {self.delayed.algorithm}-{self.delayed.length}"
         if self.accumulation is not None:
@@ -72,6 +77,11 @@ def side(quantizer: Quantizer | None) -> str:
     if quantizer is None:
         return "bf16"
     return str(quantizer.format) + (" SR" if quantizer.rounding is Rounding.STOCHASTIC else "")
+
+
+def _sides(fprop: GemmPrecision) -> dict[str, Quantizer | None]:
+    """Return the quantizers of fprop's operands by role."""
+    return dict(zip(GEMM_ROLES["fprop"], (fprop.lhs, fprop.rhs), strict=True))
 
 
 class OperandPrecision(NamedTuple):
@@ -89,6 +99,15 @@ class LinearPrecision:
     fprop: GemmPrecision = GemmPrecision()
     dgrad: GemmPrecision = GemmPrecision()
     wgrad: GemmPrecision = GemmPrecision()
+
+    def __post_init__(self) -> None:
+        for name in ("dgrad", "wgrad"):
+            gemm, of_fprop = getattr(self, name), _sides(self.fprop)[GEMM_ROLES[name][1]]
+            if gemm.rhs_of_fprop and (gemm.rhs != of_fprop or gemm.hadamard or self.fprop.hadamard):
+                raise ValueError(
+                    f"{name}.{GEMM_ROLES[name][1]}: axis fprop takes fprop's quantized values, so "
+                    "that format and rounding are fprop's, and neither GEMM has a hadamard"
+                )
 
     @cached_property  # asked for dozens of times in a call of a layer
     def gemms(self) -> dict[str, GemmPrecision]:

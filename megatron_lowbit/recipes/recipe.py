@@ -135,9 +135,16 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
 
     Raises:
         UserError: one of two different recipes has switches: which of the two would they change?
+            Or the backward one takes operands from its own fprop.
     """
     if forward == backward:
         return forward
+    of_fprop = (p for c in backward.configs.values() for p in c.gemms.values() if p.rhs_of_fprop)
+    if any(of_fprop):
+        raise UserError(
+            f"recipe {backward.name} has an operand with axis fprop, which takes the values of its "
+            "own fprop: it cannot be combined with the fprop of another"
+        )
     for recipe in (forward, backward):
         if recipe.switches:
             raise UserError(

@@ -63,13 +63,16 @@ FormatName = Annotated[str | None, BeforeValidator(_known_format)]
 class OperandSpec(_Strict):
     """One role: a format's name (null: high precision) and how its elements are rounded.
 
-    Any other key is an option of the format; null stands for the option's default.
+    ``axis`` says whose contracted axis the blocks run along: the ``own`` GEMM's, or ``fprop``'s in
+    dgrad and wgrad, too, which then take the values that fprop quantized. Any other key is an
+    option of the format; null stands for the option's default.
     """
 
     model_config = ConfigDict(extra="allow")
 
     format: FormatName = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    axis: Literal["own", "fprop"] = "own"
 
     def build(self) -> Quantizer | None:
         """The quantizer; a ValueError names a key or value that the format does not take."""
@@ -188,6 +191,9 @@ class PrecisionSpec(_Strict):
                 raise ValueError(
                     f"{name}.{role}: no operand of {name}; use one of {', '.join(GEMM_ROLES[name])}"
                 )
+        left, right = (self._operand(gemm, role) for role in GEMM_ROLES[name])
+        if left.axis == "fprop" and name != "fprop":
+            raise ValueError("grad.axis: fprop has no gradient; only input and weight take it")
         lhs, rhs = (self._quantizer(name, gemm, role) for role in GEMM_ROLES[name])
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
         own_sums = "accumulation" in gemm.model_fields_set
@@ -199,6 +205,7 @@ class PrecisionSpec(_Strict):
                 tensor_scale=self.tensor_scale,
                 delayed=_built(self.amax_history) if tensor_scaled else None,
                 accumulation=_built(gemm.accumulation if own_sums else self.accumulation),
+                rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
             )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -206,14 +213,16 @@ class PrecisionSpec(_Strict):
     def _quantizer(self, name: str, gemm: GemmSpec, role: str) -> Quantizer | None:
         if role in gemm.model_fields_set and getattr(gemm, role) is None:
             return None
-        change = getattr(gemm, role)
-        operand = (getattr(self, role) or OperandSpec()).changed_by(change)
         try:
-            return operand.build()
+            return self._operand(gemm, role).build()
         except ValueError as error:
-            option = str(error).partition(":")[0]
+            option, change = str(error).partition(":")[0], getattr(gemm, role)
             of_gemm = change is not None and option in change.model_fields_set
             raise ValueError(f"{name}.{role}.{error}" if of_gemm else f"{role}.{error}") from None
+
+    def _operand(self, gemm: GemmSpec, role: str) -> OperandSpec:
+        """Return a role's settings in a GEMM."""
+        return (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
 
 
 def _built(spec: _FieldsOf | None) -> Any:

@@ -153,10 +153,13 @@ class LowbitQuantizer(IdentityQuantizer):
             call = self.site.forward
         else:
             call = self.site.open(training=self.columnwise_usage)
-        row = call.request("fprop", "input", len(x)) if self.rowwise_usage else None
-        col = call.request("wgrad", "input", len(x), kept=True) if self.columnwise_usage else None
-        by_row, by_col = call.quantize(x, row, col)
         rows, columns = self.rowwise_usage, self.columnwise_usage
+        if columns and call.precision.wgrad.rhs_of_fprop:
+            by_row, _ = call.quantize(x, call.request("fprop", "input", len(x), kept=True), None)
+            return by_row if rows else None, by_row.dequantize().t(), call
+        row = call.request("fprop", "input", len(x)) if rows else None
+        col = call.request("wgrad", "input", len(x), kept=True) if columns else None
+        by_row, by_col = call.quantize(x, row, col)
         return by_row if rows else None, by_col if columns else None, call
 
     def _weight(self, x: Tensor) -> tuple[Any, Any, LinearCall]:

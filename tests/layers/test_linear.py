@@ -26,6 +26,11 @@ KEY = 2**63 + 12345  # keys are unsigned 64-bit
 NVFP4 = load_recipe("nvfp4").configs["nvfp4"]
 NEAREST = load_recipe("nvfp4", ["grad.rounding=nearest"]).configs["nvfp4"]
 ROWS = load_recipe("nvfp4", ["weight.format=nvfp4"]).configs["nvfp4"]
+OF_FPROP = ("wgrad.hadamard=null", "weight.axis=fprop", "input.axis=fprop")
+SAME_AXIS, SAME_BITS = (
+    load_recipe("nvfp4", [*OF_FPROP, *more]).configs["nvfp4"]
+    for more in (["weight.format=nvfp4"], ["weight.rounding=stochastic"])
+)
 PLAIN_WGRAD = load_recipe("nvfp4", ["wgrad.hadamard=null"]).configs["nvfp4"]
 
 
@@ -104,6 +109,16 @@ def by_hand(x, weight, dy, precision):
         t = t if transform is None else zero_pad(t, transform.size)
         return quantizer(t, hadamard=transform, draw=UNSHARDED.draw(KEY, gemm, role, 0))
 
+    if precision.dgrad.rhs_of_fprop:  # figure 14 (1) of the NVFP4 paper, of weights and activations
+        rows, columns = (
+            q("fprop", "input", x).dequantize(),
+            q("fprop", "weight", weight).dequantize(),
+        )
+        return (
+            rows.double() @ columns.double().t(),
+            q("dgrad", "grad", dy).dequantize().double() @ columns.double(),
+            q("wgrad", "grad", dy.t()).dequantize().double() @ rows.double(),
+        )
     return (
         product(q("fprop", "input", x), q("fprop", "weight", weight)),
         product(q("dgrad", "grad", dy), q("dgrad", "weight", weight.t())),
@@ -115,7 +130,7 @@ SHAPES = [((48,), 32, 64), ((4, 8), 48, 80), ((20,), 24, 40), ((5, 7), 17, 33), 
 
 
 @pytest.mark.parametrize("m, n, k", SHAPES)
-@pytest.mark.parametrize("precision", [NVFP4, NEAREST, ROWS, PLAIN_WGRAD])
+@pytest.mark.parametrize("precision", [NVFP4, NEAREST, ROWS, PLAIN_WGRAD, SAME_AXIS, SAME_BITS])
 def test_quantized_products(precision, m, n, k):
     """Within FP32 accumulation, (K + 2) * 2**-24 of sum |a||b| <= 2**-22 K amax amax."""
     x, weight, _, dy = leaves(m, n, k)

@@ -42,7 +42,13 @@ ALL_STOCHASTIC = precision(
     "tensor_scale=group", "input.rounding=stochastic", "weight.rounding=stochastic"
 )
 SQUARE_INPUT = precision("tensor_scale=group", "input.format=nvfp4-2d")
-PRECISIONS = {"group": GROUP, "stochastic": ALL_STOCHASTIC, "square": SQUARE_INPUT}
+SAME_AXIS = precision(
+    *["tensor_scale=group", "weight.format=nvfp4", "wgrad.hadamard=none"],
+    *["weight.axis=fprop", "input.axis=fprop"],
+)
+PRECISIONS = {
+    "group": GROUP, "stochastic": ALL_STOCHASTIC, "square": SQUARE_INPUT, "same axis": SAME_AXIS,
+}  # fmt: skip
 FP8 = precision("tensor_scale=group", name="fp8-tensorwise")
 FP8_STOCHASTIC = precision(
     "tensor_scale=group",

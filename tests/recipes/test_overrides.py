@@ -309,7 +309,10 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
         "grad": "dgrad.grad.rounding=stochastic", "hadamard": "wgrad.hadamard=null",
         "accumulation": "wgrad.accumulation=null",
     },
-    "OperandSpec": {"format": "input.format=mxfp4", "rounding": "input.rounding=stochastic"},
+    "OperandSpec": {
+        "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",
+        "axis": "weight.axis=fprop",
+    },
     "HadamardSpec": {
         "size": "wgrad.hadamard.size=8", "signs": "wgrad.hadamard.signs=5",
         "output": "wgrad.hadamard.output=fp32",
