@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     jobs = jobs_of(study, args.output, more)
     run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints)
     contenders = read_contenders([(job.name, job.folder) for job in jobs])
-    contenders.sort(key=lambda contender: list(study.runs).index(contender.name))
+    contenders.sort(key=lambda contender: study.names.index(contender.name))
     plain_console(120).print(table(contenders))
     write_page(contenders, args.output, args.study.stem)
     print(args.output / "comparison.html")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.errors import UserError
@@ -16,6 +16,19 @@ from megatron_lowbit.json_files import Entries, read_object
 _STATE = "study.json"
 """In a run's folder: its command, whether it has ended, and on what machine."""
 _TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Branch(BaseModel):
+    """Runs that begin from a checkpoint of another run of the same seed.
+
+    ``trunk`` is that run's name, ``iteration`` the checkpoint's; ``runs`` are as a study's.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    trunk: str
+    iteration: int = Field(ge=1)
+    runs: dict[str, str] = Field(min_length=1)
 
 
 class Study(BaseModel):
@@ -30,6 +43,29 @@ class Study(BaseModel):
     arguments: str
     seeds: list[int] = Field(min_length=1)
     runs: dict[str, str] = Field(min_length=1)
+    branch: Branch | None = None
+
+    @model_validator(mode="after")
+    def _has_the_trunk(self) -> "Study":
+        if self.branch is None:
+            return self
+        if self.branch.trunk not in self.runs:
+            raise ValueError(f"branch.trunk: no run {self.branch.trunk!r}")
+        if self.branch.runs.keys() & self.runs.keys():
+            raise ValueError("branch.runs: a name is already one of runs")
+        return self
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all runs, those of the branch last."""
+        return [*self.runs, *(self.branch.runs if self.branch else ())]
+
+
+class Start(NamedTuple):
+    """The checkpoint that a run begins from."""
+
+    folder: Path
+    iteration: int
 
 
 class Job(NamedTuple):
@@ -39,6 +75,7 @@ class Job(NamedTuple):
     seed: int
     folder: Path
     command: list[str]
+    start: Start | None = None
 
 
 def read_study(file: Path) -> Study:
@@ -52,18 +89,23 @@ def read_study(file: Path) -> Study:
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
-        raise UserError(f"{file}: {key}: {first['msg']}") from None
+        raise UserError(f"{file}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """All runs, every name's first seed first; ``more`` are arguments from the command line."""
-    jobs = []
+    branch, jobs = study.branch, []
     for seed in study.seeds:
-        for name, own in study.runs.items():
-            folder = output / f"{_slug(name)}-{seed}"
-            arguments = [*shlex.split(study.arguments), *shlex.split(own), *more]
+        for name in study.names:
+            own, start = study.runs.get(name), None
+            if branch and own is None:
+                own = branch.runs[name]
+                start = Start(output / f"{_slug(branch.trunk)}-{seed}", branch.iteration)
+            arguments = [*shlex.split(study.arguments), *shlex.split(own or ""), *more]
+            if branch and name == branch.trunk:
+                arguments += ["--save-interval", str(branch.iteration)]
             command = [sys.executable, study.script, *arguments, "--seed", str(seed)]
-            jobs.append(Job(name, seed, folder, command))
+            jobs.append(Job(name, seed, output / f"{_slug(name)}-{seed}", command, start))
     folders = [job.folder for job in jobs]
     for job in jobs:
         if folders.count(job.folder) > 1:
@@ -97,7 +139,11 @@ def launch_command(job: Job) -> list[str]:
 
     Megatron-LM saves a checkpoint when it is told to end only with ``--exit-signal-handler``.
     """
-    load = ["--load", str(job.folder)] if (job.folder / _TRACKER).is_file() else []
+    load: list[str] = []
+    if (job.folder / _TRACKER).is_file():
+        load = ["--load", str(job.folder)]
+    elif job.start:
+        load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration)]
     return [*job.command, "--save", str(job.folder), *load, "--exit-signal-handler"]
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -28,21 +29,29 @@ class _Running(NamedTuple):
 def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: bool) -> None:
     """Run what is not finished yet, a job for each of ``places`` at once.
 
-    A place is the number of the GPU that a job sees, or None. A checkpoint is removed when its run
-    has ended, unless it is to be kept. Interrupted, all runs stop as they do by themselves, with a
-    checkpoint to go on from.
+    A place is the number of the GPU that a job sees, or None. A checkpoint is removed when its run,
+    and those that begin from it, have ended, unless it is to be kept. Interrupted, all runs stop as
+    they do by themselves, with a checkpoint to go on from.
 
-    Raises TrainingError, after all others have ended, where a run failed.
+    Raises TrainingError, after all others have ended, where a run failed. A run that begins from
+    another's checkpoint fails with it.
     """
     left = [job for job in jobs if not is_finished(job)]
+    unready = {job.folder for job in left}
+    trunks = {job.start.folder for job in jobs if job.start}
     free, running, failed = list(places), [], []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         whole = progress.add_task("runs", total=len(jobs), completed=len(jobs) - len(left))
         try:
             while left or running:
-                while left and free:
-                    running.append(_start(left.pop(0), free.pop(0), progress))
+                ready = [job for job in left if not job.start or job.start.folder not in unready]
+                for job in ready[: len(free)]:
+                    left.remove(job)
+                    running.append(_start(job, free.pop(0), progress))
+                if not running:
+                    failed += left  # their trunks are in there already
+                    break
                 time.sleep(_LOOK_S)
                 for one in list(running):
                     progress.update(one.task, completed=_iteration(one.job))
@@ -52,13 +61,21 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
                     free.append(one.place)
                     progress.remove_task(one.task)
                     progress.advance(whole)
-                    if not _end(one, keep_checkpoints):
+                    if one.process.returncode:
                         failed.append(one.job)
+                        continue
+                    mark(one.job, finished=True)
+                    unready.discard(one.job.folder)
+                    if not keep_checkpoints and one.job.folder not in trunks:
+                        _remove_checkpoints(one.job.folder)
         finally:
             for one in running:
                 one.process.terminate()
             for one in running:
                 one.process.wait()
+    if not keep_checkpoints and not failed:
+        for folder in trunks:
+            _remove_checkpoints(folder)
     if failed:
         names = ", ".join(f"{job.name} ({job.folder / _LOG})" for job in failed)
         raise TrainingError(f"{len(failed)} of {len(jobs)} runs failed: {names}")
@@ -76,17 +93,11 @@ def _start(job: Job, place: str | None, progress: Progress) -> _Running:
     return _Running(job, process, place, task)
 
 
-def _end(one: _Running, keep_checkpoints: bool) -> bool:
-    """Whether a run that ended did so well."""
-    if one.process.returncode:
-        return False
-    if not keep_checkpoints:
-        for directory in one.job.folder.glob("iter_*"):
-            shutil.rmtree(directory)
-        for file in one.job.folder.glob("latest_*.txt"):
-            file.unlink()
-    mark(one.job, finished=True)
-    return True
+def _remove_checkpoints(folder: Path) -> None:
+    for directory in folder.glob("iter_*"):
+        shutil.rmtree(directory)
+    for file in folder.glob("latest_*.txt"):
+        file.unlink()
 
 
 def _iteration(job: Job) -> int:

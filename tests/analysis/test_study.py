@@ -23,7 +23,10 @@ from pathlib import Path
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 folder, seed = Path(arguments["--save"]), int(arguments["--seed"])
 tracker = folder / "latest_checkpointed_iteration.txt"
-begin = int(tracker.read_text()) if "--load" in arguments else 0
+begin = int(tracker.read_text()) if arguments.get("--load") == str(folder) else 0
+if "--ckpt-step" in arguments:
+    begin = int(arguments["--ckpt-step"])
+    assert (Path(arguments["--load"]) / "iter_0000040").is_dir()
 def leave(*_):
     tracker.write_text("7")
     sys.exit()
@@ -45,11 +48,12 @@ sys.exit(int(arguments.get("--code", 0)))
 def study(tmp_path):
     (tmp_path / "train.py").write_text(TRAINING)
 
-    def write(sleep: float = 0.0, **runs: str) -> Path:
+    def write(sleep: float = 0.0, branch: str = "", **runs: str) -> Path:
         file = tmp_path / "some-study.yaml"
         runs = "".join(f"  {name}: {arguments}\n" for name, arguments in runs.items())
         file.write_text(
             f"script: {tmp_path}/train.py\narguments: --sleep {sleep}\nseeds: [1, 2]\nruns:\n{runs}"
+            + branch
         )
         return file
 
@@ -90,6 +94,30 @@ def test_a_run_that_fails(study, tmp_path):
     assert not json.loads((output / "bad-2" / "study.json").read_text())["finished"]
 
 
+BRANCH = "branch: {trunk: base, iteration: 30, runs: {changed: --scale 2.2}}"
+
+
+def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
+    """After the trunk of their seed, which saves there and keeps its checkpoints until then."""
+    file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
+    main([str(file), "--output", str(output), "--at-once", "3"])
+    for seed in (1, 2):
+        command = json.loads((output / f"base-{seed}" / "study.json").read_text())["command"]
+        assert command[-4:] == ["--save-interval", "30", "--seed", str(seed)]
+        found = lines(output / f"changed-{seed}")
+        assert [line["iteration"] for line in found] == list(range(31, 41))
+        assert not list(output.glob("*/iter_*"))
+    shown = capsys.readouterr().out
+    assert shown.index("base") < shown.index("changed")
+
+
+def test_a_branch_fails_with_its_trunk(study, tmp_path):
+    file, output = study(base="--scale 2 --code 3", branch=BRANCH), tmp_path / "out"
+    with pytest.raises(TrainingError, match="4 of 4 runs failed"):
+        main([str(file), "--output", str(output)])
+    assert not (output / "changed-1").exists()
+
+
 def test_an_interrupted_study_goes_on(study, tmp_path):
     """Ctrl-C stops the run with a checkpoint; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
@@ -116,6 +144,11 @@ def test_an_interrupted_study_goes_on(study, tmp_path):
         ("arguments: x\nseeds: [1]\nruns: {}\n", "runs: Dictionary should have at least 1"),
         ("arguments: x\nseeds: [one]\nruns: {a: b}\n", "seeds.0: Input should be a valid integer"),
         ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: Extra inputs"),
+        (
+            "arguments: x\nseeds: [1]\nruns: {a: b}\n"
+            "branch: {trunk: c, iteration: 1, runs: {d: e}}\n",
+            "the file: branch.trunk: no run 'c'",
+        ),
         ("- 1\n", "the file: Input should be a valid dictionary"),
         ("a: [\n", "while parsing"),
     ],
