@@ -267,9 +267,33 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
     if "--eval-interval" not in given:
         given.add("--eval-interval", str(_NEVER))
         lines.append("--eval-interval is not given and has no default: evaluating at the end only")
+    if args.phase_transition_iterations and args.train_iters:
+        lines.append(_count_samples(args, given))
     if machine.capability is None:
         lines += adapt_to_cpu(args, given)
     return lines
+
+
+def _count_samples(args: Namespace, given: GivenArguments) -> str:
+    """Give the schedule in samples, the only unit that Megatron-LM's phases have.
+
+    Returns:
+        A line that says so.
+    """
+    batch = args.global_batch_size
+    require(
+        batch is not None and "--rampup-batch-size" not in given,
+        "--phase-transition-iterations needs a --global-batch-size that never changes",
+    )
+    changed = []
+    for part in ("train", "lr-decay", "lr-warmup", "lr-wsd-decay"):
+        flag = f"--{part}-iters"
+        if flag in given:
+            samples = getattr(args, f"{part.replace('-', '_')}_iters") * batch
+            given.remove(flag)
+            given.add(f"--{part}-samples", str(samples))
+            changed.append(f"{flag} as --{part}-samples {samples}")
+    return f"--phase-transition-iterations: given to Megatron-LM: {', '.join(changed)}"
 
 
 @contextmanager

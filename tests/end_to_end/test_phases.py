@@ -1,0 +1,59 @@
+"""A run whose blend of datasets changes: it ends at the transition, and goes on with other data."""
+
+import numpy as np
+import pytest
+from tiny_run import done, metrics, refused
+
+from megatron_lowbit.megatron import forward_step
+
+# isort: split
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+PHASES = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 500, "--split", "80,20,0",
+          "--phase-transition-iterations", 3, "--train-iters", 6, "--lr-decay-iters", 6,
+          "--fp4-recipe", "nvfp4")  # fmt: skip
+WEB, CODE = range(10, 100), range(200, 290)
+
+
+@pytest.fixture
+def datasets(tmp_path):
+    """Two datasets that have no token in common."""
+    for name, ids in (("web", WEB), ("code", CODE)):
+        builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
+        for _ in range(40):
+            builder.add_document(ids.start + np.arange(100) % len(ids), [100])
+        builder.finalize(str(tmp_path / f"{name}.idx"))
+    return str(tmp_path / "web"), str(tmp_path / "code")
+
+
+@pytest.fixture
+def tokens_seen(monkeypatch):
+    """A list of the first token of each sample that a run loads."""
+    seen: list[int] = []
+    original = forward_step._check_ids
+
+    def look(loaded, args):
+        seen.extend(loaded["tokens"][:, 0].tolist())
+        original(loaded, args)
+
+    monkeypatch.setattr(forward_step, "_check_ids", look)
+    return seen
+
+
+def test_each_phase_has_its_blend(pretrain_here, datasets, tokens_seen, tmp_path):
+    """The schedule of the learning rate goes on through both."""
+    web, code = datasets
+    run = ("--save", tmp_path / "run", "--load", tmp_path / "run")
+    for blend, most in (((0.9, web, 0.1, code), WEB), ((0.1, web, 0.9, code), CODE)):
+        tokens_seen.clear()
+        done(pretrain_here(*PHASES, *run, "--data-path", *blend))
+        training = tokens_seen[:12]  # 3 iterations of 4; the evaluation comes after them
+        assert len(set(tokens_seen) - set(WEB) - set(CODE)) == 0
+        assert sum(token in most for token in training) >= 9
+    rates = [line["learning_rate"] for line in metrics(tmp_path / "run") if "lm_loss" in line]
+    assert rates == pytest.approx([1e-2 * (1 - step / 6) for step in range(1, 7)])
+
+
+def test_phases_need_one_batch_size(pretrain_here):
+    ramp = ("--rampup-batch-size", 2, 2, 8)
+    assert "never changes" in refused(pretrain_here(*PHASES, "--mock-data", *ramp))
