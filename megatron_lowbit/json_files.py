@@ -32,16 +32,22 @@ def parse_json(text: bytes | str, place: str) -> Any:
         raise UserError(f"{place}: not valid JSON ({error})") from None
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; raise a UserError that names the file where there is none."""
+def read_object(path: Path, argument: str = "") -> dict[str, Any]:
+    """Read a JSON object; raise a UserError that names the file where there is none.
+
+    Args:
+        path: the file.
+        argument: the argument of the command line that names it, for the error.
+    """
+    place = f"{argument} {path}".lstrip()
     try:
         if not path.is_file():
-            raise UserError(f"{path} is {'no file' if path.exists() else 'missing'}")
-        content = parse_json(path.read_bytes(), str(path))
+            raise UserError(f"{place} is {'no file' if path.exists() else 'missing'}")
+        content = parse_json(path.read_bytes(), place)
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    _check_depth(content, path)
-    return as_object(content, str(path))
+        raise UserError(f"{place}: cannot be read ({error.strerror})") from None
+    _check_depth(content, place)
+    return as_object(content, place)
 
 
 def as_object(content: Any, place: str) -> dict[str, Any]:
@@ -147,7 +153,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def _check_depth(content: Any, path: Path) -> None:
+def _check_depth(content: Any, place: str) -> None:
     level = [content]
     for _ in range(MAX_DEPTH):
         level = [
@@ -158,4 +164,4 @@ def _check_depth(content: Any, path: Path) -> None:
         ]
         if not level:
             return
-    raise UserError(f"{path}: nested more than {MAX_DEPTH} deep")
+    raise UserError(f"{place}: nested more than {MAX_DEPTH} deep")

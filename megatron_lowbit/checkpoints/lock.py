@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries, parse_json
 
 LOCK = ".lock"
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -96,17 +97,16 @@ def _this_process() -> dict[str, Any]:
 def _parse(content: bytes) -> dict[str, Any]:
     """Return what a process has written about itself; nothing where it is not that."""
     try:
-        holder = json.loads(content)
-        valid = (
-            isinstance(holder, dict)
-            and isinstance(holder["host"], str)
-            and holder["host"].isprintable()
-            and type(holder["process"]) is int
-            and type(holder["slurm_restarts"]) is int
-        )
-    except (ValueError, KeyError, RecursionError):
-        valid = False
-    return holder if valid else {}
+        entries = Entries(parse_json(content, LOCK), LOCK)
+        holder = {
+            "host": entries.string("host"),
+            "process": entries.integer("process"),
+            "slurm_job": entries.string("slurm_job", default=""),
+            "slurm_restarts": entries.integer("slurm_restarts", least=0),
+        }
+    except UserError:
+        return {}
+    return holder if holder["host"].isprintable() else {}
 
 
 def _is_earlier_start(holder: dict[str, Any]) -> bool:

@@ -1,6 +1,7 @@
 """Check indexed datasets before a run trains on them."""
 
 import hashlib
+import os
 import struct
 from pathlib import Path
 from typing import NamedTuple
@@ -13,16 +14,27 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.datasets.indexed_dataset import DType
 
 from megatron_lowbit.data.digest import data_digest
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries, read_object
 
 _CHECKED_TOKENS = 1 << 24
 _CHUNK = 1 << 22
+_MAX_EPOCHS = 100_000
+"""Far more than data can be repeated with use; Megatron-LM's index of them takes seconds."""
+_DOCUMENT_BYTES = 16
+"""Memory that Megatron-LM takes for a document of an epoch: two integers of 64 bits."""
 
 # The .idx file: magic, version, dtype code, counts of sequences and of document boundaries; then
 # int32 lengths, int64 byte offsets (a sequence each), int64 boundaries (little endian throughout).
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
+
+
+class Part(NamedTuple):
+    """Size of a dataset's part for training, validation or test."""
+
+    documents: int
+    tokens: int
 
 
 class DatasetIndex(NamedTuple):
@@ -112,8 +124,8 @@ def check_part(
     seq_length: int,
     split: str | None,
     argument: str = "--data-path",
-) -> None:
-    """Raise UserError unless a part of a dataset has the tokens of one sample.
+) -> Part:
+    """Return the size of a part; raise UserError unless it has the tokens of one sample.
 
     Args:
         prefix: as the argument has it.
@@ -134,6 +146,26 @@ def check_part(
             f"and {tokens} tokens, fewer than the {seq_length + 1} of one sample; {share}"
             "lower --seq-length, or add data"
         )
+    return Part(last - first, tokens)
+
+
+def check_epochs(place: str, part: Part, tokens: float) -> None:
+    """Raise UserError for more epochs of a part than Megatron-LM's index of documents can hold.
+
+    It counts the epochs one by one, and lists every document of each of them.
+
+    Args:
+        place: the dataset and its part, for the message.
+        part: the part's size.
+        tokens: tokens that the run reads from it.
+    """
+    epochs = tokens / part.tokens
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    require(
+        epochs <= _MAX_EPOCHS and epochs * part.documents * _DOCUMENT_BYTES <= memory,
+        f"{place} has {part.documents} documents and {part.tokens} tokens, which the run would "
+        f"read {epochs:.3g} times; train or evaluate for fewer iterations, or add data",
+    )
 
 
 def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> None:

@@ -1,7 +1,6 @@
 """The datasets of a run: Megatron-LM's own, built from its own arguments."""
 
 import dataclasses
-import json
 from argparse import Namespace
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,9 +22,10 @@ from megatron.training.utils.common_utils import (
     is_first_or_last_pipeline_stage,
 )
 
-from megatron_lowbit.data.dataset import check_dataset, check_part
+from megatron_lowbit.data.dataset import check_dataset, check_epochs, check_part
 from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import read_object
 
 _PER_SPLIT = ("train", "valid", "test")
 
@@ -105,15 +105,13 @@ def _check_per_split(args: Namespace) -> None:
             raise UserError(f"--{name}-data-path: give a dataset's prefix, or leave it out")
     if args.per_split_data_args_path is None:
         return
-    file = f"--per-split-data-args-path {args.per_split_data_args_path}"
-    try:
-        content = json.loads(Path(args.per_split_data_args_path).read_bytes())
-        named = [content[name] for name in _PER_SPLIT]
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise UserError(f"{file}: must be a JSON object with train, valid and test") from None
-    for name, given in zip(_PER_SPLIT, named, strict=True):
+    argument = "--per-split-data-args-path"
+    content = read_object(Path(args.per_split_data_args_path), argument)
+    file = f"{argument} {args.per_split_data_args_path}"
+    for name in _PER_SPLIT:
+        if name not in content:
+            raise UserError(f"{file}: needs the entry {name!r}")
+        given = content[name]
         prefixes = given.split() if isinstance(given, str) else given
         is_list = isinstance(prefixes, list) and all(isinstance(item, str) for item in prefixes)
         if given is not None and not (is_list and prefixes):
@@ -138,8 +136,18 @@ def _check_parts(
             blend, bounds, argument = config.blend, parts[number], "--data-path"
         else:
             blend, bounds, argument = parts[number], (0.0, 1.0), _per_split_argument(args, number)
-        for prefix in blend[0]:
-            check_part(prefix, name, bounds, args.seq_length, args.split, argument)
+        for prefix, samples in zip(blend[0], _shares(blend, num_samples[number]), strict=True):
+            part = check_part(prefix, name, bounds, args.seq_length, args.split, argument)
+            check_epochs(f"{argument} {prefix}: the {name} part", part, samples * args.seq_length)
+
+
+def _shares(blend: tuple[list[str], list[float] | None], samples: int | None) -> list[float]:
+    """Return the samples that are drawn from each dataset of a blend; 0 where it is read once."""
+    prefixes, weights = blend
+    if samples is None or (weights is None and len(prefixes) > 1):
+        return [0.0] * len(prefixes)
+    weights = weights or [1.0]
+    return [samples * weight / sum(weights) for weight in weights]
 
 
 def _per_split_argument(args: Namespace, number: int) -> str:

@@ -1,6 +1,7 @@
 """A run's datasets: Megatron-LM's own, of the tokens that are there, or refused as too small."""
 
 import json
+import os
 import shlex
 
 import numpy as np
@@ -108,6 +109,29 @@ def test_each_dataset_of_a_blend_is_checked(datasets, prefix, tmp_path):
         datasets(f"--data-path 1 {prefix} 1 {small} --split 90,10,0", 1, 1, 0)
 
 
+@pytest.mark.parametrize(
+    ("line", "samples", "epochs"),
+    [
+        ("--data-path {0} --split 1,0,0", 10**9, "1.64e\\+07"),
+        ("--data-path 1 {0} 3 {0} --split 1,0,0", 10**7, "4.1e\\+04"),
+        ("--train-data-path {0}", 10**9, "1.64e\\+07"),
+    ],
+)
+def test_data_that_would_be_read_too_often(datasets, prefix, monkeypatch, line, samples, epochs):
+    """Megatron-LM counts the epochs one by one, and lists all their documents."""
+    if samples < 10**9:  # few enough epochs, were there memory for their documents
+        machine = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 4.1e4 * 39 * 16 - 1}
+        monkeypatch.setattr(os, "sysconf", machine.get)
+    message = f"{prefix}: the training part has 39 documents and 975 tokens, which the run would "
+    with pytest.raises(UserError, match=f"{message}read {epochs} times"):
+        datasets(f"{line.format(prefix)}", samples, 0, 0)
+
+
+def test_datasets_without_weights_are_read_once(datasets, prefix):
+    train, _, _ = datasets(f"--data-path {prefix} {prefix} --split 1,0,0", 10**9, 0, 0)
+    assert len(train) == 2 * ((975 - 1) // 16)
+
+
 @pytest.fixture
 def short(tmp_path) -> str:
     """A dataset of one document with 10 tokens, fewer than the 17 of one sample."""
@@ -158,20 +182,22 @@ def test_an_argument_of_a_part_that_names_no_dataset(datasets, argument):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file or directory"),
-        ("{", "must be a JSON object with train, valid and test"),
-        ("[1]", "must be a JSON object with train, valid and test"),
-        ('{"train": "a", "valid": "b"}', "must be a JSON object with train, valid and test"),
-        ('{"train": "a", "valid": "", "test": null}', "valid must be null or list weights and"),
-        ('{"train": [], "valid": "b", "test": null}', "train must be null or list weights and"),
-        ('{"train": "a", "valid": "b", "test": 3}', "test must be null or list weights and"),
+        (None, " is missing"),
+        ("{", ": not valid JSON"),
+        ("[1]", ": holds no JSON object, but "),
+        ("[" * 200 + "]" * 200, ": nested more than 100 deep"),
+        ('{"train": "a", "train": "b", "valid": "b", "test": null}', ": .*a second key 'train'"),
+        ('{"train": "a", "valid": "b"}', ": needs the entry 'test'"),
+        ('{"train": "a", "valid": "", "test": null}', ": valid must be null or list weights and"),
+        ('{"train": [], "valid": "b", "test": null}', ": train must be null or list weights and"),
+        ('{"train": "a", "valid": "b", "test": 3}', ": test must be null or list weights and"),
     ],
 )
 def test_a_file_of_parts_that_does_not_name_datasets(datasets, tmp_path, content, message):
     file = tmp_path / "parts.json"
     if content is not None:
         file.write_text(content)
-    with pytest.raises(UserError, match=f"^--per-split-data-args-path {file}: {message}"):
+    with pytest.raises(UserError, match=f"^--per-split-data-args-path {file}{message}"):
         datasets(f"--per-split-data-args-path {file}", 1, 1, 0)
 
 
