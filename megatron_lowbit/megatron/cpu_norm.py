@@ -41,7 +41,7 @@ _NORMS = {
 
 
 def build(_: type, config: Any, hidden_size: int, eps: float = 1e-5, **__: Any) -> torch.nn.Module:
-    """Build a norm, in the place of the constructor of Megatron-LM's ``WrappedTorchNorm``.
+    """Build a norm, in the place of the constructors of Megatron-LM's norms.
 
     Under sequence parallelism the parameters see this rank's tokens only; their mark makes
     Megatron-LM sum their gradients over the tensor-parallel group.

@@ -272,6 +272,7 @@ def _with_own_generator(build: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replace_in_megatron() -> None:
     from megatron.core import optimizer
+    from megatron.core.fusions import fused_layer_norm
     from megatron.core.optimizer import distrib_optimizer
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer import torch_norm
@@ -314,7 +315,11 @@ def _replace_in_megatron() -> None:
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     random._set_cuda_rng_state = lambda state, *_, **__: _set_draws(state)
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_on_cpu
-    torch_norm.WrappedTorchNorm.__new__ = staticmethod(cpu_norm.build)
+    for norm in (
+        torch_norm.WrappedTorchNorm,
+        fused_layer_norm.FusedLayerNorm,
+    ):  # the second: Apex's
+        norm.__new__ = staticmethod(cpu_norm.build)
     for name, uneven in (
         ("_gather_along_first_dim", _gather_parts),
         ("_reduce_scatter_along_first_dim", _reduce_scatter_parts),

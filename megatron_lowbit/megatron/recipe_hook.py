@@ -40,6 +40,7 @@ from megatron_lowbit.megatron.upstream_gaps import (
     check_local_layers,
     use_local_latent_attention,
     use_prebuilt_dataset_helpers,
+    use_torch_rms_norm,
 )
 from megatron_lowbit.recipes import Layer, LinearPrecision, Progress, Recipe, load_recipes
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
@@ -59,6 +60,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     """
     use_prebuilt_dataset_helpers()
     check_local_layers(args)
+    if args.transformer_impl == "local":
+        use_torch_rms_norm()
     if args.multi_latent_attention:
         use_local_latent_attention()
     if args.precision_recipe is None:

@@ -2,8 +2,9 @@
 
 ``typing.override`` is missing from Python 3.11. The Makefile of the dataset helpers is missing from
 the package, which holds the compiled helpers themselves. Multi-latent attention gives the width of
-its keys and values to its core attention, and the local one does not take them. What local layers
-compute wrongly or cannot train is refused. See docs/upstream-notes.md.
+its keys and values to its core attention, and the local one does not take them. Where Apex is
+installed, local models get its norm, which refuses RMSNorm. What local layers compute wrongly or
+cannot train is refused. See docs/upstream-notes.md.
 """
 
 import sys
@@ -64,3 +65,20 @@ def use_local_latent_attention() -> None:
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     DotProductAttention.__init__ = init
+
+
+def use_torch_rms_norm() -> None:
+    """Let Megatron-LM's norm of Apex be torch's where the model has RMSNorm, which Apex lacks."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    if "__new__" not in vars(FusedLayerNorm):  # A CPU has replaced it already.
+        FusedLayerNorm.__new__ = staticmethod(_norm_of)
+
+
+def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Return the norm of a configuration; without one, as copies are made, an empty ``kind``."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    if config is None or config.normalization == "LayerNorm":
+        return object.__new__(kind)
+    return WrappedTorchNorm(config, *args, **kwargs)

@@ -42,6 +42,8 @@ CITED = {
     "checkpointing.py:1697": "sys.exit()",
     "checkpointing.py:2254": "--ckpt-fully-parallel-save",
     "megatron_dataset.py:60": 'unique_identifiers["dataset_path"]',
+    "transformer_block.py:59": "LayerNormImpl = FusedLayerNorm",
+    "fused_layer_norm.py:68": "is not supported in FusedLayerNorm",
     "multi_latent_attention.py:739": "= gather_from_tensor_model_parallel_region(kv_combined)",
     "mlp.py:354": "output += output_bias",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
