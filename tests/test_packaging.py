@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.megatron.arguments import front_parser
+from megatron_lowbit.megatron.precision_arguments import INSTALL_TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -30,6 +31,14 @@ def test_one_version():
     version = PROJECT["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_extras():
+    """The versions that an error names are those of the extras, all of which are pinned."""
+    extras = PROJECT["optional-dependencies"]
+    assert INSTALL_TRANSFORMER_ENGINE.endswith(f"'{extras['te'][0]}'")
+    assert all("==" in requirement for requirement in extras["te"] + extras["mamba"])
+    assert [name.partition("==")[0] for name in extras["mamba"]] == ["causal-conv1d", "mamba-ssm"]
 
 
 def test_one_ruff():

@@ -40,7 +40,7 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
     unready = {job.folder for job in left}
     trunks = {job.start.folder for job in jobs if job.start}
     free, running, failed = list(places), [], []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         whole = progress.add_task("runs", total=len(jobs), completed=len(jobs) - len(left))
         try:

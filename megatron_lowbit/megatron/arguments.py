@@ -35,7 +35,7 @@ from megatron_lowbit.megatron.argument_values import (
 )
 from megatron_lowbit.megatron.cpu_arguments import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.help import show_help
-from megatron_lowbit.megatron.precision_arguments import Machine, choose_precision
+from megatron_lowbit.megatron.precision_arguments import Machine, check_layers, choose_precision
 
 COMMAND = "pretrain"
 """Name under which the help of the pretraining programs is cached."""
@@ -254,6 +254,7 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
         if not args.mxnorm:
             given.add("--mxnorm")
             args.mxnorm = True
+    check_layers(args, machine)
     precision = choose_precision(args, given, machine)
     for flag, name in ((args.mxnorm, "--mxnorm"), (args.fused_allreduce_norm, _FUSED)):
         require(not flag or bool(precision.recipes), f"{name} needs a recipe, such as bf16")

@@ -13,6 +13,10 @@ from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes import HIGH_PRECISION, Recipe, load_recipes
 from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
 
+INSTALL_TRANSFORMER_ENGINE = (
+    "pip install --no-build-isolation 'transformer_engine[pytorch]==2.20.2'"
+)
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -188,6 +192,20 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
     recipes = tuple(recipe for recipe, _ in sides)
     overrides = for_sides([changes for _, changes in sides])
     return _with_recipes(args, given, recipes, overrides, reason)
+
+
+def check_layers(args: Namespace, machine: Machine) -> None:
+    """Raise UserError where the model needs Transformer Engine's layers, which are not installed.
+
+    A CPU gets local layers, and a model's own specification says itself what it is made of.
+    """
+    if machine.capability is None or args.dry_run or args.spec:
+        return
+    require(
+        args.transformer_impl != "transformer_engine" or machine.transformer_engine,
+        "--transformer-impl transformer_engine, the default: Transformer Engine is not installed; "
+        f"give --transformer-impl local, or {INSTALL_TRANSFORMER_ENGINE}",
+    )
 
 
 def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:

@@ -5,7 +5,13 @@ import pytest
 from megatron_lowbit.command_line import GivenArguments
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import front_parser
-from megatron_lowbit.megatron.precision_arguments import Machine, Precision, choose_precision
+from megatron_lowbit.megatron.precision_arguments import (
+    INSTALL_TRANSFORMER_ENGINE,
+    Machine,
+    Precision,
+    check_layers,
+    choose_precision,
+)
 from megatron_lowbit.numerics import format_by_name
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipes
 
@@ -252,3 +258,16 @@ def test_settings_of_a_recipe_need_one_that_runs(choose):
 @pytest.mark.parametrize("line", ["--precision-recipe bf16", "--bf16"])
 def test_grouped_gemms_run_in_high_precision(choose, line):
     choose(f"{line} --num-experts 4 --moe-grouped-gemm", HOPPER)
+
+
+def test_layers_that_are_not_installed(parser):
+    def check(line: str, machine: Machine) -> None:
+        check_layers(parser.parse_args(line.split()), machine)
+
+    for machine in (CPU, HOPPER):
+        check("--bf16", machine)
+    with pytest.raises(UserError, match="is not installed; give --transformer-impl local") as error:
+        check("--bf16", HOPPER_WITHOUT_TE)
+    assert str(error.value).endswith(INSTALL_TRANSFORMER_ENGINE)
+    for allowed in ("--transformer-impl local", "--dry-run", "--spec module specification"):
+        check(allowed, HOPPER_WITHOUT_TE)

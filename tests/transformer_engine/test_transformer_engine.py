@@ -12,7 +12,6 @@ from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
 from megatron_lowbit.recipes import Layer, load_recipe
-from megatron_lowbit.transformer_engine import installed
 from megatron_lowbit.transformer_engine.native import native_recipe
 from megatron_lowbit.transformer_engine.site import Site
 
@@ -130,13 +129,6 @@ sys.exit(any(name.startswith("megatron_lowbit.transformer_engine.") for name in 
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(installed.importlib.util, "find_spec", lambda name: None)
-    assert installed.choose(None, None)[0] == "local"
-    with pytest.raises(UserError, match=r"not installed: pip install .*transformer_engine"):
-        installed.choose("transformer_engine", None)
 
 
 # -- on a GPU with Transformer Engine --------------------------------------------------------------
