@@ -37,19 +37,6 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(scope="session", autouse=True)
-def quick_parsing():
-    """Parse Megatron-LM's arguments in a twentieth of the time, where a test file imports it."""
-    if "megatron.training.argument_utils" not in sys.modules:
-        yield
-        return
-    sys.path.append(str(Path(__file__).parent / "end_to_end"))  # importlib mode adds no paths
-    from tiny_run import sources_read_once
-
-    with sources_read_once():
-        yield
-
-
 @pytest.fixture
 def run_ranks():
     """Runs a test file that is its own worker, a process for each rank, which it is told last."""

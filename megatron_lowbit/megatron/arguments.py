@@ -36,6 +36,7 @@ from megatron_lowbit.megatron.argument_values import (
 from megatron_lowbit.megatron.cpu_arguments import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.help import show_help
 from megatron_lowbit.megatron.precision_arguments import Machine, check_layers, choose_precision
+from megatron_lowbit.megatron.upstream_gaps import read_sources_once
 
 COMMAND = "pretrain"
 """Name under which the help of the pretraining programs is cached."""
@@ -114,6 +115,7 @@ def front_parser() -> CommandParser:
     """
     from megatron.training.arguments import add_megatron_arguments
 
+    read_sources_once()
     parser = CommandParser(
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
         "@FILE reads arguments from FILE, which may have comments.",

@@ -3,7 +3,8 @@
 ``typing.override`` is missing from Python 3.11. The Makefile of the dataset helpers is missing from
 the package, which holds the compiled helpers themselves. Multi-latent attention gives the width of
 its keys and values to its core attention, and the local one does not take them. Where Apex is
-installed, local models get its norm, which refuses RMSNorm. What local layers compute wrongly or
+installed, local models get its norm, which refuses RMSNorm. Every parser of its arguments reads
+the source code of its classes anew. What local layers compute wrongly or
 cannot train is refused. See docs/upstream-notes.md.
 """
 
@@ -26,6 +27,24 @@ def use_prebuilt_dataset_helpers() -> None:
     from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  their presence is the point
 
     utils.compile_helpers = lambda: None
+
+
+def read_sources_once() -> None:
+    """Let parsers of Megatron-LM's arguments share the help that they take from source code."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    upstream = ArgumentGroupFactory._get_field_docstrings
+    if hasattr(upstream, "__wrapped__"):
+        return
+    found: dict[type, dict[str, str]] = {}
+
+    @wraps(upstream)
+    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
+        if kind not in found:
+            found[kind] = upstream(factory, kind)
+        return dict(found[kind])
+
+    ArgumentGroupFactory._get_field_docstrings = read_once
 
 
 def check_local_layers(args: Namespace) -> None:

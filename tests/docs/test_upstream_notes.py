@@ -35,6 +35,7 @@ CITED = {
     "training.py:4423": "'{} validation{}'.format(key, suffix)",
     "training.py:4481": "args.train_iters // args.eval_interval",
     "training.py:4493": "for s in phase_transition_samples if s <= current_sample",
+    "argument_utils.py:241": "inspect.getsource(src_cfg_class)",
     "schedules.py:27": "from megatron.core.transformer.moe.paged_stash import",
     "arguments.py:1741": "if not args.use_persistent_ckpt_worker:",
     "filesystem_async.py:65": "_results_queue = ctx.Manager().Queue()",

@@ -19,7 +19,6 @@ import torch
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
-from megatron.training.argument_utils import ArgumentGroupFactory
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -65,25 +64,6 @@ class Result:
     returncode: int
     stdout: str
     stderr: str
-
-
-@contextmanager
-def sources_read_once() -> Iterator[None]:
-    """Keep the help of arguments that Megatron-LM takes from the source code of its classes.
-
-    It reads them three times a run, for 0.4 s.
-    """
-    read = ArgumentGroupFactory._get_field_docstrings
-    found: dict[type, dict[str, str]] = {}
-
-    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
-        if kind not in found:
-            found[kind] = read(factory, kind)
-        return dict(found[kind])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ArgumentGroupFactory, "_get_field_docstrings", read_once)
-        yield
 
 
 @contextmanager
@@ -219,7 +199,7 @@ def make_runs(job: Path) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # modules: each run collects garbage at its end
     rank = os.environ["RANK"]
-    with sources_read_once(), without_pictures():
+    with without_pictures():
         for name, arguments in json.loads(job.read_text()).items():
             with recorded_histories() as recorded:
                 try:

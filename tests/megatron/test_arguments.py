@@ -16,6 +16,7 @@ from megatron_lowbit.megatron.cpu_arguments import _ADDED, _UNSUPPORTED, adapt_t
 
 # isort: split
 from megatron.core.transformer.enums import AttnBackend
+from megatron.training import argument_utils
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 from megatron.training.global_vars import get_args, unset_global_variables
 
@@ -333,3 +334,11 @@ def test_completion_scripts(shell, capsys):
         arguments.parse_arguments(["--print-completion", shell])
     shown = capsys.readouterr().out
     assert "precision-recipe" in shown and "num-layers" in shown
+
+
+def test_a_second_parser_reads_no_source_code(monkeypatch):
+    """Megatron-LM takes the help of its arguments from there."""
+    help_text = arguments.front_parser().format_help()
+    assert "Number of transformer layers in a transformer block." in " ".join(help_text.split())
+    monkeypatch.setattr(argument_utils.inspect, "getsource", None)
+    assert arguments.front_parser().format_help() == help_text
