@@ -38,7 +38,11 @@ def exact_product(
 
 
 def _as_values(operand: GpuOperand) -> Values:
-    return Values(operand, None) if isinstance(operand, Tensor) else exact_values(operand)
+    if isinstance(operand, Tensor):
+        if operand.dtype is not torch.bfloat16:  # cuBLAS is given a pointer, and would read on
+            raise TypeError(f"BF16 numbers cannot be multiplied with an operand in {operand.dtype}")
+        return Values(operand, None)
+    return exact_values(operand)
 
 
 def tile_product(

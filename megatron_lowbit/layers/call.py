@@ -80,7 +80,7 @@ class LinearCall:
             scale_amax=partial(self._scale_amax, gemm, role),
             draw=draw,
             other=None if other is None else other.format,
-            kept=kept or precision.accumulation is not None,
+            kept=kept or precision.accumulation is not None or precision.rhs_of_fprop,
         )
 
     def _sign_key(self, gemm: str) -> int:

@@ -99,11 +99,18 @@ def test_products(pair, dtype, shape):
 
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed"]
+CHANGED = {
+    "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),
+    "nvfp4 SR": ("weight.axis=fprop", "weight.rounding=stochastic"),
+    "nvfp4 SR backward": ("dgrad.weight.rounding=stochastic", "wgrad.input.rounding=stochastic"),
+}
 
 
 def layer(recipe, engine):
     """A function that runs a linear layer, forward and backward: Y, dX, dW."""
-    precision = load_recipe(recipe).precision_for(Layer("decoder.layers.5.mlp.linear_fc1", 5, 30))
+    overrides = CHANGED.get(recipe, ())
+    recipe = load_recipe(recipe.partition(" ")[0], overrides)
+    precision = recipe.precision_for(Layer("decoder.layers.5.mlp.linear_fc1", 5, 30))
     history = None
     if precision.history_length:
         history = AmaxHistory(len(OPERANDS), precision.history_length, torch.device("cuda"))
@@ -120,7 +127,7 @@ def layer(recipe, engine):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, *CHANGED])
 def test_a_linear_layer_is_the_references(recipe):
     engines = reference("as the test's"), select_engine(torch.device("cuda"))
     expected, seen = (layer(recipe, engine)() for engine in engines)

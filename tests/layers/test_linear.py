@@ -220,10 +220,11 @@ class Recorder:
     """Counts what the engine quantizes: (format, shape), and keeps what its GEMMs get."""
 
     def __init__(self):
-        self.quantized, self.multiplied = [], []
+        self.requests, self.quantized, self.multiplied = [], [], []
         self.engine = dataclasses.replace(ENGINE, quantize=self.quantize, gemm=self.gemm)
 
     def quantize(self, x, row, col):
+        self.requests += [side for side in (row, col) if side]
         sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
         self.quantized += [(side.quantizer.format.name, tuple(s)) for side, s in sides if side]
         return ENGINE.quantize(x, row, col)
@@ -240,6 +241,16 @@ def test_square_weight_is_quantized_once():
     assert [name for name, _ in seen.quantized].count("nvfp4-2d") == 1
     (_, forward), (_, backward), _ = seen.multiplied
     assert torch.equal(forward.dequantize().t(), backward.dequantize())
+
+
+def test_what_meets_values_of_fprop_is_codes():
+    """An engine's own forms, such as BF16 numbers, do not multiply with FP32 ones."""
+    x, weight, _, dy = leaves()
+    seen = Recorder()
+    run(x, weight, SAME_AXIS, dy, engine=seen.engine)
+    # Input and weight for fprop, gradients for dgrad and wgrad, and nothing else.
+    assert [name for name, _ in seen.quantized] == ["nvfp4"] * 4
+    assert all(request.kept for request in seen.requests)
 
 
 def test_row_weight_is_quantized_for_each_gemm():
