@@ -18,7 +18,7 @@ import torch.distributed as dist
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
-from megatron.training import training
+from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.checkpoints import files
 from megatron_lowbit.checkpoints.lock import FolderLock
@@ -72,14 +72,19 @@ class CheckpointGuard:
                 self._recorder = Recorder(directory, self._args.save_keep_last)
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
-        """Save as Megatron-LM does, once an older checkpoint of the iteration is set aside."""
+        """Save as Megatron-LM does, once an older checkpoint of the iteration is set aside.
+
+        What the run has logged so far is written first: a run that goes on from the checkpoint logs
+        what comes after it only.
+        """
         directory: Path | None = Path(self._args.save)
         if settings.get("non_persistent_ckpt"):
             directory = _non_persistent_directory(self._args)
-        if directory is not None:
-            with same_outcome("save into", directory):
-                if self._recorder is not None:
-                    self._recorder.begin_save(files.iteration_directory(directory, iteration))
+        with same_outcome("save into", directory or Path(self._args.save)):
+            if (writer := get_tensorboard_writer()) is not None:
+                writer.flush()
+            if self._recorder is not None and directory is not None:
+                self._recorder.begin_save(files.iteration_directory(directory, iteration))
         self._upstream_save(iteration, *arguments, **settings)
 
     def close(self) -> None:

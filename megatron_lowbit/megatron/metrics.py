@@ -30,7 +30,8 @@ _REPEATED = " vs samples"
 class MetricsWriter:
     """Writes one JSON object an iteration; beside it, whatever ``board`` does.
 
-    Lines are written every ``log_interval`` iterations, so that no iteration waits for the GPU.
+    Lines are written every ``log_interval`` iterations, so that no iteration waits for the GPU, and
+    before a checkpoint is saved.
 
     Args:
         directory: gets metrics.jsonl.
@@ -43,6 +44,8 @@ class MetricsWriter:
         self.path = directory / METRICS_FILE
         self._board, self._interval, self._tokens = board, log_interval, tokens
         self._rows: dict[int, dict[str, Any]] = {}
+        # Bytes of the file before the line of an iteration that may still get more.
+        self._final: int | None = None
         self._since: tuple[int, float] | None = None
         self._trained: tuple[int, float] | None = None
 
@@ -78,7 +81,17 @@ class MetricsWriter:
         if self._board is not None:
             self._board.add_text(tag, text, global_step, **settings)
 
-    def _write(self) -> None:
+    def flush(self) -> None:
+        """Write all iterations so far. What still comes for the last one is added to its line."""
+        if self._rows:
+            last = max(self._rows)
+            kept = self._rows[last]
+            self._write(keep_last=True)
+            self._rows[last] = kept
+        if self._board is not None:
+            self._board.flush()
+
+    def _write(self, keep_last: bool = False) -> None:
         self._measure_speed()
         lines = []
         for step, row in sorted(self._rows.items()):
@@ -87,11 +100,15 @@ class MetricsWriter:
             numbers = {name: float(value) for name, value in row.items()}
             # JSON has no NaN and no infinity.
             finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
-            lines.append(json.dumps({"iteration": step, **finite}) + "\n")
+            lines.append(json.dumps({"iteration": step, **finite}).encode() + b"\n")
         self._rows.clear()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        # At no moment is there less than a checkpoint on disk relies on: the line of an iteration
+        # that got more is overwritten, by a longer one and in one piece.
+        with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+            end = file.seek(0, os.SEEK_END) if self._final is None else file.seek(self._final)
+            file.write(b"".join(lines))
+        self._final = end + sum(map(len, lines[:-1])) if keep_last else None
 
     def close(self) -> None:
         """Write what is left."""

@@ -15,12 +15,13 @@ import torch
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
-from megatron.training import training
+from megatron.training import global_vars, training
 
 from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import checkpoint_guard
 from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
+from megatron_lowbit.megatron.metrics import MetricsWriter
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -511,6 +512,24 @@ def test_the_guard_verifies_then_records(saved, write_checkpoint, upstream_saves
     assert is_recorded(path)
     assert upstream_saves == [(4, "model"), (2, "model")]
     assert training.save_checkpoint is upstream
+
+
+def test_what_a_run_has_logged_is_written_before_a_save(saved, monkeypatch):
+    """A killed run that goes on from the checkpoint has every iteration in its file once."""
+    writer = MetricsWriter(saved, None, log_interval=4, tokens=1)
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
+    found: list = []
+    metrics = saved / "metrics.jsonl"
+    monkeypatch.setattr(training, "save_checkpoint", lambda *_: found.append(metrics.read_text()))
+    guard = CheckpointGuard(arguments(None, save=str(saved)))
+    guard([chunk_with_steps()])
+    for iteration in (1, 2, 3):
+        writer.add_scalar("lm loss", 2.5, iteration)
+        if iteration > 1:
+            training.save_checkpoint(iteration)
+    guard.close()
+    assert [len(text.splitlines()) for text in found] == [2, 3]
+    assert found[1].startswith(found[0]) and metrics.read_text() == found[1]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

@@ -106,6 +106,29 @@ def test_the_first_value_of_a_name_stays(tmp_path):
     assert records(tmp_path)[0]["validation_loss"] == 2.75
 
 
+def test_what_is_flushed_is_in_the_file(tmp_path, clock):
+    """Before a checkpoint is saved; evaluation of the same iteration may come after that."""
+    made = writer(tmp_path, interval=4)
+    for iteration in (1, 2):
+        train(made, iteration)
+        clock.now += 4
+    made.flush()
+    flushed = records(tmp_path)
+    assert [record["iteration"] for record in flushed] == [1, 2]
+    assert flushed[1]["tokens_per_second"] == 2 * TOKENS / 4
+    made.flush()
+    assert records(tmp_path) == flushed
+    made.add_scalar("lm loss validation", 2.75, 2)
+    made.add_scalar("lm loss validation", 3.5, 2)
+    made.flush()
+    assert records(tmp_path) == [flushed[0], flushed[1] | {"validation_loss": 2.75}]
+    train(made, 3)
+    made.add_scalar("lm loss validation", 2.5, 4)
+    made.close()
+    assert [record["iteration"] for record in records(tmp_path)] == [1, 2, 3, 4]
+    assert records(tmp_path)[1] == flushed[1] | {"validation_loss": 2.75}
+
+
 def test_evaluation_before_training_is_a_line_of_its_own(tmp_path):
     made = writer(tmp_path)
     made.add_scalar("lm loss validation", 2.75, 0)
