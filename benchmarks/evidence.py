@@ -14,7 +14,6 @@ that of its seventh and eighth tenth.
 import argparse
 import json
 import re
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -83,17 +82,18 @@ def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -
     """A study's runs, with those of other studies that have the same command."""
     by_command: dict[tuple, list[LossCurve]] = {}
     for other, study in studies.items():
+        commands = _commands(study)
         for run in kept.get(other, []):
-            if run["name"] in study.runs:
-                key = _command(study, run["name"])
-                by_command.setdefault(key, []).append(curve_of(run))
-    study = studies[name]
-    found = [(run, by_command.get(_command(study, run), [])) for run in study.runs]
+            if run["name"] in commands:
+                by_command.setdefault(commands[run["name"]], []).append(curve_of(run))
+    found = [(run, by_command.get(key, [])) for run, key in _commands(studies[name]).items()]
     return [Contender(run, tuple(curves)) for run, curves in found if curves]
 
 
-def _command(study: Study, run: str) -> tuple[str, ...]:
-    return (study.script, *shlex.split(study.arguments), *shlex.split(study.runs[run]))
+def _commands(study: Study) -> dict[str, tuple]:
+    """What each run of a study does, whatever its seed."""
+    jobs = jobs_of(study.model_copy(update={"seeds": [0]}), Path(), [])
+    return {job.name: (*job.command, job.start) for job in jobs}
 
 
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
