@@ -356,4 +356,6 @@ def in_one_line(error: Exception) -> str:
     if not message:
         check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
         message = f"Megatron-LM demands {check}"
+    if "apply_rope_fusion" in message:  # the configuration's name; fused where nothing is said
+        message += " Or give --no-rope-fusion."
     return re.sub(r"\bargs\.(\w+)", lambda found: "--" + found[1].replace("_", "-"), message)

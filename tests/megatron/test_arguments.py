@@ -15,6 +15,7 @@ from megatron_lowbit.megatron import arguments, help
 from megatron_lowbit.megatron.cpu_arguments import _ADDED, _UNSUPPORTED, adapt_to_cpu
 
 # isort: split
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training import argument_utils
 from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
@@ -342,3 +343,13 @@ def test_a_second_parser_reads_no_source_code(monkeypatch):
     assert "Number of transformer layers in a transformer block." in " ".join(help_text.split())
     monkeypatch.setattr(argument_utils.inspect, "getsource", None)
     assert arguments.front_parser().format_help() == help_text
+
+
+def test_what_the_rotary_fusion_lacks_names_its_argument():
+    """Local layers on a GPU without Transformer Engine."""
+    fields = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    with pytest.raises(ValueError) as refused:
+        TransformerConfig(**fields, apply_rope_fusion=True)
+    assert arguments.in_one_line(refused.value).endswith(
+        "Please install TE >= 1.4. Or give --no-rope-fusion."
+    )
