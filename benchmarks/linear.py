@@ -10,7 +10,7 @@ quantization must read and write at the rate of a copy. Bytes kept are what forw
 for backward, without the output: the input's share grows with the tokens, the rest is the weight's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -98,7 +98,8 @@ def _bf16(size: Size) -> Built:
     return Built(lambda x: F.linear(x, weight), weight)
 
 
-def _recipe(name: str, size: Size) -> Built:
+def with_recipe(name: str, size: Size) -> Built:
+    """A layer under a recipe, a name and settings."""
     weight, precision = _module(size).weight, middle_precision(name)
     history = None
     if precision.history_length:
@@ -175,7 +176,7 @@ RECIPES = {
 }
 CONTENDERS = {
     "BF16": Contender(_bf16, "bf16"),
-    **{name: Contender(partial(_recipe, recipe), recipe) for name, recipe in RECIPES.items()},
+    **{name: Contender(partial(with_recipe, recipe), recipe) for name, recipe in RECIPES.items()},
     "TE BF16": Contender(partial(_transformer_engine, None), "bf16"),
     "TE blockwise": Contender(partial(_transformer_engine, "Float8BlockScaling"), "fp8-tile"),
     "TE delayed": Contender(partial(_transformer_engine, "DelayedScaling"), "fp8-delayed"),
@@ -301,7 +302,13 @@ def _step(built: Built, x: Tensor, grad: Tensor) -> Step:
     return step
 
 
-def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
+def run(
+    size: Size,
+    names: Sequence[str],
+    limits: Ceilings,
+    seconds: float,
+    contenders: Mapping[str, Contender] = CONTENDERS,
+) -> list[dict]:
     """Rows of one size: times, rates and bytes of each contender, or why it refuses."""
     options = {"dtype": torch.bfloat16, "device": timing.device()}
     x = torch.randn(size.tokens, size.inputs, **options, requires_grad=True)
@@ -309,7 +316,7 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     kept: dict[str, dict] = {}
 
     def builder(name: str) -> Step:
-        contender = CONTENDERS[name]
+        contender = contenders[name]
         if contender.long and size != DEFAULT:
             raise RuntimeError(f"takes long: measured for {DEFAULT} only")
         built = contender.make(size)
@@ -319,7 +326,7 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
 
     steps, refused = timing.build({name: partial(builder, name) for name in names})
     laps = timing.measure(steps, seconds)
-    rows = [_row(name, size, laps[name], limits) | kept[name] for name in steps]
+    rows = [_row(name, contenders[name], size, laps[name], limits) | kept[name] for name in steps]
     _add_ratios(rows)
     head = {"size": list(size)}
     return [head | row for row in rows] + [
@@ -327,7 +334,9 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     ]
 
 
-def _row(name: str, size: Size, laps: list[list[float]], limits: Ceilings) -> dict:
+def _row(
+    name: str, contender: Contender, size: Size, laps: list[list[float]], limits: Ceilings
+) -> dict:
     phases = {
         "forward": [lap[0] for lap in laps],
         "backward": [lap[1] for lap in laps],
@@ -337,7 +346,7 @@ def _row(name: str, size: Size, laps: list[list[float]], limits: Ceilings) -> di
     rate = 3 * size.flops / (row["both"]["median_ms"] / 1e3)
     row["tflop_per_s"] = round(rate / 1e12, 4)
     row["of_bf16_gemm"] = round(rate / limits.gemms["bf16"], 3)
-    like = CONTENDERS[name].like
+    like = contender.like
     if like is not None and (least := bound(middle_precision(like), size, limits)) is not None:
         row["bound_ms"] = {phase: round(value, 4) for phase, value in least.items()}
         row["over_bound"] = {p: round(row[p]["median_ms"] / v, 3) for p, v in least.items()}
