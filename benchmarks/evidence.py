@@ -8,7 +8,8 @@ place of those of the same name and seed; without folders the page is written fr
 
 Studies of one model share runs: where two have the same command but for the seed, each one's table
 counts the runs of both. "At the end" is the mean of the last twentieth of a run, "before the decay"
-that of its seventh and eighth tenth.
+that of its seventh and eighth tenth. Perplexity is that of the last validation; losses and
+perplexities have their standard deviation over seeds.
 """
 
 import argparse
@@ -74,8 +75,8 @@ def curve_of(run: dict) -> LossCurve:
     losses = np.array(run["losses"])
     iterations = run["every"] * np.arange(1, len(losses) + 1)
     tokens = run["tokens"] / iterations[-1] * iterations
-    nothing = np.array([])
-    return LossCurve(iterations, losses, nothing, nothing, tokens, np.full(len(losses), np.nan))
+    validation = iterations[-1:], np.array([run["validation_loss"]])
+    return LossCurve(iterations, losses, *validation, tokens, np.full(len(losses), np.nan))
 
 
 def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
@@ -97,15 +98,17 @@ def _commands(study: Study) -> dict[str, tuple]:
 
 
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
-    """Markdown: losses, gaps, and how much gaps grew from before the decay to the end."""
+    """Markdown: losses, gaps, how much these grew since before the decay, validation perplexity."""
     growth = gaps([[_growth(curve) for curve in one.curves] for one in contenders])
-    lines = ["| | runs | final loss | gap at the end | grown since before the decay |"]
-    lines.append("| --- | --- | --- | --- | --- |")
+    lines = ["| | runs | final loss | gap at the end | grown since before the decay | perplexity |"]
+    lines.append("| --- | --- | --- | --- | --- | --- |")
     for row, grown in zip(rows, growth, strict=True):
         spread = "" if np.isnan(row.loss_spread) else f" ± {row.loss_spread:.4f}"
         cells = [row.name, str(row.seeds), f"{row.loss:.4f}{spread}"]
         pairs = [(row.gap, row.gap_error), grown] if row is not rows[0] else []
         cells += [f"{100 * gap:+.2f}% ± {100 * error:.2f}" for gap, error in pairs] or ["", ""]
+        spread = "" if np.isnan(row.perplexity_spread) else f" ± {row.perplexity_spread:.3f}"
+        cells.append(f"{row.perplexity:.3f}{spread}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -27,8 +27,9 @@ class Row(NamedTuple):
     """What a table says of a contender; gaps are relative to the baseline's final loss.
 
     ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
-    standard error, NaN where no name has two seeds; ``spikes`` is the mean spike score, ``speed``
-    the median of tokens/s.
+    standard error, NaN where no name has two seeds; ``perplexity`` is that of the last validation,
+    the mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the
+    mean spike score, ``speed`` the median of tokens/s.
     """
 
     name: str
@@ -37,6 +38,8 @@ class Row(NamedTuple):
     loss_spread: float
     gap: float
     gap_error: float
+    perplexity: float
+    perplexity_spread: float
     spikes: float
     speed: float
 
@@ -61,6 +64,16 @@ def final_loss(curve: LossCurve) -> float:
     if not len(losses):
         return math.nan
     return float(losses[-max(1, round(len(curve.losses) * FINAL_SHARE)) :].mean())
+
+
+def perplexity(curve: LossCurve) -> float:
+    """Return the perplexity of the last validation; NaN without one that is finite."""
+    if not len(curve.validation_losses):
+        return math.nan
+    try:
+        return math.exp(curve.validation_losses[-1])
+    except OverflowError:
+        return math.nan
 
 
 def compare(contenders: Sequence[Contender]) -> list[Row]:
@@ -94,17 +107,26 @@ def gaps(values: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
 
 
 def _row(contender: Contender, losses: Sequence[float], gap: float, error: float) -> Row:
+    perplexities = [perplexity(curve) for curve in contender.curves]
     speeds = np.concatenate([curve.speeds for curve in contender.curves])
     return Row(
         contender.name,
         len(losses),
         statistics.fmean(losses),
-        statistics.stdev(losses) if len(losses) > 1 else math.nan,
+        _spread(losses),
         gap,
         error,
+        statistics.fmean(perplexities),
+        _spread(perplexities),
         statistics.fmean(spike_score(curve.losses) for curve in contender.curves),
         float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan,
     )
+
+
+def _spread(values: Sequence[float]) -> float:
+    """Return the standard deviation over seeds; NaN for one, and where one is."""
+    known = len(values) > 1 and not any(map(math.isnan, values))
+    return statistics.stdev(values) if known else math.nan
 
 
 def _ratios(losses: Sequence[float], baseline: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ from megatron_lowbit.analysis.loss_curve import colors, smooth
 
 SMOOTHED = 1 / 30
 """Share of the logged iterations that curves are smoothed over."""
-_COLUMNS = ("", "seeds", "final loss", "gap to {}", "spike score", "tokens/s")
+_COLUMNS = ("", "seeds", "final loss", "gap to {}", "perplexity", "spike score", "tokens/s")
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
@@ -26,7 +26,8 @@ td { text-align: right } td:first-child { text-align: left } img { max-width: 10
 </style>
 <h1>{{ title }}</h1>
 <p>Final losses are means over the last {{ share }}% of the iterations, with the standard deviation
-over seeds; gaps have their standard error, with the noise of all names pooled.</p>
+over seeds; gaps have their standard error, with the noise of all names pooled. Perplexities are
+those of the last validation, with the standard deviation over seeds.</p>
 <table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
@@ -99,9 +100,16 @@ def _cells(row: Row) -> list[str]:
         str(row.seeds),
         f"{row.loss:.4f}" + _plus_minus(row.loss_spread, ".4f"),
         f"{100 * row.gap:+.2f}%" + _plus_minus(100 * row.gap_error, ".2f"),
+        _perplexity(row),
         "" if math.isnan(row.spikes) else f"{row.spikes:.1f}",
         "" if math.isnan(row.speed) else f"{row.speed:,.0f}",
     ]
+
+
+def _perplexity(row: Row) -> str:
+    if math.isnan(row.perplexity):
+        return ""
+    return f"{row.perplexity:.3f}" + _plus_minus(row.perplexity_spread, ".3f")
 
 
 def _plus_minus(value: float, form: str) -> str:

@@ -1,6 +1,7 @@
 """Comparisons of runs: figures against numbers computed by hand, the page, the command."""
 
 import json
+import math
 import runpy
 import statistics
 from pathlib import Path
@@ -62,6 +63,29 @@ def test_gaps_of_means(write_run):
     assert one.gap == pytest.approx(0.0) and np.isnan(one.loss_spread)
     alone = compare(read_contenders([("a", runs[0][1]), ("b", runs[1][1])]))
     assert np.isnan(alone[1].gap_error)
+
+
+def with_validation(folder: Path, *losses: float | None) -> Path:
+    """Add validations to a run, one an iteration."""
+    file = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line, loss in zip(lines, losses, strict=False):
+        line["validation_loss"] = loss
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
+    runs = [("base", with_validation(write_run(f"b{i}", 1.0), 9.0, math.log(i))) for i in (3, 5)]
+    runs += [("lost", with_validation(write_run("lost", 1.0), 2.0, None))]
+    runs += [("huge", with_validation(write_run("huge", 1.0), 1e4))]
+    runs += [("none", write_run("none", 1.0))]
+    base, *others = compare(read_contenders(runs))
+    assert base.perplexity == pytest.approx(4) and base.perplexity_spread == pytest.approx(2**0.5)
+    assert all(math.isnan(row.perplexity) for row in others)
+    main([f"{name}={folder}" for name, folder in runs] + ["--output", str(tmp_path / "out")])
+    assert "4.000 ± 1.414" in capsys.readouterr().out
+    assert "<td>4.000 ± 1.414</td>" in (tmp_path / "out" / "comparison.html").read_text()
 
 
 def test_gap_curves(write_run):
