@@ -15,7 +15,7 @@ from megatron_lowbit.kernels.operands import Values, cdiv
 from megatron_lowbit.kernels.quantize import Side, tile_side
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request, Rounding
-from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
+from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
 from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
 
 WIDEST = 2**15
@@ -23,6 +23,8 @@ WIDEST = 2**15
 _TILE_ELEMENTS, _PARTS, WARPS = 2**12, 8, 4
 _RMS = tl.constexpr(0)
 """RMSNorm, where MXNorm has its p."""
+_POST_ROUND = tl.constexpr(-1)
+"""MXNorm from rounded absmaxes, where others have their p."""
 _GROUP_LEVELS = tl.constexpr(GROUP.bit_length() - 1)
 
 
@@ -30,7 +32,7 @@ def takes(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
     """Whether :func:`normalize_quantize` does: the usual norms, blocks of one row, to nearest."""
     quantizer = request.quantizer
     return (
-        (isinstance(norm, RMSNorm) or (norm.p in (1, 2) and not norm.rounded))
+        (isinstance(norm, RMSNorm) or norm.p in (1, 2))
         and quantizer.rounding is Rounding.NEAREST_EVEN
         and quantizer.format.block_rows == 1
         and request.hadamard is None
@@ -60,6 +62,8 @@ def normalize_quantize(
     rho = torch.empty((rows, 1), device=x.device)
     height, part = tile_of(columns, block)
     p, constant, eps = statistic(norm, block)
+    if p == _POST_ROUND.value:
+        constant = rounded_table(block, x.device)
 
     def launch(side, most, *arguments) -> None:
         norm_kernel[(cdiv(rows, height),)](
@@ -80,9 +84,14 @@ def normalize_quantize(
 
 
 def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:
-    """A norm in a kernel's words: P, the constant over which the RMS is, eps."""
+    """A norm in a kernel's words: P, the constant over which the RMS is, eps.
+
+    MXNorm from rounded absmaxes has ``rounded_table`` on the device in place of the constant.
+    """
     if isinstance(norm, RMSNorm):
         return _RMS.value, 1.0, norm.eps
+    if norm.rounded:
+        return _POST_ROUND.value, 1.0, norm.eps
     return int(norm.p), absmax_constant(norm.p, block), norm.eps
 
 
@@ -185,16 +194,36 @@ def inverse_rms(
     for i in tl.static_range(PARTS):
         if P == _RMS:
             sums = sums + (_grouped(parts[i] * parts[i], TM, TN, 0),)
+        elif P == _POST_ROUND:
+            sums = sums + (_power_of_two_below(mosts[i]),)
         else:
             sums = sums + (mosts[i] if P == 1 else mosts[i] * mosts[i],)
     total = _total(_tree(sums, PARTS), TM)
     count = tl.zeros_like(total) + (C if P == _RMS else C // BLOCK)
     mean = tl.div_rn(total, count)
-    top = tl.zeros_like(mean) + constant
-    if P == _RMS:
-        return tl.div_rn(top, tl.sqrt_rn(mean + eps))
+    if P == _POST_ROUND:
+        return tl.div_rn(tl.zeros_like(mean) + 1.0, _rms_of_rounded(mean, constant) + eps)
+    elif P == _RMS:
+        return tl.div_rn(tl.zeros_like(mean) + constant, tl.sqrt_rn(mean + eps))
     else:
+        top = tl.zeros_like(mean) + constant
         return tl.div_rn(top, (mean if P == 1 else tl.sqrt_rn(mean)) + eps)
+
+
+@triton.jit
+def _power_of_two_below(x):
+    """2 ** floor(log2(x)) of normal positive numbers; 0 of subnormal ones."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rms_of_rounded(mean, table):
+    """[TM], the RMS of rows by the mean of their rounded absmaxes; ``table`` [257] inverts it."""
+    bits = mean.to(tl.int32, bitcast=True)
+    index = (bits >> 15) & 255
+    fraction = (bits & 32767).to(tl.float32) * (1.0 / 32768)
+    low, high = tl.load(table + index), tl.load(table + index + 1)
+    return _power_of_two_below(mean) * (low + (high - low) * fraction)
 
 
 @triton.jit

@@ -81,6 +81,11 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )  # fmt: skip
     group.add_argument("--mxnorm-p", type=float, default=2.0, help="exponent of MXNorm's mean")
     group.add_argument(
+        "--mxnorm-post-round", action="store_true",
+        help="estimate MXNorm's norm from block absmaxes rounded down to powers of two, as E8M0 "
+        "scales are; needs --mxnorm-p 1",
+    )  # fmt: skip
+    group.add_argument(
         "--fused-allreduce-norm", action="store_true",
         help="fuse the tensor-parallel all-reduce with the residual, the norm and quantization",
     )  # fmt: skip
@@ -234,6 +239,10 @@ def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
         require(flag not in given, f"{flag}: packed sequences are not supported, leave it out")
     if args.mxnorm:
         require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
+    if args.mxnorm_post_round:
+        normed = args.mxnorm or args.normalization == "MXNorm"
+        require(normed, "--mxnorm-post-round needs --mxnorm")
+        require(args.mxnorm_p == 1, "--mxnorm-post-round needs --mxnorm-p 1")
     require(args.load or not args.load_latest_valid, "--load-latest-valid needs --load")
     if args.save_keep_last is not None:
         require(bool(args.save), "--save-keep-last needs --save")

@@ -56,7 +56,10 @@ class MXNormColumnParallelLinear(ColumnParallelLinear):
 
 def mxnorm_of(args: Namespace) -> MXNorm | None:
     """Return the normalization that the arguments ask for; None for megatron's own."""
-    return MXNorm(p=args.mxnorm_p, eps=args.layernorm_epsilon) if args.mxnorm else None
+    if not args.mxnorm:
+        return None
+    eps = args.layernorm_epsilon
+    return MXNorm(p=args.mxnorm_p, eps=eps, rounded=args.mxnorm_post_round)
 
 
 def use_mxnorm_spec(model_config: Any) -> None:

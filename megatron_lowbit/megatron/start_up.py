@@ -33,8 +33,9 @@ def describe(
         yield allreduce_norm.describe(chunks)
     if args.mxnorm:
         active, inactive = mxnorm_layers(chunks)
+        rounded = " of rounded absmaxes" if args.mxnorm_post_round else ""
         yield (
-            f"MXNorm, p {args.mxnorm_p:g}: {active} linear_qkv and linear_fc1 on rank 0; "
+            f"MXNorm, p {args.mxnorm_p:g}{rounded}: {active} linear_qkv and linear_fc1 on rank 0; "
             f"RMSNorm in {inactive} that are not quantized"
         )
 

@@ -21,8 +21,11 @@ from torch import Tensor
 from megatron_lowbit.numerics.rmsnorm import divide, square_root, tree_sum
 
 _PANELS, _NODES, _END = 64, 32, 14.0
-_TABLE = 256
-"""Points a binade of the inverse of appendix K's f."""
+_TABLE_BITS = 8
+_TABLE = 2**_TABLE_BITS
+"""Intervals a binade of the inverse of appendix K's f."""
+_REST_BITS = 23 - _TABLE_BITS
+_EXPONENT = 0x7F800000
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def _root(x: Tensor, p: float) -> Tensor:
 
 def _power_of_two_below(x: Tensor) -> Tensor:
     """2 ** floor(log2(x)) of normal positive numbers; 0 of zero."""
-    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return (x.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
 @cache
@@ -124,26 +127,31 @@ def mean_rounded(sigma: float, block: int) -> float:
 
 
 @cache
-def _inverse_table(block: int) -> Tensor:
-    """The sigmas, FP32 (points + 1,), whose means are 2 ** (i / points) for i from 0 on."""
+def rounded_table(block: int, device: torch.device) -> Tensor:
+    """Return the sigmas, FP32 (257,) on a device, whose means are 1 + i / 256 for i from 0 to 256.
+
+    The points are equally far apart, where the paper's are powers of 2 ** (1 / A): an FP32 mean's
+    leading bits are then its place in the table, on every device.
+    """
     found = []
     for i in range(_TABLE + 1):
-        target, low, high = 2.0 ** (i / _TABLE), 1e-3, 4.0
+        target, low, high = 1 + i / _TABLE, 1e-3, 4.0
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if mean_rounded(middle, block) < target else (low, middle)
         found.append((low + high) / 2)
-    return torch.tensor(found, dtype=torch.float32)
+    return torch.tensor(found, dtype=torch.float32, device=device)
 
 
 def rms_of_rounded(mean: Tensor, block: int) -> Tensor:
-    """The RMS, FP32, of Gaussian rows whose rounded absmaxes have these means; 0 of zero.
+    """The RMS, FP32, of Gaussian rows whose rounded absmaxes have these means; 0 of subnormal ones.
 
     f(2 sigma) = 2 f(sigma), so that one binade of the inverse, linear between its points, is all.
     """
-    table = _inverse_table(block).to(mean.device)
-    mantissa, exponent = torch.frexp(mean)
-    place = (mantissa * 2).clamp(1, 2).log2() * _TABLE
-    index = place.long().clamp(0, _TABLE - 1)
-    between = torch.lerp(table[index], table[index + 1], place - index)
-    return torch.where(mean > 0, torch.ldexp(between, exponent - 1), torch.zeros_like(mean))
+    table = rounded_table(block, mean.device)
+    bits = mean.view(torch.int32)
+    index = (bits >> _REST_BITS) & (_TABLE - 1)
+    fraction = (bits & (2**_REST_BITS - 1)).float() * 2.0**-_REST_BITS
+    low, high = table[index], table[index + 1]
+    rms: Tensor = _power_of_two_below(mean) * (low + (high - low) * fraction)
+    return rms

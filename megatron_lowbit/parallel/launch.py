@@ -39,7 +39,8 @@ def plan_of(
     Raises:
         ValueError: no such path, or no kernel takes the request.
     """
-    if request is not None and not takes(x, norm, request):
+    rounded = isinstance(norm, MXNorm) and norm.rounded
+    if request is not None and (rounded or not takes(x, norm, request)):
         raise ValueError(f"no kernel normalizes and quantizes to {request.quantizer}")
     return _plan(
         ranks, _processors(x.device), *x.shape, x.dtype, norm, request and request.quantizer,

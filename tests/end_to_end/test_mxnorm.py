@@ -30,6 +30,23 @@ def test_it_learns(model, recipe, active, pretrain_here, tmp_path):
     assert found[6] < found[1] - 0.3
 
 
+def test_post_round_trains_and_engines_agree(pretrain_here, tmp_path):
+    post_round = ("--mxnorm-p", 1, "--mxnorm-post-round")
+    run = ("--precision-recipe", "mxfp8", *MXNORM, *SHORT, "--train-iters", 3)
+    found = {}
+    for name, more in {
+        "rounded": (*post_round, "--quantization-engine", "reference"),
+        "compiled": (*post_round, "--quantization-engine", "auto"),
+        "p 1": ("--mxnorm-p", 1),
+    }.items():
+        result = pretrain_here(*run, *more, "--save", tmp_path / name)
+        done(result)
+        assert ("p 1 of rounded absmaxes: 8" in result.stdout) == (name != "p 1")
+        found[name] = losses(tmp_path / name)
+    assert found["rounded"] == found["compiled"] != found["p 1"]
+    assert found["rounded"][3] < found["rounded"][1]
+
+
 def test_it_goes_on_from_rms_norm_and_back(pretrain_here, tmp_path):
     recipe = ("--precision-recipe", "mxfp8", *SHORT, "--save-interval", 2)
     rms, mx, back = (tmp_path / name for name in ("rms", "mx", "back"))
@@ -91,6 +108,10 @@ def test_a_switch_that_does_not_fit_is_refused_at_the_start(switch, named, pretr
         ),
         (("--fp8-recipe", "fp8-tile"), ("--hidden-size 64", "block of 128")),
         (("--precision-recipe", "mxfp8", "--mxnorm-p", 0), ("--mxnorm-p 0",)),
+        (
+            ("--precision-recipe", "mxfp8", "--mxnorm-post-round"),
+            ("--mxnorm-post-round needs --mxnorm-p 1",),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, named, pretrain_here):

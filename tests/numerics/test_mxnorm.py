@@ -113,6 +113,15 @@ def test_the_estimate_from_rounded_scales():
     seen = MXNorm(p=1, eps=0, rounded=True).inverse_rms(x, 32).squeeze(-1)
     ratio = seen * x.square().mean(-1).sqrt()
     assert abs(ratio.mean() - 1) < 5e-3 and ratio.std() < 0.05
+    # Appendix K's search in FP64; the table's lines are within 2e-5 of it.
+    rounded = 2 ** x.view(256, -1, 32).abs().amax(-1).double().log2().floor()
+    for row in range(0, 256, 32):
+        low, high = 1.0, 25.0
+        for _ in range(50):
+            middle = (low + high) / 2
+            below = mean_rounded(middle, 32) < rounded[row].mean()
+            low, high = (middle, high) if below else (low, middle)
+        assert seen[row].item() == pytest.approx(1 / low, rel=5e-5)
 
 
 @pytest.mark.parametrize("arguments", [{"p": 0}, {"p": math.inf}, {"p": 2, "rounded": True}])
