@@ -84,10 +84,7 @@ class MetricsWriter:
     def flush(self) -> None:
         """Write all iterations so far. What still comes for the last one is added to its line."""
         if self._rows:
-            last = max(self._rows)
-            kept = self._rows[last]
             self._write(keep_last=True)
-            self._rows[last] = kept
         if self._board is not None:
             self._board.flush()
 
@@ -97,11 +94,11 @@ class MetricsWriter:
         for step, row in sorted(self._rows.items()):
             if "lm_loss" in row:
                 row["consumed_tokens"] = step * self._tokens
-            numbers = {name: float(value) for name, value in row.items()}
+            numbers = self._rows[step] = {name: float(value) for name, value in row.items()}
             # JSON has no NaN and no infinity.
             finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
             lines.append(json.dumps({"iteration": step, **finite}).encode() + b"\n")
-        self._rows.clear()
+        self._rows = {step: numbers} if keep_last else {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # At no moment is there less than a checkpoint on disk relies on: the line of an iteration
         # that got more is overwritten, by a longer one and in one piece.

@@ -116,6 +116,11 @@ def test_what_is_flushed_is_in_the_file(tmp_path, clock):
     flushed = records(tmp_path)
     assert [record["iteration"] for record in flushed] == [1, 2]
     assert flushed[1]["tokens_per_second"] == 2 * TOKENS / 4
+    loss = torch.tensor([2.25])
+    made.add_scalar("own", loss, 2)
+    made.flush()
+    flushed[1]["own"] = 2.25
+    loss.zero_()  # as Megatron-LM does with its sums
     made.flush()
     assert records(tmp_path) == flushed
     made.add_scalar("lm loss validation", 2.75, 2)
