@@ -29,7 +29,7 @@ class Row(NamedTuple):
     ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
     standard error, NaN where no name has two seeds; ``perplexity`` is that of the last validation,
     the mean over seeds, with its standard deviation, NaN where a run has none; ``spikes`` is the
-    mean spike score, ``speed`` the median of tokens/s.
+    mean spike score, NaN where a run has no loss for every step, ``speed`` the median of tokens/s.
     """
 
     name: str
@@ -76,6 +76,18 @@ def perplexity(curve: LossCurve) -> float:
         return math.nan
 
 
+def spikes(curve: LossCurve) -> float:
+    """Return the spike score of a run; NaN where its file has no loss for every step.
+
+    The score is a sum over steps: a curve of every tenth step would give about a tenth of it. A
+    step without a loss here and there, a skipped update's, is left out.
+    """
+    steps = np.diff(curve.iterations)
+    if not len(steps) or np.median(steps) != 1:
+        return math.nan
+    return spike_score(curve.losses)
+
+
 def compare(contenders: Sequence[Contender]) -> list[Row]:
     """A row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
     losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
@@ -118,7 +130,7 @@ def _row(contender: Contender, losses: Sequence[float], gap: float, error: float
         error,
         statistics.fmean(perplexities),
         _spread(perplexities),
-        statistics.fmean(spike_score(curve.losses) for curve in contender.curves),
+        statistics.fmean(spikes(curve) for curve in contender.curves),
         float(np.nanmedian(speeds)) if np.isfinite(speeds).any() else math.nan,
     )
 

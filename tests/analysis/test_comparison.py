@@ -88,6 +88,25 @@ def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
     assert "<td>4.000 ± 1.414</td>" in (tmp_path / "out" / "comparison.html").read_text()
 
 
+def test_spikes_are_scored_by_the_step(tmp_path, capsys):
+    """A spike of eight steps, by the paper's equation: 0 below 3 sigma, sigma 1 by construction."""
+    # Over the last 30 of 100 steps the losses are 9 and 11, sigma 1: no step is 3 above its minimum.
+    losses = [9.0 + 2 * (step % 2) for step in range(100)]
+    for step, height in enumerate((6, 10, 8, 6, 5, 4.5, 4.25, 4), start=41):
+        losses[step] = 9.0 + height
+    # Each of them still has a 9 among its last 8 steps, but the last: its minimum is 9 + 4 itself.
+    expected = sum(height - 3 for height in (6, 10, 8, 6, 5, 4.5, 4.25))
+    scores = []
+    for interval in (1, 10):
+        folder = tmp_path / str(interval)
+        folder.mkdir()
+        rows = [{"iteration": i + 1, "lm_loss": losses[i]} for i in range(0, 100, interval)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        scores.append(compare(read_contenders([("run", folder)]))[0].spikes)
+    assert scores[0] == pytest.approx(expected, rel=1e-12)
+    assert math.isnan(scores[1])
+
+
 def test_gap_curves(write_run):
     runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate((0.9, 1.1))]
     runs += [("other", write_run("o", 1.5, iterations=150))]
