@@ -90,11 +90,11 @@ def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
 
 def test_spikes_are_scored_by_the_step(tmp_path, capsys):
     """A spike of eight steps, by the paper's equation: 0 below 3 sigma, sigma 1 by construction."""
-    # Over the last 30 of 100 steps the losses are 9 and 11, sigma 1: no step is 3 above its minimum.
+    # The losses are 9 and 11, sigma 1: elsewhere no step is 3 above its minimum.
     losses = [9.0 + 2 * (step % 2) for step in range(100)]
     for step, height in enumerate((6, 10, 8, 6, 5, 4.5, 4.25, 4), start=41):
         losses[step] = 9.0 + height
-    # Each of them still has a 9 among its last 8 steps, but the last: its minimum is 9 + 4 itself.
+    # All but the last still have a 9 among their last 8 steps; its minimum is 9 + 4 itself.
     expected = sum(height - 3 for height in (6, 10, 8, 6, 5, 4.5, 4.25))
     scores = []
     for interval in (1, 10):
