@@ -75,6 +75,10 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="implementation that quantizes: the fastest available one, or plain torch",
     )  # fmt: skip
     group.add_argument(
+        "--eval-precision", choices=("bf16", "recipe"), default="bf16",
+        help="precision of validation and test: that of a model without a recipe, or the recipe's",
+    )  # fmt: skip
+    group.add_argument(
         "--mxnorm", action="store_true",
         help="replace RMSNorm before quantized layers by MXNorm, which estimates the norm from the "
         "block scales",

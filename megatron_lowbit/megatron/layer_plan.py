@@ -18,7 +18,8 @@ _MTP = "mtp."
 class LayerPlan:
     """Identity, precision and engine of one linear layer.
 
-    ``norm`` is how the layer normalizes its input, where MXNorm is part of it.
+    ``norm`` is how the layer normalizes its input, where MXNorm is part of it. ``evaluates`` tells
+    whether the precision holds in evaluations, too, which else are in high precision.
     """
 
     layer: Layer
@@ -26,6 +27,7 @@ class LayerPlan:
     engine: Engine
     accumulate_main_grad: bool
     norm: MXNorm | None = None
+    evaluates: bool = True
 
 
 def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | None:
@@ -56,6 +58,7 @@ def plans(
     engine: Engine,
     first_expert: int,
     norm: MXNorm | None = None,
+    evaluates: bool = True,
 ) -> dict[str, LayerPlan]:
     """Return the plan of each of a chunk's linear modules that is in a block, by its path there."""
     accumulate = chunk.config.gradient_accumulation_fusion
@@ -64,5 +67,5 @@ def plans(
         layer = layer_of(chunk, name, first_expert)
         if layer is not None:
             precision = recipe.precision_for(layer)
-            found[name] = LayerPlan(layer, precision, engine, accumulate, norm)
+            found[name] = LayerPlan(layer, precision, engine, accumulate, norm, evaluates)
     return found

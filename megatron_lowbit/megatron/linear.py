@@ -5,6 +5,7 @@ the communication around the layer, and ``forward``. ``_forward_impl``, their ho
 product, becomes :func:`megatron_lowbit.layers.lowbit_linear` where the recipe quantizes the layer.
 """
 
+import weakref
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class _Product:
 
     def __init__(self, module: torch.nn.Module, state: LayerState, is_column: bool) -> None:
         self.state, self.is_column, self.group = state, is_column, module.tp_group
+        self.module = weakref.proxy(module)
         self.high_precision = module._forward_impl
         self.quantized = getattr(module, "normalized_product", lowbit_linear)
 
@@ -53,8 +55,11 @@ class _Product:
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         state = self.state
+        in_high_precision = not state.plan.precision.quantized or not (
+            self.module.training or state.plan.evaluates
+        )
         # An expert without tokens has nothing to quantize, nor an amax to record.
-        if not state.plan.precision.quantized or input.numel() == 0:
+        if in_high_precision or input.numel() == 0:
             return self.high_precision(input, weight, *args, **kwargs)
         return self.quantized(
             input,

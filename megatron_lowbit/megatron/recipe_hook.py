@@ -160,7 +160,8 @@ class RecipeHook:
             modules = kind.te_linears(chunk)
         first_expert = experts.first_local(chunk.config)
         norm = mxnorm_of(self.args)
-        found = plans(chunk, modules, recipe, self.engine, first_expert, norm)
+        evaluates = self.args.eval_precision == "recipe"
+        found = plans(chunk, modules, recipe, self.engine, first_expert, norm, evaluates)
         return [kind.take_over(modules[name], plan) for name, plan in found.items()]
 
     def _progress(self, iteration: int) -> Progress:

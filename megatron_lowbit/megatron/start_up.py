@@ -26,6 +26,8 @@ def describe(
     if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
         yield f"quantization engine: {engine.name} ({engine.reason})"
         yield from _products(recipe, engine, layers)
+        how = {"bf16": "nothing is quantized", "recipe": "in the recipe's precision"}
+        yield f"validation and test: {how[args.eval_precision]}"
     yield f"transformer layers: {args.transformer_impl}"
     if args.transformer_impl == "transformer_engine":
         yield from _kernels(recipe, layers)

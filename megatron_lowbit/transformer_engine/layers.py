@@ -61,7 +61,8 @@ class TELayerState(LayerState):
         super().set_precision(precision)
         module, layer = self.module, self.plan.layer
         where = MatchContext(layer.path, layer.block)
-        module.finish_init(QuantizationConfig(_content(precision), where, "recipe"))
+        content = _content(precision, self.plan.evaluates)
+        module.finish_init(QuantizationConfig(content, where, "recipe"))
         self.native = _native(precision)
         self.own = precision.quantized and self.native is None
         # Transformer Engine's GEMM of a custom recipe leaves main_grad alone.
@@ -77,7 +78,7 @@ class TELayerState(LayerState):
         self.module.is_first_microbatch = True
 
     def _open(self, module: torch.nn.Module, _: Any) -> None:
-        if self.own:
+        if self.own and (module.training or self.plan.evaluates):
             self.site.open(training=module.training and torch.is_grad_enabled())
 
     def _make_call(self, training: bool) -> LinearCall:
@@ -146,7 +147,8 @@ def _native_quantizer(native: Native, tensor: str) -> Any:
     return state.make_quantizers()[index]
 
 
-def _content(precision: LinearPrecision) -> dict[str, Any]:
+def _content(precision: LinearPrecision, evaluates: bool) -> dict[str, Any]:
+    """Return megatron-core's configuration of a module; an empty recipe is high precision."""
     training: dict[str, Any] = {}
     if precision.quantized:
         native = _native(precision)
@@ -156,6 +158,7 @@ def _content(precision: LinearPrecision) -> dict[str, Any]:
     return {
         "transformer_engine_config_type": "TEQuantizationParams",
         "training_recipe": training,
+        "evaluation_recipe": training if evaluates else {},
     }
 
 

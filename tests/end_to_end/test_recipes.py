@@ -23,7 +23,7 @@ ROWS = {
     "fp8-tile+mxfp4-backward": (
         "--fp8-recipe fp8-tile --fp4-recipe mxfp4-backward", 16, "fp8-128x128-e4m3",
     ),
-    "mxfp4": ("--fp4-recipe mxfp4", 12, "RHT-32"),
+    "mxfp4": ("--fp4-recipe mxfp4", 8, "RHT-32"),
     "nvfp4": ("--fp4-recipe nvfp4", 8, "RHT-16"),
 }  # fmt: skip
 LENGTH = 6
