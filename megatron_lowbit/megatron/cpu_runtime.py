@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from megatron_lowbit.megatron import cpu_norm
 from megatron_lowbit.megatron.cpu_adam import GroupStepAdam
@@ -138,6 +139,8 @@ def _no_op() -> Callable[..., None]:
 
 
 def _replace_in_torch() -> None:
+    # ``with torch.device("meta")`` knows factories by identity, from a list made at its first use.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _with_megatron_on_cpu(getattr(torch, name)))
     torch.Tensor.type = _with_cuda_names(torch.Tensor.type)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from safetensors.torch import load_file
 from training_runs import MODEL
 
 from megatron_lowbit.conversion.convert import to_hugging_face
@@ -36,11 +35,7 @@ def write_tokens(tmp_path):
 
 def loss(folder: Path, ids: torch.Tensor) -> float:
     """Return the mean loss of tokens (N, length + 1), from transformers' model."""
-    config = transformers.AutoConfig.from_pretrained(folder)
-    # Not from_pretrained: beside an imported megatron_lowbit it leaves rotary frequencies without
-    # a value.
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.load_state_dict(load_file(folder / "model.safetensors"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         logits = model(ids[:, :-1]).logits
     return float(F.cross_entropy(logits.flatten(0, 1).double(), ids[:, 1:].flatten()))

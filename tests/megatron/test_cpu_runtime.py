@@ -293,3 +293,16 @@ def test_adam_leaves_parameters_without_gradients_alone():
     assert torch.equal(ours[1], before) and ours[1] not in adam.state
     with pytest.raises(ValueError, match="closure"):
         adam.step(lambda: 0.0)
+
+
+def test_a_device_context_knows_the_factories():
+    """transformers builds models so, in a process that may have made no such context before."""
+    code = """
+import megatron_lowbit.megatron, torch
+with torch.device("meta"):
+    print(torch.empty(2).device, torch.arange(2).device)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True
+    )
+    assert done.stdout.split()[-2:] == ["meta", "meta"], done.stderr[-2000:]
