@@ -12,7 +12,7 @@ from megatron_lowbit.kernels.routes import MIN_CAPABILITY
 from megatron_lowbit.numerics import Request, quantize_both
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Engine:
     formats (None: high precision) are multiplied. ``folds()`` gives how many operand values were
     rounded when they were folded, of how many, since it was last called, ``fold_losses(lhs, rhs)``
     that of one product's. ``fused_norm(x, norm, request)`` is :meth:`normalize` in one kernel, or
-    None for a case that it does not take. ``reason`` says why this engine.
+    None for a case that it does not take. ``norm_grad(grad, x, rho)`` is its backward pass, the
+    reference's bits. ``reason`` says why this engine.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Engine:
     folds: Callable[[], tuple[int, int]] = lambda: (0, 0)
     fold_losses: Callable[[Any, Any], tuple[int, int]] = lambda lhs, rhs: (0, 0)
     fused_norm: Callable[..., tuple | None] = lambda x, norm, request: None
+    norm_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = norm_grad
 
     def normalize(self, x: Tensor, norm: MXNorm, request: Request) -> tuple[Any, Tensor]:
         """x (R, C) normalized and quantized along its rows; what it was times, FP32 (R, 1)."""
@@ -79,6 +81,7 @@ def select_engine(device: torch.device, request: str = "auto") -> Engine:
 def _for_gpu(capability: tuple[int, int]) -> Engine:
     # Triton is there wherever torch has CUDA, and on few other machines.
     from megatron_lowbit.kernels.fused import FusedEngine
+    from megatron_lowbit.kernels.norm_grad import norm_grad as norm_grad_kernel
 
     shown = ".".join(map(str, capability))
     if capability < MIN_CAPABILITY:
@@ -100,4 +103,5 @@ def _for_gpu(capability: tuple[int, int]) -> Engine:
         engine.folded.take,
         engine.fold_losses,
         engine.normalize,
+        norm_grad_kernel,
     )

@@ -193,14 +193,14 @@ def inverse_rms(
     sums = ()
     for i in tl.static_range(PARTS):
         if P == _RMS:
-            sums = sums + (_grouped(parts[i] * parts[i], TM, TN, 0),)
+            sums = sums + (grouped(parts[i] * parts[i], TM, TN, 0),)
         elif P == _POST_ROUND:
             sums = sums + (_power_of_two_below(mosts[i]),)
         else:
             sums = sums + (mosts[i] if P == 1 else mosts[i] * mosts[i],)
-    total = _total(_tree(sums, PARTS), TM)
-    count = tl.zeros_like(total) + (C if P == _RMS else C // BLOCK)
-    mean = tl.div_rn(total, count)
+    summed = total(tree(sums, PARTS), TM)
+    count = tl.zeros_like(summed) + (C if P == _RMS else C // BLOCK)
+    mean = tl.div_rn(summed, count)
     if P == _POST_ROUND:
         return tl.div_rn(tl.zeros_like(mean) + 1.0, _rms_of_rounded(mean, constant) + eps)
     elif P == _RMS:
@@ -227,17 +227,17 @@ def _rms_of_rounded(mean, table):
 
 
 @triton.jit
-def _grouped(values, TM: tl.constexpr, N: tl.constexpr, LEVEL: tl.constexpr):
+def grouped(values, TM: tl.constexpr, N: tl.constexpr, LEVEL: tl.constexpr):
     """Sums of groups of neighbours, by neighbours: within a thread as rows are loaded."""
     if LEVEL == _GROUP_LEVELS:
         return values
     else:
         pairs = tl.sum(tl.reshape(values, (TM, N // 2, 2)), 2)
-        return _grouped(pairs, TM, N // 2, LEVEL + 1)
+        return grouped(pairs, TM, N // 2, LEVEL + 1)
 
 
 @triton.jit
-def _tree(values, N: tl.constexpr):
+def tree(values, N: tl.constexpr):
     """The sum of a tuple of N tensors, upper half added to lower half, zeros behind."""
     if N == 1:
         return values[0]
@@ -249,14 +249,14 @@ def _tree(values, N: tl.constexpr):
                 sums = sums + (values[i] + values[i + HALF],)
             else:
                 sums = sums + (values[i],)
-        return _tree(sums, HALF)
+        return tree(sums, HALF)
 
 
 @triton.jit
-def _total(values, TM: tl.constexpr):
+def total(values, TM: tl.constexpr):
     """[TM], the sums of [TM, N], upper half added to lower half."""
     N: tl.constexpr = values.shape[1]
     if N > 1:
-        return _total(tl.sum(tl.reshape(values, (TM, 2, N // 2)), 1), TM)
+        return total(tl.sum(tl.reshape(values, (TM, 2, N // 2)), 1), TM)
     else:
         return tl.reshape(values, (TM,))

@@ -79,7 +79,7 @@ class _MXNormLinear(torch.autograd.Function):
         if handle is not None:
             handle.wait()
         return (
-            _norm_grad(inner, x, rho).to(x.dtype).view(ctx.x_shape) if needs_x else None,
+            call.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
             _gain_grad(call.shards, product, weight).to(gain.dtype) if needs_gain else None,
             deliver_wgrad(call, weight, (product * gain.float()).to) if needs_weight else None,
             grad.sum(dim=0) if ctx.has_bias and needs_bias else None,
@@ -107,13 +107,6 @@ def _product(call: LinearCall, lhs: Any, normalized: Tensor) -> Tensor:
         request = call.request("wgrad", "input", len(normalized))
         _, rhs = call.quantize(normalized, None, request)
     return call.gemm("wgrad", lhs, rhs, torch.float32)
-
-
-def _norm_grad(inner: Tensor, x: Tensor, rho: Tensor) -> Tensor:
-    """dX (R, D), FP32, from the gradient with respect to rho X."""
-    inner, x = inner.float(), x.float()
-    along = (inner * x).sum(-1, keepdim=True) / x.shape[-1]
-    return rho * inner - (rho**3 * along) * x
 
 
 def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.rmsnorm import divide, square_root, tree_sum
+from megatron_lowbit.numerics.rmsnorm import divide, grouped_sum, square_root, tree_sum
 
 _PANELS, _NODES, _END = 64, 32, 14.0
 _TABLE_BITS = 8
@@ -69,6 +69,20 @@ class MXNorm:
     def normalize(self, x: Tensor, block: int) -> Tensor:
         """x (R, C) normalized, FP32."""
         return x.float() * self.inverse_rms(x, block)
+
+
+def norm_grad(grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
+    """Return the gradient with respect to x (R, C), in x's dtype: RMSNorm's, appendix E.
+
+    With g for ``grad``, (R, C), the gradient with respect to rho x, and rho FP32 (R, 1)::
+
+        rho g - rho**3 (sum of g x / C) x
+
+    The sum is in RMSNorm's order.
+    """
+    g, values = grad.float(), x.float()
+    along = divide(grouped_sum(g * values), x.shape[-1])[..., None]
+    return (rho * g - rho * rho * rho * along * values).to(x.dtype)
 
 
 def _mean(values: Tensor) -> Tensor:

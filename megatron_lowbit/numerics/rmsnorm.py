@@ -22,16 +22,20 @@ class RMSNorm:
 
     def inverse_rms(self, x: Tensor, block: int = 1) -> Tensor:
         """FP32 (R, 1): what the rows of x (R, C) are to be multiplied by, whatever the block."""
-        squares = x.float().square()
-        squares = torch.nn.functional.pad(squares, (0, -squares.shape[-1] % GROUP))
-        for _ in range(GROUP.bit_length() - 1):
-            squares = squares[..., 0::2] + squares[..., 1::2]
-        mean = divide(tree_sum(squares), x.shape[-1])
+        mean = divide(grouped_sum(x.float().square()), x.shape[-1])
         return torch.ones_like(mean).div(square_root(mean + self.eps))[..., None]
 
     def normalize(self, x: Tensor, block: int = 1) -> Tensor:
         """x (R, C) normalized, FP32."""
         return x.float() * self.inverse_rms(x, block)
+
+
+def grouped_sum(values: Tensor) -> Tensor:
+    """FP32 sums over the last axis: neighbours in groups of 8, then the groups' sums as a tree."""
+    values = torch.nn.functional.pad(values, (0, -values.shape[-1] % GROUP))
+    for _ in range(GROUP.bit_length() - 1):
+        values = values[..., 0::2] + values[..., 1::2]
+    return tree_sum(values)
 
 
 def tree_sum(values: Tensor) -> Tensor:
