@@ -22,7 +22,7 @@ class DelayedScaling:
         algorithm: ``max`` of them, or their exponential moving ``average`` from the oldest on,
             each weighing 2 / (length + 1) against what came before.
         just_in_time: as long as fewer steps than this are recorded, the tensor's own amax is used;
-            None waits for the whole length.
+            None waits for the whole length. May be larger, for the unsteady start of a run.
     """
 
     length: int = 16
@@ -34,22 +34,24 @@ class DelayedScaling:
             raise ValueError(f"amax_history length {self.length} is not positive")
         if self.algorithm not in ("max", "average"):
             raise ValueError(f"amax_history algorithm {self.algorithm!r} is not max or average")
-        if self.just_in_time is not None and not 1 <= self.just_in_time <= self.length:
-            raise ValueError(
-                f"amax_history just_in_time {self.just_in_time} is not from 1 to length "
-                f"{self.length}"
-            )
+        if self.just_in_time is not None and self.just_in_time < 1:
+            raise ValueError(f"amax_history just_in_time {self.just_in_time} is not positive")
+
+    @property
+    def kept(self) -> int:
+        """Steps whose amaxes have to be kept, to use them or to count them."""
+        return max(self.length, self.just_in_time or 0)
 
     def amax(self, entries: Tensor, current: Tensor) -> Tensor:
         """The amax for the scale.
 
         Args:
-            entries: FP32 (at least ``length``,), oldest first, negative where none was recorded.
+            entries: FP32 (at least ``kept``,), oldest first, negative where none was recorded.
             current: FP32 scalar, the tensor's own. One that is not finite is returned itself: a
                 finite scale would make its infinities ordinary numbers.
         """
         window = entries[-self.length :]
-        known = window >= 0
+        known = entries[-self.kept :] >= 0
         if self.algorithm == "max":
             delayed = window.amax()
         else:

@@ -131,7 +131,7 @@ class LinearPrecision:
     @property
     def history_length(self) -> int:
         """Steps of amaxes that delayed scaling needs to keep; 0 without it."""
-        return max(p.delayed.length if p.delayed else 0 for p in self.gemms.values())
+        return max(p.delayed.kept if p.delayed else 0 for p in self.gemms.values())
 
     def operands(self) -> Iterator[OperandPrecision]:
         """All six operands, in the order of ``OPERANDS``."""

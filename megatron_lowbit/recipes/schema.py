@@ -141,7 +141,7 @@ class AmaxHistorySpec(_FieldsOf):
     kind = DelayedScaling
     length: Annotated[int, Field(le=2**16)] = 16
     algorithm: Literal["max", "average"] = "max"
-    just_in_time: int | None = None
+    just_in_time: Annotated[int, Field(le=2**16)] | None = None
 
 
 class AccumulationSpec(_FieldsOf):

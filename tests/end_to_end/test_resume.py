@@ -11,8 +11,9 @@ import pytest
 from tiny_run import HYBRID, LATENT, done, start_from, steps
 
 NVFP4 = ("--fp4-recipe", "nvfp4")
-DELAYED = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=2",
-           "--recipe-set", "amax_history.length=4")  # fmt: skip
+# Saved after 3 steps, delayed after 5: more than the length, so that steps are counted through it.
+DELAYED = ("--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=5",
+           "--recipe-set", "amax_history.length=2")  # fmt: skip
 DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
 FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform",
         "--recompute-num-layers", 1)  # fmt: skip

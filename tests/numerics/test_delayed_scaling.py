@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 def derived(recorded: list[float], current: float, scaling: DelayedScaling) -> float:
     """What the documentation says, on a list of the amaxes of finished steps, oldest first."""
     window = recorded[-scaling.length :]
-    if len(window) < scaling.just_in_time:
+    if len(recorded) < scaling.just_in_time:
         return current
     if scaling.algorithm == "max":
         return max(window)
@@ -26,13 +26,14 @@ def derived(recorded: list[float], current: float, scaling: DelayedScaling) -> f
 
 
 @pytest.mark.parametrize("algorithm", ["max", "average"])
-@pytest.mark.parametrize("length, just_in_time", [(1, 1), (4, 1), (4, 4), (16, 16), (16, 3)])
+@pytest.mark.parametrize("length, just_in_time", [(1, 1), (4, 1), (4, 4), (16, 3), (1, 5), (4, 9)])
 def test_every_step_of_a_run(algorithm, length, just_in_time):
     """From an empty history to one that has forgotten its first steps."""
     scaling = DelayedScaling(length, algorithm, just_in_time)
     rng = random.Random(length)
-    history, recorded = AmaxHistory(1, length, CPU), []
-    for _ in range(3 * length + 2):
+    kept = max(length, just_in_time)
+    history, recorded = AmaxHistory(1, kept, CPU), []
+    for _ in range(3 * kept + 2):
         current = rng.lognormvariate(0, 3)
         result = scaling.amax(history.entries[0], torch.tensor(current))
         assert result.dtype == torch.float32 and result.shape == ()
@@ -42,7 +43,7 @@ def test_every_step_of_a_run(algorithm, length, just_in_time):
         history.record(0, torch.tensor(current))
         history.advance(history.step)
         recorded.append(current)
-    assert history.length == length and (history.entries >= 0).all()
+    assert history.length == kept == scaling.kept and (history.entries >= 0).all()
 
 
 def test_max_and_average_differ():
@@ -160,9 +161,7 @@ def test_saturation_beyond_the_delayed_scale(format):
         ({"length": 0}, "length 0 is not positive"),
         ({"length": -3}, "length -3 is not positive"),
         ({"algorithm": "mean"}, "'mean' is not max or average"),
-        ({"just_in_time": 17}, "just_in_time 17 is not from 1 to length 16"),
-        ({"just_in_time": 0}, "just_in_time 0 is not from 1"),
-        ({"length": 4, "just_in_time": 5}, "just_in_time 5 is not from 1 to length 4"),
+        ({"just_in_time": 0}, "just_in_time 0 is not positive"),
     ],
 )
 def test_bad_arguments(arguments, message):
