@@ -91,8 +91,11 @@ class BlockFormat(ABC):
         return replace(self, **options)
 
     def __str__(self) -> str:
-        shown = [name if value is True else str(value) for name, value in self.options.items()]
-        return " ".join([self.name, *shown])
+        shown = [self.name]
+        for name, value in self.options.items():
+            number = f"{name} {value}"
+            shown.append(name if value is True else value if isinstance(value, str) else number)
+        return " ".join(shown)
 
 
 def blocks(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -11,7 +11,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
-from megatron_lowbit.numerics.block_formats.mx import MX
+from megatron_lowbit.numerics.block_formats.mx import BLOCK, MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3, E5M2
 from megatron_lowbit.recipes import LinearPrecision
@@ -198,7 +198,7 @@ def _nvfp4(read: _Reader) -> Native:
 
 
 def _holds_mxfp8(format: BlockFormat) -> bool:
-    return isinstance(format, MX) and format.element in (E4M3, E5M2)
+    return isinstance(format, MX) and format.element in (E4M3, E5M2) and format.block == BLOCK
 
 
 _KINDS = (

@@ -15,7 +15,8 @@ from megatron_lowbit.megatron.steps import steps_of
 COMMON = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 500,
           "--fp4-recipe", "nvfp4", "--save-keep-last", 2, "--log-interval", 100)  # fmt: skip
 ASYNC = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker",
-         "--bf16", "--quantization-engine", "auto", "--no-gradient-accumulation-fusion")  # fmt: skip
+         "--bf16", "--quantization-engine", "auto",
+         "--no-gradient-accumulation-fusion")  # fmt: skip
 
 
 @pytest.mark.slow

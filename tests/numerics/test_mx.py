@@ -172,19 +172,21 @@ def exact_scale_byte(amax: np.float32, element, rounding: str) -> int:
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-@pytest.mark.parametrize("three_quarters", [False, True])
+@pytest.mark.parametrize("three_quarters, block", [(False, 32), (True, 32), (False, 16)])
 @pytest.mark.parametrize("format", [name for name in FORMATS if name.startswith("mx")])
-def test_against_scalars(format, rounding, three_quarters, scalar_codes, unpacked):
-    """Both ends of FP32, subnormals, blocks of one row and of 32; float64 holds every product."""
-    f = format_by_name(format, scale_rounding=rounding, three_quarters=three_quarters)
+def test_against_scalars(format, rounding, three_quarters, block, scalar_codes, unpacked):
+    """Both ends of FP32, subnormals, blocks of one row and square; float64 holds every product."""
+    options = {"three_quarters": three_quarters, "block": block}
+    f = format_by_name(format, scale_rounding=rounding, **options)
+    assert f.block == block and f.block_rows in (1, block)
     x = random_blocks(11, rows=32 if f.block_rows == 1 else 192)
     q = Quantizer(f)(x)
-    tiles = x.view(x.shape[0] // f.block_rows, f.block_rows, 4, 32).abs()
+    tiles = x.view(x.shape[0] // f.block_rows, f.block_rows, 128 // block, block).abs()
     amax = tiles.amax(-1).amax(1).numpy()
     scales = [exact_scale_byte(a, f.element, rounding) for a in amax.flatten()]
     scales = np.array(scales).reshape(amax.shape).repeat(f.block_rows, axis=0)
     np.testing.assert_array_equal(q.scales.numpy(), scales)
-    scaled = np.ldexp(x.double().numpy(), 127 - scales.repeat(32, axis=1))
+    scaled = np.ldexp(x.double().numpy(), 127 - scales.repeat(block, axis=1))
     if three_quarters:
         scaled = (scaled * 0.75).astype(np.float32).astype(np.float64)
     np.testing.assert_array_equal(unpacked(q), scalar_codes(scaled, f.element))

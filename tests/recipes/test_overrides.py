@@ -120,6 +120,7 @@ def test_rounding_of_a_role_or_of_one_operand(name, role, rounding):
     [
         *((n, "scale_rounding", v) for n in MX for v in ("floor", "rceil", "ceil", "even")),
         *((n, "three_quarters", v) for n in MX for v in (False, True)),
+        *((n, "block", v) for n in ("mxfp8", "mxfp4-backward") for v in (32, 16)),
         *((n, "scale_format", v) for n in FP8 for v in ("fp32", "pow2")),
     ],
 )

@@ -28,7 +28,8 @@ def says(quantizer) -> str:
     words = [form.element.name, block, "tensor" if form.tensor_scaled else ""]
     for name in form.OPTIONS:
         value = getattr(form, name)
-        words.append({"three_quarters": "3/4" if value else ""}.get(name, str(value)))
+        shown = {"three_quarters": "3/4" if value else "", "block": ""}
+        words.append(shown.get(name, str(value)))
     return " ".join(filter(None, [*words, quantizer.rounding.value]))
 
 

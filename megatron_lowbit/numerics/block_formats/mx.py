@@ -18,8 +18,8 @@ leaves it open; Transformer Engine and torchao give an infinity the largest scal
 saturates.)
 """
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRound
 
 @dataclass(frozen=True)
 class MX(BlockFormat):
-    """Blocks of 1x32 or 32x32 elements; another ``block`` is for study.
+    """Blocks of 1x32 or 32x32 elements; another ``block`` is for study ("MXNorm", section 4.2).
 
     ``scales`` are E8M0 bytes, uint8 (R, K/32), those of 32x32 blocks repeated for each row;
     ``tensor_scale`` is 1, or 4/3 with ``three_quarters``.
@@ -88,7 +88,13 @@ class MX(BlockFormat):
     OPTIONS: ClassVar = {
         "scale_rounding": ("floor", "rceil", "ceil", "even"),
         "three_quarters": (False, True),
+        "block": (BLOCK, 16),
     }
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the same format with some options changed; square blocks stay square."""
+        changed = super().with_options(**options)
+        return replace(changed, block_rows=1 if self.block_rows == 1 else changed.block)
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
