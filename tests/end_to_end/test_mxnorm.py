@@ -7,6 +7,10 @@ MXNORM = ("--normalization", "MXNorm")
 SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1)
 
 
+BLOCKS_OF_16 = ("--precision-recipe", "mxfp8", "--recipe-set", "input.block=16", "--recipe-set",
+                "weight.block=16", "--recipe-set", "grad.block=16")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("model", "recipe", "active"),
     [
@@ -17,8 +21,9 @@ SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1)
         ),
         ((), ("--fp4-recipe", "nvfp4"), "4 linear_qkv and linear_fc1 on rank 0; RMSNorm in 4"),
         (HYBRID, ("--precision-recipe", "mxfp8"), "4 linear_qkv and linear_fc1 on rank 0"),
+        ((), BLOCKS_OF_16, "8 linear_qkv and linear_fc1 on rank 0; RMSNorm in 0"),
     ],
-    ids=["mxfp8", "nvfp4", "hybrid"],
+    ids=["mxfp8", "nvfp4", "hybrid", "blocks of 16"],
 )
 def test_it_learns(model, recipe, active, pretrain_here, tmp_path):
     result = pretrain_here(
