@@ -23,6 +23,7 @@ from megatron.training import global_vars
 from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, figures, gemm_sums
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.megatron import norm_statistics as norms
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.numerics import Operand, derive_key
 
@@ -52,7 +53,7 @@ def log_quantization_errors(args: Namespace, chunks: list[nn.Module]) -> None:
 
     def begin_step(iteration: int, training: bool) -> None:
         if training and iteration % interval == 0:
-            Measurement(chunks, iteration, _write)
+            Measurement(chunks, iteration, partial(_write, METRIC), partial(_write, norms.METRIC))
 
     steps_of(args, chunks).listeners.append(begin_step)
 
@@ -68,10 +69,18 @@ class Measurement:
         iteration: finished iterations.
         report: called on all ranks at the end with the number of the iteration, counted from 1, and
             the figures of each layer by its path.
+        report_norms: the same of each norm; None leaves norms out.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], iteration: int, report: Any) -> None:
-        self._iteration, self._report = iteration, report
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        iteration: int,
+        report: Any,
+        report_norms: Any = None,
+    ) -> None:
+        self._iteration, self._report, self._report_norms = iteration, report, report_norms
+        self._norms = norms.NormStatistics(chunks, iteration) if report_norms else None
         self._found: dict[str, Sums] = {}
         self._is_finite = True
         self._handles = [
@@ -90,7 +99,10 @@ class Measurement:
         self._finalize(*args, **kwargs)
         for handle in self._handles:
             handle.remove()
-        self._report(self._iteration + 1, _gather(self._found))
+        self._report(self._iteration + 1, _gather(self._found, figures))
+        if self._norms is not None:
+            self._norms.remove()
+            self._report_norms(self._iteration + 1, _gather(self._norms.sums, norms.figures))
 
     def _watch(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
         """Measure the forward pass of a layer, and its backward pass when the gradient is there."""
@@ -143,8 +155,8 @@ class Measurement:
                 )
 
 
-def _gather(found: dict[str, Sums]) -> dict[str, dict[str, float]]:
-    """Return the figures of every layer, from the sums of all ranks."""
+def _gather(found: dict[str, Sums], figures: Any) -> dict[str, dict[str, float]]:
+    """Return the figures of every layer or norm, from the sums of all ranks."""
     mine = {path: {k: float(v) for k, v in sums.items()} for path, sums in found.items()}
     gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, mine)
@@ -155,11 +167,11 @@ def _gather(found: dict[str, Sums]) -> dict[str, dict[str, float]]:
     return {path: figures(sums) for path, sums in sorted(total.items())}
 
 
-def _write(iteration: int, errors: dict[str, dict[str, float]]) -> None:
+def _write(metric: str, iteration: int, found: dict[str, dict[str, float]]) -> None:
     """Write figures as Megatron-LM writes its scalars: on the rank that has the writers."""
     metrics = {
-        f"{METRIC}/{path}/{name}": value
-        for path, layer in errors.items()
+        f"{metric}/{path}/{name}": value
+        for path, layer in found.items()
         for name, value in layer.items()
     }
     writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()

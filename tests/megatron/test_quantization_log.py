@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.pretrain import main
@@ -99,6 +100,42 @@ def check(folder: Path, model: str) -> None:
 def test_every_layer_and_the_same_training(tmp_path, model):
     make_runs(tmp_path, model)
     check(tmp_path, model)
+
+
+NORMS = {
+    "dense": (["input_layernorm", "pre_mlp_layernorm"] * 4, ()),
+    "hybrid": (["norm", "pre_mlp_layernorm", "input_layernorm", "norm"], ()),
+    "mxnorm": (
+        ["self_attention.linear_qkv", "mlp.linear_fc1"] * 4,
+        ("--mxnorm",),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
+    """Gains begin as ones, and eps takes 1% of the first one's. MXNorm estimates from 4 blocks."""
+    parts, more = NORMS[name]
+    model = "dense" if name == "mxnorm" else name
+    board = ("--tensorboard-dir", tmp_path / "board", "--log-quantization-error-interval", 2)
+    train(model, tmp_path / "run", *board, *more)
+    first = lines(tmp_path / "run")[1]
+    found = {key.split("/")[1]: v for key, v in first.items() if key.startswith("norms/")}
+    assert len(found) == len(parts) + 1  # and the final one
+    for part in parts:
+        assert any(path.endswith(part) for path in found)
+    for path, rms in found.items():
+        assert rms == pytest.approx(1, abs=0.1 if path.endswith(("qkv", "fc1")) else 0.02)
+    events = EventAccumulator(str(tmp_path / "board"), {"histograms": 0})
+    events.Reload()
+    tags = events.Tags()["histograms"]
+    assert {tag.split("/")[1] for tag in tags} == set(found)
+    for tag in tags:
+        steps_of_tag = [event.step for event in events.Histograms(tag)]
+        assert steps_of_tag == [1, 3]
+    output = events.Histograms(next(tag for tag in tags if tag.endswith("output")))[0]
+    values = output.histogram_value
+    assert values.sum_squares / values.num == pytest.approx(1, abs=0.2)
 
 
 @pytest.mark.slow
