@@ -341,6 +341,17 @@ def test_main_grad_accumulates():
     assert torch.equal(again, dw) and torch.equal(weight.main_grad, start + dw)
 
 
+def test_main_grad_in_bf16_rounds_once():
+    """Megatron-LM's --grad-reduce-in-bf16: dW is added in FP32, and the sum rounded."""
+    x, weight, _, dy = leaves()
+    start = randn(*weight.shape, seed=9).bfloat16()
+    _, _, dw = run(x, weight, NVFP4, dy)
+    weight.main_grad, weight.grad_added_to_main_grad = start.clone(), False
+    run(x, weight, NVFP4, dy, accumulate_main_grad=True)
+    assert torch.equal(weight.main_grad, (start.float() + dw).bfloat16())
+    assert not torch.equal(weight.main_grad, start + dw.bfloat16())
+
+
 def test_main_grad_of_a_bf16_weight_gets_fp32():
     """dW of quantized operands is FP32 and must not round to BF16 on its way to main_grad."""
     x, weight, _, dy = leaves(dtype=torch.bfloat16)
