@@ -95,7 +95,7 @@ def trained(source: Path, layer: int, format: str, **options) -> dict[str, torch
 
 READ = {
     "nvfp4": ("nvfp4-2d", {}, [1]),
-    "mxfp4": ("mxfp4-2d", {"scale_rounding": "rceil"}, [0, 1]),
+    "mxfp4": ("mxfp4-2d", {"scale_rounding": "rceil"}, [1]),
     "mxfp8": ("mxfp8-e4m3", {"scale_rounding": "rceil"}, [0, 1, 2]),
 }
 """Of recipes: the weight's format, its options and the layers that are not BF16."""
@@ -315,7 +315,7 @@ REFUSED = {
         "holds nvfp4, nvfp4-2d, but the recipe has.*mxfp4-2d",
     ),
     "nothing to do": ("modelopt", ["mxfp4-backward"], "quantizes no weight in fprop"),
-    "not experts": ("gpt-oss", ["mxfp4"], "experts alone, but .* model.layers.0.self_attn.q_proj"),
+    "not experts": ("gpt-oss", ["mxfp4"], "experts alone, but .* model.layers.1.self_attn.q_proj"),
     "random": ("compressed-tensors", ["nvfp4", "weight.rounding=stochastic"], "stochastically"),
     "scaled": ("compressed-tensors", ["mxfp4", "weight.three_quarters=true"], "three quarters"),
     "transformed": ("compressed-tensors", ["nvfp4", "fprop.hadamard={size: 16}"], "Hadamard"),
