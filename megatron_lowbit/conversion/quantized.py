@@ -22,7 +22,7 @@ from megatron_lowbit.conversion.layouts import LAYOUTS, Layout
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.plan import Place, Rule
 from megatron_lowbit.errors import require
-from megatron_lowbit.numerics import QuantizedTensor, Quantizer, Rounding
+from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
@@ -256,6 +256,12 @@ def _check(weight: Weight, layout: Layout) -> None:
         format.name in layout.formats,
         f"--quantized {layout.name} holds {', '.join(layout.formats)}, but the recipe has the "
         f"weight of {layer.path} in {format}",
+    )
+    block = FORMATS[format.name].block
+    require(
+        format.block == block,
+        f"--quantized {layout.name} holds blocks of {block}, but the recipe has the weight of "
+        f"{layer.path} in {format}: its block must be {block}",
     )
     nearest = weight.quantizer.rounding is Rounding.NEAREST_EVEN
     require(nearest, _refusal(layer, "is rounded stochastically"))

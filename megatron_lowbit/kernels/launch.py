@@ -72,8 +72,9 @@ def quantize_both(
 def _is_plain_tile(request: Request) -> bool:
     """Whether a side is FP8 tiles of 128, nearest and as they are: these have their own kernel."""
     quantizer = request.quantizer
+    tiles = isinstance(quantizer.format, FP8Tile) and quantizer.format.block == FP8_TILE
     nearest = quantizer.rounding is not Rounding.STOCHASTIC
-    return isinstance(quantizer.format, FP8Tile) and nearest and request.hadamard is None
+    return tiles and nearest and request.hadamard is None
 
 
 def _quantize_fp8_tiles(
@@ -187,7 +188,8 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
     format = quantizer.format
     function, options = _scale_function(format)
     points = 0
-    if 1 < format.block < FP8_TILE:
+    # Points store a scale for each row, which FP8 tiles do not have.
+    if format.block > 1 and not isinstance(format, FP8Tile):
         points = max(format.block, hadamard.size if hadamard else 0)
     return Side(
         scales=function,

@@ -13,6 +13,7 @@ from megatron_lowbit.kernels.elements import Element, encode, on_grid, over_bloc
 from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat
 
@@ -98,16 +99,26 @@ def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor) -> None:
     rows, columns = out.shape
     if not out.numel():
         return
+    scales = operand.scales.view(torch.uint8)
+    if isinstance(operand.format, FP8Tile):
+        scales = _exponents(operand)
     tile = (16, 256)
     grid = (cdiv(rows, tile[0]) * cdiv(columns, tile[1]),)
     even = rows % tile[0] == 0 and columns % tile[1] == 0
     _decode_kernel[grid](
-        operand.codes.view(torch.uint8), operand.scales.view(torch.uint8), out,
+        operand.codes.view(torch.uint8), scales, out,
         *(folding or (None, None, None, None)), rows, columns, *tile,
         operand.format.block, element(operand.format.element),
         element(E4M3) if isinstance(operand.format, NVFP4) else None, element(E4M3), even,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _exponents(operand: QuantizedTensor) -> Tensor:
+    """Power-of-two scales of FP8 tiles as E8M0, a byte for each row of codes and tile of it."""
+    bytes_ = (operand.scales.view(torch.int32) >> 23).to(torch.uint8)
+    by_row = bytes_.repeat_interleave(operand.format.block_rows, dim=0)
+    return by_row[: operand.codes.shape[0]].contiguous()
 
 
 @cache

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E2M1, E5M2
@@ -38,6 +38,7 @@ def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     return (
         both
         and capability[0] == 9
+        and lhs.block == rhs.block == TILE
         and 1 in (lhs.block_rows, rhs.block_rows)
         and not lhs.element == rhs.element == E5M2
     )
@@ -53,7 +54,13 @@ def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool
 
 
 def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    return all(f is None or isinstance(f, NVFP4 | MX | FP8Tensor) for f in (lhs, rhs))
+    return all(_is_exact_in_bf16(format) for format in (lhs, rhs))
+
+
+def _is_exact_in_bf16(format: Format) -> bool:
+    if isinstance(format, FP8Tile):
+        return format.scale_format == "pow2"
+    return format is None or isinstance(format, NVFP4 | MX | FP8Tensor)
 
 
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)

@@ -51,7 +51,7 @@ def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterab
             lhs, rhs = (None if side is None else side.format for side in sides)
             if precision.quantized:
                 pair = " x ".join(
-                    "bf16" if format is None else format.name for format in (lhs, rhs)
+                    "bf16" if format is None else str(format) for format in (lhs, rhs)
                 )
                 lines[f"  {pair}: {engine.describe(lhs, rhs)}"] = None
     return lines

@@ -73,7 +73,7 @@ class BlockFormat(ABC):
         return {name: v for name, v in values.items() if v != self.OPTIONS[name][0]}
 
     def with_options(self, **options: Any) -> Self:
-        """The same format with some options changed.
+        """Return the same format with some options changed; square blocks stay square.
 
         Raises:
             ValueError: no such option or value; the message says which there are.
@@ -88,7 +88,9 @@ class BlockFormat(ABC):
                 raise ValueError(
                     f"{name}: {value!r} with format {self.name} is not one of {listed}"
                 )
-        return replace(self, **options)
+        changed = replace(self, **options)
+        square = self.block_rows == self.block
+        return replace(changed, block_rows=changed.block) if square else changed
 
     def __str__(self) -> str:
         shown = [self.name]

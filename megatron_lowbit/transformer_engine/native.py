@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.mx import BLOCK, MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3, E5M2
@@ -197,13 +197,17 @@ def _nvfp4(read: _Reader) -> Native:
     return Native(read.name, arguments, megatron=None if any(arguments.values()) else megatron)
 
 
+def _holds_tiles(format: BlockFormat) -> bool:
+    return isinstance(format, FP8Tile) and format.block == TILE
+
+
 def _holds_mxfp8(format: BlockFormat) -> bool:
     return isinstance(format, MX) and format.element in (E4M3, E5M2) and format.block == BLOCK
 
 
 _KINDS = (
     _Kind("Float8CurrentScaling", (8, 9), lambda f: isinstance(f, FP8Tensor), _tensors),
-    _Kind("Float8BlockScaling", (9, 0), lambda f: isinstance(f, FP8Tile), _tiles),
+    _Kind("Float8BlockScaling", (9, 0), _holds_tiles, _tiles),
     _Kind("MXFP8BlockScaling", (10, 0), _holds_mxfp8, _mxfp8),
     _Kind("NVFP4BlockScaling", (10, 0), lambda f: isinstance(f, NVFP4), _nvfp4),
 )

@@ -318,6 +318,12 @@ REFUSED = {
     "not experts": ("gpt-oss", ["mxfp4"], "experts alone, but .* model.layers.1.self_attn.q_proj"),
     "random": ("compressed-tensors", ["nvfp4", "weight.rounding=stochastic"], "stochastically"),
     "scaled": ("compressed-tensors", ["mxfp4", "weight.three_quarters=true"], "three quarters"),
+    "other tiles": (
+        "fp8-blocks",
+        ["fp8-tile", "weight.block=64"],
+        "holds blocks of 128, .* fp8-128x128-e4m3 pow2 block 64: its block must be 128",
+    ),
+    "other blocks": ("compressed-tensors", ["mxfp8", "weight.block=16"], "its block must be 32"),
     "transformed": ("compressed-tensors", ["nvfp4", "fprop.hadamard={size: 16}"], "Hadamard"),
 }
 

@@ -6,12 +6,17 @@ from pathlib import Path
 import pytest
 from tiny_run import ROOT, done, steps
 
+ROLES = ("input", "weight", "grad")
 # Arguments, how many of the 16 linear layers they quantize, and what the table says of that.
 ROWS = {
     "bf16": ("--precision-recipe bf16", 0, "bf16"),
     "fp8-tile": ("--fp8-recipe fp8-tile", 16, "fp8-1x128-e5m2"),
     "fp8-tile-grad-e4m3": (
         "--fp8-recipe fp8-tile --recipe-set grad.format=fp8-1x128-e4m3", 16, "fp8-1x128-e4m3",
+    ),
+    "fp8-tile-of-32": (
+        "--fp8-recipe fp8-tile" + "".join(f" --recipe-set {role}.block=32" for role in ROLES), 16,
+        "fp8-1x128-e5m2 pow2 block 32 x fp8-128x128-e4m3 pow2 block 32: ",
     ),
     "fp8-tile-e4m3": ("--fp8-recipe fp8-tile-e4m3", 4, "fp8-1x128-e4m3"),
     "fp8-tensorwise": ("--fp8-recipe fp8-tensorwise", 16, "fp8-tensor-e4m3"),

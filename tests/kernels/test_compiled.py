@@ -54,9 +54,11 @@ def recipe_quantizers() -> set[Quantizer]:
 
 
 RECIPES = recipe_quantizers()
-MORE = {  # two dimensions with MXFP6, and stochastic FP8
+MORE = {  # two dimensions with MXFP6, stochastic FP8, other tiles
     Quantizer(format_by_name("mxfp6-e2m3-2d", scale_rounding="even"), NEAREST),
     Quantizer(format_by_name("fp8-tensor-e4m3"), STOCHASTIC),
+    Quantizer(format_by_name("fp8-1x128-e5m2", block=64), NEAREST),
+    Quantizer(format_by_name("fp8-128x128-e4m3", scale_format="pow2", block=32), NEAREST),
 }
 QUANTIZERS = sorted(RECIPES | MORE, key=lambda q: (str(q.format), q.rounding.value))
 # torch.compile guards what a class of formats does, so one of each class shows it.

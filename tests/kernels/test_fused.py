@@ -23,6 +23,19 @@ PAIRS = {
     ("fp8-1x128-e4m3", None): "dequantized to FP32",
     ("fp8-1x128-e5m2", "fp8-1x128-e5m2"): "dequantized to FP32",
     ("fp8-128x128-e4m3", "fp8-128x128-e4m3"): "dequantized to FP32",
+    ("fp8 1x64", "fp8-128x128-e4m3"): "dequantized to FP32",
+    ("fp8 1x64 pow2", "fp8 64x64 pow2"): "exact BF16",
+    ("fp8 64x64 pow2", "fp8-1x128-e4m3"): "dequantized to FP32",
+    ("fp8 1x64 pow2", None): "exact BF16",
+}
+TILES_OF_64 = {
+    "fp8 1x64": ("fp8-1x128-e4m3", "fp32"),
+    "fp8 1x64 pow2": ("fp8-1x128-e5m2", "pow2"),
+    "fp8 64x64 pow2": ("fp8-128x128-e4m3", "pow2"),
+}
+ALL = FORMATS | {
+    name: FORMATS[of].with_options(block=64, scale_format=scale)
+    for name, (of, scale) in TILES_OF_64.items()
 }
 # Errors of the sum, as shares of the sum of magnitudes, before rounding to the output. Hopper's FP8
 # tensor cores cut each step of 32 products off at 2**-13 of the largest; tiles are promoted to FP32
@@ -38,7 +51,7 @@ BOUNDS = {
 
 
 def names(pair):
-    return [None if name is None else FORMATS[name] for name in pair]
+    return [None if name is None else ALL[name] for name in pair]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
@@ -100,6 +113,7 @@ def test_products(pair, dtype, shape):
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed"]
 CHANGED = {
+    "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),
     "nvfp4 SR": ("weight.axis=fprop", "weight.rounding=stochastic"),
     "nvfp4 SR backward": ("dgrad.weight.rounding=stochastic", "wgrad.input.rounding=stochastic"),

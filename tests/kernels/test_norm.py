@@ -53,6 +53,14 @@ def test_the_references_bits(name, norm):
 
 
 @pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
+@pytest.mark.parametrize("block", [64, 16])
+def test_other_tiles(block, norm):
+    for scale_format in ("fp32", "pow2"):
+        options = {"block": block, "scale_format": scale_format}
+        check(values(37, 640), FORMATS["fp8-1x128-e4m3"].with_options(**options), norm)
+
+
+@pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
 @pytest.mark.parametrize("columns", [128, 384, 640, 896])
 def test_other_widths_and_rows(columns, norm):
     for name in ("mxfp8-e4m3", "nvfp4"):

@@ -8,7 +8,13 @@ from megatron_lowbit.kernels.operands import Transposed, exact_values, fold
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EXACT = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128"))]
+POW2 = {
+    f"{name} {block}": FORMATS[name].with_options(scale_format="pow2", block=block)
+    for name in ("fp8-1x128-e4m3", "fp8-128x128-e5m2")
+    for block in (128, 64, 16)
+}
+OTHERS = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128"))]
+EXACT = {name: FORMATS[name] for name in OTHERS} | POW2
 
 
 def values(rows=48, columns=200, spread=2.0):
@@ -31,12 +37,23 @@ def folding(operand):
 
 @pytest.mark.parametrize("name", EXACT)
 def test_bf16_numbers_are_exact(name):
-    q = Quantizer(FORMATS[name])(values())
+    q = Quantizer(EXACT[name])(values())
     assert torch.equal(numbers(exact_values(q)), q.dequantize())
 
 
-def test_square_blocks_serve_the_transpose():
-    q = Quantizer(FORMATS["nvfp4-2d"])(values())
+def test_bf16_numbers_of_tiles_at_both_ends_of_fp32():
+    """Scales down to 2**-127, and elements that BF16 still holds; codes with a row each."""
+    for amax in (2.0**-118, 2.0**127):
+        x = torch.zeros(40, 128, device=DEVICE)
+        x[:, ::8], x[:, 1::8] = amax, -amax / 64
+        q = Quantizer(POW2["fp8-1x128-e4m3 64"])(x)
+        assert torch.equal(numbers(exact_values(q)), q.dequantize())
+        assert torch.equal(q.dequantize(), x)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-2d", "fp8-128x128-e5m2 64"])
+def test_square_blocks_serve_the_transpose(name):
+    q = Quantizer(EXACT[name])(values())
     assert torch.equal(numbers(exact_values(Transposed(q))), q.dequantize().t())
 
 
@@ -45,8 +62,9 @@ def test_what_is_not_finite_is_not_a_number(value):
     """From codes and at once: NaN where the reference has it."""
     x = values(32, 128)
     x[3, 5] = value
-    for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2"):
-        quantizer = Quantizer(FORMATS[name])
+    tiles = ("fp8-1x128-e4m3 64", "fp8-128x128-e5m2 16")
+    for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
+        quantizer = Quantizer(EXACT[name])
         expected = quantizer(x).dequantize()
         at_once, _ = quantize_both(x, Request(quantizer), None, (True, False))
         for seen in (exact_values(quantizer(x)), at_once):
@@ -57,11 +75,12 @@ def test_what_is_not_finite_is_not_a_number(value):
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize(
     "name, hadamard",
-    [("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None)],
+    [("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None),
+     ("fp8-1x128-e4m3 16", None), ("fp8-128x128-e5m2 64", None)],
     ids=str,
-)
+)  # fmt: skip
 def test_quantized_to_numbers_at_once(name, hadamard, rounding):
-    x, quantizer = values(64, 128), Quantizer(FORMATS[name], rounding)
+    x, quantizer = values(64, 128), Quantizer(EXACT[name], rounding)
     draw = Draw(5) if rounding is Rounding.STOCHASTIC else None
     request = Request(quantizer, hadamard, draw=draw)
     for tensor in (x, x[:50, :120]):

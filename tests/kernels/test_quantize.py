@@ -26,6 +26,10 @@ OPTIONS = {
     "mxfp8 ceil": ("mxfp8-e4m3", {"scale_rounding": "ceil"}),
     "mxfp8 even": ("mxfp8-e4m3", {"scale_rounding": "even"}),
     "fp8 pow2": ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
+    "fp8 1x64": ("fp8-1x128-e4m3", {"block": 64}),
+    "fp8 64x64": ("fp8-128x128-e5m2", {"block": 64}),
+    "fp8 1x16 pow2": ("fp8-1x128-e5m2", {"block": 16, "scale_format": "pow2"}),
+    "fp8 32x32 pow2": ("fp8-128x128-e4m3", {"block": 32, "scale_format": "pow2"}),
 }  # fmt: skip
 ALL = FORMATS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
 # The interpreter takes a second for a tile of 64 rows: there one of them, not whole, is enough.
@@ -76,13 +80,16 @@ def test_equals_the_reference(name, rounding):
 
 @pytest.mark.parametrize("hadamard", TRANSFORMS, ids=str)
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8-tensor-e5m2"]
-)
+    "name", ["nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64",
+             "fp8-tensor-e5m2"],
+)  # fmt: skip
 def test_with_a_transform(name, hadamard):
     check(values(*RAGGED, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8-128x128-e4m3", "mxfp4-2d"])
+@pytest.mark.parametrize(
+    "name", ["nvfp4", "fp8-128x128-e4m3", "fp8 64x64", "fp8 1x16 pow2", "mxfp4-2d"]
+)
 def test_whole_tiles_and_one_side(name):
     x, quantizer = values(128, 256, torch.bfloat16), Quantizer(ALL[name])
     by_row, by_col = quantize_both(x.to(DEVICE), Request(quantizer), None)
@@ -97,7 +104,7 @@ def test_whole_tiles_and_one_side(name):
     "name",
     # Each scale function and each kernel; every format on a GPU.
     ALL if DEVICE == "cuda" else ["nvfp4", "mxfp4 three quarters", "mxfp8 rceil", "fp8 pow2",
-                                  "fp8-128x128-e5m2", "fp8-tensor-e4m3"],
+                                  "fp8-128x128-e5m2", "fp8 32x32 pow2", "fp8-tensor-e4m3"],
 )  # fmt: skip
 def test_what_is_not_finite(name, value):
     x = values(*RAGGED, torch.float32)

@@ -16,6 +16,7 @@ from megatron_lowbit.numerics import FORMATS, Quantizer, format_by_name, quantiz
 GOLDEN_FORMATS = {"fp8_1x128": "fp8-1x128-e4m3", "fp8_128x128": "fp8-128x128-e4m3"}
 ALL = [name for name in FORMATS if name.startswith("fp8")]
 SCALE_FORMATS = ("fp32", "pow2")
+BLOCKS = (128, 64, 32, 16)
 F32 = np.float32
 FLT_MAX = np.finfo(F32).max
 EPS = 1e-12  # torchao's lower bound of an amax
@@ -85,10 +86,15 @@ def scalar_scales(amax: np.ndarray, largest: float, scale_format: str):
 
 
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
-@pytest.mark.parametrize("format", ALL)
-def test_against_scalars(format, scale_format, scalar_codes):
+@pytest.mark.parametrize(
+    "format, block",
+    [(name, block) for name in ALL for block in (() if "tensor" in name else BLOCKS)]
+    + [(name, None) for name in ALL if "tensor" in name],
+)
+def test_against_scalars(format, block, scale_format, scalar_codes):
     """Rounded by table from float64, which holds each FP32 product; scales by numpy's FP32."""
-    f = format_by_name(format, scale_format=scale_format)
+    options = {"scale_format": scale_format} | ({} if block is None else {"block": block})
+    f = format_by_name(format, **options)
     seen = []
     for seed in range(4):
         x = random_tiles(seed, 256, 384)
@@ -98,9 +104,11 @@ def test_against_scalars(format, scale_format, scalar_codes):
             stored, spread = q.tensor_scale.reshape(1, 1), (256, 384)
             assert q.scales.shape == (256, 0)
         else:
-            tiles = x.view(256 // f.block_rows, f.block_rows, 3, 128).abs()
+            height = block if "128x128" in format else 1
+            tiles = x.view(256 // height, height, 384 // block, block).abs()
             amax = tiles.amax(-1).amax(1).numpy()
-            stored, spread = q.scales, (f.block_rows, 128)
+            stored, spread = q.scales, (height, block)
+            assert stored.shape == (256 // height, 384 // block)
         encode, decode = scalar_scales(amax, f.element.max, scale_format)
         np.testing.assert_array_equal(stored.numpy(), decode)
         with np.errstate(over="ignore", under="ignore"):

@@ -122,6 +122,7 @@ def test_rounding_of_a_role_or_of_one_operand(name, role, rounding):
         *((n, "three_quarters", v) for n in MX for v in (False, True)),
         *((n, "block", v) for n in ("mxfp8", "mxfp4-backward") for v in (32, 16)),
         *((n, "scale_format", v) for n in FP8 for v in ("fp32", "pow2")),
+        *((n, "block", v) for n in ("fp8-tile", "fp8-tile-e4m3") for v in (128, 64, 32, 16)),
     ],
 )
 @pytest.mark.parametrize("role", ["input", "weight", "grad"])
@@ -130,7 +131,10 @@ def test_an_option_of_a_role_or_of_one_operand(name, role, option, value):
     every = {operand for operand in OPERANDS if operand[1] == role}
 
     def with_option(quantizer):
-        return replace(quantizer, format=replace(quantizer.format, **{option: value}))
+        format = replace(quantizer.format, **{option: value})
+        if option == "block" and quantizer.format.block_rows > 1:
+            format = replace(format, block_rows=value)
+        return replace(quantizer, format=format)
 
     text = str(value).lower()
     assert low(name, f"{role}.{option}={text}") == changed(base, every, with_option)

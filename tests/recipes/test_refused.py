@@ -19,6 +19,8 @@ REFUSED = [
     ),
     ("mxfp4", "wgrad.grad.three_quarters=1", ["wgrad.grad.three_quarters", "false, true"]),
     ("fp8-tile", "input.scale_format=e8m0", ["fp8.input.scale_format", "'e8m0'", "fp32, pow2"]),
+    ("fp8-tile", "weight.block=100", ["configs.fp8.weight.block", "100", "128, 64, 32, 16"]),
+    ("fp8-tensorwise", "input.block=64", ["configs.fp8.input.block", "scale_format"]),
     ("mxfp8", "input.format=mxfp8-e4m4", ["configs.mxfp8.input.format", "mxfp8-e4m3"]),
     ("nvfp4", "fprop.grad.rounding=nearest", ["configs.nvfp4.fprop.grad", "input, weight"]),
     ("nvfp4", "dgrad.input=null", ["configs.nvfp4.dgrad.input", "grad, weight"]),

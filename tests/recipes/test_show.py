@@ -119,6 +119,15 @@ def test_bits_of_every_format(format):
     assert FORMATS[format].bits_per_element == bits
 
 
+def test_bits_of_other_tiles():
+    for block, narrow, square in ((64, 8.5, 8 + 32 / 64**2), (16, 10, 8.125)):
+        changes = [f"{role}.block={block}" for role in ("input", "weight", "grad")]
+        row = cells(load_recipe("fp8-tile", changes), show.model_layers(None, 1))[0]
+        assert row[3] == f"input: fp8-1x128-e4m3 pow2 block {block}"
+        assert row[4] == f"weight: fp8-128x128-e4m3 pow2 block {block}"
+        assert row[5] == f"{narrow:.4g} x {square:.4g}"
+
+
 def test_everything_that_both_operands_share():
     recipe = load_recipe(
         "fp8-delayed",

@@ -73,6 +73,13 @@ def test_nothing_native_for_other_formats(recipe):
     assert native_recipe(precision(recipe), BLACKWELL) is None
 
 
+@pytest.mark.parametrize(("recipe", "block"), [("fp8-tile", 64), ("mxfp8", 16)])
+def test_nothing_native_for_other_blocks(recipe, block):
+    for roles in (("weight",), ("input", "weight", "grad")):
+        changed = precision(recipe, *(f"{role}.block={block}" for role in roles))
+        assert native_recipe(changed, BLACKWELL) is None
+
+
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8"])
 def test_nothing_native_on_a_gpu_without_the_format(recipe):
     assert native_recipe(precision(recipe), HOPPER) is None

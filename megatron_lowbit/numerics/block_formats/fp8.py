@@ -1,4 +1,4 @@
-"""FP8 with FP32 scales: one for a 1x128 or 128x128 tile, or one for the whole tensor.
+"""FP8 with FP32 scales: one for a 1xT or TxT tile, T of 128, or one for the whole tensor.
 
 Source: DeepSeek-V3's tiles, in the operation order of Transformer Engine's blockwise and
 current-scaling quantizers. All scale arithmetic is FP32:
@@ -44,31 +44,37 @@ def _encode_scale(amax: Tensor, element: ElementFormat, scale_format: str) -> Te
 
 @dataclass(frozen=True)
 class FP8Tile(BlockFormat):
-    """A scale for each tile. ``scales`` are FP32 decode scales (R/block_rows, K/128), compact."""
+    """A scale for each tile of 1x128 or 128x128 elements; another ``block`` is for study.
+
+    ``scales`` are FP32 decode scales (R/block_rows, K/block), compact.
+    """
 
     scale_format: Literal["fp32", "pow2"] = "fp32"
+    block: int = TILE  # type: ignore[misc]  # the other formats' is their class's
 
-    block = TILE
     scale_bits = 32
-    OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2")}
+    # A program of the kernels holds a tile; one of 256x256 is too large.
+    OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2"), "block": (TILE, 64, 32, 16)}
 
     @property
     def bits_per_element(self) -> float:
         """A tile's scale is stored once."""
-        return self.element.bits + self.scale_bits / (self.block_rows * TILE)
+        return self.element.bits + self.scale_bits / (self.block_rows * self.block)
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole tiles; tensor_scale is 1."""
-        tiles = blocks(x, self.block_rows, TILE)
+        tiles = blocks(x, self.block_rows, self.block)
         scale = _encode_scale(block_amax(tiles), self.element, self.scale_format)
         codes = encode((tiles * scale).view(x.shape), self.element, uniform)
         return codes, (1.0 / scale).squeeze(-1).squeeze(1), torch.ones_like(amax)
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """FP32 (R, K/128, 128)."""
-        values = decode(codes.unflatten(-1, (codes.shape[-1] // TILE, TILE)), self.element)
+        """FP32 (R, K/block, block)."""
+        values = decode(
+            codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
+        )
         by_row = scales.repeat_interleave(self.block_rows, dim=0)[: codes.shape[0]]
         return values * by_row.unsqueeze(-1)
 

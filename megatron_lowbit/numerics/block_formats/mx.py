@@ -18,8 +18,8 @@ leaves it open; Transformer Engine and torchao give an infinity the largest scal
 saturates.)
 """
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -90,11 +90,6 @@ class MX(BlockFormat):
         "three_quarters": (False, True),
         "block": (BLOCK, 16),
     }
-
-    def with_options(self, **options: Any) -> Self:
-        """Return the same format with some options changed; square blocks stay square."""
-        changed = super().with_options(**options)
-        return replace(changed, block_rows=1 if self.block_rows == 1 else changed.block)
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
