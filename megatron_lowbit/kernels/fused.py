@@ -3,7 +3,6 @@
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.kernels.gemm import (
@@ -102,11 +101,9 @@ class FusedEngine:
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
         """:func:`megatron_lowbit.numerics.gemm` on tensor cores; an accumulation is emulated."""
-        if accumulation is not None or _are_empty_codes(lhs, rhs):
+        high_precision = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
+        if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
-        if isinstance(lhs, Tensor) and isinstance(rhs, Tensor):
-            y = F.linear(lhs, rhs, bias)
-            return y if out_dtype is None else y.to(out_dtype)
         found = self.route_of(lhs, rhs)
         if not found.values:
             lhs, rhs = plain(lhs), plain(rhs)

@@ -48,9 +48,8 @@ def gemm(
         out_dtype: what the product is rounded to at last; None leaves it as it is.
 
     Returns:
-        (M, N). Operands that are both high precision multiply in their own dtype, unless an
-        accumulation is given; a quantized operand is dequantized to FP32, which makes the product
-        FP32.
+        (M, N). High-precision operands of one dtype multiply in it, unless an accumulation is
+        given. All others multiply in FP32, to which quantized operands are dequantized.
     """
     product = _product(lhs, rhs, bias, accumulation)
     return product if out_dtype is None else product.to(out_dtype)
@@ -62,7 +61,8 @@ def _product(
     bias: Tensor | None,
     accumulation: Accumulation | None,
 ) -> Tensor:
-    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and accumulation is None:
+    both_high = isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and lhs.dtype == rhs.dtype
+    if both_high and accumulation is None:
         return F.linear(lhs, rhs, bias)
     left, right = (
         (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()

@@ -67,6 +67,14 @@ def test_tiles_have_tensor_cores_on_hopper_only():
     assert FusedEngine((10, 0)).route(*tiles).name == "dequantized to FP32"
 
 
+def test_bf16_beside_values_in_fp32():
+    """A BF16 gradient and the values that an FP8 or FP4 tensor of fprop stands for."""
+    lhs = (torch.arange(256).view(8, 32) % 7 - 3).bfloat16()
+    rhs = torch.arange(128.0).view(4, 32) % 11 + 2.0**-12  # not numbers of BF16; all sums are exact
+    result = FusedEngine(HOPPER).gemm(lhs, rhs, out_dtype=torch.float32)
+    assert torch.equal(result.double(), lhs.double() @ rhs.double().t())
+
+
 def test_a_shared_weight_takes_the_route_of_each_of_its_gemms():
     engine = FusedEngine(HOPPER)
     weight = Transposed(Quantizer(FORMATS["nvfp4-2d"])(torch.ones(32, 32)))

@@ -243,6 +243,25 @@ def test_square_weight_is_quantized_once():
     assert torch.equal(forward.dequantize().t(), backward.dequantize())
 
 
+@pytest.mark.parametrize("quantized, plain", [("input", "weight"), ("weight", "input")])
+def test_values_of_fprop_beside_bf16_gradients(quantized, plain):
+    """The study nvfp4-consistency: of all operands one is quantized, and keeps fprop's bits."""
+    settings = ["wgrad.hadamard=null", "grad.format=null", f"{plain}.format=null"]
+    settings += [f"{quantized}.format=nvfp4", f"{quantized}.axis=fprop"]
+    precision = load_recipe("nvfp4", settings).configs["nvfp4"]
+    x, weight, _, dy = leaves(dtype=torch.bfloat16)
+    _, dx, dw = run(x, weight, precision, dy)
+    inputs, weights = x.detach().float(), weight.detach().float()
+    if quantized == "input":
+        inputs = quantize(x.detach(), "nvfp4").dequantize()
+    else:
+        weights = quantize(weight.detach(), "nvfp4").dequantize()
+    expected = dy.double() @ weights.double(), dy.double().t() @ inputs.double()
+    for result, right in zip((dx, dw), expected, strict=True):
+        # Rounding to BF16 at last, 2**-9 of the result, beside sums in FP32.
+        torch.testing.assert_close(result.double(), right, rtol=2**-8, atol=1e-4)
+
+
 def test_what_meets_values_of_fprop_is_codes():
     """An engine's own forms, such as BF16 numbers, do not multiply with FP32 ones."""
     x, weight, _, dy = leaves()

@@ -51,6 +51,12 @@ ScaleRounding = Literal["floor", "rceil", "ceil", "even"]
 _MANTISSA_BITS = 23
 _MANTISSA = (1 << _MANTISSA_BITS) - 1
 _HALF_OF_MIN_NORMAL = 1 << (_MANTISSA_BITS - 1)
+# By name: torch.compile takes a number that differs between elements as a symbol, and torch 2.11
+# shifts by none.
+_HALF_UNITS = {
+    element.name: 1 << (_MANTISSA_BITS - element.mantissa_bits - 1)
+    for element in (E2M1, E2M3, E3M2, E4M3, E5M2)
+}
 
 
 def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRounding) -> Tensor:
@@ -64,7 +70,7 @@ def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRound
     else:
         bits = amax.view(torch.int32)
         if scale_rounding == "even":
-            bits = bits + (1 << (_MANTISSA_BITS - element.mantissa_bits - 1))
+            bits = bits + _HALF_UNITS[element.name]
         elif scale_rounding == "ceil":
             bits = bits + _MANTISSA
         byte = (bits >> _MANTISSA_BITS) - element.max_exponent
