@@ -120,29 +120,35 @@ def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[d
 
 def layer_rows(recipe: str) -> Iterator[dict]:
     """Times of a layer under a recipe, with either norm."""
-    models = {norm: _model(recipe, norm) for norm in NORMS}
-    for batch in BATCHES:
-        for tokens in TOKENS:
-            steps = {name: _layers(m, batch, tokens // batch) for name, m in models.items()}
-            laps = timing.measure(steps, SECONDS, flush=0, most=REPETITIONS)
-            for norm in steps:
-                times = timing.spread(sum(lap) / LAYERS for lap in laps[norm])
-                head = {"part": "layer", "case": recipe, "tokens": tokens, "batch": batch}
-                yield head | {"contender": norm} | times
+    from megatron_lowbit.megatron.pretrain import torn_down
+
+    with torn_down():
+        models = {norm: _model(recipe, norm) for norm in NORMS}
+        for batch in BATCHES:
+            for tokens in TOKENS:
+                steps = {name: _layers(m, batch, tokens // batch) for name, m in models.items()}
+                laps = timing.measure(steps, SECONDS, flush=0, most=REPETITIONS)
+                for norm in steps:
+                    times = timing.spread(sum(lap) / LAYERS for lap in laps[norm])
+                    head = {"part": "layer", "case": recipe, "tokens": tokens, "batch": batch}
+                    yield head | {"contender": norm} | times
 
 
 def _model(recipe: str, norm: str) -> nn.Module:
     from megatron_lowbit.megatron.arguments import parse_arguments
-    from megatron_lowbit.megatron.pretrain import torn_down
+
+    # isort: split
+    from megatron.training.global_vars import unset_global_variables
 
     more = ["--num-layers", str(LAYERS), "--normalization", norm, "--precision-recipe", recipe]
     more += ["--transformer-impl", "local"]
     if recipe == "nvfp4":
         more += ["--recipe-set", "bf16_blocks=none"]
-    with torn_down():
-        args = parse_arguments([*MODEL, *more])
+    unset_global_variables()  # the other model's
+    args = parse_arguments([*MODEL, *more])
+    if not torch.distributed.is_initialized():
         initialize(args)
-        model = build(args)
+    model = build(args)
     return model.module if args.bf16 else model
 
 
@@ -173,13 +179,8 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Ite
     if "layer" in parts:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
-        from megatron_lowbit.training.arguments import parse_arguments
-        from megatron_lowbit.training.distributed import initialize_distributed, shutdown
-
-        initialize_distributed(parse_arguments(MODEL))
         for recipe in RECIPES:
             yield list(layer_rows(recipe))
-        shutdown()
 
 
 def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
