@@ -7,9 +7,11 @@ As in appendix H of "MXNorm" (arXiv 2603.13180), on its grid: tokens 2**12 to 2*
 2**10 to 2**14 and three between each two; blocks of 16, 32 and 64; E4M3 and E2M1 elements with E8M0
 scales, NVFP4 beside them. Gains are in the weights, as MXNorm has them, so that neither kernel
 multiplies by them. Both are this project's one kernel (``kernels/norm.py``) and differ in the
-statistic alone; the same by torch.compile from the reference's cast at powers of two. Layers:
-forward without gradients, 4 or 8 sequences, quantized weights cached, as within a step. A file that
-is there keeps the cases that are not measured anew.
+statistic alone; the same by torch.compile from the reference's cast at powers of two. Backward: the
+norm's own gradient, by one kernel (``kernels/norm_grad.py``), by torch's operations one after
+another, and by torch.compile, each in a CUDA graph, with the time that its bytes take at a copy's
+rate. Layers: forward without gradients, 4 or 8 sequences, quantized weights cached, as within a
+step. A file that is there keeps the cases that are not measured anew.
 """
 
 import argparse
@@ -46,6 +48,8 @@ CASES = {f"{name}, B = {b}": (name, b) for name in ELEMENTS for b in (16, 32, 64
 COMPILED = ("E4M3, B = 32", "E2M1, B = 16")
 NORMS = {"MXNorm": MXNorm(), "RMSNorm": RMSNorm()}
 REPETITIONS, SECONDS, FLUSH_BYTES = 15, 0.02, 2**31
+GRADIENT = "norm_grad"
+"""The case of the part ``backward``."""
 RECIPES = ("mxfp8", "nvfp4")
 LAYERS = 4
 BATCHES = (4, 8)
@@ -118,6 +122,65 @@ def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[d
     return rows
 
 
+def _gradient(grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
+    """The norm's backward pass as operations of torch: each reads and writes the whole matrix."""
+    g, values = grad.float(), x.float()
+    along = (g * values).sum(-1, keepdim=True) / x.shape[-1]
+    return (rho * g - rho**3 * along * values).to(x.dtype)
+
+
+@cache
+def _compiled_gradient(hidden: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    compiled = torch.compile(_gradient)
+
+    def run(*tensors: Tensor) -> Tensor:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return compiled(*tensors)
+
+    return run
+
+
+def gradients(hidden: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The norm's backward pass of rows of a length, by contenders."""
+    from megatron_lowbit.kernels.norm_grad import norm_grad
+
+    return {"kernel": norm_grad, "torch": _gradient, "torch.compile": _compiled_gradient(hidden)}
+
+
+def backward_rows(tokens: int, hidden: int, limits: Ceilings) -> list[dict]:
+    """Times of the norm's backward pass, with those of its bytes at a copy's rate."""
+    grad, x = torch.randn(2, tokens, hidden, dtype=torch.bfloat16, device=timing.device()).unbind()
+    rho = torch.rand(tokens, 1, device=x.device) + 0.5
+    moved = grad.nbytes + 2 * x.nbytes + rho.nbytes
+    runs = {name: partial(run, grad, x, rho) for name, run in gradients(hidden).items()}
+    steps, refused = timing.build({name: partial(_captured, run) for name, run in runs.items()})
+    laps = timing.measure(steps, SECONDS, FLUSH_BYTES, REPETITIONS)
+    head = {"part": "backward", "case": GRADIENT, "tokens": tokens, "hidden": hidden}
+    rows = [head | {"contender": name, "refused": why} for name, why in refused.items()]
+    for name in steps:
+        times = timing.spread(sum(lap) for lap in laps[name])
+        expected = 1e3 * moved / limits.copy
+        counted = {"bytes": moved, "expected_ms": round(expected, 4)}
+        counted["of_copy"] = round(expected / times["median_ms"], 3)
+        rows.append(head | {"contender": name} | times | counted)
+    return rows
+
+
+def _captured(run: Callable[[], Any]) -> Step:
+    """A step that replays a CUDA graph of ``run``, or runs it where there is no GPU."""
+    if not torch.cuda.is_available():
+        return lambda mark: run()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()  # compiles
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        run()
+    return lambda mark: graph.replay()
+
+
 def layer_rows(recipe: str) -> Iterator[dict]:
     """Times of a layer under a recipe, with either norm."""
     from megatron_lowbit.megatron.pretrain import torn_down
@@ -176,6 +239,8 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Ite
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         yield rows
+    for hidden in HIDDEN[::4] if "backward" in parts else ():
+        yield [row for tokens in TOKENS for row in backward_rows(tokens, hidden, limits)]
     if "layer" in parts:
         # megatron-core would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
@@ -185,7 +250,7 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Ite
 
 def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
     """How many times as fast as ``base`` a contender is, by what the cells differ in."""
-    keys = ("hidden", "tokens") if part == "kernel" else ("batch", "tokens")
+    keys = ("batch", "tokens") if part == "layer" else ("hidden", "tokens")
     found: dict[tuple, dict[str, float]] = {}
     for row in rows:
         if (row["part"], row["case"]) == (part, case) and "refused" not in row:
@@ -202,6 +267,8 @@ def summary(rows: Sequence[dict]) -> Table:
         ("MXNorm", "RMSNorm"),
         ("MXNorm", "RMSNorm, compiled"),
         ("MXNorm, compiled", "RMSNorm, compiled"),
+        ("kernel", "torch"),
+        ("kernel", "torch.compile"),
     ]
     for part, case in dict.fromkeys((row["part"], row["case"]) for row in rows):
         for name, base in pairs:
@@ -246,7 +313,7 @@ def _kept(args: argparse.Namespace) -> list[dict]:
     """Rows of the file that this run does not measure."""
     if not args.output.is_file():
         return []
-    anew = {"kernel": args.cases, "layer": RECIPES}
+    anew = {"kernel": args.cases, "backward": [GRADIENT], "layer": RECIPES}
     rows = json.loads(args.output.read_text())["rows"]
     return [r for r in rows if r["part"] not in args.parts or r["case"] not in anew[r["part"]]]
 
@@ -256,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts, cases = ("kernel", "layer"), [*CASES, "NVFP4"]
+    parts, cases = ("kernel", "backward", "layer"), [*CASES, "NVFP4"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     parser.add_argument("--summary", action="store_true", help="of what --output has")
