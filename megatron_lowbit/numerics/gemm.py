@@ -61,9 +61,13 @@ def _product(
     bias: Tensor | None,
     accumulation: Accumulation | None,
 ) -> Tensor:
-    if isinstance(lhs, Tensor) and isinstance(rhs, Tensor) and accumulation is None:
-        if lhs.dtype == rhs.dtype:
-            return F.linear(lhs, rhs, bias)
+    if (
+        isinstance(lhs, Tensor)
+        and isinstance(rhs, Tensor)
+        and lhs.dtype == rhs.dtype
+        and accumulation is None
+    ):
+        return F.linear(lhs, rhs, bias)
     left, right = (
         (operand.dequantize() if isinstance(operand, QuantizedTensor) else operand).float()
         for operand in (lhs, rhs)
