@@ -75,6 +75,7 @@ _UNSUPPORTED = (
     _Row("--fp16", _FP32),
     _Row("--fp16-lm-cross-entropy", _FP32),
     _Row("--fp32-residual-connection", "residuals are FP32 without it"),
+    _Row("--grad-reduce-in-bf16", "gradients are FP32 there, as the parameters are"),
     _Row(
         "--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
         ("--async-strategy", "mcore"),

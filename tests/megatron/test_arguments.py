@@ -240,7 +240,7 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
         --transformer-impl transformer_engine --distributed-backend nccl --attention-backend flash
         --cuda-graph-impl local --tp-comm-overlap --moe-permute-fusion --async-strategy nvrx
         --use-megatron-fsdp --ckpt-format fsdp_dtensor --fp16 --lr 1
-        --async-save --use-persistent-ckpt-worker
+        --async-save --use-persistent-ckpt-worker --grad-reduce-in-bf16
     """)  # fmt: skip
     args = parser.parse_args(given.tokens())
     assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
@@ -252,7 +252,9 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
     assert any(line.startswith(replaced) for line in lines)
     # The writer of asynchronous saves would end, and the run wait for it for ever.
     assert not (args.async_save or args.use_persistent_ckpt_worker)
-    assert len(lines) == 13
+    gradients = "on a CPU: left out --grad-reduce-in-bf16: gradients are FP32 there"
+    assert any(line.startswith(gradients) for line in lines) and not args.grad_reduce_in_bf16
+    assert len(lines) == 14
 
 
 def test_what_a_cpu_can_do_stays(parser):
