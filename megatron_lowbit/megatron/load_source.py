@@ -42,10 +42,10 @@ class LoadSource:
         for state in states:
             if state.amax_history is None:
                 continue
-            key = PREFIX + state.plan.layer.path
-            if key in self.tensors and self.tensors[key][1] != state.amax_history.length:
+            key, kept = PREFIX + state.plan.layer.path, state.amax_history.length
+            if key in self.tensors and (steps := self.tensors[key][1]) != kept:
                 raise UserError(
-                    f"{self.path}: {key} has {self.tensors[key][1]} steps, but this run's recipe "
-                    f"keeps {state.amax_history.length}; set amax_history.length="
-                    f"{self.tensors[key][1]}"
+                    f"{self.path}: {key} has {steps} steps, but this run's recipe keeps {kept}; "
+                    "the larger of amax_history.length and amax_history.just_in_time must be "
+                    f"{steps}"
                 )

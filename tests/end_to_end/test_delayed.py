@@ -107,16 +107,35 @@ def test_a_checkpoint_without_histories_starts_just_in_time(pretrain_here, train
     assert [delayed[step] == tensorwise[step] for step in (3, 4, 5)] == [True, True, False]
 
 
-def test_a_history_of_another_length_is_refused_and_the_fix_named(whole, pretrain_here, tmp_path):
+@pytest.mark.parametrize(
+    ("changes", "kept"), [((), 16), (("length=2",), 2), (("length=4", "just_in_time=9"), 9)]
+)
+def test_a_history_of_another_length_is_refused_and_the_fix_named(
+    whole, pretrain_here, tmp_path, changes, kept
+):
     save = start_from(whole[0], 2, tmp_path / "longer")
-    command = ("--fp8-recipe", "fp8-delayed", "--train-iters", 3, "--load", save, "--save", save)
+    command = ["--fp8-recipe", "fp8-delayed", "--train-iters", 3, "--load", save, "--save", save]
+    for change in changes:
+        command += ["--recipe-set", f"amax_history.{change}"]
     error = refused(pretrain_here(*command))
-    assert "amax_history" in error and "4 steps" in error and "keeps 16" in error
-    assert "amax_history.length=4" in error
+    assert f"has 4 steps, but this run's recipe keeps {kept}; the larger of " in error
+    assert "amax_history.length and amax_history.just_in_time must be 4" in error
     assert sorted(path.name for path in save.glob("*")) == [
         "iter_0000002",
         "latest_checkpointed_iteration.txt",
     ]
+
+
+def test_what_the_kept_steps_suffice_for_may_change(whole, train, tmp_path):
+    """From 2 steps to 4 of just-in-time scaling: steps 3 and 4 take each tensor's own amax."""
+    for name in ("longer", "tensorwise"):
+        start_from(whole[0], 2, tmp_path / name)
+    goes_on = ("--train-iters", 5, "--load")
+    longer = (*FP8, "--recipe-set", "amax_history.just_in_time=4")
+    delayed, _ = train("longer", *goes_on, tmp_path / "longer", recipe=longer)
+    tensorwise, _ = train("tensorwise", *goes_on, tmp_path / "tensorwise", recipe=TENSORWISE)
+    assert [delayed[step] == tensorwise[step] for step in (3, 4, 5)] == [True, True, False]
+    assert delayed[3] != steps(whole[0])[3]
 
 
 @pytest.mark.parametrize(
