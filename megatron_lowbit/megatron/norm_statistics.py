@@ -1,6 +1,6 @@
-"""Statistics of a model's norms: RMS of their outputs, histograms of inputs and outputs.
+"""Statistics of a model's norms: RMS of outputs, outlier features and histograms of inputs.
 
-Source: "MXNorm" (arXiv 2603.13180), figures 7 and 8, which follow both over a training.
+Source: "MXNorm" (arXiv 2603.13180), figures 6 to 8, which follow these over a training.
 """
 
 import math
@@ -22,7 +22,9 @@ from megatron_lowbit.megatron.layer_plan import layer_of
 from megatron_lowbit.megatron.mxnorm import MXNormColumnParallelLinear
 
 METRIC = "norms"
-"""Start of the names; the norm's path and ``rms``, ``input`` or ``output`` follow."""
+"""Start of the names; the norm's path and ``rms``, ``outlier``, ``input`` or ``output`` follow."""
+_OUTLIER = "outlier_amax"
+"""A sum that is a maximum over ranks, by its ending."""
 _NORMS = (
     "input_layernorm", "pre_mlp_layernorm", "final_layernorm", "final_norm", "norm",
     "q_layernorm", "k_layernorm",
@@ -58,20 +60,36 @@ class NormStatistics:
         x, y = inputs[0].detach(), output
         if isinstance(module, MXNormColumnParallelLinear):
             y = _normalized(module, x)
+        outlier, feature = largest_feature(x)
         self.sums[path] = {
             "squares": y.double().square().sum(),
             "values": torch.tensor(y.numel(), dtype=torch.float64, device=y.device),
+            _OUTLIER: outlier,
         }
         writer = global_vars.get_tensorboard_writer()
         if writer:
-            for name, values in (("input", x), ("output", y)):
+            for name, values in (("input", x), ("output", y), ("outlier", x[..., feature])):
                 tag = f"{METRIC}/{path}/{name}"
                 writer.add_histogram(tag, values.detach().float().flatten(), self._iteration + 1)
+            writer.add_scalar(f"{METRIC}/{path}/outlier_feature", feature, self._iteration + 1)
+
+
+def largest_feature(x: Tensor) -> tuple[Tensor, int]:
+    """Find the feature of x (..., K) that is largest over all tokens.
+
+    Returns:
+        Its RMS over the tokens as a multiple of x's own, an FP64 scalar from 1 to sqrt(K), 0 where
+        x is zero; its number.
+    """
+    squares = x.double().flatten(0, -2).square().mean(0)
+    largest, feature = squares.max(0)
+    ratio = torch.where(largest == 0, 0.0, (largest / squares.mean()).sqrt())
+    return ratio, int(feature)
 
 
 def figures(sums: dict[str, float]) -> dict[str, float]:
-    """Return the RMS of a norm's output from its sums over all ranks."""
-    return {"rms": math.sqrt(sums["squares"] / sums["values"])}
+    """Return a norm's output's RMS, and its input's largest feature on any rank, from sums."""
+    return {"rms": math.sqrt(sums["squares"] / sums["values"]), "outlier": sums[_OUTLIER]}
 
 
 def _norms(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.norm_statistics import largest_feature
 from megatron_lowbit.megatron.pretrain import main
 
 ARGUMENTS = shlex.split("""
@@ -120,8 +122,12 @@ def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
     board = ("--tensorboard-dir", tmp_path / "board", "--log-quantization-error-interval", 2)
     train(model, tmp_path / "run", *board, *more)
     first = lines(tmp_path / "run")[1]
-    found = {key.split("/")[1]: v for key, v in first.items() if key.startswith("norms/")}
+    named = {tuple(key.split("/")[1:]): v for key, v in first.items() if key.startswith("norms/")}
+    found = {path: v for (path, figure), v in named.items() if figure == "rms"}
     assert len(found) == len(parts) + 1  # and the final one
+    outliers = {path: v for (path, figure), v in named.items() if figure == "outlier"}
+    assert outliers.keys() == found.keys()
+    assert all(1 < ratio < 64**0.5 for ratio in outliers.values())
     for part in parts:
         assert any(path.endswith(part) for path in found)
     for path, rms in found.items():
@@ -136,6 +142,28 @@ def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
     output = events.Histograms(next(tag for tag in tags if tag.endswith("output")))[0]
     values = output.histogram_value
     assert values.sum_squares / values.num == pytest.approx(1, abs=0.2)
+    # The feature's share of the input's squares, by both histograms of one norm.
+    path = next(iter(found))
+    kinds = ("input", "outlier")
+    whole, feature = (events.Histograms(f"norms/{path}/{kind}")[0].histogram_value
+                      for kind in kinds)  # fmt: skip
+    assert whole.num == 64 * feature.num
+    ratio = (64 * feature.sum_squares / whole.sum_squares) ** 0.5
+    assert ratio == pytest.approx(outliers[path], rel=1e-4)
+
+
+def test_the_feature_that_is_largest_over_tokens():
+    """Squares 4, 36, 9 over two tokens each: 36 of a mean of 49 / 3."""
+    x = torch.tensor([[2.0, 6.0, -3.0], [-2.0, -6.0, 3.0]]).view(2, 1, 3)
+    ratio, feature = largest_feature(x)
+    assert ratio.item() == pytest.approx((36 / (49 / 3)) ** 0.5) and feature == 1
+    # A single large value is no feature of all tokens.
+    x[0, 0, 2] = 7.0
+    assert largest_feature(x)[1] == 1
+    assert largest_feature(torch.zeros(2, 3))[0] == 0
+    one = torch.zeros(4, 9)
+    one[:, 5] = 1.0
+    assert largest_feature(one) == (3.0, 5)
 
 
 @pytest.mark.slow
