@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.layers.fallback import recompute_unless_finite
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_rows
 from megatron_lowbit.numerics import (
     AmaxHistory,
@@ -50,10 +51,29 @@ class LinearCall:
     operand: Operand | None = None
     amax_history: AmaxHistory | None = None
     weight_cache: WeightCache | None = None
+    fallbacks: Tensor | None = None
 
-    def gemm(self, name: str, lhs: Any, rhs: Any, dtype: torch.dtype, bias=None) -> Tensor:
-        accumulation = self.precision.gemms[name].accumulation
-        return self.engine.gemm(lhs, rhs, bias, accumulation, dtype)
+    def gemm(
+        self,
+        name: str,
+        lhs: Any,
+        rhs: Any,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        plain: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """One of the three products, in ``dtype``.
+
+        ``plain`` are the operands in high precision, from which a product that is not finite is
+        computed again where the recipe says so. Each rank does so with its own product: of one
+        that is to be summed over ranks, with its own term.
+        """
+        precision = self.precision.gemms[name]
+        y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype)
+        if precision.fallback is None or plain is None:
+            return y
+        count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
+        return recompute_unless_finite(y, *plain, bias, count)
 
     def quantizer(self, gemm: str, role: str) -> Quantizer | None:
         precision = self.precision.gemms[gemm]
@@ -180,24 +200,27 @@ def quantize_input(call: LinearCall, x: Tensor) -> tuple:
 
     That is its transpose (K, R) quantized, or x itself, or fprop's codes (R, K) where wgrad takes
     their values. Tokens that sequence parallelism splits are gathered as codes where blocks stay
-    whole, else in their own precision.
+    whole, else in their own precision. A wgrad with a fallback takes x itself.
     """
     sequence_parallel, tokens = call.shards.sequence_parallel, x.shape[0]
     given = call.operand or Operand(None, None, x)
     row = col = None
     here = {g: not sequence_parallel or call.gathers_codes(g, tokens) for g in ("fprop", "wgrad")}
     reused = call.keep_input and call.precision.wgrad.rhs_of_fprop
+    keeps_codes = call.keep_input and not reused and not call.precision.wgrad.fallback
     if given.row is None and here["fprop"]:
         row = call.request("fprop", "input", tokens, kept=sequence_parallel or reused)
-    if call.keep_input and not reused and given.col is None and here["wgrad"]:
+    if keeps_codes and given.col is None and here["wgrad"]:
         col = call.request("wgrad", "input", tokens, kept=True)
     by_row, by_col = call.quantize(x, row, col)
     by_row = by_row if given.row is None else given.row
     kept = None
     if reused:
         kept = by_row
-    elif call.keep_input:
+    elif keeps_codes:
         kept = given.col if given.col is not None else x if col is None else by_col
+    elif call.keep_input:
+        kept = x
     if not sequence_parallel:
         return by_row, kept
     if row is None and given.row is None:
@@ -214,9 +237,18 @@ def fprop_input(call: LinearCall, kept: Any) -> Any:
     return gather_rows(kept, call.shards.group)
 
 
+def plain_input(call: LinearCall, x: Tensor) -> Tensor:
+    """Return the input of all tokens in its own precision, of this rank's x (R, K)."""
+    return gather_rows(x, call.shards.group) if call.shards.sequence_parallel else x
+
+
 def quantize_gathered(call: LinearCall, gemm: str, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
-    total = gather_rows(x, call.shards.group)
+    return quantize_total(call, gemm, gather_rows(x, call.shards.group))
+
+
+def quantize_total(call: LinearCall, gemm: str, total: Tensor) -> Any:
+    """Quantize the input of all tokens (M, K) as an unsplit one."""
     shards = replace(call.shards, sequence_parallel=False, roles=call.shards.roles - {"input"})
     kept = call.precision.wgrad.rhs_of_fprop
     request = replace(call, shards=shards).request(gemm, "input", total.shape[0], kept=kept)

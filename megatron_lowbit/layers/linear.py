@@ -26,9 +26,11 @@ from megatron_lowbit.layers.call import (
     deliver_wgrad,
     draw_key,
     fprop_input,
+    plain_input,
     quantize_gathered,
     quantize_grad,
     quantize_input,
+    quantize_total,
     quantize_weight,
     reduce_dgrad,
 )
@@ -44,7 +46,8 @@ class _LowbitLinear(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
         fprop_input, kept_input = quantize_input(call, x)
         fprop_weight, dgrad_weight = quantize_weight(call, lambda: weight)
-        y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
+        plain = (plain_input(call, x), weight) if call.precision.fprop.fallback else None
+        y = call.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias, plain)
         if not (call.training and x.requires_grad):
             dgrad_weight = None
         _keep(ctx, kept_input, dgrad_weight)
@@ -63,19 +66,24 @@ class _LowbitLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if dgrad_weight is None:
                 _, dgrad_weight = call.quantize(weight, None, call.request("dgrad", "weight", 0))
-            dgrad = call.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
+            plain = grad, weight.t()
+            dgrad = call.gemm("dgrad", by_row, dgrad_weight, grad.dtype, plain=plain)
             by_row = dgrad_weight = None
             dgrad, handle = reduce_dgrad(call.shards, dgrad)
         if ctx.needs_input_grad[1]:
-            wgrad = deliver_wgrad(call, weight, partial(_wgrad, call, by_col, kept_input))
+            wgrad = deliver_wgrad(call, weight, partial(_wgrad, call, by_col, kept_input, grad))
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if handle is not None:
             handle.wait()
         return dgrad, wgrad, bias_grad, None
 
 
-def _wgrad(call: LinearCall, lhs: Any, kept: Any, dtype: torch.dtype) -> Tensor:
-    """dW (N, K), of dY's transpose (N, M)."""
+def _wgrad(call: LinearCall, lhs: Any, kept: Any, grad: Tensor, dtype: torch.dtype) -> Tensor:
+    """dW (N, K), of dY's transpose (N, M), quantized and in high precision."""
+    if call.precision.wgrad.fallback:
+        x = plain_input(call, kept)
+        rhs = quantize_total(call, "wgrad", x)
+        return call.gemm("wgrad", lhs, rhs, dtype, plain=(grad.t(), x.t()))
     if call.precision.wgrad.rhs_of_fprop:
         rhs = fprop_input(call, kept).dequantize().t()
     elif not isinstance(kept, Tensor):
@@ -113,6 +121,7 @@ def lowbit_linear(
     accumulate_main_grad: bool = False,
     amax_history: AmaxHistory | None = None,
     weight_cache: WeightCache | None = None,
+    fallbacks: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` with each of the three GEMMs in the given precision.
 
@@ -132,6 +141,8 @@ def lowbit_linear(
         amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
             and written where autograd records. Whoever owns it ends its steps.
         weight_cache: keeps the quantized weight for the next call, where autograd records.
+        fallbacks: int64 (3,); for each of fprop, dgrad and wgrad, how many products were not
+            finite and were computed again in high precision is added.
 
     Returns:
         (..., N) in x's dtype.
@@ -149,6 +160,7 @@ def lowbit_linear(
         operand=operand,
         amax_history=amax_history,
         weight_cache=weight_cache,
+        fallbacks=fallbacks,
     )
     # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
     # that a function of its own has made.

@@ -13,10 +13,11 @@ from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, derive_key
 from megatron_lowbit.numerics.philox import WORDS
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
+from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
 class LayerState:
-    """Plan, random key, amax histories and cached quantized weight of a layer.
+    """Plan, random key, amax histories, cached quantized weight and fallbacks of a layer.
 
     Modules hold it as ``layer_state``. ``features`` are the global numbers (int64) of the features
     that tensor parallelism splits, None where it splits none.
@@ -32,6 +33,7 @@ class LayerState:
         self.plan, self.device, self.features, self.is_expert = plan, device, features, is_expert
         self.weight_cache = WeightCache()
         self.amax_history: AmaxHistory | None = None
+        self.fallbacks: torch.Tensor | None = None
         self._key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
 
@@ -39,6 +41,8 @@ class LayerState:
         """Compute in another precision from now on; recorded amaxes stay where they are used."""
         self.plan = replace(self.plan, precision=precision)
         self.weight_cache.operands = None
+        if precision.falls_back and self.fallbacks is None:
+            self.fallbacks = torch.zeros(len(GEMM_ROLES), dtype=torch.int64, device=self.device)
         length = precision.history_length
         if length == 0:
             self.amax_history = None

@@ -72,6 +72,7 @@ class _Product:
             accumulate_main_grad=state.plan.accumulate_main_grad,
             amax_history=state.amax_history,
             weight_cache=state.weight_cache,
+            **({} if state.fallbacks is None else {"fallbacks": state.fallbacks}),
         )
 
     def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:

@@ -168,12 +168,16 @@ def _gather(found: dict[str, Sums], figures: Any) -> dict[str, dict[str, float]]
 
 
 def _write(metric: str, iteration: int, found: dict[str, dict[str, float]]) -> None:
-    """Write figures as Megatron-LM writes its scalars: on the rank that has the writers."""
     metrics = {
         f"{metric}/{path}/{name}": value
         for path, layer in found.items()
         for name, value in layer.items()
     }
+    write_scalars(metrics, iteration)
+
+
+def write_scalars(metrics: dict[str, float], iteration: int) -> None:
+    """Write figures as Megatron-LM writes its scalars: on the rank that has the writers."""
     writer, wandb = global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
     if writer:
         for name, value in metrics.items():

@@ -28,6 +28,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.engine import select_engine
 from megatron_lowbit.megatron import allreduce_norm, experts, linear
 from megatron_lowbit.megatron.amax_history import AmaxHistories
+from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.layer_plan import plans
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states, set_recipe
 from megatron_lowbit.megatron.load_source import LoadSource
@@ -67,8 +68,11 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    if any(precision.quantized for _, phase in recipe.phases() for precision in _used(phase)):
+    precisions = [p for _, phase in recipe.phases() for p in _used(phase)]
+    if any(precision.quantized for precision in precisions):
         _check(args)
+    if any(precision.falls_back for precision in precisions):
+        _check_fallback(args)
     if args.fused_allreduce_norm:
         allreduce_norm.check(args)
     if args.mxnorm:
@@ -97,6 +101,17 @@ def _check(args: Namespace) -> None:
         require(not given, f"{flag} under a recipe: {reason}; leave it out")
 
 
+def _check_fallback(args: Namespace) -> None:
+    """Raise UserError for layers that have no operands in high precision where they multiply."""
+    local = args.transformer_impl == "local"
+    require(
+        local,
+        "fallback: bf16 needs --transformer-impl local: Transformer Engine's layers hand on "
+        "quantized operands alone",
+    )
+    require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never whole")
+
+
 class RecipeHook:
     """A ``pre_wrap_hook``: takes over the linear layers of a model's chunks."""
 
@@ -122,6 +137,8 @@ class RecipeHook:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
+        if any(state.fallbacks is not None for state in self.states):
+            count_fallbacks(args, chunks)
         log_quantization_errors(args, chunks)
         if is_rank0():
             self.show(layers, chunks)

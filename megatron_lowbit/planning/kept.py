@@ -89,7 +89,9 @@ def _norm(args: Namespace, tokens: int, element: int) -> float:
 def _bytes_of_input(linear: Linear) -> float | None:
     """Bytes an element of what wgrad needs, as it is kept; None where that is the input itself."""
     quantizer = call(linear.precision).quantizer("wgrad", "input")
-    return None if quantizer is None else quantizer.format.bits_per_element / 8
+    if quantizer is None or linear.precision.wgrad.fallback:
+        return None
+    return quantizer.format.bits_per_element / 8
 
 
 def _input(

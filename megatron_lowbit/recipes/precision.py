@@ -29,6 +29,7 @@ class GemmPrecision:
     tensor scales from earlier steps. For study: ``accumulation``, where None leaves it to the
     engine, and ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's
     quantized weight or input has, blocks along fprop's axis, in place of quantizing it anew.
+    ``fallback`` computes a product that is not finite again from operands in high precision.
     """
 
     lhs: Quantizer | None = None
@@ -38,10 +39,13 @@ class GemmPrecision:
     delayed: DelayedScaling | None = None
     accumulation: Accumulation | None = None
     rhs_of_fprop: bool = False
+    fallback: Literal["bf16"] | None = None
 
     def __post_init__(self) -> None:
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
             raise ValueError("a hadamard transform needs both operands of its GEMM quantized")
+        if self.fallback and self.rhs_of_fprop:
+            raise ValueError("fallback: axis fprop keeps no operand in high precision")
 
     @property
     def quantized(self) -> bool:
@@ -70,6 +74,8 @@ class GemmPrecision:
         if self.accumulation is not None:
             every = self.accumulation.promote_every
             yield f"{self.accumulation.inner} sums" + (f" of {every}" if every else "")
+        if self.fallback is not None:
+            yield f"else {self.fallback}"
 
 
 def side(quantizer: Quantizer | None) -> str:
@@ -127,6 +133,11 @@ class LinearPrecision:
         return any(transform.signs == "fresh" for transform in transforms) or any(
             quantizer.rounding is Rounding.STOCHASTIC for quantizer in quantizers
         )
+
+    @property
+    def falls_back(self) -> bool:
+        """True where any GEMM has a fallback."""
+        return any(precision.fallback for precision in self.gemms.values())
 
     @property
     def history_length(self) -> int:

@@ -160,6 +160,7 @@ class GemmSpec(_Strict):
     grad: OperandSpec | None = None
     hadamard: HadamardSpec | None = None
     accumulation: AccumulationSpec | None = None
+    fallback: Literal["bf16"] | None = None
 
 
 _ROLES = ("input", "weight", "grad")
@@ -177,6 +178,7 @@ class PrecisionSpec(_Strict):
     tensor_scale: Literal["shard", "group"] = "shard"
     amax_history: AmaxHistorySpec | None = None
     accumulation: AccumulationSpec | None = None
+    fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
         """The precision this spells out; a ValueError starts with the key that is wrong."""
@@ -197,6 +199,7 @@ class PrecisionSpec(_Strict):
         lhs, rhs = (self._quantizer(name, gemm, role) for role in GEMM_ROLES[name])
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
         own_sums = "accumulation" in gemm.model_fields_set
+        fallback = (gemm if "fallback" in gemm.model_fields_set else self).fallback
         try:
             return GemmPrecision(
                 lhs,
@@ -206,6 +209,7 @@ class PrecisionSpec(_Strict):
                 delayed=_built(self.amax_history) if tensor_scaled else None,
                 accumulation=_built(gemm.accumulation if own_sums else self.accumulation),
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
+                fallback=fallback if lhs is not None or rhs is not None else None,
             )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None

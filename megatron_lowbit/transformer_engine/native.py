@@ -70,6 +70,8 @@ class _Reader:
         self.name, self.precision = name, precision
         if any(gemm.accumulation is not None for gemm in precision.gemms.values()):
             raise self.lacks("emulated accumulation")
+        if precision.falls_back:
+            raise self.lacks("fallback")
         if any(gemm.rhs_of_fprop for gemm in precision.gemms.values()):
             raise self.lacks("axis: fprop")
         if any(gemm.tensor_scale == "group" for gemm in precision.gemms.values()):

@@ -206,6 +206,8 @@ class Factory:
     def __init__(self, precision: LinearPrecision, engine: Engine) -> None:
         if precision.history_length:
             raise UserError("delayed scaling on this GPU needs --transformer-impl local")
+        if precision.falls_back:
+            raise UserError("fallback: bf16 needs --transformer-impl local")
         self.precision, self.engine = precision, engine
         self._site: Site | None = None
 

@@ -31,6 +31,7 @@ EVERYWHERE = "--recipe-set bf16_blocks=none"
 MODELS = {
     "bf16": LLAMA,
     "fp8-tile": f"{LLAMA} --fp8-recipe fp8-tile",
+    "fp8-tile, fallback": f"{LLAMA} --fp8-recipe fp8-tile --recipe-set fallback=bf16",
     "nvfp4": f"{LLAMA} --fp4-recipe nvfp4 {EVERYWHERE}",
     "mxfp4-backward": f"{LLAMA} --fp4-recipe mxfp4-backward",
     "mxfp8": f"{LLAMA} --precision-recipe mxfp8",

@@ -242,6 +242,16 @@ def test_delayed_scaling_is_for_tensor_scales_alone(name):
 
 
 @pytest.mark.parametrize("name", QUANTIZING)
+def test_fallback(name):
+    """For all GEMMs of a config that are quantized, and per GEMM."""
+    base = low(name)
+    gemms = {g: replace(p, fallback="bf16" if p.quantized else None) for g, p in base.gemms.items()}
+    assert low(name, "fallback=bf16") == LinearPrecision(**gemms)
+    assert low(name, "fallback=bf16", "dgrad.fallback=null").dgrad == base.dgrad
+    assert low(name, "dgrad.fallback=bf16") == replace(base, dgrad=gemms["dgrad"])
+
+
+@pytest.mark.parametrize("name", QUANTIZING)
 def test_accumulation(name):
     """For all GEMMs of a config (but for one that is set to null), and per GEMM."""
     base = low(name)
@@ -307,12 +317,12 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
         "input": "input.format=nvfp4", "weight": "weight=null", "grad": "grad.format=mxfp4",
         "fprop": "fprop=null", "dgrad": "dgrad={grad: null}", "wgrad": "wgrad=null",
         "tensor_scale": "tensor_scale=group", "amax_history": "amax_history=null",
-        "accumulation": "accumulation=null",
+        "accumulation": "accumulation=null", "fallback": "fallback=bf16",
     },
     "GemmSpec": {
         "input": "fprop.input.format=nvfp4", "weight": "fprop.weight=null",
         "grad": "dgrad.grad.rounding=stochastic", "hadamard": "wgrad.hadamard=null",
-        "accumulation": "wgrad.accumulation=null",
+        "accumulation": "wgrad.accumulation=null", "fallback": "wgrad.fallback=bf16",
     },
     "OperandSpec": {
         "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",

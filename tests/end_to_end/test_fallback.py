@@ -1,0 +1,60 @@
+"""A product that is not finite in a run: computed again in BF16, and counted."""
+
+import dataclasses
+
+import torch
+from tiny_run import HYBRID, done, metrics, refused
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.megatron import recipe_hook
+
+RUN = ("--fp8-recipe", "fp8-tile", "--train-iters", 4, "--log-interval", 2)
+GUARDED = ("--recipe-set", "fallback=bf16")
+GEMMS = ("fprop", "dgrad", "wgrad")
+
+
+def breaking(*broken):
+    """An engine some of whose products, by their number in the run, are NaN."""
+    engine, products = reference("tests"), iter(range(10**9))
+
+    def gemm(*operands):
+        y = engine.gemm(*operands)
+        return y * torch.nan if next(products) in broken else y
+
+    return dataclasses.replace(engine, gemm=gemm)
+
+
+def test_counted(pretrain_here, monkeypatch, tmp_path):
+    """The first product is fprop's of the first layer that is quantized."""
+    monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: breaking(0, 1, 10**4))
+    result = pretrain_here(*RUN, *GUARDED, "--save", tmp_path)
+    done(result)
+    told = [line for line in result.stdout.splitlines() if "computed again in BF16" in line]
+    assert [line.split(":")[0] for line in told] == ["rank 0, iteration 2"] * len(told)
+    assert all(" fprop: 1 products" in line for line in told) and len(told) == 2
+    found = [[m.get(f"bf16_fallbacks/{gemm}") for gemm in GEMMS] for m in metrics(tmp_path)]
+    assert [counts for counts in found if counts != [None] * 3] == [[2, 0, 0], [0, 0, 0]]
+    assert all(m["lm_loss"] is not None for m in metrics(tmp_path) if "lm_loss" in m)
+
+
+def test_a_hybrids_mixers_fall_back(pretrain_here, monkeypatch, tmp_path):
+    """All products are broken: the run is that in high precision, to the digit."""
+    engine, runs = reference("tests"), {}
+    broken = dataclasses.replace(engine, gemm=lambda *o: engine.gemm(*o) * torch.nan)
+    for name in ("bf16", "broken"):
+        more = ("--precision-recipe", "bf16")
+        if name == "broken":
+            monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: broken)
+            more = ("--precision-recipe", "fp8-tile", *GUARDED)
+        save = tmp_path / name
+        done(pretrain_here(*HYBRID, *more, "--train-iters", 2, "--save", save))
+        runs[name] = metrics(save)
+    losses = {name: [m["lm_loss"] for m in run if "lm_loss" in m] for name, run in runs.items()}
+    assert losses["bf16"] == losses["broken"]
+    assert all(runs["broken"][-1][f"bf16_fallbacks/{gemm}"] > 0 for gemm in GEMMS)
+
+
+def test_mxnorm_is_refused(pretrain_here, tmp_path):
+    given = ("--precision-recipe", "mxfp8", *GUARDED, "--mxnorm")
+    message = refused(pretrain_here(*given, "--train-iters", 1, "--save", tmp_path))
+    assert "fallback: bf16 does not go with --mxnorm" in message
