@@ -26,6 +26,22 @@ def test_validation_has_the_bits_of_a_run_without_a_recipe(pretrain_here, tmp_pa
     assert len(found) == 2 and found == memory["vanilla"]
 
 
+@pytest.mark.slow
+def test_two_ranks_validate_without_quantization(pretrain_ranks, tmp_path):
+    split = (*FROZEN, "--tensor-model-parallel-size", 2, "--sequence-parallel")
+    runs = {
+        name: (*split, *recipe, "--save", tmp_path / name)
+        for name, recipe in {"vanilla": (), **RECIPES}.items()
+    }
+    pretrain_ranks(runs)
+    found = {
+        name: [m["validation_loss"] for m in metrics(tmp_path / name) if "validation_loss" in m]
+        for name in runs
+    }
+    assert len(found["vanilla"]) == 2
+    assert all(losses == found["vanilla"] for losses in found.values())
+
+
 def test_validation_in_the_recipes_precision(pretrain_here, tmp_path, capsys):
     default = validation(pretrain_here, tmp_path / "bf16", *RECIPES["nvfp4"])
     asked = ("--eval-precision", "recipe")
