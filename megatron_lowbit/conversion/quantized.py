@@ -110,7 +110,7 @@ def plan_quantization(
                 continue
         if len(tensors.shape(found[0].place)) > 1:
             kept += [_module(name) for name in names]
-    recipe.check_rules(layers)
+    recipe.check_matchers(layers)
     require(len(weights) > 0, f"recipe {recipe.name} quantizes no weight in fprop")
     formats = {
         _module(name): weight.quantizer.format

@@ -156,7 +156,7 @@ class RecipeHook:
 
     def check(self, layers: list[Layer]) -> None:
         """Raise UserError where the recipe does not fit the whole model's layers."""
-        self.recipe.check_rules(layers)
+        self.recipe.check_matchers(layers)
         if self.args.mxnorm:
             check_mxnorm(self.recipe, layers, self.args.hidden_size)
 

@@ -63,7 +63,6 @@ def _kernels(recipe: Recipe, layers: Iterable[Layer]) -> Iterable[str]:
 
     lines = {}
     for layer in layers:
-        rule = recipe.rule_for(layer)
-        name = "high precision" if rule is None else rule.config
+        name = recipe.config_for(layer) or "high precision"
         lines[f"  {name}: {kernels(recipe.precision_for(layer))} kernels"] = None
     return lines

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+MAX_STEPS = 2**16
 _NONE = -1.0  # an amax is never negative
 
 
@@ -30,12 +31,12 @@ class DelayedScaling:
     just_in_time: int | None = None
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"amax_history length {self.length} is not positive")
+        for name in ("length", "just_in_time"):
+            steps = getattr(self, name)
+            if steps is not None and not 1 <= steps <= MAX_STEPS:
+                raise ValueError(f"amax_history {name} {steps} is not from 1 to {MAX_STEPS}")
         if self.algorithm not in ("max", "average"):
             raise ValueError(f"amax_history algorithm {self.algorithm!r} is not max or average")
-        if self.just_in_time is not None and self.just_in_time < 1:
-            raise ValueError(f"amax_history just_in_time {self.just_in_time} is not positive")
 
     @property
     def kept(self) -> int:

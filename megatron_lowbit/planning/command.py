@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_plannable(args)
     vocabulary = vocabulary_size(args)
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    recipe.check_rules(layers(args))
+    recipe.check_matchers(layers(args))
     device = Device(kind, args.transformer_impl == "transformer_engine", own.scan)
     found = plan(tried, recipe, vocabulary, device, cluster)
     console = plain_console(_WIDTH)

@@ -6,6 +6,7 @@ from megatron_lowbit.recipes.load import (
     load_recipes,
     shipped_recipes,
 )
+from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.precision import (
     HIGH_PRECISION,
     OPERANDS,
@@ -13,7 +14,6 @@ from megatron_lowbit.recipes.precision import (
     LinearPrecision,
 )
 from megatron_lowbit.recipes.recipe import Progress, Recipe, combine
-from megatron_lowbit.recipes.rules import Layer
 from megatron_lowbit.recipes.table import precision_table
 
 __all__ = [

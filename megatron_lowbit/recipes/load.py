@@ -41,14 +41,14 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
         UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
     """
     raw, source = _read(name_or_path)
-    raw = _unshared(raw)
     load_target = cache(_load_target)
     recipe = parse_recipe(raw, source, load_target)
+    if not overrides:
+        return recipe
+    raw = _unshared(raw)
     for override in overrides:
         apply_override(raw, override)
-        # Each on its own: the next may rely on its fields.
-        recipe = parse_recipe(raw, source, load_target)
-    return recipe
+    return parse_recipe(raw, source, load_target)
 
 
 def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -194,12 +194,22 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     known = set(raw["matchers"])
     for path in _paths(raw, field, override):
         _set(raw, path, value, override)
+    _check_sections(raw, override)
     for section in ("matchers", "switches"):
         entries = raw.get(section) or {}
-        if isinstance(entries, dict):
-            raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
-    if isinstance(raw["matchers"], dict):
-        raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
+        raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
+    raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
+
+
+def _check_sections(raw: dict[str, Any], override: str) -> None:
+    """Raise UserError unless the next override finds the sections, and mappings in them."""
+    for section in ("configs", "matchers", "switches"):
+        entries = raw.get(section, {})
+        if not isinstance(entries, dict):
+            raise UserError(f"--recipe-set {override}: {section} must be a mapping")
+        for name, entry in entries.items():
+            if not isinstance(entry, dict | None):
+                raise UserError(f"--recipe-set {override}: {section}.{name} must be a mapping")
 
 
 def _paths(raw: dict[str, Any], field: str, override: str) -> list[list[str]]:

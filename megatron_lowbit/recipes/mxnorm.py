@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe
-from megatron_lowbit.recipes.rules import Layer
 
 NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
 """Ends of the paths of layers that MXNorm comes before."""

@@ -1,4 +1,4 @@
-"""Recipe: named precisions and the ordered rules that give each linear layer one of them."""
+"""A recipe: named precisions, and the ordered matchers that give each linear layer one of them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -6,13 +6,13 @@ from itertools import product
 from typing import Any, Literal
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.matchers import BlocksMatcher, Layer, Matcher
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
-from megatron_lowbit.recipes.rules import BlockRule, Layer, Rule
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is: finished iterations, consumed tokens, finished share of the iterations."""
+    """Progress of a run: finished iterations, consumed tokens, finished share of the iterations."""
 
     iteration: int = 0
     tokens: int = 0
@@ -20,7 +20,7 @@ class Progress:
 
 
 Unit = Literal["iteration", "tokens", "fraction"]
-"""By what a switch is placed: the fields of :class:`Progress`."""
+"""A measure that a switch is placed by: a field of :class:`Progress`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Switch:
     recipe: "Recipe"
 
     def reached(self, progress: Progress) -> bool:
-        """Whether it has taken over."""
+        """Check whether it has taken over."""
         return bool(getattr(progress, self.unit) >= self.at)
 
     def __str__(self) -> str:
@@ -47,40 +47,49 @@ class Switch:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model's linear layers compute. Data only: any state is passed in, never held.
+    """Precision of a model's linear layers. Data only: any state is passed in, never held.
 
-    ``backward`` is another recipe that gives dgrad and wgrad, where there is one. ``switches``
-    apply in order.
+    Attributes:
+        name: as in messages.
+        description: one line.
+        configs: precisions by name.
+        matchers: by name, in the order in which they are tried.
+        switches: changes during a run, which apply in order.
+        backward: another recipe, which gives dgrad and wgrad in place of this one.
     """
 
     name: str
     description: str
     configs: Mapping[str, LinearPrecision]
-    rules: tuple[Rule, ...]
+    matchers: Mapping[str, Matcher]
     switches: tuple[Switch, ...] = ()
     backward: "Recipe | None" = None
 
-    def rule_for(self, layer: Layer) -> Rule | None:
-        """The first of the recipe's own rules that matches; None leaves it in high precision."""
-        return next((rule for rule in self.rules if rule.matches(layer)), None)
+    def matcher_for(self, layer: Layer) -> str | None:
+        """Return the name of the first of the recipe's own matchers that matches a layer."""
+        return next((name for name, m in self.matchers.items() if m.matches(layer)), None)
 
-    def rule_names(self, layer: Layer) -> str:
-        """Which rules decided, in a few letters."""
-        rule = self.rule_for(layer)
-        own = "-" if rule is None else rule.name
-        return own if self.backward is None else f"{own} / {self.backward.rule_names(layer)}"
+    def matcher_names(self, layer: Layer) -> str:
+        """Return the names of the matchers that decided about a layer; ``-`` for none."""
+        own = self.matcher_for(layer) or "-"
+        return own if self.backward is None else f"{own} / {self.backward.matcher_names(layer)}"
+
+    def config_for(self, layer: Layer) -> str | None:
+        """Return the name of a layer's config; None for one that no matcher matches."""
+        name = self.matcher_for(layer)
+        return None if name is None else self.matchers[name].config
 
     def precision_for(self, layer: Layer) -> LinearPrecision:
-        """The layer's precision."""
-        rule = self.rule_for(layer)
-        precision = HIGH_PRECISION if rule is None else self.configs[rule.config]
+        """Return a layer's precision: high precision where no matcher matches it."""
+        config = self.config_for(layer)
+        precision = HIGH_PRECISION if config is None else self.configs[config]
         if self.backward is None:
             return precision
         other = self.backward.precision_for(layer)
         return replace(precision, dgrad=other.dgrad, wgrad=other.wgrad)
 
     def at(self, progress: Progress) -> "Recipe":
-        """The recipe in force at some point of a run, without switches."""
+        """Return the recipe in force at some point of a run, without switches."""
         current = replace(self, switches=())
         for switch in self.switches:
             if switch.reached(progress):
@@ -90,9 +99,10 @@ class Recipe:
         return current
 
     def phases(self) -> list[tuple[list[Switch], "Recipe"]]:
-        """The switches that a run may have behind it, and the recipe in force then; start first.
+        """Return the recipes that a run may have in force, each with the switches behind it.
 
-        Whatever the run's length and batch size, so those of different units in any order.
+        The first is that of the start. Switches of different units may come in any order, since
+        that depends on the run's length and batch size.
         """
         points: list[list[Any]] = [
             sorted({0, *(switch.at for switch in self.switches if switch.unit == unit.name)})
@@ -105,33 +115,36 @@ class Recipe:
             found.append((behind, self.at(progress)))
         return found
 
-    def check_rules(self, layers: Sequence[Layer]) -> None:
-        """Raise a UserError for a rule that none of the model's linear layers matches.
+    def check_matchers(self, layers: Sequence[Layer]) -> None:
+        """Check that each matcher matches some linear layer of a model.
 
-        A rule whose layers all fall to earlier rules is in order: that is what order is for.
+        A matcher whose layers all fall to earlier ones is in order: that is what order is for.
+
+        Raises:
+            UserError: one matches none, or names a block that the model does not have.
         """
-        for rule in self.rules:
+        for name, matcher in self.matchers.items():
             outside = []
-            if isinstance(rule, BlockRule) and layers:
-                outside = rule.outside(layers[0].num_blocks)
+            if isinstance(matcher, BlocksMatcher) and layers:
+                outside = matcher.outside(layers[0].num_blocks)
             if outside:
                 raise UserError(
-                    f"recipe {self.name}: matcher {rule.name} names block {outside[0]}, but the "
+                    f"recipe {self.name}: matcher {name} names block {outside[0]}, but the "
                     f"model's blocks are 0 to {layers[0].num_blocks - 1}"
                 )
-            if not any(rule.matches(layer) for layer in layers):
+            if not any(matcher.matches(layer) for layer in layers):
                 example = f"; a path looks like {layers[0].path}" if layers else ""
                 raise UserError(
-                    f"recipe {self.name}: matcher {rule.name} matches none of the model's "
+                    f"recipe {self.name}: matcher {name} matches none of the model's "
                     f"{len(layers)} linear layers{example}"
                 )
         for other in [self.backward, *(switch.recipe for switch in self.switches)]:
             if other is not None:
-                other.check_rules(layers)
+                other.check_matchers(layers)
 
 
 def combine(forward: Recipe, backward: Recipe) -> Recipe:
-    """A recipe whose fprop is ``forward``'s, and whose dgrad and wgrad are ``backward``'s.
+    """Combine two recipes: fprop of ``forward``, dgrad and wgrad of ``backward``.
 
     Raises:
         UserError: one of two different recipes has switches: which of the two would they change?

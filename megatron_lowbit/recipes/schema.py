@@ -1,4 +1,4 @@
-"""The YAML schema of a recipe: megatron-core's ``configs`` and ordered ``matchers``, checked.
+"""The YAML of a recipe: megatron-core's ``configs`` and ordered ``matchers``, and ``switches``.
 
 A config gives each role (``input``, ``weight``, ``grad``) a format and a rounding for all GEMMs,
 and each GEMM (``fprop``, ``dgrad``, ``wgrad``) what differs there: a Hadamard transform, or other
@@ -7,12 +7,9 @@ recipe takes over.
 """
 
 from collections.abc import Callable
-from contextlib import suppress
-from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -21,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.numerics import (
     FORMATS,
     Accumulation,
@@ -31,20 +28,10 @@ from megatron_lowbit.numerics import (
     Rounding,
     format_by_name,
 )
+from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
-from megatron_lowbit.recipes.rules import (
-    KINDS,
-    BlockRule,
-    GlobRule,
-    RegexRule,
-    Rule,
-    path_expression,
-)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
+from megatron_lowbit.recipes.strict_model import StrictModel, fields_of, first_error, wrong_key
 
 
 def _known_format(name: Any) -> str | None:
@@ -60,7 +47,7 @@ def operand_keys(format: str | None) -> list[str]:
 FormatName = Annotated[str | None, BeforeValidator(_known_format)]
 
 
-class OperandSpec(_Strict):
+class OperandSpec(BaseModel):
     """One role: a format's name (null: high precision) and how its elements are rounded.
 
     ``axis`` says whose contracted axis the blocks run along: the ``own`` GEMM's, or ``fprop``'s in
@@ -68,7 +55,7 @@ class OperandSpec(_Strict):
     option of the format; null stands for the option's default.
     """
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", frozen=True)
 
     format: FormatName = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
@@ -102,71 +89,37 @@ class OperandSpec(_Strict):
         return OperandSpec(**kept | changes)
 
 
-def _signs(value: Any) -> str | int:
-    if value is None:
-        return "none"  # on a command line, none and null are the same
-    if isinstance(value, str) and value in ("fixed", "fresh", "none"):
-        return value
-    if type(value) is int:
-        return value
-    raise ValueError(f"{value!r} is not 'fixed', 'fresh', 'none' or an integer seed")
+def _signs(data: Any) -> Any:
+    """Take null for ``none``: on a command line they are the same."""
+    if not isinstance(data, dict) or "signs" not in data:
+        return data
+    signs = "none" if data["signs"] is None else data["signs"]
+    if signs not in ("fixed", "fresh", "none") and type(signs) is not int:
+        problem = f"{signs!r} is not 'fixed', 'fresh', 'none' or an integer seed"
+        raise wrong_key("signs", problem)
+    return {**data, "signs": signs}
 
 
-class _FieldsOf(_Strict):
-    """The fields of a class of ``numerics``, which checks them."""
-
-    kind: ClassVar[type]
-
-    def build(self) -> Any:
-        return self.kind(**self.model_dump())
-
-    @model_validator(mode="after")
-    def _builds(self) -> "_FieldsOf":
-        self.build()
-        return self
+HadamardField = Annotated[Hadamard, fields_of(Hadamard), BeforeValidator(_signs)]
+DelayedScalingField = Annotated[DelayedScaling, fields_of(DelayedScaling)]
+AccumulationField = Annotated[Accumulation, fields_of(Accumulation)]
 
 
-class HadamardSpec(_FieldsOf):
-    """The transform of a GEMM's operands; the fields of ``numerics.Hadamard``."""
-
-    kind = Hadamard
-    size: int = 16
-    signs: Annotated[Any, BeforeValidator(_signs)] = "fixed"
-    output: Literal["bf16", "fp32"] = "bf16"
-
-
-class AmaxHistorySpec(_FieldsOf):
-    """Delayed scaling; the fields of ``numerics.DelayedScaling``."""
-
-    kind = DelayedScaling
-    length: Annotated[int, Field(le=2**16)] = 16
-    algorithm: Literal["max", "average"] = "max"
-    just_in_time: Annotated[int, Field(le=2**16)] | None = None
-
-
-class AccumulationSpec(_FieldsOf):
-    """How a GEMM sums, for study; the fields of ``numerics.Accumulation``."""
-
-    kind = Accumulation
-    inner: Literal["fp32", "bf16", "fp8"] = "fp32"
-    promote_every: int | None = 128
-
-
-class GemmSpec(_Strict):
+class GemmSpec(StrictModel):
     """What one GEMM does differently from its roles' settings."""
 
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
     grad: OperandSpec | None = None
-    hadamard: HadamardSpec | None = None
-    accumulation: AccumulationSpec | None = None
+    hadamard: HadamardField | None = None
+    accumulation: AccumulationField | None = None
     fallback: Literal["bf16"] | None = None
 
 
 _ROLES = ("input", "weight", "grad")
 
 
-class PrecisionSpec(_Strict):
+class PrecisionSpec(StrictModel):
     """One config: a linear layer's precision."""
 
     input: OperandSpec | None = None
@@ -176,8 +129,8 @@ class PrecisionSpec(_Strict):
     dgrad: GemmSpec | None = GemmSpec()
     wgrad: GemmSpec | None = GemmSpec()
     tensor_scale: Literal["shard", "group"] = "shard"
-    amax_history: AmaxHistorySpec | None = None
-    accumulation: AccumulationSpec | None = None
+    amax_history: DelayedScalingField | None = None
+    accumulation: AccumulationField | None = None
     fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
@@ -204,10 +157,10 @@ class PrecisionSpec(_Strict):
             return GemmPrecision(
                 lhs,
                 rhs,
-                _built(gemm.hadamard),
+                gemm.hadamard,
                 tensor_scale=self.tensor_scale,
-                delayed=_built(self.amax_history) if tensor_scaled else None,
-                accumulation=_built(gemm.accumulation if own_sums else self.accumulation),
+                delayed=self.amax_history if tensor_scaled else None,
+                accumulation=(gemm if own_sums else self).accumulation,
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
                 fallback=fallback if lhs is not None or rhs is not None else None,
             )
@@ -229,71 +182,7 @@ class PrecisionSpec(_Strict):
         return (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
 
 
-def _built(spec: _FieldsOf | None) -> Any:
-    return None if spec is None else spec.build()
-
-
-def _extent(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    with suppress(ValueError, ZeroDivisionError):
-        text = str(value)
-        # Through float: the exact fraction of 1e-99999999999 has no end.
-        fraction = Fraction(text if "/" in text else str(float(text)))
-        if 0 < fraction <= 1 and not isinstance(value, bool | int):
-            return fraction
-    raise ValueError(f"{value!r} is neither a number of blocks nor a fraction such as 2/62 or 0.1")
-
-
-def _expression(pattern: str) -> str:
-    path_expression(pattern)
-    return pattern
-
-
-Extent = Annotated[int | Fraction, BeforeValidator(_extent)]
-
-
-class _MatcherSpec(_Strict):
-    config: str
-    enabled: bool
-
-
-class BlocksMatcher(_MatcherSpec):
-    """The first and last blocks, as counts or fractions of the model; blocks by number; by kind."""
-
-    type: Literal["blocks"]
-    first: Extent | None = None
-    last: Extent | None = None
-    numbers: tuple[int, ...] | None = None
-    kinds: tuple[Literal[tuple(KINDS)], ...] | None = None  # type: ignore[valid-type]
-
-    @model_validator(mode="after")
-    def _selects(self) -> "BlocksMatcher":
-        if self.first is None and self.last is None and not self.numbers and not self.kinds:
-            raise ValueError("give first, last, numbers or kinds, or remove the matcher")
-        return self
-
-
-class GlobMatcher(_MatcherSpec):
-    """Module paths by shell pattern."""
-
-    type: Literal["glob"]
-    # Python's translation of a pattern is quadratic in its length.
-    pattern: Annotated[str, Field(max_length=1000)]
-
-
-class RegexMatcher(_MatcherSpec):
-    """Module paths by regular expression."""
-
-    type: Literal["regex"]
-    pattern: Annotated[str, AfterValidator(_expression)]
-
-
-MatcherSpec = Annotated[BlocksMatcher | GlobMatcher | RegexMatcher, Field(discriminator="type")]
-_RULES: dict[str, type[Rule]] = {"blocks": BlockRule, "glob": GlobRule, "regex": RegexRule}
-
-
-class SwitchSpec(_Strict):
+class SwitchSpec(StrictModel):
     """A change to another recipe, by name or file, at one of three measures of progress."""
 
     iteration: Annotated[int, Field(ge=0)] | None = None
@@ -317,15 +206,15 @@ class SwitchSpec(_Strict):
         return self
 
 
-class RecipeSpec(_Strict):
+class RecipeSpec(StrictModel):
     """A whole recipe file."""
 
     name: str
     description: str = ""
     configs: dict[str, PrecisionSpec]
     # A run asks every matcher about every layer, after every combination of switches.
-    matchers: Annotated[dict[str, MatcherSpec], Field(max_length=64)]
-    switches: Annotated[dict[str, SwitchSpec], Field(max_length=16)] = {}
+    matchers: Annotated[dict[str, Matcher], Field(max_length=64)]
+    switches: Annotated[dict[str, SwitchSpec], Field(max_length=16, default_factory=dict)]
 
 
 def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
@@ -342,21 +231,27 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) ->
     try:
         spec = RecipeSpec.model_validate(raw)
     except ValidationError as error:
-        raise UserError(f"{source}: {_first_error(error)}") from None
+        raise UserError(f"{source}: {first_error(error)}") from None
     configs = {}
     for name, config in spec.configs.items():
         try:
             configs[name] = config.build()
         except ValueError as error:
             raise UserError(f"{source}: configs.{name}.{error}") from None
-    rules = tuple(_rule(source, name, m, configs) for name, m in spec.matchers.items() if m.enabled)
+    matchers = {name: matcher for name, matcher in spec.matchers.items() if matcher.enabled}
+    for name, matcher in matchers.items():
+        require(
+            matcher.config in configs,
+            f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
+            f"use one of {', '.join(configs)}",
+        )
     enabled = {name: switch for name, switch in spec.switches.items() if switch.enabled}
     switches: tuple[Switch, ...] = ()
     if enabled:
         if load is None:
             raise UserError(f"recipe {spec.name} has switches of its own; name one without")
         switches = tuple(_switch(source, name, s, load) for name, s in enabled.items())
-    return Recipe(spec.name, spec.description, configs, rules, switches)
+    return Recipe(spec.name, spec.description, configs, matchers, switches)
 
 
 def _switch(source: str, name: str, spec: SwitchSpec, load: Callable[[str], Recipe]) -> Switch:
@@ -365,47 +260,3 @@ def _switch(source: str, name: str, spec: SwitchSpec, load: Callable[[str], Reci
     except UserError as error:
         raise UserError(f"{source}: switches.{name}.to: {error}") from None
     return Switch(name, *spec.point, spec.part, target)
-
-
-def _rule(source: str, name: str, matcher: Any, configs: dict[str, LinearPrecision]) -> Rule:
-    if matcher.config not in configs:
-        raise UserError(
-            f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
-            f"use one of {', '.join(configs)}"
-        )
-    fields = {k: v for k, v in matcher if k not in ("type", "enabled") and v is not None}
-    return _RULES[matcher.type](name=name, **fields)
-
-
-_MODELS_BY_FIELD: dict[str, type[BaseModel]] = {
-    "input": OperandSpec,
-    "weight": OperandSpec,
-    "grad": OperandSpec,
-    "fprop": GemmSpec,
-    "dgrad": GemmSpec,
-    "wgrad": GemmSpec,
-    "hadamard": HadamardSpec,
-    "amax_history": AmaxHistorySpec,
-    "accumulation": AccumulationSpec,
-    "blocks": BlocksMatcher,
-    "glob": GlobMatcher,
-    "regex": RegexMatcher,
-}
-
-
-def _first_error(error: ValidationError) -> str:
-    """``key: what is wrong`` of the first error; for an unknown key, the keys there are."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
-    tag = path.pop(2) if path[:1] == ["matchers"] and len(path) > 3 else None
-    if first["type"] == "union_tag_not_found":
-        return f"{'.'.join(path)}.type: missing; use one of {', '.join(_RULES)}"
-    if first["type"] != "extra_forbidden":
-        message = first["msg"].removeprefix("Value error, ")
-        return f"{'.'.join(path) or 'the file'}: {message[0].lower() + message[1:]}"
-    # Names that users give come before: a config may be called input.
-    parent = tag or (path[-2] if len(path) > 3 else "")
-    by_section: dict[str, type[BaseModel]] = {"configs": PrecisionSpec, "switches": SwitchSpec}
-    section = by_section.get(path[0], RecipeSpec) if len(path) > 2 else RecipeSpec
-    model = _MODELS_BY_FIELD.get(parent, section)
-    return f"{'.'.join(path)}: no such key; use one of {', '.join(model.model_fields)}"

@@ -17,10 +17,10 @@ from megatron_lowbit.recipes.load import (
     load_recipes,
     shipped_recipes,
 )
+from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, side
 from megatron_lowbit.recipes.recipe import Recipe
-from megatron_lowbit.recipes.rules import Layer
 
 HIGH_PRECISION_BITS = 16.0
 _UNLIMITED = 1000  # columns
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recipes = (args.forward, args.recipe) if args.forward else (args.recipe,)
         recipe = load_recipes(recipes, (*_blocks(recipes, shape), *args.recipe_set))
         layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
-        recipe.check_rules(layers)
+        recipe.check_matchers(layers)
         mxnorm = shape.normalization == "MXNorm"
         if mxnorm:
             check_mxnorm(recipe, layers)
@@ -161,7 +161,7 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False
     for column in ("layer", "matcher", "GEMM", "left", "right", "bits", "both"):
         table.add_column(column, no_wrap=True)
     for layer in layers:
-        name, rule = layer.path, recipe.rule_names(layer)
+        name, rule = layer.path, recipe.matcher_names(layer)
         whole = recipe.precision_for(layer)
         normalized = mxnorm and whole.quantized and name.endswith(NORMALIZED)
         for gemm, precision in whole.gemms.items():

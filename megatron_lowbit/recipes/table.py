@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.precision import LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe
-from megatron_lowbit.recipes.rules import Layer
 
 _Key = tuple[str, LinearPrecision]  # the rule's name, and what it gives
 
@@ -49,6 +49,6 @@ def _by_rule(recipe: Recipe, layers: Sequence[Layer]) -> dict[_Key, list[str]]:
     """(rule name, precision) to the short names of one block's layers."""
     grouped: dict[_Key, list[str]] = {}
     for layer in layers:
-        key = (recipe.rule_names(layer), recipe.precision_for(layer))
+        key = (recipe.matcher_names(layer), recipe.precision_for(layer))
         grouped.setdefault(key, []).append(layer.path.rsplit(".", 1)[-1])
     return grouped

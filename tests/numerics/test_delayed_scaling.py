@@ -158,10 +158,10 @@ def test_saturation_beyond_the_delayed_scale(format):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"length": 0}, "length 0 is not positive"),
-        ({"length": -3}, "length -3 is not positive"),
+        ({"length": 0}, "length 0 is not from 1 to 65536"),
+        ({"length": -3}, "length -3 is not from 1"),
         ({"algorithm": "mean"}, "'mean' is not max or average"),
-        ({"just_in_time": 0}, "just_in_time 0 is not positive"),
+        ({"just_in_time": 0}, "just_in_time 0 is not from 1"),
     ],
 )
 def test_bad_arguments(arguments, message):

@@ -47,7 +47,7 @@ REFUSED = {
     "base 60": (matcher("type: blocks, first: " + ":".join(["59"] * 20000)), ["line 5", "64 bits"]),
     "infinity": (f"name: x\n{BODY}switches: {{s: {{tokens: .inf, to: bf16}}}}", ["s.tokens"]),
     "history": (f"name: x\n{BODY}".replace("}}", "}, amax_history: {length: 65537}}", 1),
-                ["amax_history.length", "65536"]),
+                ["amax_history", "length", "65536"]),
     "int": (f"name: x\ndescription: !!int x\n{BODY}", ["line 2", "'x' is no int"]),
     "empty int": (f"name: x\ndescription: !!int ''\n{BODY}", ["line 2", "'' is no int"]),
     "bool": (f"name: x\ndescription: !!bool x\n{BODY}", ["line 2", "'x' is no bool"]),

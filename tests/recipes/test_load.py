@@ -16,13 +16,17 @@ from megatron_lowbit.recipes import (
     load_recipe,
     shipped_recipes,
 )
-from megatron_lowbit.recipes.rules import BlockRule, GlobRule, RegexRule
+from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher, RegexMatcher
 
 ROWS, SQUARE = FORMATS["nvfp4"], FORMATS["nvfp4-2d"]
 NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
 SHIPPED = yaml.safe_load(
     (files("megatron_lowbit.recipes") / "shipped" / "nvfp4.yaml").read_text("utf-8")
 )
+
+
+def ends(first, last) -> BlocksMatcher:
+    return BlocksMatcher(config="bf16", enabled=True, first=first, last=last)
 
 
 def nvfp4(*overrides) -> LinearPrecision:
@@ -66,16 +70,16 @@ def test_nvfp4_builds():
         ),
         "bf16": HIGH_PRECISION,
     }
-    assert recipe.rules == (
-        BlockRule("bf16_blocks", "bf16", Fraction(2, 62), Fraction(8, 62)),
-        GlobRule("linears", "nvfp4", "*"),
-    )
+    assert list(recipe.matchers.items()) == [
+        ("bf16_blocks", ends(Fraction(2, 62), Fraction(8, 62))),
+        ("linears", GlobMatcher(config="nvfp4", enabled=True, pattern="*")),
+    ]
 
 
 def test_bf16_says():
     recipe = load_recipe("bf16")
     assert recipe.configs == {"bf16": HIGH_PRECISION}
-    assert [rule.config for rule in recipe.rules] == ["bf16"]
+    assert [m.config for m in recipe.matchers.values()] == ["bf16"]
 
 
 def test_file_by_path(tmp_path):
@@ -90,7 +94,7 @@ def test_order_of_matchers_is_the_files(tmp_path):
         raw["matchers"] = dict(reversed(raw["matchers"].items()))
 
     recipe = load_edited(tmp_path, turn)
-    assert [rule.name for rule in recipe.rules] == ["linears", "bf16_blocks"]
+    assert list(recipe.matchers) == ["linears", "bf16_blocks"]
 
 
 def test_disabled_matchers_and_regex(tmp_path):
@@ -98,7 +102,8 @@ def test_disabled_matchers_and_regex(tmp_path):
         raw["matchers"]["bf16_blocks"]["enabled"] = False
         raw["matchers"]["linears"] |= {"type": "regex", "pattern": "fc[12]$"}
 
-    assert load_edited(tmp_path, edit).rules == (RegexRule("linears", "nvfp4", "fc[12]$"),)
+    linears = RegexMatcher(config="nvfp4", enabled=True, pattern="fc[12]$")
+    assert load_edited(tmp_path, edit).matchers == {"linears": linears}
 
 
 def test_a_gemm_overrides_its_roles(tmp_path):
@@ -155,11 +160,12 @@ def test_set_tensor_scale():
 
 
 def test_set_blocks():
-    assert [rule.name for rule in load_recipe("nvfp4", ["bf16_blocks=none"]).rules] == ["linears"]
-    changed = load_recipe("nvfp4", ["bf16_blocks.last=4"]).rules[0]
-    assert changed == BlockRule("bf16_blocks", "bf16", Fraction(2, 62), 4)
-    changed = load_recipe("nvfp4", ["bf16_blocks.first=1/3", "bf16_blocks.last=0.25"]).rules[0]
-    assert changed == BlockRule("bf16_blocks", "bf16", Fraction(1, 3), Fraction(1, 4))
+    assert list(load_recipe("nvfp4", ["bf16_blocks=none"]).matchers) == ["linears"]
+    changed = load_recipe("nvfp4", ["bf16_blocks.last=4"]).matchers["bf16_blocks"]
+    assert changed == ends(Fraction(2, 62), 4)
+    fractions = ["bf16_blocks.first=1/3", "bf16_blocks.last=0.25"]
+    changed = load_recipe("nvfp4", fractions).matchers["bf16_blocks"]
+    assert changed == ends(Fraction(1, 3), Fraction(1, 4))
 
 
 def test_set_leaves_configs_that_do_not_quantize():
@@ -172,7 +178,7 @@ def test_set_exact_paths():
     )
     assert recipe.configs["bf16"].fprop.lhs == Quantizer(ROWS, NEAREST)
     assert recipe.configs["nvfp4"] == nvfp4()
-    assert recipe.rules[1] == GlobRule("linears", "nvfp4", "*fc1")
+    assert recipe.matchers["linears"].pattern == "*fc1"
 
 
 def test_set_several_the_last_wins():
@@ -184,7 +190,7 @@ def test_set_several_the_last_wins():
 def test_setting_changes_no_later_load():
     load_recipe("nvfp4", ["grad.rounding=nearest", "bf16_blocks=none"])
     assert nvfp4().dgrad.lhs == Quantizer(ROWS, STOCHASTIC)
-    assert len(load_recipe("nvfp4").rules) == 2
+    assert len(load_recipe("nvfp4").matchers) == 2
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ KEPT = {  # blocks of the published model -> what stays in high precision, from 
 def quantized(recipe: Recipe, blocks: int) -> tuple[set[int], set[LinearPrecision]]:
     """Blocks in high precision, and the precisions that the others have, in a GPT."""
     layers = model_layers(None, blocks)
-    recipe.check_rules(layers)
+    recipe.check_matchers(layers)
     by_block = {}
     for layer in layers:
         by_block.setdefault(layer.block, set()).add(recipe.precision_for(layer))

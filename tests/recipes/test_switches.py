@@ -16,7 +16,7 @@ from megatron_lowbit.recipes import (
     load_recipe,
     shipped_recipes,
 )
-from megatron_lowbit.recipes.rules import BlockRule, GlobRule
+from megatron_lowbit.recipes.matchers import BlocksMatcher, GlobMatcher
 from megatron_lowbit.recipes.show import model_layers
 
 LAYERS = model_layers(None, 12)
@@ -204,9 +204,9 @@ def test_combining_what_is_combined(forward, backward, name):
     recipe = combine(combine(*forward), combine(*backward))
     assert precisions(recipe) == parts(forward[0], backward[1])
     assert recipe.name == name
-    rules = recipe.rule_names(LAYERS[0])
-    own = forward[0].rule_names(LAYERS[0])
-    assert rules == f"{own} / {backward[1].rule_names(LAYERS[0])}"
+    names = recipe.matcher_names(LAYERS[0])
+    own = forward[0].matcher_names(LAYERS[0])
+    assert names == f"{own} / {backward[1].matcher_names(LAYERS[0])}"
 
 
 def test_each_side_keeps_its_own_layers():
@@ -214,8 +214,8 @@ def test_each_side_keeps_its_own_layers():
     recipe = load_combined("nvfp4", "mxfp8")
     edge = recipe.precision_for(LAYERS[0])
     assert not edge.fprop.quantized and edge.dgrad.quantized and edge.wgrad.quantized
-    assert recipe.rule_names(LAYERS[0]) == "bf16_blocks / linears"
-    assert recipe.rule_names(LAYERS[30]) == "linears / linears"
+    assert recipe.matcher_names(LAYERS[0]) == "bf16_blocks / linears"
+    assert recipe.matcher_names(LAYERS[30]) == "linears / linears"
 
 
 def test_overrides_go_to_their_side():
@@ -263,35 +263,37 @@ def test_recipes_with_switches_do_not_combine():
 
 
 class TestRulesAreChecked:
-    bad = replace(MXFP8, name="bad", rules=(GlobRule("typo", "mxfp8", "*.liner_fc1"),))
+    typo = GlobMatcher(config="mxfp8", enabled=True, pattern="*.liner_fc1")
+    bad = replace(MXFP8, name="bad", matchers={"typo": typo})
 
     def test_of_the_backward_recipe(self):
         for recipe in (combine(NVFP4, self.bad), combine(MXFP8, combine(NVFP4, self.bad))):
-            message = refused(lambda recipe=recipe: recipe.check_rules(LAYERS))
+            message = refused(lambda recipe=recipe: recipe.check_matchers(LAYERS))
             assert "recipe bad" in message and "typo" in message
 
     def test_of_the_forward_recipe(self):
-        assert "typo" in refused(lambda: combine(self.bad, NVFP4).check_rules(LAYERS))
+        assert "typo" in refused(lambda: combine(self.bad, NVFP4).check_matchers(LAYERS))
 
     def test_of_a_recipe_that_is_switched_to(self):
         """Before the run starts, not when its point comes."""
         recipe = switched("{iteration: 5, to: bf16}", "{fraction: 0.5, to: mxfp8}")
-        recipe.check_rules(LAYERS)
+        recipe.check_matchers(LAYERS)
         first, second = recipe.switches
         recipe = replace(recipe, switches=(first, replace(second, recipe=self.bad)))
-        assert "typo" in refused(lambda: recipe.check_rules(LAYERS))
+        assert "typo" in refused(lambda: recipe.check_matchers(LAYERS))
 
     def test_numbers_outside_of_a_recipe_that_is_switched_to(self):
-        other = replace(MXFP8, rules=(BlockRule("n", "mxfp8", numbers=(0, 12)),))
+        numbers = BlocksMatcher(config="mxfp8", enabled=True, numbers=(0, 12))
+        other = replace(MXFP8, matchers={"n": numbers})
         recipe = switched("{iteration: 5, to: bf16}")
         recipe = replace(recipe, switches=(replace(recipe.switches[0], recipe=other),))
-        assert "block 12" in refused(lambda: recipe.check_rules(LAYERS))
-        recipe.check_rules([Layer(f"x.{i}", i, 13) for i in range(13)])
+        assert "block 12" in refused(lambda: recipe.check_matchers(LAYERS))
+        recipe.check_matchers([Layer(f"x.{i}", i, 13) for i in range(13)])
 
     def test_a_combination_without_what_it_drops(self):
-        """A recipe that decides no GEMM any more is not asked for its rules."""
-        combine(combine(MXFP8, self.bad), BF16).check_rules(LAYERS)
-        combine(BF16, combine(self.bad, MXFP8)).check_rules(LAYERS)
+        """A recipe that decides no GEMM any more is not asked for its matchers."""
+        combine(combine(MXFP8, self.bad), BF16).check_matchers(LAYERS)
+        combine(BF16, combine(self.bad, MXFP8)).check_matchers(LAYERS)
 
 
 # Wrong switches

@@ -32,7 +32,7 @@ def test_shipped_nvfp4():
     assert cells == [("0", every, *high), ("1-6", every, *low), ("7", every, *high)]
 
 
-def test_rules_within_a_block_are_rows_of_their_own(tmp_path):
+def test_matchers_within_a_block_are_rows_of_their_own(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(
         """

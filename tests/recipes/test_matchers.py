@@ -1,4 +1,4 @@
-"""Which layers a rule matches, and which rule wins."""
+"""Layers that a matcher matches, and the matcher that wins."""
 
 from fractions import Fraction
 
@@ -6,8 +6,13 @@ import pytest
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipe
+from megatron_lowbit.recipes.matchers import (
+    BlocksMatcher,
+    GlobMatcher,
+    RegexMatcher,
+    count_blocks,
+)
 from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision
-from megatron_lowbit.recipes.rules import BlockRule, GlobRule, RegexRule, count_blocks
 
 NAMES = (
     "self_attention.linear_qkv",
@@ -23,6 +28,18 @@ def model(blocks: int) -> list[Layer]:
         for block in range(blocks)
         for name in NAMES
     ]
+
+
+def in_blocks(first=None, last=None, config="c", **more) -> BlocksMatcher:
+    return BlocksMatcher(config=config, enabled=True, first=first, last=last, **more)
+
+
+def glob(pattern, config="c") -> GlobMatcher:
+    return GlobMatcher(config=config, enabled=True, pattern=pattern)
+
+
+def regex(pattern, config="c") -> RegexMatcher:
+    return RegexMatcher(config=config, enabled=True, pattern=pattern)
 
 
 def bf16_blocks(recipe: Recipe, blocks: int) -> list[int]:
@@ -75,16 +92,16 @@ def test_count_blocks(extent, blocks, count):
     assert count_blocks(extent, blocks) == count
 
 
-def matched(rule, layers) -> set[str]:
-    return {layer.path for layer in layers if rule.matches(layer)}
+def matched(matcher, layers) -> set[str]:
+    return {layer.path for layer in layers if matcher.matches(layer)}
 
 
 @pytest.mark.parametrize(
     "first, last, blocks", [(2, None, {0, 1}), (None, 1, {4}), (1, 2, {0, 3, 4}), (0, 0, set())]
 )
-def test_block_rule(first, last, blocks):
-    rule = BlockRule("r", "c", first, last)
-    assert matched(rule, model(5)) == {x.path for x in model(5) if x.block in blocks}
+def test_blocks(first, last, blocks):
+    matcher = in_blocks(first, last)
+    assert matched(matcher, model(5)) == {x.path for x in model(5) if x.block in blocks}
 
 
 @pytest.mark.parametrize(
@@ -96,13 +113,13 @@ def test_block_rule(first, last, blocks):
 )  # fmt: skip
 def test_block_numbers(numbers, blocks):
     """From 0 on, and negative from the end, in any model."""
-    rule = BlockRule("r", "c", numbers=numbers)
-    assert {x.block for x in model(6) if rule.matches(x)} == blocks
+    matcher = in_blocks(numbers=numbers)
+    assert {x.block for x in model(6) if matcher.matches(x)} == blocks
 
 
 def test_block_numbers_add_to_first_and_last():
-    rule = BlockRule("r", "c", Fraction(1, 6), 2, numbers=(2, -4, -1))
-    assert {x.block for x in model(6) if rule.matches(x)} == {0, 2, 4, 5}
+    matcher = in_blocks(Fraction(1, 6), 2, numbers=(2, -4, -1))
+    assert {x.block for x in model(6) if matcher.matches(x)} == {0, 2, 4, 5}
 
 
 KINDS_OF_PATHS = {
@@ -126,10 +143,8 @@ def test_kinds(path, kind):
     layer = Layer(path, 0, 12)
     assert layer.kind == kind
     for other in ("attention", "mlp", "moe", "mamba"):
-        assert BlockRule("r", "c", kinds=(other,)).matches(layer) is (other == kind)
-    assert BlockRule("r", "c", kinds=("attention", "mlp", "moe", "mamba")).matches(layer) is (
-        kind != "other"
-    )
+        assert in_blocks(kinds=(other,)).matches(layer) is (other == kind)
+    assert in_blocks(kinds=("attention", "mlp", "moe", "mamba")).matches(layer) is (kind != "other")
 
 
 @pytest.mark.parametrize(
@@ -141,9 +156,9 @@ def test_kinds(path, kind):
 )  # fmt: skip
 def test_kinds_narrow_the_blocks(position, blocks):
     """A layer must be of the kind and in the blocks; a kind alone means all blocks."""
-    rule = BlockRule("r", "c", kinds=("attention",), **position)
+    matcher = in_blocks(kinds=("attention",), **position)
     expected = {x.path for x in model(4) if x.block in blocks and "attention" in x.path}
-    assert len(expected) == 2 * len(blocks) and matched(rule, model(4)) == expected
+    assert len(expected) == 2 * len(blocks) and matched(matcher, model(4)) == expected
 
 
 def test_kinds_and_numbers_by_recipe_set():
@@ -164,10 +179,10 @@ def test_kinds_and_numbers_by_recipe_set():
 @pytest.mark.parametrize("numbers", [(7, 0), (0, -9), (99,), (-100,)])
 def test_numbers_outside_the_model(numbers):
     """In every model it is used with; the message has the number and the blocks there are."""
-    recipe = Recipe("mine", "", CONFIGS, (BlockRule("some", "high", numbers=numbers),))
-    recipe.check_rules(model(200))
+    recipe = Recipe("mine", "", CONFIGS, {"some": in_blocks(config="high", numbers=numbers)})
+    recipe.check_matchers(model(200))
     with pytest.raises(UserError) as caught:
-        recipe.check_rules(model(7))
+        recipe.check_matchers(model(7))
     message = str(caught.value)
     assert "\n" not in message
     outside = next(n for n in numbers if not -7 <= n < 7)
@@ -175,22 +190,22 @@ def test_numbers_outside_the_model(numbers):
         assert part in message
 
 
-def test_glob_rule_fits_the_whole_path():
+def test_glob_fits_the_whole_path():
     layers = model(12)
-    assert matched(GlobRule("r", "c", "*"), layers) == {x.path for x in layers}
-    assert len(matched(GlobRule("r", "c", "*.linear_fc?"), layers)) == 24
-    assert len(matched(GlobRule("r", "c", "decoder.layers.1.*"), layers)) == 4  # not 10, 11
-    assert len(matched(GlobRule("r", "c", "decoder.layers.1[01].*"), layers)) == 8
+    assert matched(glob("*"), layers) == {x.path for x in layers}
+    assert len(matched(glob("*.linear_fc?"), layers)) == 24
+    assert len(matched(glob("decoder.layers.1.*"), layers)) == 4  # not 10, 11
+    assert len(matched(glob("decoder.layers.1[01].*"), layers)) == 8
     for pattern in ("linear_fc1", "*FC1", "mlp.*"):
-        assert not matched(GlobRule("r", "c", pattern), layers)
+        assert not matched(glob(pattern), layers)
 
 
-def test_regex_rule_searches_the_path():
+def test_regex_searches_the_path():
     layers = model(12)
-    assert len(matched(RegexRule("r", "c", "linear_fc1"), layers)) == 12
-    assert len(matched(RegexRule("r", "c", r"layers\.1\."), layers)) == 4
-    assert len(matched(RegexRule("r", "c", r"^decoder.*_(qkv|proj)$"), layers)) == 24
-    assert not matched(RegexRule("r", "c", "^mlp"), layers)
+    assert len(matched(regex("linear_fc1"), layers)) == 12
+    assert len(matched(regex(r"layers\.1\."), layers)) == 4
+    assert len(matched(regex(r"^decoder.*_(qkv|proj)$"), layers)) == 24
+    assert not matched(regex("^mlp"), layers)
 
 
 QUANTIZED = load_recipe("nvfp4").configs["nvfp4"]
@@ -198,12 +213,12 @@ CONFIGS = {"low": QUANTIZED, "high": LinearPrecision()}
 
 
 def test_first_match_wins():
-    rules = (
-        GlobRule("fc1", "high", "*linear_fc1"),
-        BlockRule("edge", "low", first=1),
-        RegexRule("mlp", "high", "mlp"),
-    )
-    recipe = Recipe("r", "", CONFIGS, rules)
+    matchers = {
+        "fc1": glob("*linear_fc1", "high"),
+        "edge": in_blocks(first=1, config="low"),
+        "mlp": regex("mlp", "high"),
+    }
+    recipe = Recipe("r", "", CONFIGS, matchers)
     layers = {x.path.removeprefix("decoder.layers."): x for x in model(2)}
     expected = {
         "0.mlp.linear_fc1": ("fc1", False),
@@ -213,31 +228,31 @@ def test_first_match_wins():
         "1.mlp.linear_fc2": ("mlp", False),
     }
     for path, (name, quantized) in expected.items():
-        assert recipe.rule_for(layers[path]).name == name
+        assert recipe.matcher_for(layers[path]) == name
         assert recipe.precision_for(layers[path]).quantized is quantized
     unmatched = layers["1.self_attention.linear_qkv"]
-    assert recipe.rule_for(unmatched) is None
+    assert recipe.matcher_for(unmatched) is None
     assert recipe.precision_for(unmatched) == HIGH_PRECISION
-    turned = Recipe("r", "", CONFIGS, rules[::-1])
+    turned = Recipe("r", "", CONFIGS, dict(reversed(matchers.items())))
     assert turned.precision_for(layers["0.mlp.linear_fc1"]).quantized is False
-    assert turned.rule_for(layers["0.mlp.linear_fc1"]).name == "mlp"
+    assert turned.matcher_for(layers["0.mlp.linear_fc1"]) == "mlp"
 
 
-def test_a_rule_that_matches_nothing_is_an_error():
-    rules = (GlobRule("all", "low", "*"), GlobRule("typo", "high", "*.liner_fc1"))
-    recipe = Recipe("mine", "", CONFIGS, rules)
+def test_a_matcher_that_matches_nothing_is_an_error():
+    matchers = {"all": glob("*", "low"), "typo": glob("*.liner_fc1", "high")}
+    recipe = Recipe("mine", "", CONFIGS, matchers)
     with pytest.raises(UserError) as caught:
-        recipe.check_rules(model(3))
+        recipe.check_matchers(model(3))
     message = str(caught.value)
     assert "\n" not in message
     for part in ("mine", "typo", "12 linear layers", "decoder.layers.0.self_attention.linear_qkv"):
         assert part in message
 
 
-def test_a_rule_shadowed_by_earlier_ones_is_in_order():
-    rules = (GlobRule("all", "low", "*"), GlobRule("fc1", "high", "*linear_fc1"))
-    Recipe("r", "", CONFIGS, rules).check_rules(model(3))
-    load_recipe("nvfp4").check_rules(model(1))
+def test_a_matcher_shadowed_by_earlier_ones_is_in_order():
+    matchers = {"all": glob("*", "low"), "fc1": glob("*linear_fc1", "high")}
+    Recipe("r", "", CONFIGS, matchers).check_matchers(model(3))
+    load_recipe("nvfp4").check_matchers(model(1))
 
 
 def test_hadamard_needs_both_operands():
