@@ -1,4 +1,4 @@
-"""Recipes: which precision each GEMM of each linear layer has. YAML in and out, layer rules."""
+"""Recipes: the precision of each GEMM of each linear layer, read from YAML."""
 
 from megatron_lowbit.recipes.load import (
     load_combined,

@@ -24,7 +24,7 @@ _SIDES = ("forward", "backward")
 
 
 def shipped_recipes() -> dict[str, Any]:
-    """Name to YAML file of every recipe that comes with the package."""
+    """Return the YAML files of the recipes that come with the package, by name."""
     folder = files("megatron_lowbit.recipes") / "shipped"
     found = (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
     return {entry.name.removesuffix(".yaml"): entry for entry in sorted(found, key=str)}
@@ -52,7 +52,7 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a command line: one, or two of which the first gives fprop.
+    """Load the recipe of a command line: one, or two of which the first gives fprop.
 
     Args:
         names: of :func:`load_recipe`, or forward and backward of :func:`load_combined`.
@@ -68,7 +68,7 @@ def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(name_or_path: str) -> dict[str, Any]:
-    """What the YAML of a recipe says, checked. Raises UserError as :func:`load_recipe`."""
+    """Return the raw YAML data of a recipe, checked. Raises UserError as :func:`load_recipe`."""
     load_recipe(name_or_path)
     raw: dict[str, Any] = _unshared(_read(name_or_path)[0])
     return raw
@@ -84,13 +84,13 @@ def bf16_blocks(name: str, first: int, last: int) -> tuple[str, ...]:
     raw = read_recipe(name)
     if not any(raw["configs"].values()):
         return ()
-    has_rule = "bf16_blocks" in raw["matchers"]
+    has_matcher = "bf16_blocks" in raw["matchers"]
     if first == last == 0:
-        return ("bf16_blocks=none",) if has_rule else ()
-    if has_rule:
+        return ("bf16_blocks=none",) if has_matcher else ()
+    if has_matcher:
         return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}")
-    rule = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
-    return ("configs.bf16={}", f"matchers.bf16_blocks={rule}")
+    blocks = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
+    return ("configs.bf16={}", f"matchers.bf16_blocks={blocks}")
 
 
 def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -102,19 +102,19 @@ def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _unshared(data: Any) -> Any:
-    """A copy in which what YAML aliases share is apart, so that an override hits one place."""
+    """Copy YAML data so that aliases share nothing, and an override changes one place."""
     if isinstance(data, dict):
         return {key: _unshared(value) for key, value in data.items()}
     return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 def _load_target(name_or_path: str) -> Recipe:
-    """A recipe that a switch names: without switches, which could lead in a circle."""
+    """Load a recipe that a switch names. It has no switches, which could lead in a circle."""
     return parse_recipe(*_read(name_or_path), None)
 
 
 def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe whose fprop is one recipe's, and whose dgrad and wgrad are another's.
+    """Load two recipes as one: fprop of the first, dgrad and wgrad of the second.
 
     Overrides start with ``forward.`` or ``backward.``, then go on as for :func:`load_recipe`.
 
@@ -213,7 +213,7 @@ def _check_sections(raw: dict[str, Any], override: str) -> None:
 
 
 def _paths(raw: dict[str, Any], field: str, override: str) -> list[list[str]]:
-    """Every place in the raw data that a field means."""
+    """Return every path in the raw data that a field stands for."""
     path = field.split(".")
     head = path[0]
     if head in RecipeSpec.model_fields:

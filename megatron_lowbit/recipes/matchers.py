@@ -1,4 +1,4 @@
-"""Matchers: which linear layers of a model get a config, by the position of their block or by path.
+"""Matchers: select linear layers for a config, by the position of their block or by path.
 
 A recipe's matchers are tried in order, and the first that matches a layer decides.
 """

@@ -1,4 +1,4 @@
-"""What ``--normalization MXNorm`` asks of a recipe."""
+"""Requirements of ``--normalization MXNorm`` on a recipe."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ NORMALIZED = ("self_attention.linear_qkv", "mlp.linear_fc1")
 
 
 def norm_block(precision: LinearPrecision) -> int:
-    """The block whose absmaxes the norm uses: of fprop's input.
+    """Return the block size of fprop's input, whose absmaxes the norm uses.
 
     Raises:
         ValueError: that input is not quantized in blocks.

@@ -1,4 +1,4 @@
-"""What a recipe says of one linear layer: how each operand of its three GEMMs is quantized."""
+"""Precision of one linear layer: how each operand of its three GEMMs is quantized."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ GEMM_ROLES = {
     "dgrad": ("grad", "weight"),
     "wgrad": ("grad", "input"),
 }
-"""Left and right operand of each GEMM, by role. Blocks run along the axis they contract."""
+"""Roles of the left and the right operand of each GEMM. Blocks run along the contracted axis."""
 
 OPERANDS = tuple((gemm, role) for gemm, roles in GEMM_ROLES.items() for role in roles)
-"""All six (GEMM, role) of a linear layer, in the order of everything that is kept for each."""
+"""The six (GEMM, role) pairs of a linear layer, in the order of all state that each has."""
 
 
 @dataclass(frozen=True)
 class GemmPrecision:
-    """One GEMM: a quantizer for each operand (None: high precision) and what both share.
+    """Precision of one GEMM: a quantizer for each operand (None: high precision) and more.
 
     ``hadamard`` goes to both operands with the same signs, or the product is another one: it needs
     both to be quantized. ``tensor_scale`` says which amax makes the scale of a tensor that tensor
@@ -49,7 +49,7 @@ class GemmPrecision:
 
     @property
     def quantized(self) -> bool:
-        """Whether any operand is."""
+        """True if any operand is quantized."""
         return self.lhs is not None or self.rhs is not None
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class GemmPrecision:
         return ", ".join([sides, *self.extras()])
 
     def extras(self) -> Iterator[str]:
-        """What both operands share, in a few letters each."""
+        """Describe what both operands share, one phrase each."""
         if self.hadamard is not None:
             output = "" if self.hadamard.output == "bf16" else f" {self.hadamard.output}"
             signs = "" if self.hadamard.signs == "fixed" else f" signs {self.hadamard.signs}"
@@ -79,7 +79,7 @@ class GemmPrecision:
 
 
 def side(quantizer: Quantizer | None) -> str:
-    """One operand in a few letters: ``mxfp4 three_quarters SR``; ``bf16`` for high precision."""
+    """Describe one operand, such as ``mxfp4 three_quarters SR``; ``bf16`` is high precision."""
     if quantizer is None:
         return "bf16"
     return str(quantizer.format) + (" SR" if quantizer.rounding is Rounding.STOCHASTIC else "")
@@ -91,7 +91,7 @@ def _sides(fprop: GemmPrecision) -> dict[str, Quantizer | None]:
 
 
 class OperandPrecision(NamedTuple):
-    """One operand of one GEMM."""
+    """An operand of a GEMM and its quantizer."""
 
     gemm: str
     role: str
@@ -100,7 +100,7 @@ class OperandPrecision(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """One linear layer: its three GEMMs."""
+    """Precision of one linear layer: its three GEMMs."""
 
     fprop: GemmPrecision = GemmPrecision()
     dgrad: GemmPrecision = GemmPrecision()
@@ -122,12 +122,12 @@ class LinearPrecision:
 
     @property
     def quantized(self) -> bool:
-        """Whether any operand is."""
+        """True if any operand is quantized."""
         return any(precision.quantized for precision in self.gemms.values())
 
     @property
     def stochastic(self) -> bool:
-        """Whether any GEMM needs random bits: for rounding, or for fresh signs."""
+        """True if any GEMM needs random bits, for rounding or for fresh signs."""
         transforms = [p.hadamard for p in self.gemms.values() if p.hadamard is not None]
         quantizers = [operand.quantizer for operand in self.operands() if operand.quantizer]
         return any(transform.signs == "fresh" for transform in transforms) or any(
@@ -136,16 +136,16 @@ class LinearPrecision:
 
     @property
     def falls_back(self) -> bool:
-        """True where any GEMM has a fallback."""
+        """True if any GEMM has a fallback."""
         return any(precision.fallback for precision in self.gemms.values())
 
     @property
     def history_length(self) -> int:
-        """Steps of amaxes that delayed scaling needs to keep; 0 without it."""
+        """Number of steps whose amaxes delayed scaling keeps; 0 without it."""
         return max(p.delayed.kept if p.delayed else 0 for p in self.gemms.values())
 
     def operands(self) -> Iterator[OperandPrecision]:
-        """All six operands, in the order of ``OPERANDS``."""
+        """Yield all six operands, in the order of ``OPERANDS``."""
         for gemm, (left, right) in GEMM_ROLES.items():
             precision = self.gemms[gemm]
             yield OperandPrecision(gemm, left, precision.lhs)

@@ -25,7 +25,7 @@ Unit = Literal["iteration", "tokens", "fraction"]
 
 @dataclass(frozen=True)
 class Switch:
-    """A change of precision during a run ("Pretraining LLMs with NVFP4", appendix D).
+    """Change of precision during a run ("Pretraining LLMs with NVFP4", appendix D).
 
     Once ``unit`` of the progress reaches ``at``, ``recipe`` takes over ``all`` GEMMs, or those of
     the ``forward`` (fprop) or ``backward`` (dgrad, wgrad) pass.

@@ -39,7 +39,7 @@ def _known_format(name: Any) -> str | None:
 
 
 def operand_keys(format: str | None) -> list[str]:
-    """The keys that a role in this format (null: high precision) takes."""
+    """Return the keys that a role in this format (None: high precision) takes."""
     options = FORMATS[format].OPTIONS if format in FORMATS else {}
     return [*OperandSpec.model_fields, *options]
 
@@ -48,7 +48,7 @@ FormatName = Annotated[str | None, BeforeValidator(_known_format)]
 
 
 class OperandSpec(BaseModel):
-    """One role: a format's name (null: high precision) and how its elements are rounded.
+    """Settings of one role: a format's name (null: high precision) and its elements' rounding.
 
     ``axis`` says whose contracted axis the blocks run along: the ``own`` GEMM's, or ``fprop``'s in
     dgrad and wgrad, too, which then take the values that fprop quantized. Any other key is an
@@ -62,7 +62,7 @@ class OperandSpec(BaseModel):
     axis: Literal["own", "fprop"] = "own"
 
     def build(self) -> Quantizer | None:
-        """The quantizer; a ValueError names a key or value that the format does not take."""
+        """Build the quantizer; a ValueError names a key or value that the format does not take."""
         options = self.model_extra or {}
         given = {name: value for name, value in options.items() if value is not None}
         taken = {} if self.format is None else format_by_name(self.format).OPTIONS
@@ -79,7 +79,7 @@ class OperandSpec(BaseModel):
         return Quantizer(format_by_name(self.format, **given), Rounding(self.rounding))
 
     def changed_by(self, other: "OperandSpec | None") -> "OperandSpec":
-        """This with the fields that ``other`` sets; options that a new format lacks are dropped."""
+        """Copy with the fields that ``other`` sets, without options that a new format lacks."""
         if other is None:
             return self
         changes = other.model_dump(exclude_unset=True)
@@ -106,7 +106,7 @@ AccumulationField = Annotated[Accumulation, fields_of(Accumulation)]
 
 
 class GemmSpec(StrictModel):
-    """What one GEMM does differently from its roles' settings."""
+    """Settings of one GEMM that differ from those of its roles."""
 
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
@@ -120,7 +120,7 @@ _ROLES = ("input", "weight", "grad")
 
 
 class PrecisionSpec(StrictModel):
-    """One config: a linear layer's precision."""
+    """Settings of one config: a linear layer's precision."""
 
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
@@ -134,7 +134,7 @@ class PrecisionSpec(StrictModel):
     fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
-        """The precision this spells out; a ValueError starts with the key that is wrong."""
+        """Build the precision; a ValueError starts with the key that is wrong."""
         return LinearPrecision(**{gemm: self._gemm(gemm) for gemm in GEMM_ROLES})
 
     def _gemm(self, name: str) -> GemmPrecision:
@@ -194,7 +194,7 @@ class SwitchSpec(StrictModel):
 
     @property
     def point(self) -> tuple[Unit, float]:
-        """(unit, value) of the measure that is given."""
+        """Unit and value of the measure that is given."""
         units: tuple[Unit, ...] = get_args(Unit)
         given = {unit: getattr(self, unit) for unit in units}
         return next((unit, value) for unit, value in given.items() if value is not None)

@@ -1,4 +1,4 @@
-"""Recipes that keep in high precision the layers that are named, in place of those by position."""
+"""Recipes that keep named layers in high precision, in place of blocks by position."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ _MATCHER, _CONFIG = "sensitive", "high"
 
 
 def keeping(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
-    """A recipe's YAML with the linear layers ``paths`` in high precision, and no others.
+    """Return a recipe's YAML data with just the linear layers ``paths`` in high precision.
 
     Raises UserError where there is no such recipe.
     """
@@ -32,7 +32,7 @@ def keeping(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
 def most_sensitive(
     scores: Mapping[str, float], sizes: Mapping[str, int], share: float
 ) -> list[str]:
-    """The layers with the largest scores whose weights are at most ``share`` of all weights.
+    """Return the layers with the largest scores, up to ``share`` of all weights.
 
     Taken one after another, leaving out what does not fit any more.
     """

@@ -1,4 +1,4 @@
-"""What recipes there are, and what one does to a model."""
+"""Lists the recipes, and shows what one does to a model."""
 
 import argparse
 import shlex
@@ -35,7 +35,7 @@ _GPT_LAYER: tuple[str, ...] = ("attention", "mlp")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
+    """Run ``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
     args = _parser().parse_args(argv)
     if args.command == "list":
         table = Table("recipe", "what")
@@ -102,7 +102,7 @@ def _blocks(recipes: tuple[str, ...], shape: argparse.Namespace) -> tuple[str, .
 
 
 def _read_model(file: str) -> argparse.Namespace:
-    """Layers, pattern and norm from a file of arguments, most of which say other things."""
+    """Read layers, pattern and norm from a file of arguments, most of which say other things."""
     try:
         text = Path(file).read_text(encoding="utf-8")
         arguments = shlex.split(text, comments=True)
@@ -116,7 +116,7 @@ def _read_model(file: str) -> argparse.Namespace:
 
 
 def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
-    """The linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
+    """Return the linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
 
     Raises:
         UserError: a symbol that stands for no block, no layers at all, or too many for a table.
@@ -145,7 +145,7 @@ def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
 
 
 def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
-    """Three rows a layer: each GEMM's operands, what they share, and bits an element.
+    """Return a table of three rows a layer: each GEMM's operands, what they share, bits an element.
 
     With ``mxnorm`` fprop's row says where that norm makes the input.
     """
@@ -161,15 +161,15 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False
     for column in ("layer", "matcher", "GEMM", "left", "right", "bits", "both"):
         table.add_column(column, no_wrap=True)
     for layer in layers:
-        name, rule = layer.path, recipe.matcher_names(layer)
+        name, matcher = layer.path, recipe.matcher_names(layer)
         whole = recipe.precision_for(layer)
         normalized = mxnorm and whole.quantized and name.endswith(NORMALIZED)
         for gemm, precision in whole.gemms.items():
             *cells, both = _cells(gemm, precision)
             if normalized and gemm == "fprop":
                 both = f"{both}, MXNorm" if both else "MXNorm"
-            table.add_row(name, rule, gemm, *cells, both)
-            name = rule = ""
+            table.add_row(name, matcher, gemm, *cells, both)
+            name = matcher = ""
         table.add_section()
     return table
 
@@ -183,7 +183,7 @@ def _cells(gemm: str, precision: GemmPrecision) -> Iterator[str]:
 
 
 def _bits(precision: GemmPrecision) -> tuple[float, float]:
-    """Bits an element of both operands."""
+    """Return the bits an element of both operands."""
     left, right = (
         HIGH_PRECISION_BITS if quantizer is None else quantizer.format.bits_per_element
         for quantizer in (precision.lhs, precision.rhs)
