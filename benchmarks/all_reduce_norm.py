@@ -30,7 +30,14 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_lowbit.kernels.elements import as_dtype
-from megatron_lowbit.kernels.norm import WARPS, finish_rows, row_side, statistic, tile_of
+from megatron_lowbit.kernels.norm import (
+    WARPS,
+    finish_rows,
+    load_gain,
+    row_side,
+    statistic,
+    tile_of,
+)
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -42,6 +49,7 @@ CALLS, REPLAYS, LEAD_CYCLES, COPY_BYTES = 40, 11, 500_000, 2**28
 NORM, REQUEST = RMSNorm(), Request(Quantizer(FORMATS["fp8-1x128-e4m3"]), kept=True)
 PATHS = ("one-stage", "gathered")
 OURS, NCCL, SYMMETRIC = "fused", "NCCL + kernel", "symmetric memory + kernel"
+WITH_ROWS = "fused, rows kept"
 
 
 @triton.jit(do_not_specialize=["constant", "eps"])
@@ -60,8 +68,10 @@ def add_norm_kernel(
         part = as_dtype(part, x.dtype.element_ty)
         store_tile(total, part, row0, at, R, C, EVEN)
         parts = parts + (part,)  # noqa: RUF005  Triton takes no starred tuples
-    finish_rows(parts, row0, col0, R, C, gain, constant, eps, None, None, None, amax, codes, scales,
-                tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+    gains = load_gain(gain, col0, C, TN, PARTS)
+    finish_rows(parts, row0, col0, R, C, gains, constant, eps, None, None, None, amax, codes,
+                scales, tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S,
+                EVEN)  # fmt: skip
 
 
 def add_norm(x: Tensor, residual: Tensor, gain: Tensor) -> None:
@@ -96,6 +106,8 @@ def contenders(
         for path in PATHS
     }
     found[OURS] = lambda: run(x, residual, NORM, gain, REQUEST)
+    # As in training: wgrad quantizes the rows along the other axis.
+    found[WITH_ROWS] = lambda: run(x, residual, NORM, gain, REQUEST, keep_normalized=True)
 
     def nccl() -> None:
         dist.all_reduce(x, group=group)

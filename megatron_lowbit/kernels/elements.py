@@ -167,9 +167,11 @@ def bf16_values(x):
 
 @triton.jit
 def as_dtype(x, DTYPE: tl.constexpr):
-    """x, FP32, rounded to BF16 or left alone, in FP32."""
+    """Round FP32 x to DTYPE (BF16, FP16 or FP32), and keep it in FP32."""
     if tl.bfloat16 == DTYPE:
         return bf16_values(x)
+    elif tl.float16 == DTYPE:
+        return x.to(tl.float16).to(tl.float32)
     else:
         return x
 

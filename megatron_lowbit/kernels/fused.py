@@ -15,7 +15,8 @@ from megatron_lowbit.kernels.gemm import (
     tile_product,
 )
 from megatron_lowbit.kernels.launch import quantize_both
-from megatron_lowbit.kernels.norm import normalize_quantize, takes
+from megatron_lowbit.kernels.norm import normalize_quantize
+from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.operands import Transposed, Values, fold
 from megatron_lowbit.kernels.routes import (
     DEQUANTIZED,

@@ -129,10 +129,11 @@ def outputs(
     transposed: bool,
     values: bool,
     tiles: bool,
+    out: QuantizedTensor | None = None,
 ) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
     """One side's kernel arguments, its constexpr, and the operand that it fills.
 
-    ``tiles``: by the kernel of FP8 tiles.
+    ``tiles``: by the kernel of FP8 tiles. ``out``: codes to fill, which are new where None.
     """
     if request is None:
         return _NOTHING, None, None
@@ -150,11 +151,11 @@ def outputs(
         made = Values(codes.t() if transposed else codes, scale)
         pointers = (columns, amax, codes, None, tensor_scale)
     else:
-        made = _codes(format, rows, columns, padded, tensor_scale, tiles)
+        made = out or _codes(format, rows, columns, padded, tensor_scale, tiles)
         codes = made.codes.view(torch.uint8)
         scales = _as_bytes(made.scales) if made.scales.numel() else None
         pointers = (padded, amax, codes.view(torch.int32) if side.points else codes, scales,
-                    tensor_scale)  # fmt: skip
+                    made.tensor_scale)  # fmt: skip
     key, numbers = 0, (None, None)
     if side.stochastic:
         if draw is None:

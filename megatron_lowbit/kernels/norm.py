@@ -14,33 +14,16 @@ from megatron_lowbit.kernels.launch import outputs
 from megatron_lowbit.kernels.operands import Values, cdiv
 from megatron_lowbit.kernels.quantize import Side, tile_side
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
-from megatron_lowbit.numerics import QuantizedTensor, Request, Rounding
+from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
 from megatron_lowbit.numerics.rmsnorm import GROUP, RMSNorm
 
-WIDEST = 2**15
-"""Columns that a program can hold."""
 _TILE_ELEMENTS, _PARTS, WARPS = 2**12, 8, 4
 _RMS = tl.constexpr(0)
 """RMSNorm, where MXNorm has its p."""
 _POST_ROUND = tl.constexpr(-1)
 """MXNorm from rounded absmaxes, where others have their p."""
 _GROUP_LEVELS = tl.constexpr(GROUP.bit_length() - 1)
-
-
-def takes(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
-    """Whether :func:`normalize_quantize` does: the usual norms, blocks of one row, to nearest."""
-    quantizer = request.quantizer
-    return (
-        (isinstance(norm, RMSNorm) or norm.p in (1, 2))
-        and quantizer.rounding is Rounding.NEAREST_EVEN
-        and quantizer.format.block_rows == 1
-        and request.hadamard is None
-        and x.numel() > 0
-        and x.shape[1] <= WIDEST
-        and x.shape[1] % quantizer.format.block == 0
-        and x.dtype in (torch.float32, torch.bfloat16)
-    )
 
 
 def normalize_quantize(
@@ -50,12 +33,14 @@ def normalize_quantize(
     values: bool,
     gain: Tensor | None = None,
     amax: Tensor | None = None,
+    out: QuantizedTensor | None = None,
 ) -> tuple[QuantizedTensor | Values, Tensor]:
     """x (R, C) normalized and quantized along its rows, and the FP32 (R, 1) that it was times.
 
-    Of a case that it :func:`takes`. ``values``: BF16 numbers in place of codes and scales. ``gain``
+    What RMSNorm gives is rounded to x's dtype before it is quantized, as between two layers. Of a
+    case that ``norm_cases.takes``. ``values``: BF16 numbers in place of codes and scales. ``gain``
     (C,) multiplies what RMSNorm has normalized. ``amax``, an FP32 scalar, is of the result, where a
-    format has a tensor scale and it is known.
+    format has a tensor scale and it is known. ``out`` is filled in place of new codes and scales.
     """
     rows, columns = x.shape
     block = request.quantizer.format.block
@@ -78,7 +63,7 @@ def normalize_quantize(
             launch(None, found, None, None, None, None)
             amax = found.view(torch.float32)
         amax = request.scale_amax(amax) if request.scale_amax else amax
-    side, arguments, made = row_side(request, x, amax, values)
+    side, arguments, made = row_side(request, x, amax, values, out)
     launch(side, None, *arguments)
     return made, rho
 
@@ -96,10 +81,17 @@ def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:
 
 
 def row_side(
-    request: Request, x: Tensor, amax: Tensor | None, values: bool
+    request: Request,
+    x: Tensor,
+    amax: Tensor | None,
+    values: bool,
+    out: QuantizedTensor | None = None,
 ) -> tuple[Side, tuple, QuantizedTensor | Values]:
-    """How rows like x's are quantized: the constexpr, a kernel's arguments, what it fills."""
-    arguments, side, made = outputs(request, x, amax, False, values, False)
+    """Return the constexpr that quantizes rows like x's, a kernel's arguments, and what it fills.
+
+    That is ``out``, or new where none is given.
+    """
+    arguments, side, made = outputs(request, x, amax, False, values, False, out)
     _, _, codes, scales, tensor_scale, *_ = arguments
     # A row of blocks is one tensor here, not points.
     codes = codes if values else codes.view(torch.uint8)
@@ -132,26 +124,41 @@ def norm_kernel(
     for i in tl.static_range(PARTS):
         part = load_tile(x, stride_r, stride_c, row0, col0 + i * TN, R, C, TM, TN, EVEN)
         parts = parts + (part,)
+    gains = load_gain(gain, col0, C, TN, PARTS)
     finish_rows(
-        parts, row0, col0, R, C, gain, constant, eps, None, rho_out, most_out, amax, codes, scales,
-        tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN,
+        parts, row0, col0, R, C, gains, constant, eps, None, rho_out, most_out, amax, codes, scales,
+        tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
+def load_gain(gain, col0, C, TN: tl.constexpr, PARTS: tl.constexpr):
+    """Load ``gain`` [C] as PARTS tensors [TN], zeros behind C; Nones where there is none."""
+    gains = ()
+    for i in tl.static_range(PARTS):
+        if gain is None:
+            gains = gains + (None,)
+        else:
+            c = col0 + i * TN + tl.arange(0, TN)
+            gains = gains + (tl.load(gain + c, mask=c < C, other=0.0),)
+    return gains
+
+
+@triton.jit
 def finish_rows(
-    parts, row0, col0, R, C, gain, constant, eps, y, rho_out, most_out,
-    amax, codes, scales, tensor_scale,
+    parts, row0, col0, R, C, gains, constant, eps, y, rho_out, most_out,
+    amax, codes, scales, tensor_scale, DTYPE: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Normalize TM rows, ``parts`` [TM, TN] with zeros behind C, and store what is asked for.
 
-    Into ``y`` the normalized rows, times ``gain`` [C], in y's dtype; by S their codes; into
-    ``rho_out`` what they were multiplied by; into ``most_out`` the largest magnitude's bits.
+    Into ``y`` the normalized rows, times ``gains``, in y's dtype; by S their codes; into
+    ``rho_out`` what they were multiplied by; into ``most_out`` the largest magnitude's bits. What
+    RMSNorm gives is rounded to DTYPE before all that.
     """
     mosts = ()
-    if gain is None:
+    if gains[0] is None:
         for i in tl.static_range(PARTS):
             mosts = mosts + (block_amax(parts[i], TM, TN, 1, BLOCK),)
     rho = inverse_rms(parts, mosts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
@@ -161,13 +168,17 @@ def finish_rows(
     bits = tl.zeros((TM,), tl.int32)
     for i in tl.static_range(PARTS):
         part = parts[i] * rho[:, None]
-        if gain is None:
+        if gains[0] is not None:
+            part = part * gains[i].to(tl.float32)[None, :]
+        if P == _RMS:
+            part = as_dtype(part, DTYPE)
+        if gains[0] is not None:
+            most = block_amax(part, TM, TN, 1, BLOCK)
+        else:
             # Rounding is monotonic: the largest of the products is the product of the largest.
             most = mosts[i] * rho[:, None]
-        else:
-            c = col0 + i * TN + tl.arange(0, TN)
-            part = part * tl.load(gain + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-            most = block_amax(part, TM, TN, 1, BLOCK)
+            if P == _RMS:
+                most = as_dtype(most, DTYPE)
         if y is not None:
             store_tile(y, as_dtype(part, y.dtype.element_ty), row0, col0 + i * TN, R, C, EVEN)
         if S is not None:

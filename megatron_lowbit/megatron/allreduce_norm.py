@@ -1,7 +1,8 @@
 """The fused all-reduce in megatron-core's transformer layers, forward.
 
 Attention's and the MLP's last linear layer leave their sums to the addition of the residual, which
-runs the one operation and hands the norm that comes next its result.
+runs the one operation. It hands its result to the norm that comes next, and the codes of that to
+the linear layer behind the norm. wgrad quantizes the normalized rows themselves, along tokens.
 """
 
 import weakref
@@ -19,6 +20,10 @@ from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowbit.errors import require
+from megatron_lowbit.kernels.norm_cases import takes
+from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.numerics import Request
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
 
@@ -32,34 +37,73 @@ class HandedNorm(torch.nn.Module):
         self._handed: tuple[weakref.ref, Tensor] | None = None
 
     def hand(self, total: Tensor, normalized: Tensor) -> None:
-        """What ``forward`` gives for ``total`` itself."""
+        """Keep what ``forward`` gives for ``total`` itself."""
         self._handed = weakref.ref(total), normalized
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., K) normalized, by itself where nothing was handed for it."""
+        """Return x (..., K) normalized, by itself where nothing was handed for it."""
         handed, self._handed = self._handed, None
-        if handed is not None and handed[0]() is x:
+        # What a recomputed layer made without gradients has none to give to the next one.
+        differentiates = torch.is_grad_enabled() and x.requires_grad
+        if handed is not None and handed[0]() is x and handed[1].requires_grad >= differentiates:
             return handed[1]
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class _AddAndNormalize:
-    """In the place of megatron-core's function that adds bias, dropout and residual."""
+    """Replacement of megatron-core's function that adds bias, dropout and residual.
 
-    def __init__(self, run: AllReduceNorm, norm: HandedNorm) -> None:
+    ``linear`` is the layer behind the norm, None behind the last one.
+    """
+
+    def __init__(
+        self, run: AllReduceNorm, norm: HandedNorm, linear: torch.nn.Module | None
+    ) -> None:
         self.run, self.norm = run, norm
+        self._linear = None if linear is None else weakref.ref(linear)
 
     def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         return self.add
 
+    @property
+    def casts(self) -> bool:
+        """True if the next linear layer takes codes in training."""
+        x = torch.empty(1, self.norm.weight.numel(), dtype=self.norm.weight.dtype, device="meta")
+        return self.request(x) is not None
+
     def add(
         self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> Tensor:
-        """The new residual; the arguments have made sure of no bias and no dropout."""
+        """Return the new residual. The arguments have made sure of no bias and no dropout."""
         x, norm = output_and_bias[0], self.norm
-        normalized, total = all_reduce_rms_norm(self.run, x, residual, norm.weight, norm.eps)
+        request = self.request(x)
+        normalized, total, codes = all_reduce_rms_norm(
+            self.run, x, residual, norm.weight, norm.eps, request
+        )
         norm.hand(total, normalized)
+        if codes is not None:
+            self._linear().layer_state.hand(normalized, codes)
         return total
+
+    def request(self, x: Tensor) -> Request | None:
+        """Return how the next linear layer quantizes x (..., K), if one kernel can do it here."""
+        linear = None if self._linear is None else self._linear()
+        state = getattr(linear, "layer_state", None)
+        if state is None or not (linear.training or state.plan.evaluates):
+            return None
+        training = torch.is_grad_enabled()
+        call = LinearCall(
+            state.plan.precision,
+            state.plan.engine,
+            key=0,  # the kernel takes nearest rounding alone
+            training=training,
+            keep_input=training,
+            amax_history=state.amax_history,
+        )
+        rows = x.numel() // x.shape[-1]
+        request = call.request("fprop", "input", rows, kept=True)
+        fits = request is not None and takes(x.view(rows, -1), RMSNorm(), request)
+        return request if fits and request.quantizer.format.block > 1 else None
 
 
 def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
@@ -93,21 +137,22 @@ def _fuse(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
     for layer in layers:
         layer.input_layernorm = HandedNorm(layer.input_layernorm)
         layer.pre_mlp_layernorm = HandedNorm(layer.pre_mlp_layernorm)
-    following = [layer.input_layernorm for layer in layers[1:]]
+    following = [(one.input_layernorm, one.self_attention.linear_qkv) for one in layers[1:]]
     if decoder.final_layernorm is not None:
         decoder.final_layernorm = HandedNorm(decoder.final_layernorm)
-        following.append(decoder.final_layernorm)
+        following.append((decoder.final_layernorm, None))
     for layer in layers:
         _leave_sum(layer.self_attention.linear_proj)
-        layer.self_attn_bda = _AddAndNormalize(run, layer.pre_mlp_layernorm)
+        norm, linear = layer.pre_mlp_layernorm, layer.mlp.linear_fc1
+        layer.self_attn_bda = _AddAndNormalize(run, norm, linear)
     # The last layer of a stage in the middle has no norm behind it, and adds up as ever.
-    for layer, norm in zip(layers, following, strict=False):
+    for layer, (norm, linear) in zip(layers, following, strict=False):
         _leave_sum(layer.mlp.linear_fc2)
-        layer.mlp_bda = _AddAndNormalize(run, norm)
+        layer.mlp_bda = _AddAndNormalize(run, norm, linear)
 
 
 def describe(chunks: list[torch.nn.Module]) -> str:
-    """How often this rank's forward pass runs the operation, and by what."""
+    """Describe how often this rank's forward pass runs the operation, and by what."""
     found = [
         function
         for chunk in chunks
@@ -115,7 +160,11 @@ def describe(chunks: list[torch.nn.Module]) -> str:
         for function in (getattr(module, "self_attn_bda", 0), getattr(module, "mlp_bda", 0))
         if isinstance(function, _AddAndNormalize)
     ]
-    return f"{len(found)} fused all-reduces in forward on rank 0: {found[0].run.choice}"
+    casts = sum(function.casts for function in found)
+    return (
+        f"{len(found)} fused all-reduces in forward on rank 0, {casts} of them with the cast of "
+        f"the next layer: {found[0].run.choice}"
+    )
 
 
 def _leave_sum(linear: RowParallelLinear) -> None:

@@ -1,5 +1,6 @@
 """The state of a linear layer under a recipe, beside its parameters, whoever's module it is."""
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import WeightCache
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
-from megatron_lowbit.numerics import AmaxHistory, derive_key
+from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
 from megatron_lowbit.numerics.philox import WORDS
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
 from megatron_lowbit.recipes.precision import GEMM_ROLES
@@ -34,6 +35,7 @@ class LayerState:
         self.weight_cache = WeightCache()
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
+        self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
         self._key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
 
@@ -48,6 +50,17 @@ class LayerState:
             self.amax_history = None
         elif self.amax_history is None or self.amax_history.length != length:
             self.amax_history = AmaxHistory(len(OPERANDS), length, self.device)
+
+    def hand(self, x: torch.Tensor, codes: QuantizedTensor) -> None:
+        """Keep the codes of x (..., K) for fprop, where x itself comes next."""
+        self._handed = weakref.ref(x), codes
+
+    def operand_of(self, x: torch.Tensor) -> torch.Tensor | Operand:
+        """Return x (..., K) with its codes where they were handed; else x."""
+        handed, self._handed = self._handed, None
+        if handed is None or handed[0]() is not x:
+            return x
+        return Operand(handed[1], None, x)
 
     def forget_weight(self) -> None:
         """Have the weight quantized anew: it has changed."""

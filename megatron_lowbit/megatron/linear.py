@@ -62,7 +62,7 @@ class _Product:
         if in_high_precision or input.numel() == 0:
             return self.high_precision(input, weight, *args, **kwargs)
         return self.quantized(
-            input,
+            state.operand_of(input),
             weight,
             state.plan.precision,
             bias=kwargs["bias"],

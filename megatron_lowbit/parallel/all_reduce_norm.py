@@ -1,30 +1,23 @@
 """The sum over a tensor-parallel group, the residual, the norm and the cast, as one operation."""
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.errors import TrainingError
-from megatron_lowbit.numerics import QuantizedTensor, Request
+from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel import reference
 from megatron_lowbit.parallel.peers import missing_peers
+from megatron_lowbit.parallel.result import NEW, Result, fill
 
 TIME_LIMIT_S = 30.0
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class AllReduceNormError(TrainingError):
     """A rank did not come to a call in time, or came with another call."""
-
-
-class Result(NamedTuple):
-    """The normalized rows, as the call asked for them, and the sum with the residual."""
-
-    normalized: Tensor | QuantizedTensor
-    total: Tensor | None
 
 
 class AllReduceNorm:
@@ -65,45 +58,56 @@ class AllReduceNorm:
         gain: Tensor | None = None,
         request: Request | None = None,
         *,
+        keep_normalized: bool = False,
         keep_total: bool = True,
         path: str | None = None,
+        out: Result = NEW,
     ) -> Result:
         """Normalize the sum of all ranks' x (R, C) and the residual.
 
         Args:
-            x: this rank's partial sum, FP32 or BF16, contiguous.
+            x: this rank's partial sum, FP32, BF16 or FP16, contiguous.
             residual: (R, C) in x's dtype, the same on all ranks.
             norm: of each row.
             gain: (C,), of an RMSNorm.
-            request: how the normalized rows are quantized, along rows; None leaves x's dtype.
+            request: how the normalized rows are quantized, along rows, in place of rows in x's
+                dtype. RMSNorm's are rounded to x's dtype before, as between two layers.
+            keep_normalized: whether the rows in x's dtype are wanted beside codes.
             keep_total: whether the sum is wanted as well.
             path: one of ``PATHS`` in place of the table's.
+            out: tensors to fill; what is None there is new.
 
         Raises:
-            ValueError: the kernel does not take x or the request, or x is larger than the capacity
-                while a graph is captured.
+            ValueError: the kernel does not take x or the request, x is larger than the capacity
+                while a graph is captured, or a tensor of ``out`` has another shape or dtype, is not
+                contiguous, or is for what is not wanted.
             AllReduceNormError: an earlier call went wrong.
         """
         _check(x, residual, norm, gain, request)
         if self.area is None:
-            made, total = reference.all_reduce_norm(self.group, x, residual, norm, gain, request)
-            return Result(made, total if keep_total else None)
+            rows, codes, total = reference.all_reduce_norm(
+                self.group, x, residual, norm, gain, request
+            )
+            keep_rows = keep_normalized or request is None
+            made = Result(rows if keep_rows else None, codes, total if keep_total else None)
+            return fill(out, made)
         from megatron_lowbit.parallel.launch import launch, plan_of
 
         self.check()
-        plan = plan_of(self.area.ranks, x, residual, norm, gain, request, keep_total, path)
+        keep = keep_normalized, keep_total
+        plan = plan_of(self.area.ranks, x, residual, norm, gain, request, keep, path)
         if plan.room > self.area.room:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(f"buffers cannot grow in a graph: capacity below {x.nbytes} bytes")
             print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
             self._share(plan.room)
         self._follow()
-        made = launch(self.area, x, residual, norm, gain, request, plan, self.limit)
+        made = launch(self.area, x, residual, norm, gain, request, plan, self.limit, out)
         if not torch.cuda.is_current_stream_capturing():
             self._event.record()
         else:
             self.area.captured = True
-        return Result(*made)
+        return made
 
     def check(self) -> None:
         """Raise what a kernel has reported; one that still runs reports later."""
@@ -139,8 +143,10 @@ def _check(
     gain: Tensor | None,
     request: Request | None,
 ) -> None:
-    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(f"x is a contiguous FP32 or BF16 matrix, not {x.dtype} {tuple(x.shape)}")
+    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in DTYPES:
+        raise ValueError(
+            f"x is a contiguous FP32, BF16 or FP16 matrix, not {x.dtype} {tuple(x.shape)}"
+        )
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, unlike x")
     if gain is not None and isinstance(norm, MXNorm):

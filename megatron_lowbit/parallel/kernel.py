@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.elements import as_dtype
-from megatron_lowbit.kernels.norm import finish_rows
+from megatron_lowbit.kernels.norm import finish_rows, load_gain
 from megatron_lowbit.kernels.tiles import load_raw, load_tile, store_tile
 from megatron_lowbit.parallel.meeting import arrive, begin, count, wait
 
@@ -36,19 +36,22 @@ def all_reduce_norm_kernel(
 ):  # fmt: skip
     """x (R, C), contiguous: tiles of TM rows in groups, one tile for each rank but in ONE_STAGE.
 
-    ``total`` is the sum with the residual, ``y`` that normalized, the rest as in ``finish_rows``.
+    ``total`` is the sum with the residual, ``y`` that normalized, the rest as in ``finish_rows``;
+    the gain is loaded once for all of a program's rows.
     An area's shared data begin after ``data`` bytes: twice, for calls in turn, ``half`` bytes for
     an inbox, RANKS - 1 tiles for each group, and behind it what is gathered.
     """
     SPAN: tl.constexpr = 1 if PATH == ONE_STAGE else RANKS
+    DTYPE: tl.constexpr = x.dtype.element_ty
     groups = tl.cdiv(tl.cdiv(R, TM), SPAN)
     group, programs = tl.program_id(0), tl.num_programs(0)
     # Always 0, in a form that says that loads are aligned.
     col0 = tl.program_id(1) * TN
+    gains = load_gain(gain, col0, C, TN, PARTS)
     call, well = begin(areas, state, rank, shape, RANKS)
     meeting = 0
     data += (call & 1) * half
-    gathered = data + _aligned(groups * ((RANKS - 1) * TM), C, x.dtype.element_ty)
+    gathered = data + _aligned(groups * ((RANKS - 1) * TM), C, DTYPE)
     _send(areas, data, x, group, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS, EVEN)
     arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
     count(state)
@@ -65,13 +68,13 @@ def all_reduce_norm_kernel(
                      RANKS, TM, TN, PARTS, EVEN)  # fmt: skip
         if PATH == GATHERED:
             for i in tl.static_range(PARTS):
-                part = parts[i].to(x.dtype.element_ty)
+                part = parts[i].to(DTYPE)
                 _store_to_others(areas, gathered, part, rank, row0, col0 + i * TN, R, C, RANKS,
                                  EVEN)  # fmt: skip
             meeting += 1
             arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
-        finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax, codes,
-                    scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+        finish_rows(parts, row0, col0, R, C, gains, constant, eps, y, None, most, amax, codes,
+                    scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
         if PATH == COMPACT:
             tl.debug_barrier()  # codes are read by other threads than have made them
             _send_codes(areas, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
@@ -88,10 +91,10 @@ def all_reduce_norm_kernel(
                                 TN, PARTS, BLOCK, S, EVEN)  # fmt: skip
                 else:
                     parts = _take_sum(areas, gathered, total, rank, row0, col0, R, C, well,
-                                      x.dtype.element_ty, TM, TN, PARTS, EVEN)  # fmt: skip
-                    finish_rows(parts, row0, col0, R, C, gain, constant, eps, y, None, most, amax,
-                                codes, scales, tensor_scale, TM, TN, PARTS, BLOCK, P, S,
-                                EVEN)  # fmt: skip
+                                      DTYPE, TM, TN, PARTS, EVEN)  # fmt: skip
+                    finish_rows(parts, row0, col0, R, C, gains, constant, eps, y, None, most,
+                                amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P,
+                                S, EVEN)  # fmt: skip
         if following < groups:
             meeting += 1
             arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)

@@ -8,14 +8,16 @@ import torch
 import triton
 from torch import Tensor
 
-from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, takes, tile_of
+from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, tile_of
+from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.operands import cdiv
-from megatron_lowbit.numerics import QuantizedTensor, Quantizer, Request
+from megatron_lowbit.numerics import Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel import kernel, paths
 from megatron_lowbit.parallel.area import Area
 from megatron_lowbit.parallel.meeting import BROKEN, LATE, MEETINGS, PROGRAMS, TAGS
+from megatron_lowbit.parallel.result import NEW, Result, check_buffer, tensors_of
 
 _KERNEL_PATHS = {
     paths.ONE_STAGE: kernel.ONE_STAGE.value,
@@ -31,10 +33,10 @@ def plan_of(
     norm: MXNorm | RMSNorm,
     gain: Tensor | None,
     request: Request | None,
-    keep_total: bool,
+    keep: tuple[bool, bool],
     path: str | None,
 ) -> "Plan":
-    """How a call is made.
+    """Plan a call. ``keep``: whether the normalized rows and the sum are wanted beside codes.
 
     Raises:
         ValueError: no such path, or no kernel takes the request.
@@ -44,16 +46,16 @@ def plan_of(
         raise ValueError(f"no kernel normalizes and quantizes to {request.quantizer}")
     return _plan(
         ranks, _processors(x.device), *x.shape, x.dtype, norm, request and request.quantizer,
-        keep_total, residual is not None, gain is not None, path,
+        *keep, residual is not None, gain is not None, path,
     )  # fmt: skip
 
 
 class Plan(NamedTuple):
-    """What follows from the sizes and kinds of a call's arguments, and not from the tensors.
+    """Launch parameters that follow from the sizes and kinds of a call's arguments alone.
 
-    ``constants`` are the kernel's from RANKS to P; ``sums``: whether the sums are kept, be it for
-    a second kernel; ``tag`` and ``shape`` are what ranks tell one another; ``room``: bytes of an
-    area's half that are used.
+    ``constants`` are the kernel's from RANKS to P; ``rows``: whether the normalized rows are
+    written; ``sums``: whether the sums are, be it for a second kernel; ``tag`` and ``shape`` are
+    what ranks tell one another; ``room``: bytes of an area's half that are used.
     """
 
     grid: tuple[int]
@@ -64,6 +66,7 @@ class Plan(NamedTuple):
     eps: float
     even: bool
     keep_total: bool
+    rows: bool
     sums: bool
     tensor_scaled: bool
     tag: int
@@ -74,12 +77,13 @@ class Plan(NamedTuple):
 @cache
 def _plan(
     ranks: int, processors: int, rows: int, columns: int, dtype: torch.dtype,
-    norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_total: bool, has_residual: bool,
-    has_gain: bool, path: str | None,
+    norm: MXNorm | RMSNorm, quantizer: Quantizer | None, keep_rows: bool, keep_total: bool,
+    has_residual: bool, has_gain: bool, path: str | None,
 ) -> Plan:  # fmt: skip
     tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
     sums = keep_total or tensor_scaled
-    compact = quantizer is not None and not sums
+    keep_rows = keep_rows or quantizer is None
+    compact = not keep_rows and not sums
     block = 16 if quantizer is None else quantizer.format.block
     height, part = tile_of(columns, block)
     if path is None:
@@ -106,9 +110,12 @@ def _plan(
         eps=eps,
         even=rows % (height * span) == 0 and columns % part == 0,
         keep_total=keep_total,
+        rows=keep_rows,
         sums=sums,
         tensor_scaled=tensor_scaled,
-        tag=_tag(rows, columns, dtype, norm, quantizer, sums, has_residual, has_gain, path),
+        tag=_tag(
+            rows, columns, dtype, norm, quantizer, keep_rows, sums, has_residual, has_gain, path
+        ),
         shape=rows << 32 | columns,
         room=groups * tile * (ranks - 1 + (ranks if span > 1 else 0)) + 32,
     )  # fmt: skip
@@ -137,15 +144,17 @@ def launch(
     request: Request | None,
     plan: Plan,
     limit: int,
-) -> tuple[Tensor | QuantizedTensor, Tensor | None]:
-    """One call of the kernel, and of the one after it where a format has a tensor scale."""
-    total = torch.empty_like(x) if plan.sums else None
-    y = torch.empty_like(x) if request is None else None
+    out: Result = NEW,
+) -> Result:
+    """Launch the kernel, and the one after it where a format has a tensor scale."""
+    _check_buffers(x, request, plan, out)
+    total = out.total if out.total is not None else torch.empty_like(x) if plan.sums else None
+    y = out.normalized if out.normalized is not None else torch.empty_like(x) if plan.rows else None
     most, side, arguments, made = None, None, (None, None, None, None), None
     if plan.tensor_scaled:
         most = torch.zeros((), dtype=torch.int32, device=x.device)
     elif request is not None:
-        side, arguments, made = row_side(request, x, None, False)
+        side, arguments, made = row_side(request, x, None, False, out.quantized)
     kernel.all_reduce_norm_kernel[plan.grid](
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
         area.addresses, area.state, area.fault.data_ptr(), area.rank, plan.tag, plan.shape, limit,
@@ -154,8 +163,23 @@ def launch(
     )  # fmt: skip
     if plan.tensor_scaled:
         amax = most.view(torch.float32)
-        made, _ = normalize_quantize(total, norm, request, False, gain, amax)
-    return (y if request is None else made), (total if plan.keep_total else None)
+        made, _ = normalize_quantize(total, norm, request, False, gain, amax, out.quantized)
+    return Result(y, made, total if plan.keep_total else None)
+
+
+def _check_buffers(x: Tensor, request: Request | None, plan: Plan, out: Result) -> None:
+    """Raise ValueError for a caller's buffer that the kernel could not fill."""
+    like = torch.empty_like(x, device="meta")
+    made = (
+        None
+        if request is None or out.quantized is None
+        else row_side(request, like, None, False)[2]
+    )
+    wanted = Result(like if plan.rows else None, made, like if plan.keep_total else None)
+    for name, buffer, value in zip(Result._fields, out, wanted, strict=True):
+        if buffer is not None:
+            for one, other in zip(tensors_of(name, buffer), tensors_of(name, value), strict=True):
+                check_buffer(name, one, other)
 
 
 @cache

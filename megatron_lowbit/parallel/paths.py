@@ -1,6 +1,6 @@
 """Which path a message takes, by its size, and the memory that paths need."""
 
-from megatron_lowbit.kernels.norm import WIDEST
+from megatron_lowbit.kernels.norm_cases import WIDEST
 
 ONE_STAGE, COMPACT, GATHERED = PATHS = ("one-stage", "compact", "gathered")
 ONE_STAGE_BYTES = {2: 2**40, 4: 2**20, 8: 2**18}

@@ -16,10 +16,11 @@ def all_reduce_norm(
     norm: MXNorm | RMSNorm,
     gain: Tensor | None,
     request: Request | None,
-) -> tuple[Tensor | QuantizedTensor, Tensor]:
-    """The normalized or quantized rows, and their sum (R, C) in x's dtype.
+) -> tuple[Tensor, QuantizedTensor | None, Tensor]:
+    """Return the normalized rows, their codes if asked for, and the sum (R, C), in x's dtype.
 
     The ranks' rows are added up in FP32, in the order of the group's library, the residual last.
+    RMSNorm's rows are quantized as they are between two layers, in x's dtype; MXNorm's in FP32.
     """
     total = x.to(torch.float32, copy=True)
     dist.all_reduce(total, group=group)
@@ -30,6 +31,8 @@ def all_reduce_norm(
     normalized = norm.normalize(total, block)
     if gain is not None:
         normalized = normalized * gain.float()
+    rounded = normalized.to(x.dtype)
     if request is None:
-        return normalized.to(x.dtype), total
-    return quantize_both(normalized, request, None)[0], total
+        return rounded, None, total
+    source = rounded if isinstance(norm, RMSNorm) else normalized
+    return rounded, quantize_both(source, request, None)[0], total

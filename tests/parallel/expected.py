@@ -2,9 +2,15 @@
 
 import torch
 
+from megatron_lowbit.numerics.rmsnorm import RMSNorm
+from megatron_lowbit.parallel.result import Result
 
-def expected(xs, residual, norm, gain, quantizer):
-    """Sums in the order of ranks, normalized and quantized; and the sums."""
+
+def expected(xs, residual, norm, gain, quantizer, keep_rows=False):
+    """Sums in the order of ranks, normalized and quantized; and the sums.
+
+    RMSNorm's rows are quantized in x's dtype, as a layer behind a norm would.
+    """
     total = xs[0].float()
     for x in xs[1:]:
         total = total + x.float()
@@ -14,13 +20,17 @@ def expected(xs, residual, norm, gain, quantizer):
     normalized = norm.normalize(total, 16 if quantizer is None else quantizer.format.block)
     if gain is not None:
         normalized = normalized * gain.float()
-    return normalized.to(total.dtype) if quantizer is None else quantizer(normalized), total
+    rows = normalized.to(total.dtype)
+    if quantizer is None:
+        return Result(rows, None, total)
+    codes = quantizer(rows if isinstance(norm, RMSNorm) else normalized)
+    return Result(rows if keep_rows else None, codes, total)
 
 
-def bits(made, total=None) -> list[torch.Tensor]:
+def bits(result) -> list[torch.Tensor]:
     """The tensors to compare of a result."""
-    sums = [] if total is None else [total]
-    if isinstance(made, torch.Tensor):
-        return [made, *sums]
-    scales = made.scales.view(torch.uint8)
-    return [made.codes.view(torch.uint8), scales, made.tensor_scale, *sums]
+    tensors = [tensor for tensor in (result.normalized, result.total) if tensor is not None]
+    if (made := result.quantized) is not None:
+        scales = made.scales.view(torch.uint8)
+        tensors += [made.codes.view(torch.uint8), scales, made.tensor_scale]
+    return tensors

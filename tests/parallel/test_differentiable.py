@@ -6,6 +6,7 @@ The file is its own worker.
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -13,6 +14,7 @@ from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
+from megatron_lowbit.parallel.result import Result
 
 RANKS, SHAPE, EPS = 2, (6, 2, 64), 1e-5
 
@@ -47,7 +49,7 @@ def worker(rendezvous: str, rank: int) -> None:
     assert run.choice == "torch.distributed and separate kernels: not every rank has a GPU"
 
     def fused(x, residual, gain):
-        return all_reduce_rms_norm(run, x, residual, gain, EPS)
+        return all_reduce_rms_norm(run, x, residual, gain, EPS)[:2]
 
     def steps(x, residual, gain):
         total = Reduce.apply(x) + residual
@@ -63,12 +65,34 @@ def worker(rendezvous: str, rank: int) -> None:
 
 
 def quantized(run: AllReduceNorm, xs: torch.Tensor, rank: int) -> None:
-    """Codes of the sum, which nobody keeps."""
+    """Codes of the sum, which nobody keeps; then in BF16 with rows, into the same tensors."""
     x, quantizer = xs.flatten(1, -2), Quantizer(FORMATS["mxfp8-e4m3"])
     seen = run(x[rank], None, RMSNorm(EPS), None, Request(quantizer), keep_total=False)
-    expected = quantizer(RMSNorm(EPS).normalize(x[0] + x[1]))
-    assert torch.equal(seen.normalized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
-    assert seen.total is None
+    wanted = quantizer(RMSNorm(EPS).normalize(x[0] + x[1]))
+    assert torch.equal(seen.quantized.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    assert seen.total is None and seen.normalized is None
+    x = x.bfloat16()
+    rows = RMSNorm(EPS).normalize((x[0].float() + x[1].float()).bfloat16()).bfloat16()
+    out = Result(torch.empty_like(rows), seen.quantized)
+    again = run(
+        x[rank], None, RMSNorm(EPS), None, Request(quantizer), keep_normalized=True, out=out
+    )
+    assert again.normalized is out.normalized and torch.equal(out.normalized, rows)
+    assert again.quantized is out.quantized
+    wanted = quantizer(rows)
+    assert torch.equal(out.quantized.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    refused(run, x[rank])
+
+
+def refused(run: AllReduceNorm, x: torch.Tensor) -> None:
+    """Buffers that are unlike the result, and for what is not made."""
+    for name, buffer in {
+        "normalized": torch.empty_like(x, dtype=torch.float32),
+        "total": torch.empty_like(x).t(),
+        "quantized": Quantizer(FORMATS["mxfp8-e4m3"])(x),
+    }.items():
+        with pytest.raises(ValueError, match=rf"out\.{name}"):
+            run(x, None, RMSNorm(EPS), None, out=Result(**{name: buffer}))
 
 
 def test_gradients_are_those_of_the_steps(run_ranks, tmp_path):

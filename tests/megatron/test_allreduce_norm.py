@@ -1,0 +1,117 @@
+"""The cast of the fused all-reduce, handed to the linear layer behind the norm."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.megatron.allreduce_norm import HandedNorm, _AddAndNormalize
+from megatron_lowbit.megatron.layer_plan import LayerPlan
+from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.numerics import Operand
+from megatron_lowbit.parallel.reference import all_reduce_norm
+from megatron_lowbit.parallel.result import Result, fill
+from megatron_lowbit.recipes import Layer, load_recipe
+
+ENGINE = reference("tests")
+CPU = torch.device("cpu")
+
+
+def run(x, residual, norm, gain, request, keep_normalized, out):
+    """The operation on one rank."""
+    return fill(out, Result(*all_reduce_norm(None, x, residual, norm, gain, request)))
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """Makes (function that adds and normalizes, norm, linear layer) under a recipe."""
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
+
+    def make(recipe, *overrides, evaluates=False):
+        precision = load_recipe(recipe, overrides).precision_for(Layer("decoder.x", 4, 9))
+        plan = LayerPlan(Layer("decoder.x", 4, 9), precision, ENGINE, False, None, evaluates)
+        linear = torch.nn.Linear(128, 32, bias=False)
+        linear.layer_state = LayerState(plan, CPU)
+        norm = HandedNorm(torch.nn.RMSNorm(128, eps=1e-5))
+        return _AddAndNormalize(run, norm, linear), norm, linear
+
+    return make
+
+
+def add(function, dtype=torch.bfloat16):
+    draws = torch.Generator().manual_seed(2)
+    x, residual = (torch.randn(8, 2, 128, generator=draws).to(dtype) for _ in range(2))
+    return function.add((x.requires_grad_(), None), residual, 0.0)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_those_of_the_rows(layer, recipe, dtype):
+    """The layer gives the bits that it gives of the rows, forward and backward."""
+    function, norm, linear = layer(recipe)
+    norm.to(dtype)
+    y = norm(add(function, dtype))
+    operand = linear.layer_state.operand_of(y)
+    assert isinstance(operand, Operand) and operand.source is y
+    precision = linear.layer_state.plan.precision
+    weight = linear.weight.detach().to(dtype).requires_grad_()
+    results = []
+    for given in (operand, y):
+        out = lowbit_linear(given, weight, precision, key=5, engine=ENGINE)
+        results.append((out, *torch.autograd.grad(out.sum(), (y, weight), retain_graph=True)))
+    assert all(map(torch.equal, *results))
+
+
+def test_a_sum_made_without_gradients_is_normalized_again(layer):
+    """A recomputed layer's last sum: what was handed for it has no graph."""
+    function, norm, _ = layer("fp8-tile")
+    with torch.no_grad():
+        total = add(function)
+    handed = norm._handed[1]
+    y = norm(total.requires_grad_())
+    assert y is not handed and y.requires_grad
+    torch.testing.assert_close(y, handed, rtol=2**-7, atol=0)
+
+
+def test_another_tensor_is_quantized_by_the_layer(layer):
+    function, norm, linear = layer("fp8-tile")
+    y = norm(add(function))
+    other = y.clone()
+    assert linear.layer_state.operand_of(other) is other
+    # What was handed is for the next input alone.
+    assert linear.layer_state.operand_of(y) is y
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [["input.format=null"], ["input.rounding=stochastic"], ["input.format=fp8-tensor-e4m3"]],
+)
+def test_what_the_kernel_does_not_cast(layer, overrides):
+    function, norm, linear = layer("fp8-tile", *overrides)
+    y = norm(add(function))
+    assert linear.layer_state.operand_of(y) is y
+
+
+def test_evaluations_in_high_precision_have_no_codes(layer):
+    for evaluates in (False, True):
+        function, norm, linear = layer("fp8-tile", evaluates=evaluates)
+        linear.eval()
+        with torch.no_grad():
+            y = norm(add(function))
+        assert isinstance(linear.layer_state.operand_of(y), Operand) is evaluates
+
+
+def test_delayed_amaxes_are_recorded_once(layer):
+    """NVFP4's tensor scale from earlier steps: fprop's input, which the fused cast has seen."""
+    function, norm, linear = layer("nvfp4", "amax_history={length: 4}")
+    state = linear.layer_state
+    y = norm(add(function))
+    assert state.amax_history.step[0] == y.abs().max()
+    before = state.amax_history.step.clone()
+    state.amax_history.step[0] = -1.0
+    precision = state.plan.precision
+    history = state.amax_history
+    operand = state.operand_of(y)
+    lowbit_linear(operand, linear.weight, precision, key=5, engine=ENGINE, amax_history=history)
+    assert state.amax_history.step[0] == -1.0 and before[0] > 0
