@@ -8,6 +8,7 @@ the linear layer behind the norm. wgrad quantizes the normalized rows themselves
 import weakref
 from argparse import Namespace
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,19 +35,19 @@ class HandedNorm(torch.nn.Module):
     def __init__(self, norm: torch.nn.RMSNorm) -> None:
         super().__init__()
         self.weight, self.eps = norm.weight, norm.eps
-        self._handed: tuple[weakref.ref, Tensor] | None = None
+        self._handed: tuple[weakref.ref, Any, Tensor] | None = None
 
     def hand(self, total: Tensor, normalized: Tensor) -> None:
         """Keep what ``forward`` gives for ``total`` itself."""
-        self._handed = weakref.ref(total), normalized
+        self._handed = weakref.ref(total), total.grad_fn, normalized
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x (..., K) normalized, by itself where nothing was handed for it."""
         handed, self._handed = self._handed, None
-        # What a recomputed layer made without gradients has none to give to the next one.
-        differentiates = torch.is_grad_enabled() and x.requires_grad
-        if handed is not None and handed[0]() is x and handed[1].requires_grad >= differentiates:
-            return handed[1]
+        # Recomputation gives the sum a graph of its own, which the rows are not in.
+        graph = x.grad_fn if torch.is_grad_enabled() else handed and handed[1]
+        if handed is not None and handed[0]() is x and handed[1] is graph:
+            return handed[2]
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
