@@ -69,7 +69,7 @@ def add_norm_kernel(
         store_tile(total, part, row0, at, R, C, EVEN)
         parts = parts + (part,)  # noqa: RUF005  Triton takes no starred tuples
     gains = load_gain(gain, col0, C, TN, PARTS)
-    finish_rows(parts, row0, col0, R, C, gains, constant, eps, None, None, None, amax, codes,
+    finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, None, None, None, amax, codes,
                 scales, tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S,
                 EVEN)  # fmt: skip
 

@@ -126,19 +126,17 @@ def norm_kernel(
         parts = parts + (part,)
     gains = load_gain(gain, col0, C, TN, PARTS)
     finish_rows(
-        parts, row0, col0, R, C, gains, constant, eps, None, rho_out, most_out, amax, codes, scales,
-        tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S, EVEN,
+        parts, row0, col0, R, C, gain, gains, constant, eps, None, rho_out, most_out, amax, codes,
+        scales, tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def load_gain(gain, col0, C, TN: tl.constexpr, PARTS: tl.constexpr):
-    """Load ``gain`` [C] as PARTS tensors [TN], zeros behind C; Nones where there is none."""
+    """Load ``gain`` [C] as PARTS tensors [TN], zeros behind C; none where it is None."""
     gains = ()
-    for i in tl.static_range(PARTS):
-        if gain is None:
-            gains = gains + (None,)
-        else:
+    if gain is not None:
+        for i in tl.static_range(PARTS):
             c = col0 + i * TN + tl.arange(0, TN)
             gains = gains + (tl.load(gain + c, mask=c < C, other=0.0),)
     return gains
@@ -146,19 +144,19 @@ def load_gain(gain, col0, C, TN: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def finish_rows(
-    parts, row0, col0, R, C, gains, constant, eps, y, rho_out, most_out,
+    parts, row0, col0, R, C, gain, gains, constant, eps, y, rho_out, most_out,
     amax, codes, scales, tensor_scale, DTYPE: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Normalize TM rows, ``parts`` [TM, TN] with zeros behind C, and store what is asked for.
 
-    Into ``y`` the normalized rows, times ``gains``, in y's dtype; by S their codes; into
-    ``rho_out`` what they were multiplied by; into ``most_out`` the largest magnitude's bits. What
-    RMSNorm gives is rounded to DTYPE before all that.
+    Into ``y`` the normalized rows, times ``gains`` where there is a ``gain``, in y's dtype; by S
+    their codes; into ``rho_out`` what they were multiplied by; into ``most_out`` the largest
+    magnitude's bits. What RMSNorm gives is rounded to DTYPE before all that.
     """
     mosts = ()
-    if gains[0] is None:
+    if gain is None:
         for i in tl.static_range(PARTS):
             mosts = mosts + (block_amax(parts[i], TM, TN, 1, BLOCK),)
     rho = inverse_rms(parts, mosts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
@@ -168,11 +166,11 @@ def finish_rows(
     bits = tl.zeros((TM,), tl.int32)
     for i in tl.static_range(PARTS):
         part = parts[i] * rho[:, None]
-        if gains[0] is not None:
+        if gain is not None:
             part = part * gains[i].to(tl.float32)[None, :]
         if P == _RMS:
             part = as_dtype(part, DTYPE)
-        if gains[0] is not None:
+        if gain is not None:
             most = block_amax(part, TM, TN, 1, BLOCK)
         else:
             # Rounding is monotonic: the largest of the products is the product of the largest.

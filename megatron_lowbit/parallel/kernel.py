@@ -73,8 +73,9 @@ def all_reduce_norm_kernel(
                                  EVEN)  # fmt: skip
             meeting += 1
             arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
-        finish_rows(parts, row0, col0, R, C, gains, constant, eps, y, None, most, amax, codes,
-                    scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S, EVEN)  # fmt: skip
+        finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, most, amax,
+                    codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S,
+                    EVEN)  # fmt: skip
         if PATH == COMPACT:
             tl.debug_barrier()  # codes are read by other threads than have made them
             _send_codes(areas, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
@@ -92,9 +93,9 @@ def all_reduce_norm_kernel(
                 else:
                     parts = _take_sum(areas, gathered, total, rank, row0, col0, R, C, well,
                                       DTYPE, TM, TN, PARTS, EVEN)  # fmt: skip
-                    finish_rows(parts, row0, col0, R, C, gains, constant, eps, y, None, most,
-                                amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P,
-                                S, EVEN)  # fmt: skip
+                    finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None,
+                                most, amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS,
+                                BLOCK, P, S, EVEN)  # fmt: skip
         if following < groups:
             meeting += 1
             arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
