@@ -170,6 +170,7 @@ RECIPES = {
     "fp8-tile": "fp8-tile",
     "fp8-tile, square": f"fp8-tile {SQUARE_INPUT}",
     "fp8-delayed": "fp8-delayed",
+    "fp8-row": "fp8-row",
     "mxfp8": "mxfp8",
     "mxfp4-backward": "mxfp4-backward",
     "nvfp4": "nvfp4",
@@ -187,7 +188,7 @@ CONTENDERS = {
     },
     "TE nvfp4 reference": Contender(_te_reference, None, long=True),
     "torchao blockwise": Contender(_torchao_blockwise, "fp8-tile"),
-    "torchao rowwise": Contender(partial(_torchao_float8, "rowwise"), None, long=True),
+    "torchao rowwise": Contender(partial(_torchao_float8, "rowwise"), "fp8-row", long=True),
     "torchao tensorwise": Contender(
         partial(_torchao_float8, "tensorwise"), "fp8-tensorwise", long=True
     ),
@@ -199,6 +200,7 @@ _RATES = {
     ("fp8-128x128", "fp8-1x128"): "fp8 1x128 . 128x128",
     ("fp8-1x128", "fp8-1x128"): "fp8 1x128 . 1x128",
     ("fp8-tensor", "fp8-tensor"): "fp8 per tensor",
+    ("fp8-row", "fp8-row"): "fp8 per row",
     ("mxfp4", "mxfp4"): "fp8 per row",
 }
 
@@ -219,8 +221,9 @@ def _kept_bytes(quantizer: Quantizer) -> float:
 def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, float]:
     """The least bytes that quantization reads and writes in forward and in backward.
 
-    A BF16 source is read once for all its operands, and once more where a tensor scale needs its
-    own amax; each operand is written in the form that its GEMM takes, scales not counted.
+    A BF16 source is read once for all its operands, and once more where a scale of the tensor or
+    of a row needs its own amax; each operand is written in the form that its GEMM takes, scales not
+    counted.
     """
     delayed = precision.history_length > 0
     forms = {name: 2 if gemm_kind(p) == "bf16" else 1 for name, p in precision.gemms.items()}
@@ -233,7 +236,8 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
 
     def source(role: str, *gemms: str) -> float:
         found = [quantizers[gemm, role] for gemm in gemms if (gemm, role) in quantizers]
-        passes = bool(found) + any(q.format.tensor_scaled and not delayed for q in found)
+        amaxes = (q.format.row_scaled or (q.format.tensor_scaled and not delayed) for q in found)
+        passes = bool(found) + any(amaxes)
         return 2 * passes * elements[role]
 
     def written(gemm: str, role: str) -> float:
@@ -249,7 +253,7 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
             backward += (_kept_bytes(kept) + forms["wgrad"]) * elements["input"]
     if ("dgrad", "weight") in quantizers:
         fprop = quantizers.get(("fprop", "weight"))
-        square = fprop is not None and fprop.format.block_rows == fprop.format.block
+        square = fprop is not None and fprop.format.square
         if not (square and fprop == quantizers["dgrad", "weight"]):
             backward += source("weight", "dgrad") + written("dgrad", "weight")
         elif forms["dgrad"] == 1:  # 8-bit GEMMs read both operands along K: a transposed copy

@@ -11,6 +11,7 @@ from megatron_lowbit.kernels.gemm import (
     dequantized_product,
     exact_product,
     plain,
+    row_product,
     tensor_product,
     tile_product,
 )
@@ -22,6 +23,7 @@ from megatron_lowbit.kernels.routes import (
     DEQUANTIZED,
     EXACT,
     FOLDED,
+    ROWS,
     TENSORS,
     TILES,
     Format,
@@ -42,6 +44,7 @@ class FusedEngine:
         self._multiply = {
             TILES: tile_product,
             TENSORS: tensor_product,
+            ROWS: row_product,
             FOLDED: self.folded,
             EXACT: exact_product,
             DEQUANTIZED: dequantized_product,

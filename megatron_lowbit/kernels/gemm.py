@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels.cublas import scaled_matmul
-from megatron_lowbit.kernels.operands import Folded, Transposed, Values, exact_values, fold
+from megatron_lowbit.kernels.operands import (
+    ScaledRows,
+    Transposed,
+    Values,
+    exact_values,
+    fold,
+)
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
@@ -85,6 +91,15 @@ def tensor_product(
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
+def row_product(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """FP8 GEMM with a scale for each row of either operand, which multiply the finished sums."""
+    operands = [_aligned_rows(one.codes, one.scales) for one in (lhs, rhs)]
+    y = _multiply_rows(*operands, out_dtype, fast=False)
+    return _finish(y, lhs, rhs, bias, out_dtype)
+
+
 class FoldedProduct:
     """FP8 GEMM of MXFP4 folded to E4M3 with a power of two a row; counts what did not fold.
 
@@ -101,13 +116,9 @@ class FoldedProduct:
         """The product."""
         if self.inexact is None:
             self.inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
-        a, b = _aligned_rows(fold(lhs, self.inexact)), _aligned_rows(fold(rhs, self.inexact))
+        a, b = (_aligned_rows(*fold(one, self.inexact)) for one in (lhs, rhs))
         self.values += math.prod(lhs.shape) + math.prod(rhs.shape)
-        rows = ScalingType.RowWise
-        y = F.scaled_mm(
-            a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows,
-            output_dtype=_fp8_output(out_dtype), use_fast_accum=True,
-        )  # fmt: skip
+        y = _multiply_rows(a, b, out_dtype, fast=True)
         return _finish(y, lhs, rhs, bias, out_dtype)
 
     def take(self) -> tuple[int, int]:
@@ -117,11 +128,19 @@ class FoldedProduct:
         return counts
 
 
-def _aligned_rows(folded: Folded) -> Folded:
-    codes = _aligned(folded.codes)
-    missing = codes.shape[0] - folded.scales.shape[0]
-    scales = F.pad(folded.scales, (0, 0, 0, missing), value=1.0) if missing else folded.scales
-    return Folded(codes, scales)
+def _aligned_rows(codes: Tensor, scales: Tensor) -> ScaledRows:
+    codes = _aligned(codes)
+    missing = codes.shape[0] - scales.shape[0]
+    scales = F.pad(scales, (0, 0, 0, missing), value=1.0) if missing else scales
+    return ScaledRows(codes, scales)
+
+
+def _multiply_rows(a: ScaledRows, b: ScaledRows, out_dtype: torch.dtype, fast: bool) -> Tensor:
+    rows = ScalingType.RowWise
+    return F.scaled_mm(
+        a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows,
+        output_dtype=_fp8_output(out_dtype), use_fast_accum=fast,
+    )  # fmt: skip
 
 
 def dequantized_product(

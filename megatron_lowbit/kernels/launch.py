@@ -14,6 +14,7 @@ from megatron_lowbit.kernels.fp8_tiles import fp8_tiles_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
 from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
+from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.numerics import (
     Hadamard,
     QuantizedTensor,
@@ -26,6 +27,7 @@ from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3
@@ -43,7 +45,7 @@ def quantize_both(
 ) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
     """x (R, C) as ``row`` says and its transpose as ``col`` says, from one pass over x.
 
-    A format with a tensor scale takes a pass of its own for the amax. Bit for bit what
+    A format with a scale a tensor or a row takes a pass of its own for the amaxes. Bit for bit what
     :func:`megatron_lowbit.numerics.quantize_both` gives; a side with ``values`` comes as BF16
     numbers in place of its codes and scales.
 
@@ -54,7 +56,10 @@ def quantize_both(
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
         return reference(x, row, col)
-    amaxes = _amaxes(x, row, col)
+    amaxes = [
+        of_rows if of_tensor is None else of_tensor
+        for of_tensor, of_rows in zip(_amaxes(x, row, col), _row_amaxes(x, row, col), strict=True)
+    ]
     tiles = not any(values) and all(r is None or _is_plain_tile(r) for r in (row, col))
     row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, values[0], tiles)
     col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, values[1], tiles)
@@ -120,6 +125,29 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
         None if r is None else r.scale_amax(amax) if r.scale_amax else amax
         for amax, r in zip(found.view(torch.float32).unbind(), scaled, strict=True)
     ]
+
+
+def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
+    """The amaxes of each side's rows, FP32 (R,); None for a side whose format has no use for them.
+
+    A row of the transpose is a column of x: all of its tokens, where wgrad contracts them.
+    """
+    scaled = [r if r and r.quantizer.format.row_scaled else None for r in (row, col)]
+    if not any(scaled):
+        return [None, None]
+    found = [
+        torch.zeros(rows, dtype=torch.int32, device=x.device) if r else None
+        for r, rows in zip(scaled, x.shape, strict=True)
+    ]
+    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
+    transforms = [_transform(r.hadamard) if r else None for r in scaled]
+    points = [transform.points if transform else 1 for transform in transforms]
+    tile = (max(64, points[1]), max(128, points[0]))
+    row_amax_kernel[_grid(x, tile)](
+        x, *x.stride(), *x.shape, found[0], signs[0], found[1], signs[1],
+        *tile, *transforms, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return [None if bits is None else bits.view(torch.float32) for bits in found]
 
 
 def outputs(
@@ -196,6 +224,7 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
         scales=function,
         block_rows=format.block_rows,
         block=format.block,
+        row_scaled=format.row_scaled,
         element=element(format.element),
         options=options,
         stochastic=quantizer.rounding is Rounding.STOCHASTIC,
@@ -218,6 +247,8 @@ def _scale_function(format: BlockFormat) -> tuple[Callable, tuple]:
             return scales.fp8_tile_scales, (int(format.scale_format == "pow2"),)
         case FP8Tensor():
             return scales.fp8_tensor_scales, (int(format.scale_format == "pow2"),)
+        case FP8Row():
+            return scales.fp8_row_scales, (0,)
     raise NotImplementedError(f"no kernel for format {format.name}")
 
 
@@ -226,6 +257,8 @@ def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int,
     match format:
         case FP8Tensor():
             return (rows, 0), torch.float32
+        case FP8Row():
+            return (rows, 1), torch.float32
         case FP8Tile():
             return (cdiv(rows, format.block_rows), columns // format.block), torch.float32
         case MX():

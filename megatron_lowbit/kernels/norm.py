@@ -164,22 +164,22 @@ def finish_rows(
     if rho_out is not None:
         tl.store(rho_out + r, rho, mask=r < R)
     bits = tl.zeros((TM,), tl.int32)
+    if S is not None and S.row_scaled:
+        row_most = _row_most(parts, rho, gain, gains, DTYPE, TM, PARTS, P)
     for i in tl.static_range(PARTS):
-        part = parts[i] * rho[:, None]
-        if gain is not None:
-            part = part * gains[i].to(tl.float32)[None, :]
-        if P == _RMS:
-            part = as_dtype(part, DTYPE)
-        if gain is not None:
-            most = block_amax(part, TM, TN, 1, BLOCK)
-        else:
+        part = _normalized(parts, i, rho, gain, gains, DTYPE, P)
+        if gain is None:
             # Rounding is monotonic: the largest of the products is the product of the largest.
             most = mosts[i] * rho[:, None]
             if P == _RMS:
                 most = as_dtype(most, DTYPE)
+        else:
+            most = block_amax(part, TM, TN, 1, BLOCK)
         if y is not None:
             store_tile(y, as_dtype(part, y.dtype.element_ty), row0, col0 + i * TN, R, C, EVEN)
         if S is not None:
+            if S.row_scaled:
+                most = row_most
             tile_side(
                 part, most, row0, col0 + i * TN, R, C, amax, codes, scales,
                 tensor_scale, 0, None, None, 0, TM, TN, S, False, EVEN,
@@ -188,6 +188,30 @@ def finish_rows(
             bits = tl.maximum(bits, tl.max(abs_bits(most), 1))
     if most_out is not None:
         tl.atomic_max(most_out, tl.max(tl.where(r < R, bits, 0), 0))
+
+
+@triton.jit
+def _normalized(parts, i: tl.constexpr, rho, gain, gains, DTYPE: tl.constexpr, P: tl.constexpr):
+    """Normalize part ``i`` [TM, TN] by ``rho`` [TM] and its gain; RMSNorm's is rounded to DTYPE."""
+    part = parts[i] * rho[:, None]
+    if gain is not None:
+        part = part * gains[i].to(tl.float32)[None, :]
+    if P == _RMS:
+        part = as_dtype(part, DTYPE)
+    return part
+
+
+@triton.jit
+def _row_most(
+    parts, rho, gain, gains, DTYPE: tl.constexpr, TM: tl.constexpr, PARTS: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """[TM], the largest magnitudes of normalized rows; NaN wins."""
+    bits = tl.zeros((TM,), tl.int32)
+    for i in tl.static_range(PARTS):
+        part = _normalized(parts, i, rho, gain, gains, DTYPE, P)
+        bits = tl.maximum(bits, tl.max(abs_bits(part), 1))
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -40,12 +40,8 @@ class Transposed:
     of: QuantizedTensor
 
 
-class Folded(NamedTuple):
-    """An MXFP4 operand in E4M3 codes (R, K) with one FP32 scale a row, (R, 1).
-
-    Source: NUMERICS, power-of-two folding. Exact while a block's scale lies within 14 binades of
-    the row's largest.
-    """
+class ScaledRows(NamedTuple):
+    """FP8 codes (R, K) with one FP32 scale a row, (R, 1)."""
 
     codes: Tensor
     scales: Tensor
@@ -68,9 +64,10 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
 
 
-def fold(operand: QuantizedTensor, inexact: Tensor) -> Folded:
+def fold(operand: QuantizedTensor, inexact: Tensor) -> ScaledRows:
     """MXFP4 codes and scales as E4M3 with one power of two a row, times the tensor scale.
 
+    Exact while a block's scale lies within 14 binades of the row's largest.
     Values of blocks that are too small, and so were rounded, are added to ``inexact``, int64 ().
     """
     rows, device = operand.codes.shape[0], operand.codes.device
@@ -78,7 +75,7 @@ def fold(operand: QuantizedTensor, inexact: Tensor) -> Folded:
     scales = torch.empty((rows, 1), device=device)
     largest = operand.scales.amax(1)
     _launch(operand, codes.view(torch.uint8), largest, operand.tensor_scale, scales, inexact)
-    return Folded(codes, scales)
+    return ScaledRows(codes, scales)
 
 
 def has_tensor_scale(format: BlockFormat) -> bool:

@@ -37,7 +37,8 @@ from megatron_lowbit.kernels.tiles import (
 class Side(NamedTuple):
     """How one side is quantized, as a constexpr.
 
-    ``block`` is 1 for a format without block scales. ``points``: the neighbours that make a group;
+    ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
+    row from the row's amax in its place. ``points``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
     own layout on both sides, in place of codes and scales.
     """
@@ -45,6 +46,7 @@ class Side(NamedTuple):
     scales: Callable
     block_rows: int
     block: int
+    row_scaled: bool
     element: Element
     options: tuple
     stochastic: bool
@@ -63,7 +65,8 @@ def quantize_kernel(
     """Quantize x (R, C) by ROW (arguments r_) and its transpose by COL (c_); either may be None.
 
     ``columns`` is the length of a row of codes in elements: whole blocks and transforms. ``rows``
-    and ``quads`` are global numbers for the random words, or None as ``amax`` is where unused.
+    and ``quads`` are global numbers for the random words, or None as ``amax`` is where unused; that
+    is the tensor's, or of each row.
     Tiles are TM x TN; with EVEN they cover x exactly.
     """
     tiles = tl.cdiv(C, TN)
@@ -194,7 +197,7 @@ def tile_side(
 ):  # fmt: skip
     """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
 
-    ``most`` are its blocks' largest magnitudes, where they are known.
+    ``most`` are its blocks' or rows' largest magnitudes, where they are known.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
@@ -207,8 +210,17 @@ def tile_side(
         row_numbers = number(rows, row0 + tl.arange(0, A), R)
         quad_numbers = number(quads, col0 // 4 + tl.arange(0, B // 4), tl.cdiv(columns, 4))
         words = word_tile(key, row_numbers, quad_numbers, A, B)
-    amax = tl.load(amax) if amax is not None else 0.0
-    if S.block > 1:
+    if S.row_scaled:
+        r = row0 + tl.arange(0, A)
+        if most is None:
+            most = tl.load(amax + r, mask=r < R, other=0.0)
+        stored, factor, scale, decode = SCALES(most, most, E, OPTIONS)
+        x = x * factor[:, None]
+        # The tiles of a row have the same; the first writes it.
+        if col0 == 0:
+            tl.store(scales + r, stored, mask=r < R)
+    elif S.block > 1:
+        amax = tl.load(amax) if amax is not None else 0.0
         if most is None:
             most = block_amax(x, A, B, S.block_rows, S.block)
         stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
@@ -228,6 +240,7 @@ def tile_side(
             store_tile(scales, stored, row0 // step, col0 // S.block, tl.cdiv(R, step),
                        columns // S.block, EVEN)  # fmt: skip
     else:
+        amax = tl.load(amax)
         _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
     if not S.values:

@@ -9,6 +9,7 @@ from functools import cache
 
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
+from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E2M1, E5M2
@@ -49,6 +50,12 @@ def _takes_tensors(lhs: Format, rhs: Format, capability: tuple[int, int]) -> boo
     return both and not lhs.element == rhs.element == E5M2
 
 
+def _takes_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    # cuBLAS has scales a row on Hopper alone; elsewhere torch's kernel gives no FP32 product.
+    both = isinstance(lhs, FP8Row) and isinstance(rhs, FP8Row)
+    return both and capability[0] == 9 and not lhs.element == rhs.element == E5M2
+
+
 def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     return all(isinstance(f, MX) and f.element == E2M1 for f in (lhs, rhs))
 
@@ -65,6 +72,7 @@ def _is_exact_in_bf16(format: Format) -> bool:
 
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)
 TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors)
+ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted", _takes_rows)
 FOLDED = Route("MXFP4 folded to FP8", "FP8 tensor cores' sums", _takes_folded)
 EXACT = Route("exact BF16", "FP32", _takes_exact, values=True)
 DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
@@ -75,5 +83,5 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int]) -> Route:
     """How a pair of formats, one of them at least quantized, is multiplied; in any order."""
     if capability < MIN_CAPABILITY:
         return DEQUANTIZED
-    table = (TILES, TENSORS, FOLDED, EXACT, DEQUANTIZED)
+    table = (TILES, TENSORS, ROWS, FOLDED, EXACT, DEQUANTIZED)
     return next(one for one in table if one.takes(lhs, rhs, capability))

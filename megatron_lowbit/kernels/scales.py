@@ -111,6 +111,14 @@ def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 
 
 @triton.jit
+def fp8_row_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """FP32 decode scales of rows, their reciprocals (0 of 0), the scales, 1. OPTIONS: unused."""
+    scale = _finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
+    factor = tl.where(scale == 0.0, 0.0, _quotient(1.0, scale))
+    return scale, factor, scale, 1.0
+
+
+@triton.jit
 def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])

@@ -143,6 +143,8 @@ class LinearCall:
             return False
         if gemm == "fprop":
             return tokens % quantizer.format.block_rows == 0
+        if quantizer.format.row_scaled:
+            return False  # a scale is made from the tokens of all ranks
         transform = self.hadamard(gemm)
         whole = [quantizer.format.block, transform.size if transform else 1]
         if quantizer.rounding is Rounding.STOCHASTIC:
@@ -156,7 +158,7 @@ class LinearCall:
         return (
             fprop is not None
             and fprop == self.quantizer("dgrad", "weight")
-            and fprop.format.block_rows == fprop.format.block
+            and fprop.format.square
             and fprop.rounding is Rounding.NEAREST_EVEN
             and self.hadamard("fprop") is None
             and self.hadamard("dgrad") is None

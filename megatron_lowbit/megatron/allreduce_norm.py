@@ -104,7 +104,10 @@ class _AddAndNormalize:
         rows = x.numel() // x.shape[-1]
         request = call.request("fprop", "input", rows, kept=True)
         fits = request is not None and takes(x.view(rows, -1), RMSNorm(), request)
-        return request if fits and request.quantizer.format.block > 1 else None
+        if not fits:
+            return None
+        format = request.quantizer.format
+        return request if format.block > 1 or format.row_scaled else None
 
 
 def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:

@@ -16,7 +16,8 @@ class BlockFormat(ABC):
 
     Of ``element`` the rest of the package needs the name and the number of bits only.
     ``block_rows`` x ``block`` elements share a scale, blocks running along the last axis. A format
-    that is ``tensor_scaled`` also has one scale for the tensor, made from the tensor's amax.
+    that is ``tensor_scaled`` also has one scale for the tensor, made from the tensor's amax; one
+    that is ``row_scaled`` has a scale for each row in place of blocks: ``block`` is then 1.
     ``scale_bits`` is the width of a block scale. ``OPTIONS`` names the fields that a recipe may
     set, with their values, the default first.
     """
@@ -27,6 +28,7 @@ class BlockFormat(ABC):
 
     block: ClassVar[int]
     tensor_scaled: ClassVar[bool] = False
+    row_scaled: ClassVar[bool] = False
     scale_bits: ClassVar[int]
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
@@ -60,6 +62,11 @@ class BlockFormat(ABC):
         """
         compact = scales[:: self.block_rows].t()
         return compact.repeat_interleave(self.block_rows, dim=0)[: shape[1]]
+
+    @property
+    def square(self) -> bool:
+        """Test whether the transpose of a quantized tensor is the quantized transpose."""
+        return self.block_rows == self.block and not self.row_scaled
 
     @property
     def bits_per_element(self) -> float:

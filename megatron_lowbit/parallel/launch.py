@@ -17,7 +17,7 @@ from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel import kernel, paths
 from megatron_lowbit.parallel.area import Area
 from megatron_lowbit.parallel.meeting import BROKEN, LATE, MEETINGS, PROGRAMS, TAGS
-from megatron_lowbit.parallel.result import NEW, Result, check_buffer, tensors_of
+from megatron_lowbit.parallel.result import NEW, Result, pairs_of
 
 _KERNEL_PATHS = {
     paths.ONE_STAGE: kernel.ONE_STAGE.value,
@@ -83,7 +83,8 @@ def _plan(
     tensor_scaled = quantizer is not None and quantizer.format.tensor_scaled
     sums = keep_total or tensor_scaled
     keep_rows = keep_rows or quantizer is None
-    compact = not keep_rows and not sums
+    # Codes are gathered with a scale a block.
+    compact = not keep_rows and not sums and not quantizer.format.row_scaled
     block = 16 if quantizer is None else quantizer.format.block
     height, part = tile_of(columns, block)
     if path is None:
@@ -178,8 +179,7 @@ def _check_buffers(x: Tensor, request: Request | None, plan: Plan, out: Result) 
     wanted = Result(like if plan.rows else None, made, like if plan.keep_total else None)
     for name, buffer, value in zip(Result._fields, out, wanted, strict=True):
         if buffer is not None:
-            for one, other in zip(tensors_of(name, buffer), tensors_of(name, value), strict=True):
-                check_buffer(name, one, other)
+            pairs_of(name, buffer, value)
 
 
 @cache

@@ -1,6 +1,6 @@
 """Result of the operation, and the caller's buffers for one."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ class Result(NamedTuple):
     total: Tensor | None = None
 
 
+Value = Tensor | QuantizedTensor
 NEW = Result()
 """No buffer of the caller's."""
 
@@ -31,23 +32,34 @@ def fill(out: Result, made: Result) -> Result:
     filled = []
     for name, buffer, value in zip(Result._fields, out, made, strict=True):
         if buffer is not None:
-            for one, other in zip(tensors_of(name, buffer), tensors_of(name, value), strict=True):
-                check_buffer(name, one, other)
+            for one, other in pairs_of(name, buffer, value):
                 one.copy_(other)
         filled.append(value if buffer is None else buffer)
     return Result(*filled)
 
 
-def tensors_of(name: str, value: Tensor | QuantizedTensor | None) -> list[Tensor]:
-    """Return the tensors of one field of a result. Raises ValueError for one that is not wanted."""
+def pairs_of(name: str, buffer: Value, value: Value | None) -> list[tuple[Tensor, Tensor]]:
+    """Return the tensors of a buffer, each with that of the value which it is for.
+
+    Raises:
+        ValueError: there is no such value, it has another format, shape or dtype, or a tensor of
+            the buffer is not contiguous.
+    """
     if value is None:
         raise ValueError(f"out.{name}: this call does not make it")
     if isinstance(value, Tensor):
-        return [value]
-    return [value.codes, value.scales, value.tensor_scale]
+        pairs = [(buffer, value)]
+    elif not isinstance(buffer, Tensor) and buffer.format == value.format:
+        parts = ("codes", "scales", "tensor_scale")
+        pairs = [(getattr(buffer, part), getattr(value, part)) for part in parts]
+    else:
+        raise ValueError(f"out.{name}: not of format {value.format}")
+    for one, other in pairs:
+        _check_buffer(name, one, other)
+    return pairs
 
 
-def check_buffer(name: str, buffer: Tensor, like: Tensor) -> None:
+def _check_buffer(name: str, buffer: Any, like: Tensor) -> None:
     """Raise ValueError for a buffer that is unlike what is written, or not contiguous."""
     given = tuple(buffer.shape), buffer.dtype
     if given != (tuple(like.shape), like.dtype) or not buffer.is_contiguous():

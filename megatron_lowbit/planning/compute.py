@@ -158,7 +158,8 @@ def _quantization(
         sides = [(gemm, q) for gemm in gemms if (q := asked.quantizer(gemm, role)) is not None]
         if not sides:
             return 0.0
-        passes = 1 + any(q.format.tensor_scaled and not delayed for _, q in sides)
+        amaxes = (q.format.row_scaled or (q.format.tensor_scaled and not delayed) for _, q in sides)
+        passes = 1 + any(amaxes)
         written = sum(
             BF16 if takes_values(names[gemm]) and gemm not in kept else _packed(q)
             for gemm, q in sides

@@ -50,7 +50,7 @@ def _quantized(linear: Linear, gpu: GPU) -> float:
     formats = [one.quantizer.format for one in linear.precision.operands() if one.quantizer]
     if not formats:
         return 0.0
-    scaled = any(format.tensor_scaled for format in formats)
+    scaled = any(format.tensor_scaled or format.row_scaled for format in formats)
     return gpu["host_us.quantized"] + scaled * gpu["host_us.tensor_scaled"]
 
 

@@ -1,12 +1,13 @@
 """Which tensor cores carry out a GEMM on a kind of GPU: the engine's own table, asked for it."""
 
-from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, TENSORS, TILES, route
+from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, ROWS, TENSORS, TILES, route
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import native_recipe
 
 _MEASURED = {
     TENSORS: "fp8 per tensor",
+    ROWS: "fp8 per row",
     FOLDED: "fp8 per row",
     EXACT: "bf16",
     DEQUANTIZED: "fp32",

@@ -20,6 +20,7 @@ ROWS = {
     ),
     "fp8-tile-e4m3": ("--fp8-recipe fp8-tile-e4m3", 4, "fp8-1x128-e4m3"),
     "fp8-tensorwise": ("--fp8-recipe fp8-tensorwise", 16, "fp8-tensor-e4m3"),
+    "fp8-row": ("--fp8-recipe fp8-row", 16, "fp8-row-e4m3 x fp8-row-e4m3"),
     "fp8-delayed": (
         "--fp8-recipe fp8-delayed --recipe-set amax_history.just_in_time=4", 16, "delayed",
     ),

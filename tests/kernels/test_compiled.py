@@ -69,6 +69,7 @@ GUARDED = tuple(
         ("mxfp4", {"scale_rounding": "rceil"}),
         ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
         ("fp8-tensor-e4m3", {}),
+        ("fp8-row-e4m3", {}),
     )
 )
 

@@ -15,6 +15,10 @@ PAIRS = {
     ("fp8-1x128-e4m3", "fp8-128x128-e4m3"): "FP8 tiles",
     ("fp8-1x128-e5m2", "fp8-1x128-e4m3"): "FP8 tiles",
     ("fp8-tensor-e5m2", "fp8-tensor-e4m3"): "FP8 tensors",
+    ("fp8-row-e4m3", "fp8-row-e4m3"): "FP8 rows",
+    ("fp8-row-e5m2", "fp8-row-e4m3"): "FP8 rows",
+    ("fp8-row-e5m2", "fp8-row-e5m2"): "dequantized to FP32",
+    ("fp8-row-e4m3", "fp8-tensor-e4m3"): "dequantized to FP32",
     ("mxfp4", "mxfp4"): "MXFP4 folded to FP8",
     ("nvfp4", "nvfp4-2d"): "exact BF16",
     ("mxfp8-e4m3", "mxfp8-e5m2"): "exact BF16",
@@ -44,6 +48,7 @@ STEP, PRODUCTS = 2.0**-13, 32
 BOUNDS = {
     "FP8 tiles": lambda length: 4 * STEP,
     "FP8 tensors": lambda length: -(-length // PRODUCTS) * STEP,
+    "FP8 rows": lambda length: -(-length // PRODUCTS) * STEP,
     "MXFP4 folded to FP8": lambda length: -(-length // PRODUCTS) * STEP,
     "exact BF16": lambda length: 1e-5,
     "dequantized to FP32": lambda length: 1e-5,
@@ -61,10 +66,12 @@ def test_routes(pair):
     assert engine.route(*reversed(names(pair))).name == PAIRS[pair]
 
 
-def test_tiles_have_tensor_cores_on_hopper_only():
-    tiles = names(("fp8-1x128-e4m3", "fp8-128x128-e4m3"))
-    assert FusedEngine((8, 9)).route(*tiles).name == "dequantized to FP32"
-    assert FusedEngine((10, 0)).route(*tiles).name == "dequantized to FP32"
+@pytest.mark.parametrize(
+    "pair", [("fp8-1x128-e4m3", "fp8-128x128-e4m3"), ("fp8-row-e4m3", "fp8-row-e4m3")], ids=str
+)
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
+def test_tiles_and_rows_have_tensor_cores_on_hopper_only(pair, capability):
+    assert FusedEngine(capability).route(*names(pair)).name == "dequantized to FP32"
 
 
 def test_bf16_beside_values_in_fp32():
@@ -119,7 +126,7 @@ def test_products(pair, dtype, shape):
     ).all()
 
 
-RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed"]
+RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed", "fp8-row"]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),

@@ -81,6 +81,18 @@ def test_other_blocks(element, block):
     check(values(37, 320), MX("study", element, 1, block=block), MXNorm())
 
 
+@pytest.mark.parametrize("columns", [128, 320, 896])
+def test_a_scale_a_row(columns):
+    x, gain = values(37, columns), values(2, columns)[0]
+    x[3] = 0
+    check(x, "fp8-row-e4m3", RMSNorm())
+    quantizer = Quantizer(FORMATS["fp8-row-e5m2"])
+    expected = quantizer((RMSNorm().normalize(x) * gain.float()).to(x.dtype))
+    seen, _ = normalize_quantize(x, RMSNorm(), Request(quantizer), False, gain)
+    assert torch.equal(seen.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(seen.scales, expected.scales)
+
+
 def test_rounded_absmaxes_of_every_magnitude():
     """Subnormal absmaxes and means count as 0; means of a binade's end are in the table."""
     x = values(32, 256, torch.float32)

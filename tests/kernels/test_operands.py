@@ -13,7 +13,7 @@ POW2 = {
     for name in ("fp8-1x128-e4m3", "fp8-128x128-e5m2")
     for block in (128, 64, 16)
 }
-OTHERS = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128"))]
+OTHERS = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128", "fp8-row"))]
 EXACT = {name: FORMATS[name] for name in OTHERS} | POW2
 
 

@@ -81,14 +81,14 @@ def test_equals_the_reference(name, rounding):
 @pytest.mark.parametrize("hadamard", TRANSFORMS, ids=str)
 @pytest.mark.parametrize(
     "name", ["nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64",
-             "fp8-tensor-e5m2"],
+             "fp8-tensor-e5m2", "fp8-row-e4m3"],
 )  # fmt: skip
 def test_with_a_transform(name, hadamard):
     check(values(*RAGGED, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
 
 
 @pytest.mark.parametrize(
-    "name", ["nvfp4", "fp8-128x128-e4m3", "fp8 64x64", "fp8 1x16 pow2", "mxfp4-2d"]
+    "name", ["nvfp4", "fp8-128x128-e4m3", "fp8 64x64", "fp8 1x16 pow2", "mxfp4-2d", "fp8-row-e4m3"]
 )
 def test_whole_tiles_and_one_side(name):
     x, quantizer = values(128, 256, torch.bfloat16), Quantizer(ALL[name])
@@ -104,7 +104,8 @@ def test_whole_tiles_and_one_side(name):
     "name",
     # Each scale function and each kernel; every format on a GPU.
     ALL if DEVICE == "cuda" else ["nvfp4", "mxfp4 three quarters", "mxfp8 rceil", "fp8 pow2",
-                                  "fp8-128x128-e5m2", "fp8 32x32 pow2", "fp8-tensor-e4m3"],
+                                  "fp8-128x128-e5m2", "fp8 32x32 pow2", "fp8-tensor-e4m3",
+                                  "fp8-row-e4m3"],
 )  # fmt: skip
 def test_what_is_not_finite(name, value):
     x = values(*RAGGED, torch.float32)

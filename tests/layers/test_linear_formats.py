@@ -29,7 +29,7 @@ from megatron_lowbit.recipes import (
 ENGINE = reference("tests")
 GEMMS = ("fprop", "dgrad", "wgrad")
 M, N, K = 40, 136, 160  # not all of them whole tiles, or whole blocks
-SQUARE = [name for name, f in FORMATS.items() if f.block_rows == f.block]
+SQUARE = [name for name, f in FORMATS.items() if f.square]
 
 
 def leaves(m=M, n=N, k=K):
@@ -150,7 +150,9 @@ def test_square_weights_are_quantized_once(format, options):
 def test_square_formats():
     """2D blocks, tiles of 128x128 and per-tensor scales are square; nothing else is."""
     rows = {"nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"}
-    assert FORMATS.keys() - SQUARE == rows | {"fp8-1x128-e4m3", "fp8-1x128-e5m2"}
+    assert FORMATS.keys() - SQUARE == rows | {
+        f"fp8-{kind}-{element}" for kind in ("1x128", "row") for element in ("e4m3", "e5m2")
+    }
 
 
 ONCE = by_roles(weight=Quantizer(FORMATS["fp8-tensor-e4m3"]))

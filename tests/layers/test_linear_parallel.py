@@ -55,6 +55,7 @@ FP8_STOCHASTIC = precision(
     *(f"{role}.rounding=stochastic" for role in ("input", "weight", "grad")),
     name="fp8-tensorwise",
 )
+ROWS = precision(name="fp8-row")
 DELAYED = precision("tensor_scale=group", "amax_history.just_in_time=1", name="fp8-delayed")
 # Transforms on every GEMM, which fit the pieces of 16 and 32 features.
 TRANSFORMED = precision(
@@ -271,6 +272,28 @@ def fp8_tensors():
         row_parallel(how, 1e-6, exact=True)
         for tokens in (64, 34):
             sequence_parallel(how, tokens, 1e-6, True)
+
+
+@check
+def fp8_rows():
+    """Rows of fprop and wgrad are whole on every rank; dgrad's end where a shard does."""
+    for tokens in (64, 34):
+        x, weight, dy = whole(tokens)
+        mine, first = features(N), dist.get_rank() * tokens // RANKS
+        shards = column_shards(mine, sequence_parallel=True)
+        x_local = x[first : first + tokens // RANKS]
+        results, operands = run(x_local, weight[mine], dy[:, mine], ROWS, shards)
+        (y, _, dw), _ = run(x, weight, dy, ROWS)
+        close(results[0], y[:, mine], 1e-6)
+        close(results[2], dw[mine], 1e-6)
+        for seen, source, axis in (
+            (operands[0][0], x, 1), (operands[0][1], weight[mine], 1),
+            (operands[1][0], dy[:, mine], 1), (operands[1][1], weight[mine], 0),
+            (operands[2][0], dy[:, mine], 0), (operands[2][1], x, 0),
+        ):  # fmt: skip
+            wanted = quantize(source, "fp8-row-e4m3", axis=axis)
+            assert torch.equal(bytes_of(seen.codes), bytes_of(wanted.codes))
+            assert torch.equal(seen.scales, wanted.scales)
 
 
 @check

@@ -144,7 +144,8 @@ def test_the_gain_is_never_divided_by():
 
 
 @pytest.mark.parametrize(
-    ("recipe", "named"), [("bf16", "is not quantized"), ("fp8-tensorwise", "fp8-tensor")]
+    ("recipe", "named"),
+    [("bf16", "is not quantized"), ("fp8-tensorwise", "fp8-tensor"), ("fp8-row", "fp8-row")],
 )
 def test_an_input_without_blocks_is_refused(recipe, named):
     (x, gain, weight, _), _ = leaves()

@@ -46,7 +46,7 @@ def add(function, dtype=torch.bfloat16):
     return function.add((x.requires_grad_(), None), residual, 0.0)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["fp8-tile", "fp8-row", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_those_of_the_rows(layer, recipe, dtype):
     """The layer gives the bits that it gives of the rows, forward and backward."""

@@ -93,6 +93,10 @@ def refused(run: AllReduceNorm, x: torch.Tensor) -> None:
     }.items():
         with pytest.raises(ValueError, match=rf"out\.{name}"):
             run(x, None, RMSNorm(EPS), None, out=Result(**{name: buffer}))
+    request = Request(Quantizer(FORMATS["mxfp6-e2m3"]))
+    other = Result(quantized=Quantizer(FORMATS["mxfp6-e3m2"])(x))
+    with pytest.raises(ValueError, match="not of format mxfp6-e2m3"):
+        run(x, None, RMSNorm(EPS), None, request, out=other)
 
 
 def test_gradients_are_those_of_the_steps(run_ranks, tmp_path):

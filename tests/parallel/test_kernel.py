@@ -18,7 +18,7 @@ from megatron_lowbit.parallel.result import NEW
 
 ROOM = 2**18
 POLLS = 20_000
-FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
+FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3", "fp8-row-e4m3"]
 
 
 def empty(ranks: int) -> int:
@@ -54,9 +54,10 @@ def cases(draws, ranks):
     for path in ("one-stage", "compact", "gathered"):
         for name in (None, *FORMAT_NAMES):
             for norm in (RMSNorm(), MXNorm()):
-                wants_codes = name is not None and not FORMATS[name].tensor_scaled
-                if (name is None and isinstance(norm, MXNorm)) or (
-                    path == "compact" and not wants_codes
+                has_blocks = name is not None and FORMATS[name].block > 1
+                gathers_codes = has_blocks and not FORMATS[name].tensor_scaled
+                if (not has_blocks and isinstance(norm, MXNorm)) or (
+                    path == "compact" and not gathers_codes
                 ):
                     continue
                 rows = int(torch.randint(1, 50, (), generator=draws))

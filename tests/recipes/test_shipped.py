@@ -25,7 +25,8 @@ def says(quantizer) -> str:
         return "high"
     form = quantizer.format
     block = f"{form.block_rows}x{form.block}" if form.block > 1 else ""
-    words = [form.element.name, block, "tensor" if form.tensor_scaled else ""]
+    shared = "tensor" if form.tensor_scaled else "row" if form.row_scaled else ""
+    words = [form.element.name, block, shared]
     for name in form.OPTIONS:
         value = getattr(form, name)
         shown = {"three_quarters": "3/4" if value else "", "block": ""}
@@ -74,6 +75,7 @@ OPERANDS = {
         "wgrad": ("e2m1 1x16 tensor stochastic", "e2m1 1x16 tensor nearest"),
     },
 }
+OPERANDS["fp8-row"] = dict.fromkeys(("fprop", "dgrad", "wgrad"), ("e4m3 row nearest",) * 2)
 OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
 
 HADAMARDS = {

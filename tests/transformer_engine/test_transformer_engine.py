@@ -140,7 +140,7 @@ sys.exit(any(name.startswith("megatron_lowbit.transformer_engine.") for name in 
 
 # -- on a GPU with Transformer Engine --------------------------------------------------------------
 
-RECIPES = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "mxfp8", "nvfp4", "mxfp4",
+RECIPES = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "fp8-row", "mxfp8", "nvfp4", "mxfp4",
            "mxfp4-backward"]  # fmt: skip
 
 
