@@ -17,7 +17,7 @@ from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel import kernel, paths
 from megatron_lowbit.parallel.area import Area
 from megatron_lowbit.parallel.meeting import BROKEN, LATE, MEETINGS, PROGRAMS, TAGS
-from megatron_lowbit.parallel.result import NEW, Result, pairs_of
+from megatron_lowbit.parallel.result import NEW, Result, check_buffer
 
 _KERNEL_PATHS = {
     paths.ONE_STAGE: kernel.ONE_STAGE.value,
@@ -171,15 +171,13 @@ def launch(
 def _check_buffers(x: Tensor, request: Request | None, plan: Plan, out: Result) -> None:
     """Raise ValueError for a caller's buffer that the kernel could not fill."""
     like = torch.empty_like(x, device="meta")
-    made = (
-        None
-        if request is None or out.quantized is None
-        else row_side(request, like, None, False)[2]
-    )
+    made = None
+    if request is not None and out.quantized is not None:
+        made = row_side(request, like, None, False)[2]
     wanted = Result(like if plan.rows else None, made, like if plan.keep_total else None)
     for name, buffer, value in zip(Result._fields, out, wanted, strict=True):
         if buffer is not None:
-            pairs_of(name, buffer, value)
+            check_buffer(name, buffer, value, x.device)
 
 
 @cache

@@ -1,7 +1,8 @@
 """Result of the operation, and the caller's buffers for one."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics import QuantizedTensor
@@ -18,7 +19,6 @@ class Result(NamedTuple):
     total: Tensor | None = None
 
 
-Value = Tensor | QuantizedTensor
 NEW = Result()
 """No buffer of the caller's."""
 
@@ -29,40 +29,44 @@ def fill(out: Result, made: Result) -> Result:
     Raises:
         ValueError: a buffer for what is not wanted, or unlike it.
     """
+    device = (made.normalized if made.quantized is None else made.quantized.codes).device
     filled = []
     for name, buffer, value in zip(Result._fields, out, made, strict=True):
         if buffer is not None:
-            for one, other in pairs_of(name, buffer, value):
+            check_buffer(name, buffer, value, device)
+            for one, other in zip(tensors_of(buffer), tensors_of(value), strict=True):
                 one.copy_(other)
         filled.append(value if buffer is None else buffer)
     return Result(*filled)
 
 
-def pairs_of(name: str, buffer: Value, value: Value | None) -> list[tuple[Tensor, Tensor]]:
-    """Return the tensors of a buffer, each with that of the value which it is for.
+def check_buffer(
+    name: str,
+    buffer: Tensor | QuantizedTensor,
+    like: Tensor | QuantizedTensor | None,
+    device: torch.device,
+) -> None:
+    """Raise ValueError unless a call on ``device`` can fill a buffer as it fills ``like``.
 
-    Raises:
-        ValueError: there is no such value, it has another format, shape or dtype, or a tensor of
-            the buffer is not contiguous.
+    ``like`` may be on the meta device; None stands for what the call does not make.
     """
-    if value is None:
+    if like is None:
         raise ValueError(f"out.{name}: this call does not make it")
+    if isinstance(like, QuantizedTensor) and buffer.format != like.format:
+        raise ValueError(f"out.{name}: its format is {buffer.format}, the call's {like.format}")
+    for one, other in zip(tensors_of(buffer), tensors_of(like), strict=True):
+        if one.device != device:
+            raise ValueError(f"out.{name}: it is on {one.device}, x on {device}")
+        given = tuple(one.shape), one.dtype
+        if given != (tuple(other.shape), other.dtype) or not one.is_contiguous():
+            raise ValueError(
+                f"out.{name}: {given[1]} {given[0]} is no contiguous {other.dtype} "
+                f"{tuple(other.shape)}"
+            )
+
+
+def tensors_of(value: Tensor | QuantizedTensor) -> list[Tensor]:
+    """Return the tensors of one field of a result."""
     if isinstance(value, Tensor):
-        pairs = [(buffer, value)]
-    elif not isinstance(buffer, Tensor) and buffer.format == value.format:
-        parts = ("codes", "scales", "tensor_scale")
-        pairs = [(getattr(buffer, part), getattr(value, part)) for part in parts]
-    else:
-        raise ValueError(f"out.{name}: not of format {value.format}")
-    for one, other in pairs:
-        _check_buffer(name, one, other)
-    return pairs
-
-
-def _check_buffer(name: str, buffer: Any, like: Tensor) -> None:
-    """Raise ValueError for a buffer that is unlike what is written, or not contiguous."""
-    given = tuple(buffer.shape), buffer.dtype
-    if given != (tuple(like.shape), like.dtype) or not buffer.is_contiguous():
-        raise ValueError(
-            f"out.{name}: {given[1]} {given[0]} is no contiguous {like.dtype} {tuple(like.shape)}"
-        )
+        return [value]
+    return [value.codes, value.scales, value.tensor_scale]

@@ -95,7 +95,7 @@ def refused(run: AllReduceNorm, x: torch.Tensor) -> None:
             run(x, None, RMSNorm(EPS), None, out=Result(**{name: buffer}))
     request = Request(Quantizer(FORMATS["mxfp6-e2m3"]))
     other = Result(quantized=Quantizer(FORMATS["mxfp6-e3m2"])(x))
-    with pytest.raises(ValueError, match="not of format mxfp6-e2m3"):
+    with pytest.raises(ValueError, match="the call's mxfp6-e2m3"):
         run(x, None, RMSNorm(EPS), None, request, out=other)
 
 

@@ -14,7 +14,7 @@ from expected import bits, expected
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.result import NEW
+from megatron_lowbit.parallel.result import NEW, Result
 
 ROOM = 2**18
 POLLS = 20_000
@@ -149,6 +149,17 @@ def give_up(area) -> None:
     if area.rank == 1:
         assert reason(area) == "rank 0 of the group had given up an earlier call"
     tell.fill_(1)
+
+
+def test_a_buffer_that_does_not_fit(tmp_path):
+    """A kernel would write to the address of a buffer elsewhere, or codes under a wrong name."""
+    (tmp_path / "area").write_bytes(bytes(empty(1)))
+    area, x = shared_area(str(tmp_path / "area"), 0, 1), torch.ones(4, 128)
+    with pytest.raises(ValueError, match=r"^out\.normalized: it is on meta, x on cpu$"):
+        call(area, [x], None, RMSNorm(), out=Result(normalized=torch.empty_like(x, device="meta")))
+    other = Quantizer(FORMATS["mxfp6-e2m3"])(x)
+    with pytest.raises(ValueError, match=r"^out\.quantized: its format is .*, the call's "):
+        call(area, [x], None, RMSNorm(), name="mxfp6-e3m2", out=Result(quantized=other))
 
 
 @pytest.mark.parametrize(("path", "name"), [("compact", "mxfp8-e4m3"), ("two-stage", None)])
