@@ -114,6 +114,25 @@ def test_what_is_not_finite(name, value):
     assert Quantizer(ALL[name])(x).dequantize().isnan().any()
 
 
+def test_rows_and_columns_of_every_magnitude():
+    """Scales down to 0 and reciprocals beyond FP32, on both sides, beside rows of zeros."""
+    exponents = torch.arange(-149, 128).repeat_interleave(11)[: 40 * 70].view(40, 70)
+    x = torch.ldexp(torch.ones(40, 70), exponents)
+    x[3], x[:, 5] = 0, 0
+    for matrix in (x, x.t()):
+        check(matrix, Quantizer(FORMATS["fp8-row-e4m3"]), None)
+
+
+def test_a_scale_for_the_tensor_beside_one_a_row():
+    x = values(*RAGGED, torch.bfloat16)
+    quantizers = [Quantizer(FORMATS[f"fp8-{kind}-e4m3"]) for kind in ("row", "tensor")]
+    for row, col in (quantizers, quantizers[::-1]):
+        request = Request(col, Hadamard(16), scale_amax=lambda amax: 2 * amax)
+        by_row, by_col = quantize_both(x.to(DEVICE), Request(row), request)
+        check_same(by_row, row(x))
+        check_same(by_col, col(x.t(), hadamard=Hadamard(16), scale_amax=lambda amax: 2 * amax))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("hadamard", [None, Hadamard(16)], ids=str)
 @pytest.mark.parametrize("name", ALL)
