@@ -68,7 +68,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    precisions = [p for _, phase in recipe.phases() for p in _used(phase)]
+    precisions = list(_precisions(recipe))
     if any(precision.quantized for precision in precisions):
         _check(args)
     if any(precision.falls_back for precision in precisions):
@@ -80,9 +80,11 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
 
 
-def _used(recipe: Recipe) -> Iterable[LinearPrecision]:
-    parts = (recipe, recipe.backward)
-    return [precision for part in parts if part for precision in part.configs.values()]
+def _precisions(recipe: Recipe) -> Iterable[LinearPrecision]:
+    """Yield every precision that linear layers may have in a run, before and after switches."""
+    for _, phase in recipe.phases():
+        for part in (phase, phase.backward):
+            yield from part.configs.values() if part else ()
 
 
 def _check(args: Namespace) -> None:
@@ -137,7 +139,8 @@ class RecipeHook:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
-        if any(state.fallbacks is not None for state in self.states):
+        # All ranks count together, also where this one's layers have no fallback, or none yet.
+        if any(precision.falls_back for precision in _precisions(self.recipe)):
             count_fallbacks(args, chunks)
         log_quantization_errors(args, chunks)
         if is_rank0():

@@ -1,12 +1,15 @@
 """A product that is not finite in a run: computed again in BF16, and counted."""
 
 import dataclasses
+from pathlib import Path
 
+import pytest
 import torch
 from tiny_run import HYBRID, done, metrics, refused
 
 from megatron_lowbit.kernels.engine import reference
 from megatron_lowbit.megatron import recipe_hook
+from megatron_lowbit.megatron.fallbacks import METRIC
 
 RUN = ("--fp8-recipe", "fp8-tile", "--train-iters", 4, "--log-interval", 2)
 GUARDED = ("--recipe-set", "fallback=bf16")
@@ -52,6 +55,43 @@ def test_a_hybrids_mixers_fall_back(pretrain_here, monkeypatch, tmp_path):
     losses = {name: [m["lm_loss"] for m in run if "lm_loss" in m] for name, run in runs.items()}
     assert losses["bf16"] == losses["broken"]
     assert all(runs["broken"][-1][f"bf16_fallbacks/{gemm}"] > 0 for gemm in GEMMS)
+
+
+@pytest.fixture
+def guarded(tmp_path):
+    """A recipe file whose products fall back, in layers whose paths match a pattern."""
+
+    def write(pattern: str) -> Path:
+        path = tmp_path / "guarded.yaml"
+        text = (
+            Path("recipes/fp8-tile.yaml")
+            .read_text()
+            .replace("  fp8:", "  fp8:\n    fallback: bf16")
+        )
+        path.write_text(text.replace('pattern: "*"', f'pattern: "{pattern}"'))
+        return path
+
+    return write
+
+
+def test_counted_from_a_switch_on(pretrain_here, monkeypatch, guarded, tmp_path):
+    engine = reference("tests")
+    broken = dataclasses.replace(engine, gemm=lambda *o: engine.gemm(*o) * torch.nan)
+    monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: broken)
+    switch = f"switches.guard={{iteration: 2, to: {guarded('*')}}}"
+    run = ("--precision-recipe", "bf16", "--recipe-set", switch, "--train-iters", 4)
+    done(pretrain_here(*run, "--log-interval", 2, "--save", tmp_path / "run"))
+    fprop = [m[f"{METRIC}/fprop"] for m in metrics(tmp_path / "run") if f"{METRIC}/fprop" in m]
+    assert fprop[0] == 0 and fprop[1] > 0
+
+
+def test_counted_where_one_stage_has_no_fallback(pretrain_ranks, guarded, tmp_path):
+    """The first of two pipeline stages is in BF16 throughout."""
+    save = tmp_path / "run"
+    layers = guarded("decoder.layers.1.*")
+    pp2 = ("--pipeline-model-parallel-size", 2, "--num-layers", 2, "--train-iters", 1)
+    pretrain_ranks({"pp2": (*pp2, "--precision-recipe", layers, "--save", save)})
+    assert [m[f"{METRIC}/fprop"] for m in metrics(save) if f"{METRIC}/fprop" in m] == [0]
 
 
 def test_mxnorm_is_refused(pretrain_here, tmp_path):
