@@ -36,6 +36,8 @@ from megatron_lowbit.numerics.philox import WORDS, Draw
 
 _SCALE_ROUNDINGS = {"floor": scales.FLOOR, "rceil": scales.RCEIL, "ceil": scales.CEIL,
                     "even": scales.EVEN}  # fmt: skip
+_LARGEST_TRANSFORM = 128
+"""Points of the largest transform that a tile holds in both directions."""
 _NOTHING = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
 
@@ -56,6 +58,9 @@ def quantize_both(
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
         return reference(x, row, col)
+    if row and col and _LARGEST_TRANSFORM < max(_points(row), _points(col)):
+        # A tile that holds whole transforms in both directions would not fit into registers.
+        return quantize_both(x, row, None, values)[0], quantize_both(x, None, col, values)[1]
     amaxes = [
         of_rows if of_tensor is None else of_tensor
         for of_tensor, of_rows in zip(_amaxes(x, row, col), _row_amaxes(x, row, col), strict=True)
@@ -115,8 +120,7 @@ def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor 
     outs = [bits if r else None for bits, r in zip(found.unbind(), scaled, strict=True)]
     signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
     transforms = [_transform(r.hadamard) if r else None for r in scaled]
-    largest = max([64, *(transform.points for transform in transforms if transform)])
-    tile = (largest, max(128, largest))
+    tile = _amax_tile(scaled)
     amax_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, outs[0], signs[0], outs[1], signs[1],
         *tile, *transforms, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
@@ -141,13 +145,24 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Ten
     ]
     signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
     transforms = [_transform(r.hadamard) if r else None for r in scaled]
-    points = [transform.points if transform else 1 for transform in transforms]
-    tile = (max(64, points[1]), max(128, points[0]))
+    tile = _amax_tile(scaled)
     row_amax_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, found[0], signs[0], found[1], signs[1],
         *tile, *transforms, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return [None if bits is None else bits.view(torch.float32) for bits in found]
+
+
+def _points(request: Request | None) -> int:
+    return request.hadamard.size if request and request.hadamard else 1
+
+
+def _amax_tile(sides: list[Request | None]) -> tuple[int, int]:
+    """Return rows and columns of a tile that holds whole transforms of both sides."""
+    row, col = map(_points, sides)
+    if max(row, col) > _LARGEST_TRANSFORM:
+        return (max(32, col), max(32, row))
+    return (max(64, col), max(128, row))
 
 
 def outputs(
@@ -307,6 +322,8 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
     """Rows and columns of the tile, and the launch's options: found by trying on an H200."""
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
+    if any(side.transform and side.transform.points > _LARGEST_TRANSFORM for side in sides):
+        height = width = 32
     if all(side.points for side in sides):
         if any(side.points == 64 for side in sides):
             return (64, 128), {"num_warps": 4, "maxnreg": 168}
