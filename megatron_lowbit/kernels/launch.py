@@ -58,7 +58,7 @@ def quantize_both(
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
         return reference(x, row, col)
-    if row and col and _LARGEST_TRANSFORM < max(_points(row), _points(col)):
+    if row and col and max(_points(row), _points(col)) > _LARGEST_TRANSFORM:
         # A tile that holds whole transforms in both directions would not fit into registers.
         return quantize_both(x, row, None, values)[0], quantize_both(x, None, col, values)[1]
     amaxes = [
