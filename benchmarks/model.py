@@ -98,11 +98,11 @@ def work(name: str, extra: Sequence[str]) -> None:
         # Megatron-LM would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
     from megatron_lowbit.megatron.arguments import parse_arguments
-    from megatron_lowbit.megatron.pretrain import torn_down
+    from megatron_lowbit.megatron.pretrain import teardown
 
     args = parse_arguments([*MODEL, *contender.arguments, *extra])
     sys.stdin.readline()
-    with torn_down():
+    with teardown():
         initialize(args)
         _measure(name, args)
 

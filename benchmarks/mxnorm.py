@@ -183,9 +183,9 @@ def _captured(run: Callable[[], Any]) -> Step:
 
 def layer_rows(recipe: str) -> Iterator[dict]:
     """Times of a layer under a recipe, with either norm."""
-    from megatron_lowbit.megatron.pretrain import torn_down
+    from megatron_lowbit.megatron.pretrain import teardown
 
-    with torn_down():
+    with teardown():
         models = {norm: _model(recipe, norm) for norm in NORMS}
         for batch in BATCHES:
             for tokens in TOKENS:

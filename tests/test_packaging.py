@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.megatron.arguments import front_parser
-from megatron_lowbit.megatron.precision_arguments import INSTALL_TRANSFORMER_ENGINE
+from megatron_lowbit.megatron.arguments.precision import INSTALL_TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -144,7 +144,7 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
              "--exit-on-missing-checkpoint"]  # fmt: skip
     args = parse_arguments([*given.tokens(), *fixed])
     sensitivity = Sensitivity(args)
-    with pretrain.torn_down(), pretrain.upstream_refusals_named():
+    with pretrain.teardown(), pretrain.translate_assertions():
         pretrain.run(args, [sensitivity])
     return sensitivity.layers(), args.rank == 0
 

@@ -46,7 +46,7 @@ def loaded_model(
     Yields:
         This rank's part of the model.
     """
-    with pretrain.torn_down():
+    with pretrain.teardown():
         with _silence():
             args = parse_arguments([*arguments, *_RUN, "--load", str(checkpoint)])
             model_config = pretrain.model_config_of(args)

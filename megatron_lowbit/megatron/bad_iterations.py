@@ -1,9 +1,9 @@
-"""Go back to the last checkpoint after a loss or gradient that is not finite, and skip its data.
+"""Restart from the last checkpoint after a loss or gradient that is not finite, without its data.
 
-Megatron-LM ends the run with an error then. With ``--skip-bad-iterations`` the iteration is noted
-in SAVE/bad_iterations.json and the run is started again: by itself where it is one process, else by
-its launcher (``torchrun --max-restarts``, a requeued job). Megatron-LM's ``--iterations-to-skip``
-then leaves the iteration out.
+Megatron-LM ends such a run with an error. ``--skip-bad-iterations`` records the iteration in
+SAVE/bad_iterations.json before a restart. A run of one process restarts itself; others need their
+launcher (``torchrun --max-restarts``, a requeued job). The restarted run skips the recorded
+iterations by Megatron-LM's ``--iterations-to-skip``.
 """
 
 import json
@@ -19,13 +19,12 @@ from megatron_lowbit.errors import TrainingError, UserError, require
 from megatron_lowbit.json_files import parse_json
 
 NOTES = "bad_iterations.json"
-
-# How Megatron-LM's error says what it saw in disabled rerun mode.
 _NOT_FINITE = "Unexpected result"
+"""Part of Megatron-LM's message for values that are not finite, with reruns disabled."""
 
 
 def check_arguments(args: Namespace) -> None:
-    """Raise UserError unless the arguments let a run go back."""
+    """Raise UserError unless the arguments allow a restart from a checkpoint."""
     option = f"--skip-bad-iterations {args.skip_bad_iterations}"
     require(args.skip_bad_iterations > 0, f"{option}: must be positive")
     require(
@@ -40,11 +39,12 @@ def check_arguments(args: Namespace) -> None:
 
 
 @contextmanager
-def bad_iterations_skipped(args: Namespace) -> Iterator[None]:
-    """Skip the iterations that earlier starts of this run have noted; note one that fails now.
+def skip_bad_iterations(args: Namespace) -> Iterator[None]:
+    """Skip the iterations that this run has recorded before; record one that fails now.
 
-    Raises TrainingError after as many as the argument allows, and, where a launcher is to start the
-    run again, for each.
+    Raises:
+        TrainingError: more iterations failed than the argument allows, or one failed and the
+            launcher has to restart the run.
     """
     if args.skip_bad_iterations is None:
         yield
@@ -71,7 +71,7 @@ def bad_iterations_skipped(args: Namespace) -> Iterator[None]:
             raise TrainingError(f"{trouble}: noted; started again, the run skips it") from error
         print(f"{trouble}: back to the last checkpoint, without its data", flush=True)
         sys.stdout.flush()
-        # Workers of checkpoints and data would outlive the program, and keep its output open.
+        # Worker processes for checkpoints and data would outlive exec and keep the output open.
         for process in multiprocessing.active_children():
             process.terminate()
             process.join()
@@ -79,7 +79,7 @@ def bad_iterations_skipped(args: Namespace) -> Iterator[None]:
 
 
 def read_notes(path: Path) -> list[int]:
-    """Return the noted iterations, counted from 1; none where there is no file."""
+    """Return the recorded iterations, counted from 1; an empty list without a file."""
     if not path.is_file():
         return []
     try:

@@ -27,9 +27,10 @@ from megatron.training.models.gpt import default_layer_spec
 from megatron.training.training import destroy_global_state
 
 from megatron_lowbit.console import plain_console
+from megatron_lowbit.megatron.failures import translate_assertions
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
-from megatron_lowbit.megatron.pretrain import model_config_of, upstream_refusals_named
+from megatron_lowbit.megatron.pretrain import model_config_of
 from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
 from megatron_lowbit.recipes import Layer
 
@@ -67,7 +68,7 @@ def dry_run(args: Namespace) -> None:
     """
     try:
         if args.rank == 0:
-            with upstream_refusals_named():
+            with translate_assertions():
                 _describe(args)
     finally:
         destroy_global_state()

@@ -1,16 +1,20 @@
-"""Supply what the PyPI package of Megatron-LM 0.19.2 expects and does not find.
+"""Workarounds for gaps and bugs of Megatron-LM 0.19.2 as packaged on PyPI.
 
-``typing.override`` is missing from Python 3.11. The Makefile of the dataset helpers is missing from
-the package, which holds the compiled helpers themselves. Multi-latent attention gives the width of
-its keys and values to its core attention, and the local one does not take them. Where Apex is
-installed, local models get its norm, which refuses RMSNorm. Every parser of its arguments reads
-the source code of its classes anew. What local layers compute wrongly or
-cannot train is refused. See docs/upstream-notes.md.
+- Python 3.11 has no ``typing.override``; importing this module adds it.
+- The package holds compiled dataset helpers, but not the Makefile that Megatron-LM runs.
+- Each parser of Megatron-LM's arguments reads the source code of its configuration classes again.
+- ``--rope-scaling-factor`` and ``--openai-gelu`` have no effect.
+- Local core attention does not accept the widths that multi-latent attention passes to it.
+- Local models use Apex's norm where Apex is installed, which has no RMSNorm.
+- Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
+
+See docs/upstream-notes.md.
 """
 
 import sys
 import typing
 from argparse import Namespace
+from collections.abc import Iterator
 from functools import wraps
 from typing import Any
 
@@ -23,28 +27,53 @@ if sys.version_info < (3, 12):
 
 
 def use_prebuilt_dataset_helpers() -> None:
-    """Let ``initialize_megatron`` take the compiled dataset helpers that the package holds."""
-    from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  their presence is the point
+    """Disable the compilation of dataset helpers in ``initialize_megatron``."""
+    from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  checks that helpers exist
 
     utils.compile_helpers = lambda: None
 
 
 def read_sources_once() -> None:
-    """Let parsers of Megatron-LM's arguments share the help that they take from source code."""
+    """Cache the help texts that Megatron-LM's parsers read from source code."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     upstream = ArgumentGroupFactory._get_field_docstrings
     if hasattr(upstream, "__wrapped__"):
         return
-    found: dict[type, dict[str, str]] = {}
+    docstrings: dict[type, dict[str, str]] = {}
 
     @wraps(upstream)
     def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
-        if kind not in found:
-            found[kind] = upstream(factory, kind)
-        return dict(found[kind])
+        if kind not in docstrings:
+            docstrings[kind] = upstream(factory, kind)
+        return dict(docstrings[kind])
 
     ArgumentGroupFactory._get_field_docstrings = read_once
+
+
+def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]:
+    """Apply ``--rope-scaling-factor`` and ``--openai-gelu`` to a model's configuration.
+
+    ``gpt_config_from_args`` leaves the factor at 8. No code reads ``--openai-gelu``: Megatron-LM
+    computes the tanh approximation of GELU where it fuses bias and activation, and exact GELU
+    elsewhere, such as on a CPU.
+
+    Args:
+        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
+        args: arguments parsed by Megatron-LM.
+
+    Yields:
+        A line to print for each changed setting.
+    """
+    from megatron.core.transformer.utils import openai_gelu
+
+    factor = getattr(model_config, "rope_scaling_factor", args.rope_scaling_factor)
+    if args.use_rope_scaling and factor != args.rope_scaling_factor:
+        model_config.rope_scaling_factor = args.rope_scaling_factor
+        yield f"--rope-scaling-factor {args.rope_scaling_factor:g} applied: Megatron-LM ignores it"
+    if args.openai_gelu and not args.bias_gelu_fusion:
+        model_config.transformer.activation_func = openai_gelu
+        yield "--openai-gelu applied: Megatron-LM ignores it"
 
 
 def check_local_layers(args: Namespace) -> None:
@@ -64,7 +93,7 @@ def check_local_layers(args: Namespace) -> None:
 
 
 def use_local_latent_attention() -> None:
-    """Let local core attention take the width of multi-latent attention's keys and values."""
+    """Make local core attention accept the widths of multi-latent attention's keys and values."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     upstream = DotProductAttention.__init__
@@ -87,15 +116,15 @@ def use_local_latent_attention() -> None:
 
 
 def use_torch_rms_norm() -> None:
-    """Let Megatron-LM's norm of Apex be torch's where the model has RMSNorm, which Apex lacks."""
+    """Replace Apex's norm by torch's in models with RMSNorm, which Apex does not support."""
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
 
-    if "__new__" not in vars(FusedLayerNorm):  # A CPU has replaced it already.
+    if "__new__" not in vars(FusedLayerNorm):  # The CPU runtime has replaced it already.
         FusedLayerNorm.__new__ = staticmethod(_norm_of)
 
 
 def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Return the norm of a configuration; without one, as copies are made, an empty ``kind``."""
+    """Build the norm of a configuration; without one, as when copying, an empty ``kind``."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     if config is None or config.normalization == "LayerNorm":

@@ -14,9 +14,14 @@ from collections.abc import Iterator, Sequence
 
 from megatron_lowbit.command_line import GivenArguments, expand_files
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron import arguments
-from megatron_lowbit.megatron.cpu_arguments import needs_one_connection
-from megatron_lowbit.megatron.precision_arguments import Machine, choose_precision
+from megatron_lowbit.megatron.arguments.cpu import needs_one_connection
+from megatron_lowbit.megatron.arguments.parser import (
+    add_recipe_arguments,
+    describe_unknown,
+    front_parser,
+)
+from megatron_lowbit.megatron.arguments.precision import Machine, choose_precision
+from megatron_lowbit.megatron.failures import in_one_line
 
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args
@@ -45,11 +50,11 @@ class TrainingArguments:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        front = arguments.front_parser()
+        front = front_parser()
         written = expand_files(words)
         args, unknown = front.parse_known_args(written)
         if unknown:
-            raise UserError(arguments._describe_unknown(front, written, unknown))
+            raise UserError(describe_unknown(front, written, unknown))
         self.flags = args
         self._given = GivenArguments(front, written)
         for flag, value in _FILLED:
@@ -60,7 +65,7 @@ class TrainingArguments:
             self._fill("--bf16")
         self._choose_precision(args)
         self._parser = argparse.ArgumentParser(allow_abbrev=False)
-        arguments.add_recipe_arguments(add_megatron_arguments(self._parser))
+        add_recipe_arguments(add_megatron_arguments(self._parser))
 
     def _fill(self, flag: str, *values: str) -> None:
         if flag not in self._given:
@@ -114,7 +119,7 @@ def _one_line_errors() -> Iterator[None]:
     except SystemExit as error:
         raise UserError(f"Megatron-LM refused the arguments (exit {error.code})") from error
     except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        raise UserError(arguments.in_one_line(error)) from error
+        raise UserError(in_one_line(error)) from error
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ from megatron.training.argument_utils import (
 )
 from megatron.training.arguments import parse_and_validate_args
 
-from megatron_lowbit.megatron.cpu_arguments import _ADDED
-from megatron_lowbit.megatron.pretrain import torn_down
+from megatron_lowbit.megatron.arguments.cpu import _ADDED
+from megatron_lowbit.megatron.pretrain import teardown
 from megatron_lowbit.megatron.upstream_gaps import use_prebuilt_dataset_helpers
 
 DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
@@ -68,7 +68,7 @@ def main_of(monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(port))
         on_cpu = [word for argument in _ADDED for word in argument]
         monkeypatch.setattr(sys, "argv", ["script.py", *argv, *on_cpu])
-        with torn_down():
+        with teardown():
             main()
 
     return run

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lowbit.megatron.pretrain import torn_down
+from megatron_lowbit.megatron.pretrain import teardown
 
 # isort: split
 from megatron.core import parallel_state
@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 @pytest.fixture(scope="module")
 def single_process():
-    with torn_down():
+    with teardown():
         store = torch.distributed.HashStore()
         torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()

@@ -54,10 +54,11 @@ import sys
 
 import fused_weight_gradient_mlp_cuda
 import megatron_lowbit.megatron
-from megatron_lowbit.megatron import cpu_arguments, pretrain
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.arguments import cpu
 
 no_fusion = ("--no-gradient-accumulation-fusion",)
-cpu_arguments._ADDED = tuple(row for row in cpu_arguments._ADDED if row != no_fusion)
+cpu._ADDED = tuple(row for row in cpu._ADDED if row != no_fusion)
 pretrain.main(sys.argv[1:])
 print("SHAPES", json.dumps(fused_weight_gradient_mlp_cuda.shapes))
 """

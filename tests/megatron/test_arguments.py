@@ -1,5 +1,6 @@
 """Command line of the pretraining programs, from the given arguments to Megatron-LM's own."""
 
+import argparse
 import os
 import shlex
 import subprocess
@@ -11,8 +12,11 @@ import torch
 from megatron_lowbit import command_line
 from megatron_lowbit.command_line import GivenArguments, expand_files
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import arguments, help
-from megatron_lowbit.megatron.cpu_arguments import _ADDED, _UNSUPPORTED, adapt_to_cpu
+from megatron_lowbit.megatron import arguments
+from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
+from megatron_lowbit.megatron.arguments.parse import _NEVER
+from megatron_lowbit.megatron.arguments.parser import show_help
+from megatron_lowbit.megatron.failures import in_one_line
 
 # isort: split
 from megatron.core.transformer import TransformerConfig
@@ -82,7 +86,7 @@ def test_no_default_of_megatron_changes():
     args = vars(parse("--fp4-recipe nvfp4"))
     unset_global_variables()
     added = " ".join(word for argument in _ADDED for word in argument)
-    added += f" --eval-interval {arguments._NEVER}"  # without one Megatron-LM ends in a TypeError
+    added += f" --eval-interval {_NEVER}"  # without one Megatron-LM ends in a TypeError
     argv, sys.argv = sys.argv, ["program", *shlex.split(TINY + added)]
     try:
         plain = vars(parse_and_validate_args())
@@ -284,15 +288,15 @@ def cache(monkeypatch, tmp_path):
 def test_help_lists_all_arguments_and_is_cached(parser, cache, capsys):
     command_line.print_cached_help("pretrain", ["--help"])
     with pytest.raises(SystemExit) as ended:
-        help.show_help("pretrain", parser)
+        show_help("pretrain", parser)
     shown = capsys.readouterr().out
     assert not ended.value.code
     assert (
         shown.index("--dry-run") < shown.index("--precision-recipe") < shown.index("--print-comp")
     )
     assert shown.index("--print-completion") < shown.index("--num-layers N  ")
-    upstream = add_megatron_arguments(arguments.CommandParser())
-    hidden = arguments.argparse.SUPPRESS
+    upstream = add_megatron_arguments(command_line.CommandParser())
+    hidden = argparse.SUPPRESS
     for action in upstream._actions:
         assert action.help == hidden or action.option_strings[0] in shown
     assert f"usage: {os.path.basename(sys.argv[0])} [@FILE" in shown and "<program>" not in shown
@@ -316,7 +320,7 @@ def test_a_cached_help_is_printed_only_when_it_is_asked_for_and_current(cache, c
 def test_help_works_without_a_cache(parser, cache, capsys):
     (cache / "megatron-lowbit").write_text("a file, not a folder")
     with pytest.raises(SystemExit):
-        help.show_help("pretrain", parser)
+        show_help("pretrain", parser)
     assert "--precision-recipe" in capsys.readouterr().out
 
 
@@ -352,6 +356,6 @@ def test_what_the_rotary_fusion_lacks_names_its_argument():
     fields = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     with pytest.raises(ValueError) as refused:
         TransformerConfig(**fields, apply_rope_fusion=True)
-    assert arguments.in_one_line(refused.value).endswith(
+    assert in_one_line(refused.value).endswith(
         "Please install TE >= 1.4. Or give --no-rope-fusion."
     )

@@ -12,9 +12,9 @@ import pytest
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.megatron.bad_iterations import (
     NOTES,
-    bad_iterations_skipped,
     check_arguments,
     read_notes,
+    skip_bad_iterations,
 )
 
 NOT_FINITE = RuntimeError("Rank 0: Unexpected result nan on iteration #7")
@@ -71,7 +71,7 @@ def note(folder: Path, *iterations: int) -> None:
 def test_arguments_that_do_not_fit(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         check_arguments(arguments(tmp_path, **changes))
-    with pytest.raises(UserError), bad_iterations_skipped(arguments(tmp_path, **changes)):
+    with pytest.raises(UserError), skip_bad_iterations(arguments(tmp_path, **changes)):
         raise AssertionError("the run must not begin")
 
 
@@ -82,7 +82,7 @@ def test_arguments_that_fit(tmp_path):
 def test_without_the_argument_nothing_is_read_or_caught(tmp_path):
     (tmp_path / NOTES).write_text("damaged")
     args = arguments(tmp_path, skip_bad_iterations=None, save=None)
-    with pytest.raises(RuntimeError) as caught, bad_iterations_skipped(args):
+    with pytest.raises(RuntimeError) as caught, skip_bad_iterations(args):
         raise NOT_FINITE
     assert caught.value is NOT_FINITE and args.iterations_to_skip == []
 
@@ -93,16 +93,16 @@ def test_without_the_argument_nothing_is_read_or_caught(tmp_path):
 def test_noted_iterations_are_skipped_with_those_of_the_user(tmp_path, capsys):
     note(tmp_path, 9, 4)
     args = arguments(tmp_path, iterations_to_skip=[12, 4])
-    with bad_iterations_skipped(args):
+    with skip_bad_iterations(args):
         assert args.iterations_to_skip == [4, 9, 12]
     assert capsys.readouterr().out == f"{tmp_path / NOTES}: skipping iterations 9, 4\n"
-    with bad_iterations_skipped(arguments(tmp_path, rank=1)):
+    with skip_bad_iterations(arguments(tmp_path, rank=1)):
         pass
     assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_ends_well_notes_nothing(tmp_path, capsys):
-    with bad_iterations_skipped(arguments(tmp_path)):
+    with skip_bad_iterations(arguments(tmp_path)):
         pass
     assert list(tmp_path.iterdir()) == [] and capsys.readouterr().out == ""
     assert read_notes(tmp_path / NOTES) == []
@@ -116,7 +116,7 @@ def test_damaged_notes(tmp_path, content):
     (tmp_path / NOTES).write_text(content)
     with pytest.raises(UserError, match="not a JSON list of iterations; correct or delete it"):
         read_notes(tmp_path / NOTES)
-    with pytest.raises(UserError), bad_iterations_skipped(arguments(tmp_path)):
+    with pytest.raises(UserError), skip_bad_iterations(arguments(tmp_path)):
         raise AssertionError("the run must not begin")
 
 
@@ -125,7 +125,7 @@ def test_damaged_notes(tmp_path, content):
 
 def test_one_process_notes_it_and_starts_itself_again(tmp_path, started, capsys):
     note(tmp_path, 3)
-    with pytest.raises(Started), bad_iterations_skipped(arguments(tmp_path)):
+    with pytest.raises(Started), skip_bad_iterations(arguments(tmp_path)):
         raise NOT_FINITE
     # Iterations are counted from 1; the sixth was done.
     assert read_notes(tmp_path / NOTES) == [3, 7]
@@ -139,7 +139,7 @@ def test_several_ranks_note_it_and_end(tmp_path, started):
     """torchrun, or who requeues the job, starts all of them again."""
     args = arguments(tmp_path, world_size=2, rank=1)
     message = "iteration 7: loss or gradients are not finite: noted; started again, the run skips"
-    with pytest.raises(TrainingError, match=message), bad_iterations_skipped(args):
+    with pytest.raises(TrainingError, match=message), skip_bad_iterations(args):
         raise NOT_FINITE
     assert read_notes(tmp_path / NOTES) == [7] and started == []
 
@@ -150,7 +150,7 @@ def test_it_gives_up_after_as_many_as_allowed(tmp_path, started):
         pytest.raises(
             TrainingError, match=r"iteration 7: .*, after 2 skipped iterations"
         ) as caught,
-        bad_iterations_skipped(arguments(tmp_path)),
+        skip_bad_iterations(arguments(tmp_path)),
     ):
         raise NOT_FINITE
     assert caught.value.__cause__ is NOT_FINITE
@@ -159,7 +159,7 @@ def test_it_gives_up_after_as_many_as_allowed(tmp_path, started):
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), ValueError("Unexpected result")])
 def test_other_errors_pass(tmp_path, started, error):
-    with pytest.raises(type(error)) as caught, bad_iterations_skipped(arguments(tmp_path)):
+    with pytest.raises(type(error)) as caught, skip_bad_iterations(arguments(tmp_path)):
         raise error
     assert caught.value is error
     assert list(tmp_path.iterdir()) == [] and started == []
@@ -167,7 +167,7 @@ def test_other_errors_pass(tmp_path, started, error):
 
 def test_megatron_lm_still_says_what_is_looked_for(tmp_path, started):
     """Its error in disabled rerun mode, from its own state machine."""
-    from megatron_lowbit.megatron.pretrain import torn_down
+    from megatron_lowbit.megatron.pretrain import teardown
 
     # isort: split
     from megatron.core.rerun_state_machine import (
@@ -176,9 +176,9 @@ def test_megatron_lm_still_says_what_is_looked_for(tmp_path, started):
         initialize_rerun_state_machine,
     )
 
-    with torn_down():
+    with teardown():
         initialize_rerun_state_machine(mode=RerunMode.DISABLED)
-        with pytest.raises(Started), bad_iterations_skipped(arguments(tmp_path)):
+        with pytest.raises(Started), skip_bad_iterations(arguments(tmp_path)):
             get_rerun_state_machine().validate_result(
                 result=float("nan"), rejection_func=lambda value: True, message="found NaN",
                 tolerance=0.0, fatal=True,

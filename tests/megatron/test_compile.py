@@ -5,7 +5,7 @@ import shlex
 
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.linear import local_linears
-from megatron_lowbit.megatron.pretrain import command_line, run, torn_down
+from megatron_lowbit.megatron.pretrain import run, teardown, upstream_command_line
 
 ARGUMENTS = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
@@ -20,7 +20,7 @@ ARGUMENTS = """
 
 def losses(folder, *hooks):
     args = parse_arguments([*shlex.split(ARGUMENTS), "--save", str(folder)])
-    with torn_down(), command_line(args):
+    with teardown(), upstream_command_line(args):
         run(args, hooks)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["lm_loss"], line["grad_norm"]) for line in lines]

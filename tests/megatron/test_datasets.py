@@ -11,7 +11,7 @@ import torch
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
-from megatron_lowbit.megatron.pretrain import torn_down
+from megatron_lowbit.megatron.pretrain import teardown
 
 # isort: split
 from megatron.core import parallel_state
@@ -52,7 +52,7 @@ def datasets(monkeypatch, capsys):
         parallel_state.initialize_model_parallel()
         return provide_datasets(samples)
 
-    with torn_down():
+    with teardown():
         yield build
 
 

@@ -16,7 +16,7 @@ from megatron_lowbit.megatron.mamba import (
     triton_scan,
     use_best_scan,
 )
-from megatron_lowbit.megatron.pretrain import model_config_of, torn_down
+from megatron_lowbit.megatron.pretrain import model_config_of, teardown
 
 # isort: split
 from megatron.core import parallel_state
@@ -40,7 +40,7 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model 
 @pytest.fixture(scope="module")
 def model_config():
     """The model's configuration, in a world of one process."""
-    with pytest.MonkeyPatch.context() as patch, torn_down():
+    with pytest.MonkeyPatch.context() as patch, teardown():
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         config = model_config_of(parse_arguments(shlex.split(MODEL)))
         torch.distributed.init_process_group(

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron_lowbit.megatron.arguments import parse_arguments
-from megatron_lowbit.megatron.ignored_arguments import apply_ignored_arguments
-from megatron_lowbit.megatron.pretrain import model_config_of, torn_down
+from megatron_lowbit.megatron.pretrain import model_config_of, teardown
+from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments
 
 # isort: split
 from megatron.core.transformer.utils import openai_gelu
@@ -77,7 +77,7 @@ def test_a_runs_configuration_has_both(monkeypatch, capsys):
         --tokenizer-type NullTokenizer --vocab-size 100 --position-embedding-type rope
         --use-rope-scaling --rope-scaling-factor 32 --openai-gelu --no-bias-gelu-fusion
     """
-    with torn_down():
+    with teardown():
         config = model_config_of(parse_arguments(shlex.split(line)))
     assert config.rope_scaling_factor == 32.0
     assert config.transformer.activation_func is openai_gelu

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import TrainingError, UserError
-from megatron_lowbit.megatron.pretrain import machine_limits_named
+from megatron_lowbit.megatron.failures import translate_machine_limits
 
 ARGS = Namespace(save="runs/mine")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -24,21 +24,21 @@ def failure(error: BaseException) -> CheckpointException:
 def test_a_disk_that_fills_up(error):
     with (
         pytest.raises(TrainingError, match=r"^--save runs/mine: cannot be written to"),
-        machine_limits_named(ARGS),
+        translate_machine_limits(ARGS),
     ):
         raise error
 
 
 def test_memory_that_does_not_suffice():
     refused = pytest.raises(UserError, match=r"does not fit into memory.* 4611686018427387904 b")
-    with refused, machine_limits_named(ARGS):
+    with refused, translate_machine_limits(ARGS):
         torch.empty(2**62, dtype=torch.uint8)
-    with pytest.raises(UserError, match="--dry-run"), machine_limits_named(ARGS):
+    with pytest.raises(UserError, match="--dry-run"), translate_machine_limits(ARGS):
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB.")
 
 
 @pytest.mark.parametrize("error", [KeyError("a"), FileNotFoundError(2, "none"), UserError("b")])
 def test_other_errors_stay(error):
-    with pytest.raises(type(error)) as raised, machine_limits_named(ARGS):
+    with pytest.raises(type(error)) as raised, translate_machine_limits(ARGS):
         raise error
     assert raised.value is error

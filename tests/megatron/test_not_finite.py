@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.linear import local_linears
-from megatron_lowbit.megatron.pretrain import command_line, run, torn_down
+from megatron_lowbit.megatron.pretrain import run, teardown, upstream_command_line
 
 ARGUMENTS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
@@ -50,7 +50,7 @@ def train(recipe: str, backward: bool, *more: str) -> None:
         return chunks
 
     args = parse_arguments([*shlex.split(ARGUMENTS), "--precision-recipe", *recipe.split(), *more])
-    with torn_down(), command_line(args):
+    with teardown(), upstream_command_line(args):
         run(args, [spoil])
 
 

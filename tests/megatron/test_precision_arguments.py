@@ -5,7 +5,7 @@ import pytest
 from megatron_lowbit.command_line import GivenArguments
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import front_parser
-from megatron_lowbit.megatron.precision_arguments import (
+from megatron_lowbit.megatron.arguments.precision import (
     INSTALL_TRANSFORMER_ENGINE,
     Machine,
     Precision,

@@ -1,8 +1,8 @@
-"""Values that Megatron-LM's arguments can have.
+"""Checks of argument values: ranges of numbers, lengths of patterns, folders, memory of indices.
 
-Megatron-LM checks few of its numbers: others end in a traceback, hang, or train something else. The
-general rule is that a float is finite and that no number is negative; the tables hold what is
-narrower or wider for a reason. Only arguments that are given are checked.
+Megatron-LM checks few of its numbers. Other invalid ones end in a traceback, hang, or train another
+model. By default a number must be finite and not negative; the table lists exceptions. Only
+arguments on the command line are checked.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from megatron_lowbit.folders import check_folder, reason
 
 
 class _Range(NamedTuple):
-    """A closed interval, and how an error describes it."""
+    """Closed interval of numbers, with its description in an error message."""
 
     low: float
     high: float
@@ -30,13 +30,13 @@ class _Range(NamedTuple):
 
 _LARGEST = 2**63 - 1
 _LARGEST_SEED = 2**32 - 2**20
-"""Megatron-LM adds offsets of ranks to the seed, and NumPy takes 32 bits."""
+"""Largest seed: Megatron-LM adds offsets of ranks, and NumPy accepts 32 bits."""
 _MOST_LAYERS = 100_000
 _MOST_PROCESSES = 256
 _MOST_MINUTES = 1_000_000
 
 _INDEX_BYTES = 12
-"""Smallest size of a sample's entries: two numbers of 32 bits for the place, one for the order."""
+"""Smallest size of a sample's index: two 32-bit numbers for its position, one for its order."""
 
 _INT = _Range(0, _LARGEST, "an integer from 0 to 2**63 - 1")
 _FLOAT = _Range(0, math.nextafter(math.inf, 0), "finite and not negative")
@@ -96,14 +96,15 @@ _TABLE: tuple[tuple[_Range, str], ...] = (
     (_DECAY, """
         --adam-beta1 --adam-beta2 --lion-beta1 --lion-beta2 --moe-router-quantile-balancing-ema
     """),
-    # Below zero: no evaluation; not in torchrun; no token; off; automatic; niceness; all tokens.
+    # Negative values mean no evaluation, no torchrun, no token, off, automatic, a niceness, or all
+    # tokens.
     (_ANY_INT, """
         --eval-iters --local-rank --null-tokenizer-pad-id --null-tokenizer-eod-id
         --inference-batch-times-seqlen-threshold --inference-dynamic-batching-num-cuda-graphs
         --async-ckpt-cpu-priority --rl-default-top-k
         --fp8-margin --delta-offload-bytes-across-pp-ranks --dsa-indexer-skip-topk-offset
     """),
-    # Below zero: no limit; another way to choose; or simply a number of either sign.
+    # Negative values mean no limit or another method, or are ordinary numbers.
     (_ANY_FLOAT, """
         --moe-expert-capacity-factor --moe-router-force-biased
         --moe-paged-stash-buffer-size-factor-cuda --moe-paged-stash-buffer-size-factor-cpu
@@ -111,14 +112,14 @@ _TABLE: tuple[tuple[_Range, str], ...] = (
     """),
 )  # fmt: skip
 RANGES: dict[str, _Range] = {flag: row for row, flags in _TABLE for flag in flags.split()}
-"""The range of every argument that has one of its own."""
+"""Ranges of the arguments that have none of the default ranges, by flag."""
 
 _OUTPUT_FOLDERS = (
     "--save", "--data-cache-path", "--non-persistent-global-ckpt-dir",
     "--tensorboard-dir", "--wandb-save-dir",
 )  # fmt: skip
 _LOGS = ("--tensorboard-dir", "--wandb-save-dir")
-"""Folders that the last rank alone writes to."""
+"""Folders that only the last rank writes to."""
 
 _LAYER_LISTS = (
     "--moe-layer-freq", "--window-attn-skip-freq", "--no-rope-freq", "--linear-attention-freq",
@@ -126,7 +127,7 @@ _LAYER_LISTS = (
 
 
 def guard_layer_lists(parser: argparse.ArgumentParser) -> None:
-    """Check expressions such as ``([0]*3+[1])*8`` before Megatron-LM evaluates them."""
+    """Limit the length of lists such as ``([0]*3+[1])*8`` before Megatron-LM evaluates them."""
     for flag in _LAYER_LISTS:
         action = parser._option_string_actions[flag]
         action.type = _bounded(action.type)
@@ -148,7 +149,7 @@ def _bounded(evaluate: Any) -> Callable[[str], Any]:
 
 
 def _size(node: ast.AST) -> int:
-    """Return an upper bound of an expression's value, or of the length of its list."""
+    """Return an upper bound of an expression's value or of the length of its list."""
     match node:
         case ast.Constant(value=int(value)):
             return max(value, 1)
@@ -164,7 +165,7 @@ def _size(node: ast.AST) -> int:
 
 
 def check_values(parser: argparse.ArgumentParser, args: Namespace, given: GivenArguments) -> None:
-    """Check every number that is given, and patterns that could become too long.
+    """Check all numbers on the command line, and patterns that could become too long.
 
     Raises:
         UserError: a value is outside its range.
@@ -192,9 +193,9 @@ def _check_number(flag: str, value: Any, is_int: bool) -> None:
 
 
 def _check_split(split: str | None) -> None:
-    """Check the shares of training, validation and test.
+    """Check the shares of training, validation and test data.
 
-    Megatron-LM takes every run of digits and points for a number, whatever stands between them.
+    Megatron-LM extracts all sequences of digits and points, and ignores other characters.
     """
     if split is None:
         return
@@ -211,7 +212,7 @@ def _check_split(split: str | None) -> None:
 
 
 def _check_layout(layout: object) -> None:
-    """Check the repetitions in a pipeline layout, which Megatron-LM writes out as text."""
+    """Limit the repetitions in a pipeline layout, which Megatron-LM expands as text."""
     if not isinstance(layout, str):
         return
     text = layout.replace(",", "")
@@ -223,10 +224,10 @@ def _check_layout(layout: object) -> None:
 
 
 def check_folders(args: Namespace) -> None:
-    """Check the folders that the run writes to, and that ``--load`` is one.
+    """Check that output folders are writable and that ``--load`` is a folder.
 
     Raises:
-        UserError: a folder cannot be written to; ``--load`` is a file or cannot be looked up.
+        UserError: a folder is not writable, or ``--load`` is a file or inaccessible.
     """
     is_last = int(os.environ.get("RANK", 0)) == int(os.environ.get("WORLD_SIZE", 1)) - 1
     for flag in _OUTPUT_FOLDERS:
@@ -237,29 +238,29 @@ def check_folders(args: Namespace) -> None:
         try:
             is_folder = stat.S_ISDIR(os.stat(args.load).st_mode)
         except FileNotFoundError:
-            return  # Megatron-LM starts from new weights, and says so.
+            return  # Megatron-LM initializes the weights and prints a line.
         except (OSError, ValueError) as error:
             raise UserError(f"--load {args.load}: {reason(error)}") from error
         require(is_folder, f"--load {args.load}: a folder with checkpoints is needed")
 
 
 def check_samples(args: Namespace) -> None:
-    """Check that the indices of the samples fit into this machine's memory.
+    """Check that the indices of all samples fit into this machine's memory.
 
-    Megatron-LM builds them before training: of each sample the place in the data and in the order.
+    Megatron-LM builds the indices before training: each sample's position in the data and order.
 
     Args:
         args: Megatron-LM's validated arguments.
 
     Raises:
-        UserError: training, or all evaluations together, are too long.
+        UserError: training, or all evaluations together, have too many samples.
     """
     batch = args.global_batch_size
-    flag, given = "--train-iters", args.train_iters
+    flag, length = "--train-iters", args.train_iters
     if args.train_samples:
-        flag, given = "--train-samples", args.train_samples
+        flag, length = "--train-samples", args.train_samples
     trained = args.train_samples or (args.train_iters or 0) * batch
-    _check_index(f"{flag} {given}", trained)
+    _check_index(f"{flag} {length}", trained)
     if not args.full_validation:
         evaluations = trained // (batch * args.eval_interval) + 1
         evaluated = evaluations * args.eval_iters * (args.eval_global_batch_size or batch)

@@ -1,7 +1,7 @@
-"""Choice of the precision that runs: a recipe of this project, or Megatron-LM's own code.
+"""Choice of a run's precision: a recipe of this project, or Megatron-LM's own FP8 or FP4.
 
 Megatron-LM's FP8 and FP4 need Transformer Engine's layers and a GPU with the right tensor cores.
-Where those are absent, a recipe with the same formats takes their place.
+Without them, a recipe with the same formats replaces them.
 """
 
 import importlib.util
@@ -20,11 +20,11 @@ INSTALL_TRANSFORMER_ENGINE = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Properties of a machine that decide whose code can run a precision.
+    """Properties of a machine that determine which precisions Megatron-LM itself supports on it.
 
     Attributes:
         capability: CUDA compute capability, or None without a CUDA device.
-        transformer_engine: whether Transformer Engine is installed.
+        transformer_engine: True if Transformer Engine is installed.
     """
 
     capability: tuple[int, int] | None
@@ -32,22 +32,22 @@ class Machine:
 
     @classmethod
     def current(cls) -> "Machine":
-        """Describe the machine that this process runs on."""
+        """Return the properties of this machine."""
         import torch
 
-        found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        return cls(found, importlib.util.find_spec("transformer_engine") is not None)
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        return cls(capability, importlib.util.find_spec("transformer_engine") is not None)
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Outcome of the choice.
+    """Chosen precision of a run.
 
     Attributes:
-        recipes: one recipe, or those of the forward and the backward pass; empty for none.
+        recipes: one recipe, or one for the forward and one for the backward pass; empty for none.
         overrides: values of ``--recipe-set``, in order.
         left_out: Megatron-LM's flags that the recipe replaces.
-        lines: what to print when the program starts.
+        lines: lines to print when the program starts.
     """
 
     recipes: tuple[str, ...] = ()
@@ -56,8 +56,6 @@ class Precision:
     lines: tuple[str, ...] = ()
 
 
-# Megatron-LM's recipes: the least compute capability, our recipe of the same meaning by format,
-# and what must be set in it.
 _CAPABILITY = {
     "delayed": (8, 9),
     "tensorwise": (8, 9),
@@ -66,13 +64,14 @@ _CAPABILITY = {
     "nvfp4": (10, 0),
     "custom": (8, 9),
 }
+"""Smallest compute capability that runs each of Megatron-LM's recipes."""
 _EQUIVALENTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("delayed", "hybrid"): ("fp8-delayed", ()),
     ("delayed", "e4m3"): ("fp8-delayed", ("grad.format=fp8-tensor-e4m3",)),
     ("tensorwise", "hybrid"): ("fp8-tensorwise", ()),
     ("tensorwise", "e4m3"): ("fp8-tensorwise", ("grad.format=fp8-tensor-e4m3",)),
     ("blockwise", "hybrid"): ("fp8-tile", ()),
-    # The scales of Transformer Engine's tiles are powers of two; those of the recipe are not.
+    # Transformer Engine's tiles have scales that are powers of two, unlike the recipe's.
     ("blockwise", "e4m3"): (
         "fp8-tile-e4m3",
         tuple(f"{role}.scale_format=pow2" for role in ("input", "weight", "grad")),
@@ -81,9 +80,9 @@ _EQUIVALENTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("mxfp8", "e4m3"): ("mxfp8", ()),
     ("nvfp4", "e2m1"): ("nvfp4", ()),
 }
+"""Equivalent recipe of this project for Megatron-LM's recipe and format, with its overrides."""
 _BLOCKS = "bf16_blocks of the recipe take its place"
 _OWN_WEIGHTS = "it is about weights that Transformer Engine stores quantized"
-# Flags that have a meaning only where Megatron-LM's own FP8 or FP4 runs.
 _DEPENDENT = {
     "--fp8-format": "the recipe takes its place",
     "--fp4-format": "the recipe takes its place",
@@ -107,24 +106,25 @@ _DEPENDENT = {
     "--moe-router-padding-for-fp8": "the recipes pad no tokens",
     "--moe-router-padding-for-quantization": "the recipes pad no tokens",
 }
-# Said by the line that names the recipe.
+"""Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
 _SILENT = ("--fp8-recipe", "--fp4-recipe")
+"""Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
 _UPSTREAM_ONLY = (
     "--fp4-recipe", "--fp8-recipe", "--fp8-format", "--fp4-format", "--te-precision-config-file",
 )  # fmt: skip
 
 
 def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
-    """Choose the code and the recipe of a run.
+    """Choose between a recipe and Megatron-LM's own FP8 or FP4.
 
     Args:
-        args: arguments as the front parser reads them: ``fp8_recipe`` and ``fp4_recipe`` are None
+        args: arguments as parsed by the front parser: ``fp8_recipe`` and ``fp4_recipe`` are None
             unless given.
-        given: the same arguments, as given.
-        machine: decides whether Megatron-LM's own FP8 and FP4 can run.
+        given: the same arguments as written on the command line.
+        machine: the machine of the run.
 
     Raises:
-        UserError: arguments exclude each other, or there is no such recipe.
+        UserError: arguments exclude each other, or a recipe does not exist.
     """
     if args.precision_recipe:
         for flag in _UPSTREAM_ONLY:
@@ -152,7 +152,7 @@ def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -
 
 
 def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
-    """Choose between Megatron-LM's own code and the equivalent recipe, given one format."""
+    """Choose between Megatron-LM's own code and an equivalent recipe, given a format."""
     bits, other_recipe = ("fp8", args.fp4_recipe) if args.fp8 else ("fp4", args.fp8_recipe)
     format_, name = getattr(args, bits), getattr(args, f"{bits}_recipe")
     name = name or {"fp8": "delayed", "fp4": "nvfp4"}[bits]
@@ -195,9 +195,9 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
 
 
 def check_layers(args: Namespace, machine: Machine) -> None:
-    """Raise UserError where the model needs Transformer Engine's layers, which are not installed.
+    """Raise UserError if the model needs Transformer Engine's layers, which are not installed.
 
-    A CPU gets local layers, and a model's own specification says itself what it is made of.
+    A CPU always gets local layers, and ``--spec`` names a model's layers itself.
     """
     if machine.capability is None or args.dry_run or args.spec:
         return
@@ -209,7 +209,7 @@ def check_layers(args: Namespace, machine: Machine) -> None:
 
 
 def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:
-    """Return why Megatron-LM cannot run one of its recipes here, or None if it can."""
+    """Return the reason why Megatron-LM cannot run one of its recipes, or None if it can."""
     if machine.capability is None:
         return "this machine has no CUDA device"
     if args.transformer_impl == "local":
@@ -224,7 +224,7 @@ def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:
 
 
 def _history(args: Namespace, name: str) -> tuple[str, ...]:
-    """Translate what only Megatron-LM's delayed scaling reads."""
+    """Return overrides for the arguments of Megatron-LM's delayed scaling."""
     if name != "delayed":
         return ()
     length = args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1
@@ -232,14 +232,14 @@ def _history(args: Namespace, name: str) -> tuple[str, ...]:
 
 
 def _blocks_of_named(args: Namespace, recipes: tuple[str, ...]) -> tuple[str, ...]:
-    """Translate ``--first-last-layers-bf16``; without it, recipes keep blocks of their own."""
+    """Return overrides for ``--first-last-layers-bf16``; without it, keep the recipes' blocks."""
     if not args.first_last_layers_bf16:
         return ()
     return for_sides([_bf16_blocks(args, recipe) for recipe in recipes])
 
 
 def _bf16_blocks(args: Namespace, name: str) -> tuple[str, ...]:
-    """Translate the blocks in BF16; without ``--first-last-layers-bf16`` there are none."""
+    """Return overrides for the blocks in BF16; without ``--first-last-layers-bf16``, for none."""
     if not args.first_last_layers_bf16:
         return bf16_blocks(name, 0, 0)
     return bf16_blocks(name, args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
@@ -252,7 +252,7 @@ def _with_recipes(
     overrides: tuple[str, ...],
     reason: str,
 ) -> Precision:
-    """Check the recipes and say what they replace. The user's overrides come last and win."""
+    """Check recipes and return the choice of them. The user's overrides take precedence."""
     require("--te-precision-config-file" not in given, "--te-precision-config-file is for "
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
     overrides = (*overrides, *args.recipe_set)
@@ -276,7 +276,7 @@ def _with_recipes(
 
 
 def _quantizes(recipe: Recipe) -> bool:
-    """Return whether a recipe, or one that it hands over to, quantizes any GEMM."""
+    """Return True if a recipe, or one that it switches to, quantizes any GEMM."""
     others = [recipe.backward, *(switch.recipe for switch in recipe.switches)]
     return any(config != HIGH_PRECISION for config in recipe.configs.values()) or any(
         other is not None and _quantizes(other) for other in others

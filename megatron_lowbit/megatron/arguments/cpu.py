@@ -1,12 +1,11 @@
-"""Arguments of Megatron-LM for a machine without CUDA: what to add, replace and leave out.
+"""Translation of Megatron-LM's arguments for a machine without CUDA.
 
-Megatron-LM's own scripts then run on a CPU with no other change than the model's size. The tables
-hold what a CPU needs; :func:`adapt_to_cpu` applies them.
+Command lines written for GPUs then run on a CPU, with a smaller model. :func:`adapt_to_cpu` adds
+the arguments of one table, and replaces or removes those of the other.
 """
 
 from argparse import Namespace
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_lowbit.command_line import GivenArguments
 
@@ -21,27 +20,27 @@ _ADDED: tuple[tuple[str, ...], ...] = (
     ("--no-bias-swiglu-fusion",),
     ("--no-bias-dropout-fusion",),
     ("--no-rope-fusion",),
-    # Local attention is causal by itself; a mask of (sequence, sequence) only takes memory.
+    # Local attention is causal without a mask, which takes sequence * sequence values of memory.
     ("--no-create-attention-mask-in-dataloader",),
-    # Reruns look for faults of GPUs and keep the states of CUDA's generators.
+    # Reruns detect faults of GPUs and save the states of CUDA's random generators.
     ("--rerun-mode", "disabled"),
     ("--async-strategy", "mcore"),
 )
-"""Arguments to add unless they are given."""
+"""Arguments to add unless the command line has them."""
 
 _CONFLICTS = {"--no-create-attention-mask-in-dataloader": "--reset-attention-mask"}
-"""Arguments of ``_ADDED`` that would undo another one, if that is given."""
+"""Arguments of ``_ADDED`` that contradict another argument of the command line."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """An argument that a CPU cannot follow.
+    """Argument that a CPU does not support.
 
     Attributes:
         flag: the argument.
-        reason: why it cannot, as a clause.
-        values: the values that it cannot follow; empty for any.
-        instead: arguments that take its place; empty to leave it out.
+        reason: clause for the printed line.
+        values: unsupported values; empty for all.
+        instead: tokens of the argument that replaces it; empty to remove it.
     """
 
     flag: str
@@ -167,16 +166,17 @@ _UNSUPPORTED = (
 
 
 def adapt_to_cpu(args: Namespace, given: GivenArguments) -> list[str]:
-    """Change the given arguments so that a machine without CUDA can follow them.
+    """Change arguments to ones that a machine without CUDA supports.
 
     Args:
-        args: arguments as parsed.
-        given: the same arguments, as given; changed in place.
+        args: parsed arguments.
+        given: the same arguments as written on the command line; changed in place.
 
     Returns:
-        Lines that say what was changed and why.
+        Lines to print that explain each change.
     """
-    lines = [f"on a CPU: {line}" for row in _UNSUPPORTED if (line := _apply(row, args, given))]
+    changes = [_apply(row, args, given) for row in _UNSUPPORTED]
+    lines = [f"on a CPU: {change}" for change in changes if change]
     missing = [
         argument
         for argument in _ADDED
@@ -191,15 +191,17 @@ def adapt_to_cpu(args: Namespace, given: GivenArguments) -> list[str]:
 
 
 def needs_one_connection(args: Namespace) -> bool:
-    """Return whether Megatron-LM demands ``CUDA_DEVICE_MAX_CONNECTIONS=1``, on a CPU as well."""
+    """Return True if Megatron-LM demands ``CUDA_DEVICE_MAX_CONNECTIONS=1``, even on a CPU."""
     return args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
 
 
 def _apply(row: _Row, args: Namespace, given: GivenArguments) -> str | None:
+    """Replace or remove an unsupported argument; return a description of the change."""
     if row.flag not in given:
         return None
     text = given.text(row.flag)
-    if row.values and _name(getattr(args, given.destination(row.flag))) not in row.values:
+    value = getattr(args, given.destination(row.flag))
+    if row.values and getattr(value, "name", value) not in row.values:  # enums by their names
         return None
     given.remove(row.flag)
     if not row.instead:
@@ -208,7 +210,3 @@ def _apply(row: _Row, args: Namespace, given: GivenArguments) -> str | None:
         given.add(*row.instead)
     replaced = text.removeprefix(f"{row.instead[0]} ")
     return f"{' '.join(row.instead)} instead of {replaced}: {row.reason}"
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "name", value)

@@ -1,0 +1,204 @@
+"""Parsing of a command line: checks, translation for this machine, Megatron-LM's validation."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from megatron_lowbit.command_line import GivenArguments, asks_for_help, expand_files
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
+from megatron_lowbit.megatron.arguments.parser import (
+    add_own_arguments,
+    describe_unknown,
+    front_parser,
+    show_help,
+)
+from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, choose_precision
+from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
+from megatron_lowbit.megatron.failures import in_one_line
+
+COMMAND = "pretrain"
+"""Name under which the help of the pretraining programs is cached."""
+
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_PACKED = ("--sft", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
+"""Arguments for sequences of several documents, which forward_step.py does not support."""
+_NEVER = 10**9
+"""Interval that is longer than any run, in iterations."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> Namespace:
+    """Parse and validate a command line, and set Megatron-LM's global variables.
+
+    ``--help`` and ``--print-completion`` exit.
+
+    Args:
+        argv: arguments without the program's name; None for the process's own.
+        hybrid: True for a program that trains hybrids, False for GPTs, None for both.
+
+    Returns:
+        Megatron-LM's validated arguments together with this project's, and
+        ``upstream_command_line``: the tokens that Megatron-LM parsed.
+
+    Raises:
+        UserError: an argument is unknown, has an invalid value, or contradicts another one.
+    """
+    parser = front_parser()
+    if asks_for_help(argv):
+        show_help(COMMAND, parser)
+    written = expand_files(sys.argv[1:] if argv is None else argv)
+    args, unknown = parser.parse_known_args(written)
+    if unknown:
+        raise UserError(describe_unknown(parser, written, unknown))
+    given = GivenArguments(parser, written)
+    check_values(parser, args, given)
+    _check(args, given, hybrid)
+    if not args.dry_run:
+        check_folders(args)
+    machine = Machine.current()
+    lines = _translate(args, given, machine)
+    if os.environ.get("RANK", "0") == "0":
+        print("\n".join(lines), flush=True)
+    if machine.capability is None and needs_one_connection(args):
+        # Megatron-LM's validation demands it; nothing on a CPU reads it.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    tokens = given.tokens()
+    with _world_size(args.dry_run_world_size):
+        parsed = _parse_upstream(tokens)
+    parsed.upstream_command_line = tokens
+    return parsed
+
+
+def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
+    """Check this project's arguments, and restrictions that Megatron-LM does not check."""
+    if hybrid is True and not args.use_checkpoint_args:
+        require(any(flag in given for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
+                "models without one, use pretrain_gpt.py")  # fmt: skip
+    if hybrid is False:
+        for flag in (*_PATTERNS, "--is-hybrid-model"):
+            require(flag not in given, f"{flag} is for hybrids: use pretrain_hybrid.py")
+    require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
+    for flag in _PACKED:
+        require(flag not in given, f"{flag}: packed sequences are not supported, leave it out")
+    if args.mxnorm:
+        require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
+    if args.mxnorm_post_round:
+        normed = args.mxnorm or args.normalization == "MXNorm"
+        require(normed, "--mxnorm-post-round needs --mxnorm")
+        require(args.mxnorm_p == 1, "--mxnorm-post-round needs --mxnorm-p 1")
+    require(args.load or not args.load_latest_valid, "--load-latest-valid needs --load")
+    if args.save_keep_last is not None:
+        require(bool(args.save), "--save-keep-last needs --save")
+
+
+def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list[str]:
+    """Change the given arguments in place to ones that Megatron-LM supports on this machine.
+
+    Returns:
+        Lines to print that explain the changes.
+    """
+    given.remove("--world-size")
+    if args.dry_run:
+        # Megatron-LM opens its writers while it parses the arguments.
+        for flag in ("--tensorboard-dir", "--wandb-project"):
+            given.remove(flag)
+    if args.normalization == "MXNorm":
+        given.remove("--normalization")
+        given.add("--normalization", "RMSNorm")
+        if not args.mxnorm:
+            given.add("--mxnorm")
+    check_layers(args, machine)
+    precision = choose_precision(args, given, machine)
+    for flag in ("--mxnorm", "--fused-allreduce-norm"):
+        needed = flag not in given or bool(precision.recipes)
+        require(needed, f"{flag} needs a recipe, such as bf16")
+    for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
+        given.remove(flag)
+    if precision.recipes:
+        given.add("--precision-recipe", *precision.recipes)
+    for override in precision.overrides:
+        given.add("--recipe-set", override)
+    lines = list(precision.lines)
+    if "--eval-interval" not in given:
+        given.add("--eval-interval", str(_NEVER))
+        lines.append("--eval-interval is not given and has no default: evaluating at the end only")
+    if args.phase_transition_iterations and args.train_iters:
+        lines.append(_count_samples(args, given))
+    if machine.capability is None:
+        lines += adapt_to_cpu(args, given)
+    return lines
+
+
+def _count_samples(args: Namespace, given: GivenArguments) -> str:
+    """Convert the schedule to samples, the only unit that Megatron-LM's phases support.
+
+    Returns:
+        A line to print that names the changed arguments.
+    """
+    batch = args.global_batch_size
+    require(
+        batch is not None and "--rampup-batch-size" not in given,
+        "--phase-transition-iterations needs a --global-batch-size that never changes",
+    )
+    changed = []
+    for part in ("train", "lr-decay", "lr-warmup", "lr-wsd-decay"):
+        flag = f"--{part}-iters"
+        if flag in given:
+            samples = getattr(args, f"{part.replace('-', '_')}_iters") * batch
+            given.remove(flag)
+            given.add(f"--{part}-samples", str(samples))
+            changed.append(f"{flag} as --{part}-samples {samples}")
+    return f"--phase-transition-iterations: given to Megatron-LM: {', '.join(changed)}"
+
+
+@contextmanager
+def _world_size(ranks: int | None) -> Iterator[None]:
+    """Set the environment's number of ranks for Megatron-LM; None leaves it unchanged."""
+    before = os.environ.get("WORLD_SIZE")
+    if ranks is not None:
+        os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+        elif ranks is not None:
+            del os.environ["WORLD_SIZE"]
+
+
+def _parse_upstream(tokens: list[str]) -> Namespace:
+    """Run Megatron-LM's own parsing and validation, which read ``sys.argv``.
+
+    Raises:
+        UserError: Megatron-LM refuses the arguments.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.global_vars import unset_global_variables
+
+    before = sys.argv
+    sys.argv = [before[0], *tokens]
+    args = None
+    try:
+        parsed = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        if not parsed.dry_run:
+            check_samples(parsed)
+        args = parsed
+        return args
+    except UserError:
+        raise
+    except SystemExit as error:
+        raise UserError(
+            f"Megatron-LM refused the arguments (exit {error.code}), see above"
+        ) from error
+    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
+        raise UserError(in_one_line(error)) from error
+    except Exception as error:
+        # Megatron-LM computes with some values before it checks them.
+        raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
+    finally:
+        sys.argv = before
+        if args is None:
+            # Those that are set by now would prevent another run in this process.
+            unset_global_variables()

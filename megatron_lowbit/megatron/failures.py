@@ -1,0 +1,91 @@
+"""Translation of exceptions of Megatron-LM and torch into errors of one line."""
+
+import errno
+import os
+import re
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.megatron.same_outcome import error_behind
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_TEXT = "unexpected pos"
+"""Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
+_NO_MEMORY_TEXT = "can't allocate memory"
+"""Part of torch's message on a CPU, which is no MemoryError."""
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the message of an exception of Megatron-LM; without a message, the failed check."""
+    message = " ".join(str(error).split())
+    if not message:
+        check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+        message = f"Megatron-LM demands {check}"
+    if "apply_rope_fusion" in message:  # a field of the configuration, true by default
+        message += " Or give --no-rope-fusion."
+    return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)
+
+
+@contextmanager
+def translate_assertions() -> Iterator[None]:
+    """Raise UserError with the source line for an assertion that fails in Megatron-LM."""
+    try:
+        yield
+    except AssertionError as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        if f"{os.sep}megatron{os.sep}" not in frame.filename:
+            raise
+        source = f"{Path(frame.filename).name}:{frame.lineno}"
+        raise UserError(f"Megatron-LM ({source}): {in_one_line(error)}") from error
+
+
+@contextmanager
+def translate_model_errors() -> Iterator[None]:
+    """Raise UserError for a ValueError of Megatron-LM's model configuration."""
+    try:
+        yield
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(in_one_line(error)) from error
+
+
+@contextmanager
+def translate_load_errors(args: Namespace) -> Iterator[None]:
+    """Raise UserError for a checkpoint that Megatron-LM cannot load, such as of another shape."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        yield
+    except (CheckpointException, CheckpointingException) as error:
+        cause = error_behind(error, CheckpointingException)
+        if args.load is None or cause is None:
+            raise
+        raise UserError(f"--load {args.load}: {in_one_line(cause)}") from error
+
+
+@contextmanager
+def translate_machine_limits(args: Namespace) -> Iterator[None]:
+    """Raise TrainingError for a full disk, and UserError for too little memory."""
+    try:
+        yield
+    except (UserError, TrainingError):
+        raise
+    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
+        os_error = error_behind(error, OSError)
+        if _DISK_FULL_TEXT in str(error) or (os_error and os_error.errno in _DISK_FULL):
+            place = f"--save {args.save}" if args.save else "a file of the run"
+            raise TrainingError(f"{place}: cannot be written to, the disk may be full") from error
+        message = in_one_line(error)
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY_TEXT in message:
+            raise UserError(
+                f"the run does not fit into memory, --dry-run says what it needs: {message}"
+            ) from error
+        raise
