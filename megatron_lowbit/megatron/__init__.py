@@ -1,8 +1,8 @@
-"""Recipes in Megatron-LM, through its public hooks. Import it before ``megatron``.
+"""Recipes in Megatron-LM, through its public hooks.
 
-megatron is complete only with what these two modules supply: the second, on machines without CUDA.
+Import this package before ``megatron``: it supplies names that megatron needs during its import.
 """
 
 # isort: off
 from megatron_lowbit.megatron import upstream_gaps  # noqa: F401
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401
+from megatron_lowbit.megatron import cpu  # noqa: F401

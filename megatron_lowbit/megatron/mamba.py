@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.megatron import cpu_runtime  # noqa: F401  before megatron
+import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core import parallel_state

@@ -13,7 +13,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.core import parallel_state
 
-from megatron_lowbit.megatron.generator import with_seed
+from megatron_lowbit.megatron.cpu.random_state import with_seed
 from megatron_lowbit.numerics.philox import derive_key
 
 _KEY_MASK = 2**63 - 1  # torch.initial_seed() is read as a signed number by some callers
