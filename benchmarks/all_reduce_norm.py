@@ -46,7 +46,7 @@ from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
 HIDDEN = (4096, 8192)
 MOST_BYTES = 2**27
 CALLS, REPLAYS, LEAD_CYCLES, COPY_BYTES = 40, 11, 500_000, 2**28
-NORM, REQUEST = RMSNorm(), Request(Quantizer(FORMATS["fp8-1x128-e4m3"]), kept=True)
+NORM, REQUEST = RMSNorm(), Request(Quantizer(FORMATS["fp8-1x128-e4m3"]), needs_codes=True)
 PATHS = ("one-stage", "gathered")
 OURS, NCCL, SYMMETRIC = "fused", "NCCL + kernel", "symmetric memory + kernel"
 WITH_ROWS = "fused, rows kept"

@@ -21,7 +21,7 @@ from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor, nn
 
-from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, Quantizer
 from megatron_lowbit.recipes import (

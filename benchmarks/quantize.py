@@ -22,7 +22,7 @@ from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor
 
-from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.numerics import Draw, Request, Rounding
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
@@ -55,8 +55,8 @@ def request(recipe: str, role: str, gemm: str) -> Request:
         hadamard=precision.hadamard,
         sign_key=1234,
         draw=Draw(5678) if random else None,
-        kept=(gemm, role) == ("wgrad", "input"),
-        other=sides[0].format if sides[0] is not None else None,
+        needs_codes=(gemm, role) == ("wgrad", "input"),
+        partner=sides[0].format if sides[0] is not None else None,
     )
 
 
@@ -71,7 +71,7 @@ def _ours(recipe: str, role: str) -> Contender:
             [str(side.quantizer.format)]
             + ([f"RHT-{side.hadamard.size}"] if side.hadamard else [])
             + (["SR"] if side.draw else [])
-            + (["kept"] if side.kept else [])
+            + (["kept"] if side.needs_codes else [])
         )
         for side in (row, col)
     ]

@@ -26,7 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from megatron_lowbit.analysis.machine import machine
-from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.kernels.select import select_engine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

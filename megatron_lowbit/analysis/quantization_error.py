@@ -15,13 +15,12 @@ Measured as sums, which add up over calls and ranks, and then as figures:
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.numerics import QuantizedTensor, Request, hadamard_transform
 from megatron_lowbit.numerics.formats import decode, unpack_nibbles
 from megatron_lowbit.recipes.precision import GEMM_ROLES
@@ -33,28 +32,25 @@ NONFINITE = "nonfinite"
 """Name, after the operand's, of the number of values that are infinite or NaN."""
 
 
-def gemm_sums(call: LinearCall, gemm: str, lhs: Tensor, rhs: Tensor) -> Sums:
-    """Of one GEMM lhs (A, L) . rhs (B, L)^T, its operands and its output.
+def gemm_sums(context: LinearContext, gemm: str, lhs: Tensor, rhs: Tensor) -> Sums:
+    """Measure one GEMM lhs (A, L) . rhs (B, L)^T: its operands and its output.
 
-    ``lhs`` and ``rhs`` are in high precision, transposed as the GEMM contracts them. Nothing where
-    the recipe quantizes neither.
+    ``lhs`` and ``rhs`` are in high precision, transposed as the GEMM contracts them. The result is
+    empty where the recipe quantizes neither.
     """
     sums: Sums = {}
     operands: list = []
     for role, x in zip(GEMM_ROLES[gemm], (lhs, rhs), strict=True):
-        request = call.request(gemm, role, len(lhs) if gemm != "wgrad" else lhs.shape[1])
-        if request is None:
-            operands.append(x)
-            continue
-        request = replace(request, kept=True)
-        made, _ = call.engine.quantize(x, request, None)
+        made, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
         operands.append(made)
-        sums |= {f"{role}/{k}": v for k, v in operand_sums(x, made, request).items()}
+        request = context.request(gemm, role, len(x))
+        if request is not None:
+            sums |= {f"{role}/{k}": v for k, v in operand_sums(x, made, request).items()}
     if not sums:
         return {}
     wanted = lhs.float() @ rhs.float().t()
-    wrong = call.gemm(gemm, *operands, torch.float32) - wanted
-    inexact, values = call.engine.fold_losses(*operands)
+    wrong = context.gemm(gemm, *operands, torch.float32) - wanted
+    inexact, values = context.engine.fold_losses(*operands)
     sums |= {"signal": _energy(wanted), "noise": _energy(wrong)}
     if values:
         sums |= {"folded": _number(inexact, lhs), "foldable": _number(values, lhs)}

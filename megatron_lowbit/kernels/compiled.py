@@ -13,21 +13,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.gemm import Accumulation
-from megatron_lowbit.numerics.gemm import gemm as reference_gemm
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request, quantize_both
 from megatron_lowbit.numerics.philox import uniform
-from megatron_lowbit.numerics.quantizer import (
-    Arithmetic,
-    QuantizedTensor,
-    Request,
-    quantize_both,
-)
+from megatron_lowbit.numerics.quantizer import Arithmetic
 
 _VERSIONS = 256
 
 
 def missing_compiler() -> str | None:
-    """Why torch.compile cannot build C++ here, in words; None where it can."""
+    """Return why torch.compile cannot build C++ here, or None where it can."""
     # The compiler takes a second to import, which each rank of each run would spend at its start.
     from torch._inductor import cpp_builder, exc
 
@@ -43,7 +38,7 @@ def missing_compiler() -> str | None:
 
 @cache
 def arithmetic(format_type: type) -> Arithmetic:
-    """The fused functions of one format class; compiled at their first call, for any sizes."""
+    """Return the fused functions of a format class, compiled at their first call for any sizes."""
     return Arithmetic(*map(_fused, (format_type.encode, format_type.decode, uniform)))
 
 
@@ -66,33 +61,39 @@ def _fused(function: Callable) -> Callable:
 
 
 def _is_empty(arguments: list) -> bool:
-    """Whether the first tensor, the values or codes, has no elements."""
+    """Return True if the first tensor, the values or codes, has no elements."""
     return next(x.numel() == 0 for x in arguments if isinstance(x, Tensor))
 
 
-def quantize(
-    x: Tensor, row: Request | None, col: Request | None
-) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """:func:`megatron_lowbit.numerics.quantize_both` by the fused functions."""
-    sides = [side for side in (row, col) if side is not None]
-    if len({type(side.quantizer.format) for side in sides}) == 2:
-        return quantize(x, row, None)[0], quantize(x, None, col)[1]
-    return quantize_both(x, row, col, arithmetic(type(sides[0].quantizer.format)))
+class CompiledEngine(ReferenceEngine):
+    """The reference arithmetic, its elementwise functions fused by torch.compile."""
 
+    name = "compiled"
 
-def gemm(
-    lhs: Tensor | QuantizedTensor,
-    rhs: Tensor | QuantizedTensor,
-    bias: Tensor | None = None,
-    accumulation: Accumulation | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The reference GEMM on operands that the fused functions dequantize."""
-    if isinstance(lhs, QuantizedTensor) or isinstance(rhs, QuantizedTensor):
-        # The reference multiplies in FP32 where it dequantizes an operand itself.
-        lhs, rhs = _dense(lhs), _dense(rhs)
-        bias = None if bias is None else bias.float()
-    return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
+    def quantize(
+        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
+    ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
+        """Quantize by :func:`megatron_lowbit.numerics.quantize_both` with the fused functions."""
+        classes = {type(side.quantizer.format) for side in (row, col) if side is not None}
+        if len(classes) == 2:
+            by_row, _ = self.quantize(x, row, None, amaxes)
+            return by_row, self.quantize(x, None, col, amaxes)[1]
+        return quantize_both(x, row, col, amaxes, arithmetic(classes.pop()))
+
+    def gemm(
+        self,
+        lhs: Tensor | QuantizedTensor,
+        rhs: Tensor | QuantizedTensor,
+        bias: Tensor | None = None,
+        accumulation: Accumulation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Multiply operands that the fused functions dequantize."""
+        if isinstance(lhs, QuantizedTensor) or isinstance(rhs, QuantizedTensor):
+            # The reference multiplies in FP32 where it dequantizes an operand itself.
+            lhs, rhs = _dense(lhs), _dense(rhs)
+            bias = None if bias is None else bias.float()
+        return super().gemm(lhs, rhs, bias, accumulation, out_dtype)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:

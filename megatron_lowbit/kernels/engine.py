@@ -1,107 +1,121 @@
-"""The one table of engines: where the formats' arithmetic runs, by device, with the reason."""
+"""Engines: the operations of a linear layer on one kind of device, all with the reference's bits.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+| engine | device | quantization | GEMM |
+| --- | --- | --- | --- |
+| ``ReferenceEngine`` | any | ``numerics``, in eager torch | FP32, dequantized |
+| ``CompiledEngine`` | CPU with a C++ compiler | the same by torch.compile | the same |
+| ``FusedEngine`` | GPU of capability 8.9 or more | Triton | tensor cores, by ``routes.py`` |
+
+``select.select_engine`` chooses one.
+"""
+
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels import compiled
-from megatron_lowbit.kernels.routes import MIN_CAPABILITY
-from megatron_lowbit.numerics import Request, quantize_both
+from megatron_lowbit.numerics import Accumulation, Amaxes, Request, quantize_both, tensor_amaxes
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
 
 
-@dataclass(frozen=True)
 class Engine:
-    """The functions a linear layer calls.
+    """Operations of a linear layer on one kind of device.
 
-    ``quantize(x, row, col)`` is :func:`megatron_lowbit.numerics.quantize_both`, but an operand that
-    is not kept may come in whatever form ``gemm`` takes; ``gemm(lhs, rhs, bias, accumulation,
-    out_dtype)`` is :func:`megatron_lowbit.numerics.gemm`. ``describe(lhs, rhs)`` says in words how
-    formats (None: high precision) are multiplied. ``folds()`` gives how many operand values were
-    rounded when they were folded, of how many, since it was last called, ``fold_losses(lhs, rhs)``
-    that of one product's. ``fused_norm(x, norm, request)`` is :meth:`normalize` in one kernel, or
-    None for a case that it does not take. ``norm_grad(grad, x, rho)`` is its backward pass, the
-    reference's bits. ``reason`` says why this engine.
+    Args:
+        reason: why this engine was chosen.
     """
 
     name: str
-    quantize: Callable[..., tuple]
-    gemm: Callable[..., Tensor]
-    reason: str
-    describe: Callable[[BlockFormat | None, BlockFormat | None], str] = lambda lhs, rhs: (
-        "dequantized to FP32, FP32 sums"
-    )
-    folds: Callable[[], tuple[int, int]] = lambda: (0, 0)
-    fold_losses: Callable[[Any, Any], tuple[int, int]] = lambda lhs, rhs: (0, 0)
-    fused_norm: Callable[..., tuple | None] = lambda x, norm, request: None
-    norm_grad: Callable[[Tensor, Tensor, Tensor], Tensor] = norm_grad
 
-    def normalize(self, x: Tensor, norm: MXNorm, request: Request) -> tuple[Any, Tensor]:
-        """x (R, C) normalized and quantized along its rows; what it was times, FP32 (R, 1)."""
-        fused = self.fused_norm(x, norm, request)
-        if fused is not None:
-            return fused
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def quantize(
+        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
+    ) -> tuple[Any, Any]:
+        """Quantize x (R, C) as ``row`` says, and its transpose as ``col`` says; None for None.
+
+        Args:
+            x: FP32 or BF16, any strides.
+            row, col: may be one object for square blocks, which then serve both sides.
+            amaxes: that tensor scales are made from; None takes the tensor's own.
+
+        Returns:
+            For a request that needs codes a QuantizedTensor, else whatever :meth:`gemm` takes.
+        """
+        raise NotImplementedError
+
+    def gemm(
+        self,
+        lhs: Any,
+        rhs: Any,
+        bias: Tensor | None = None,
+        accumulation: Accumulation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Multiply lhs (M, K) by rhs (N, K), as :func:`megatron_lowbit.numerics.gemm` does."""
+        raise NotImplementedError
+
+    def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
+        """Describe how two formats (None: high precision) are multiplied."""
+        raise NotImplementedError
+
+    def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
+        """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""
+        return tensor_amaxes(x, row, col)
+
+    def normalize(
+        self, x: Tensor, norm: MXNorm, request: Request, amax: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Normalize x (R, C) and quantize it along its rows.
+
+        Returns:
+            The operand, and the FP32 factors (R, 1) of the rows.
+        """
         rho = norm.inverse_rms(x, request.quantizer.format.block)
-        return self.quantize(x.float() * rho, request, None)[0], rho
+        return self.quantize(x.float() * rho, request, None, (amax, None))[0], rho
+
+    def normalized_amax(self, x: Tensor, norm: MXNorm, request: Request) -> Tensor:
+        """Return the amax (FP32 scalar) of x (R, C) once it is normalized."""
+        return request.amax(x.float() * norm.inverse_rms(x, request.quantizer.format.block))
+
+    def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
+        """Return the gradient of a norm's input; see :func:`numerics.mxnorm.norm_grad`."""
+        return norm_grad(grad, x, rho)
+
+    def fold_losses(self, lhs: Any, rhs: Any) -> tuple[int, int]:
+        """Return how many values of a product's operands folding rounds, of how many."""
+        return 0, 0
 
     def __deepcopy__(self, _: dict) -> "Engine":
-        """Itself: megatron-core copies what it hands to layers, but their counts go together."""
+        """Return the engine itself: megatron-core copies what it hands to layers."""
         return self
 
 
-def reference(reason: str) -> Engine:
+class ReferenceEngine(Engine):
     """The reference arithmetic in eager torch, on any device."""
-    return Engine("reference", quantize_both, reference_gemm, reason)
 
+    name = "reference"
 
-def select_engine(device: torch.device, request: str = "auto") -> Engine:
-    """The engine for a device.
+    def quantize(
+        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
+    ) -> tuple[Any, Any]:
+        """Quantize by :func:`megatron_lowbit.numerics.quantize_both`."""
+        return quantize_both(x, row, col, amaxes)
 
-    Args:
-        device: where the tensors are.
-        request: ``auto``, or ``reference`` for the eager arithmetic everywhere.
-    """
-    if request == "reference":
-        return reference("asked for")
-    if device.type == "cpu":
-        missing = compiled.missing_compiler()
-        if missing is None:
-            return Engine("compiled", compiled.quantize, compiled.gemm, "CPU with a C++ compiler")
-        return reference(missing)
-    if device.type == "cuda":
-        return _for_gpu(torch.cuda.get_device_capability(device))
-    return reference(f"no fused kernels for {device.type}")
+    def gemm(
+        self,
+        lhs: Any,
+        rhs: Any,
+        bias: Tensor | None = None,
+        accumulation: Accumulation | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Multiply by :func:`megatron_lowbit.numerics.gemm`."""
+        return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
 
-
-def _for_gpu(capability: tuple[int, int]) -> Engine:
-    # Triton is there wherever torch has CUDA, and on few other machines.
-    from megatron_lowbit.kernels.fused import FusedEngine
-    from megatron_lowbit.kernels.norm_grad import norm_grad as norm_grad_kernel
-
-    shown = ".".join(map(str, capability))
-    if capability < MIN_CAPABILITY:
-        needed = ".".join(map(str, MIN_CAPABILITY))
-        return reference(f"compute capability {shown}; fused kernels need {needed}")
-    engine = FusedEngine(capability)
-
-    def describe(lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
-        route = engine.route(lhs, rhs)
-        return f"{route.name}, {route.accumulation}"
-
-    reason = f"GPU of compute capability {shown}"
-    return Engine(
-        "fused",
-        engine.quantize,
-        engine.gemm,
-        reason,
-        describe,
-        engine.folded.take,
-        engine.fold_losses,
-        engine.normalize,
-        norm_grad_kernel,
-    )
+    def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
+        """Describe the product, which is the same for all formats."""
+        return "dequantized to FP32, FP32 sums"

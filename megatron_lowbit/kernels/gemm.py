@@ -1,6 +1,5 @@
 """GEMMs on a GPU, one for each route of ``kernels/routes.py``: how operands go to tensor cores."""
 
-import math
 from functools import reduce
 
 import torch
@@ -16,6 +15,7 @@ from megatron_lowbit.kernels.operands import (
     exact_values,
     fold,
 )
+from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, ROWS, TENSORS, TILES
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
@@ -100,32 +100,13 @@ def row_product(
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-class FoldedProduct:
-    """FP8 GEMM of MXFP4 folded to E4M3 with a power of two a row; counts what did not fold.
-
-    ``inexact`` counts on the device how many operand values were rounded, of so many ``values``.
-    """
-
-    def __init__(self) -> None:
-        self.inexact: Tensor | None = None
-        self.values = 0
-
-    def __call__(
-        self, lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        """The product."""
-        if self.inexact is None:
-            self.inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
-        a, b = (_aligned_rows(*fold(one, self.inexact)) for one in (lhs, rhs))
-        self.values += math.prod(lhs.shape) + math.prod(rhs.shape)
-        y = _multiply_rows(a, b, out_dtype, fast=True)
-        return _finish(y, lhs, rhs, bias, out_dtype)
-
-    def take(self) -> tuple[int, int]:
-        """Values rounded, of how many, since the last call."""
-        counts = 0 if self.inexact is None else int(self.inexact), self.values
-        self.inexact, self.values = None, 0
-        return counts
+def folded_product(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiply MXFP4 folded to E4M3 with a power of two a row."""
+    a, b = (_aligned_rows(*fold(one)) for one in (lhs, rhs))
+    y = _multiply_rows(a, b, out_dtype, fast=True)
+    return _finish(y, lhs, rhs, bias, out_dtype)
 
 
 def _aligned_rows(codes: Tensor, scales: Tensor) -> ScaledRows:
@@ -175,3 +156,14 @@ def _finish(
     if y.shape != (rows, columns):
         y = y[:rows, :columns].contiguous()
     return (y if bias is None else y + bias).to(dtype)
+
+
+PRODUCTS = {
+    TILES: tile_product,
+    TENSORS: tensor_product,
+    ROWS: row_product,
+    FOLDED: folded_product,
+    EXACT: exact_product,
+    DEQUANTIZED: dequantized_product,
+}
+"""Function of each route."""

@@ -16,6 +16,7 @@ from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_s
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
 from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.numerics import (
+    Amaxes,
     Hadamard,
     QuantizedTensor,
     Quantizer,
@@ -24,6 +25,7 @@ from megatron_lowbit.numerics import (
     derive_key,
 )
 from megatron_lowbit.numerics import quantize_both as reference
+from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
@@ -43,13 +45,18 @@ _NOTHING = (0, None, None, None, None, 0, None, None, 0)
 
 
 def quantize_both(
-    x: Tensor, row: Request | None, col: Request | None, values: tuple[bool, bool] = (False, False)
+    x: Tensor,
+    row: Request | None,
+    col: Request | None,
+    amaxes: Amaxes = (None, None),
+    values: tuple[bool, bool] = (False, False),
 ) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
-    """x (R, C) as ``row`` says and its transpose as ``col`` says, from one pass over x.
+    """Quantize x (R, C) as ``row`` says and its transpose as ``col`` says, in one pass over x.
 
-    A format with a scale a tensor or a row takes a pass of its own for the amaxes. Bit for bit what
-    :func:`megatron_lowbit.numerics.quantize_both` gives; a side with ``values`` comes as BF16
-    numbers in place of its codes and scales.
+    A format with a scale a row takes a pass of its own for the amaxes, as does one with a scale a
+    tensor whose amax is not in ``amaxes``. The bits are those of
+    :func:`megatron_lowbit.numerics.quantize_both`; a side with ``values`` comes as BF16 numbers in
+    place of its codes and scales.
 
     Raises:
         TypeError: x is neither FP32 nor BF16.
@@ -60,11 +67,9 @@ def quantize_both(
         return reference(x, row, col)
     if row and col and max(_points(row), _points(col)) > _LARGEST_TRANSFORM:
         # A tile that holds whole transforms in both directions would not fit into registers.
-        return quantize_both(x, row, None, values)[0], quantize_both(x, None, col, values)[1]
-    amaxes = [
-        of_rows if of_tensor is None else of_tensor
-        for of_tensor, of_rows in zip(_amaxes(x, row, col), _row_amaxes(x, row, col), strict=True)
-    ]
+        by_row, _ = quantize_both(x, row, None, amaxes, values)
+        return by_row, quantize_both(x, None, col, amaxes, values)[1]
+    amaxes = _all_amaxes(x, row, col, amaxes)
     tiles = not any(values) and all(r is None or _is_plain_tile(r) for r in (row, col))
     row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, values[0], tiles)
     col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, values[1], tiles)
@@ -109,30 +114,44 @@ def _quantize_fp8_tiles(
     )  # fmt: skip
 
 
-def _amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
-    """The amax that each side's tensor scale is made from; None for a side without one."""
+def _all_amaxes(
+    x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the amaxes of tensors and of rows that the formats' scales are made from."""
+    missing = (r if amax is None else None for r, amax in zip((row, col), amaxes, strict=True))
+    own, rows = tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
+    found = [
+        next((one for one in three if one is not None), None)
+        for three in zip(amaxes, own, rows, strict=True)
+    ]
+    return found[0], found[1]
+
+
+def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
+    """Compute what :func:`megatron_lowbit.numerics.tensor_amaxes` does, in one pass over x."""
     if col is row:
-        return _amaxes(x, row, None)[:1] * 2
-    scaled = [r if r and r.quantizer.format.tensor_scaled else None for r in (row, col)]
-    if not any(scaled):
-        return [None, None]
+        amax, _ = tensor_amaxes(x, row, None) if row else (None, None)
+        return amax, amax
+    row, col = (r if r and r.quantizer.format.tensor_scaled else None for r in (row, col))
+    if row is None and col is None:
+        return None, None
+    if not x.numel():
+        return reference_amaxes(x, row, col)
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
-    outs = [bits if r else None for bits, r in zip(found.unbind(), scaled, strict=True)]
-    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
-    transforms = [_transform(r.hadamard) if r else None for r in scaled]
-    tile = _amax_tile(scaled)
+    outs = [bits if r else None for bits, r in zip(found.unbind(), (row, col), strict=True)]
+    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in (row, col)]
+    transforms = [_transform(r.hadamard) if r else None for r in (row, col)]
+    tile = _amax_tile(row, col)
     amax_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, outs[0], signs[0], outs[1], signs[1],
         *tile, *transforms, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return [
-        None if r is None else r.scale_amax(amax) if r.scale_amax else amax
-        for amax, r in zip(found.view(torch.float32).unbind(), scaled, strict=True)
-    ]
+    by_row, by_col = found.view(torch.float32).unbind()
+    return by_row if row else None, by_col if col else None
 
 
 def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
-    """The amaxes of each side's rows, FP32 (R,); None for a side whose format has no use for them.
+    """Return the amaxes of each side's rows, FP32 (R,); None for a format without a scale a row.
 
     A row of the transpose is a column of x: all of its tokens, where wgrad contracts them.
     """
@@ -145,7 +164,7 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Ten
     ]
     signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
     transforms = [_transform(r.hadamard) if r else None for r in scaled]
-    tile = _amax_tile(scaled)
+    tile = _amax_tile(*scaled)
     row_amax_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, found[0], signs[0], found[1], signs[1],
         *tile, *transforms, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
@@ -157,12 +176,12 @@ def _points(request: Request | None) -> int:
     return request.hadamard.size if request and request.hadamard else 1
 
 
-def _amax_tile(sides: list[Request | None]) -> tuple[int, int]:
+def _amax_tile(row: Request | None, col: Request | None) -> tuple[int, int]:
     """Return rows and columns of a tile that holds whole transforms of both sides."""
-    row, col = map(_points, sides)
-    if max(row, col) > _LARGEST_TRANSFORM:
-        return (max(32, col), max(32, row))
-    return (max(64, col), max(128, row))
+    across, down = _points(row), _points(col)
+    if max(across, down) > _LARGEST_TRANSFORM:
+        return (max(32, down), max(32, across))
+    return (max(64, down), max(128, across))
 
 
 def outputs(

@@ -35,37 +35,52 @@ def normalize_quantize(
     amax: Tensor | None = None,
     out: QuantizedTensor | None = None,
 ) -> tuple[QuantizedTensor | Values, Tensor]:
-    """x (R, C) normalized and quantized along its rows, and the FP32 (R, 1) that it was times.
+    """Normalize x (R, C) and quantize it along its rows; return also the rows' FP32 factors (R, 1).
 
     What RMSNorm gives is rounded to x's dtype before it is quantized, as between two layers. Of a
     case that ``norm_cases.takes``. ``values``: BF16 numbers in place of codes and scales. ``gain``
     (C,) multiplies what RMSNorm has normalized. ``amax``, an FP32 scalar, is of the result, where a
     format has a tensor scale and it is known. ``out`` is filled in place of new codes and scales.
     """
-    rows, columns = x.shape
     block = request.quantizer.format.block
+    if request.quantizer.format.tensor_scaled and amax is None:
+        amax = normalized_amax(x, norm, block, gain)
+    side, arguments, made = row_side(request, x, amax, values, out)
+    rho = _launch(x, norm, block, gain, None, arguments, side)
+    return made, rho
+
+
+def normalized_amax(
+    x: Tensor, norm: MXNorm | RMSNorm, block: int, gain: Tensor | None = None
+) -> Tensor:
+    """Return the amax (FP32 scalar) of x (R, C) normalized, with blocks of ``block``."""
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    _launch(x, norm, block, gain, found, (None,) * 4, None)
+    return found.view(torch.float32)
+
+
+def _launch(
+    x: Tensor,
+    norm: MXNorm | RMSNorm,
+    block: int,
+    gain: Tensor | None,
+    most: Tensor | None,
+    arguments: tuple,
+    side: Side | None,
+) -> Tensor:
+    """Launch the kernel to quantize a side, or for the amax alone; return the rows' factors."""
+    rows, columns = x.shape
     rho = torch.empty((rows, 1), device=x.device)
     height, part = tile_of(columns, block)
     p, constant, eps = statistic(norm, block)
     if p == _POST_ROUND.value:
         constant = rounded_table(block, x.device)
-
-    def launch(side, most, *arguments) -> None:
-        norm_kernel[(cdiv(rows, height),)](
-            x, *x.stride(), rows, columns, gain, constant, eps, rho, most, *arguments,
-            height, part, cdiv(columns, part), block, p, side,
-            rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
-        )  # fmt: skip
-
-    if request.quantizer.format.tensor_scaled:
-        if amax is None:
-            found = torch.zeros((), dtype=torch.int32, device=x.device)
-            launch(None, found, None, None, None, None)
-            amax = found.view(torch.float32)
-        amax = request.scale_amax(amax) if request.scale_amax else amax
-    side, arguments, made = row_side(request, x, amax, values, out)
-    launch(side, None, *arguments)
-    return made, rho
+    norm_kernel[(cdiv(rows, height),)](
+        x, *x.stride(), rows, columns, gain, constant, eps, rho, most, *arguments,
+        height, part, cdiv(columns, part), block, p, side,
+        rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return rho
 
 
 def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:

@@ -64,11 +64,11 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
 
 
-def fold(operand: QuantizedTensor, inexact: Tensor) -> ScaledRows:
-    """MXFP4 codes and scales as E4M3 with one power of two a row, times the tensor scale.
+def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> ScaledRows:
+    """Turn MXFP4 codes and scales into E4M3 codes with one power of two a row.
 
-    Exact while a block's scale lies within 14 binades of the row's largest.
-    Values of blocks that are too small, and so were rounded, are added to ``inexact``, int64 ().
+    Exact while a block's scale lies within 14 binades of the row's largest. The number of values of
+    smaller blocks, which are rounded, is added to ``inexact``, int64 ().
     """
     rows, device = operand.codes.shape[0], operand.codes.device
     codes = torch.empty((rows, _columns(operand)), dtype=torch.float8_e4m3fn, device=device)
@@ -92,7 +92,7 @@ def _columns(operand: QuantizedTensor) -> int:
     return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
 
 
-def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor) -> None:
+def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor | None) -> None:
     rows, columns = out.shape
     if not out.numel():
         return
@@ -164,9 +164,10 @@ def _decode_kernel(
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, code, E4M3, False), row0, col0, R, K, EVEN)
         # E2M1 times a power of two down to 2 ** -8 is exact in E4M3.
-        if tl.min(tl.min(shift, 1), 0) < -8:
-            lost = (on_grid(value, value, E4M3, False) != tl.abs(value)) & (value == value)
-            tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
+        if inexact is not None:  # noqa: SIM102  decided when it is compiled
+            if tl.min(tl.min(shift, 1), 0) < -8:
+                lost = (on_grid(value, value, E4M3, False) != tl.abs(value)) & (value == value)
+                tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
 
 
 @triton.jit

@@ -17,21 +17,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.engine import Engine, select_engine
-from megatron_lowbit.layers.call import (
-    LinearCall,
-    WeightCache,
+from megatron_lowbit.layers.autograd_state import flatten, unflatten
+from megatron_lowbit.layers.context import LinearContext
+from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.layers.linear import context_of
+from megatron_lowbit.layers.operands import (
     deliver_wgrad,
-    draw_key,
+    quantize_dgrad_weight,
     quantize_gathered,
     quantize_grad,
     quantize_weight,
     reduce_dgrad,
 )
-from megatron_lowbit.layers.eager import eager
-from megatron_lowbit.layers.saved import put_together, take_apart
-from megatron_lowbit.layers.sharding import UNSHARDED, Shards, gather_rows
-from megatron_lowbit.numerics import AmaxHistory
+from megatron_lowbit.layers.sharding import Shards, gather_rows
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes.mxnorm import norm_block
 from megatron_lowbit.recipes.precision import LinearPrecision
@@ -40,77 +38,89 @@ from megatron_lowbit.recipes.precision import LinearPrecision
 class _MXNormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x: Tensor, gain: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall,
+        ctx: Any,
+        x: Tensor,
+        gain: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        context: LinearContext,
         norm: MXNorm,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        by_row, rho = _normalize(call, x2d, norm)
-        by_row_weight, dgrad_weight = quantize_weight(call, lambda: weight.float() * gain.float())
-        y = call.gemm("fprop", by_row, by_row_weight, x.dtype, bias)
-        if not (call.training and x.requires_grad):
+        fprop_input, rho = _normalize(context, x2d, norm)
+        fprop_weight, dgrad_weight = quantize_weight(context, lambda: _gained(weight, gain))
+        y = context.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
+        if not (context.training and x.requires_grad):
             dgrad_weight = None
         tensors: list[Tensor] = []
-        ctx.dgrad_weight = take_apart(dgrad_weight, tensors)
+        ctx.dgrad_weight = flatten(dgrad_weight, tensors)
         ctx.save_for_backward(x2d, rho, gain, *tensors)
-        ctx.call, ctx.weight, ctx.x_shape, ctx.has_bias = call, weight, x.shape, bias is not None
-        leading = (-1, *x.shape[1:-1]) if call.shards.sequence_parallel else x.shape[:-1]
+        ctx.context, ctx.weight, ctx.x_shape = context, weight, x.shape
+        ctx.has_bias = bias is not None
+        leading = (-1, *x.shape[1:-1]) if context.shards.sequence_parallel else x.shape[:-1]
         return y.view(*leading, weight.shape[0])
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: Tensor):
-        call, weight = ctx.call, ctx.weight
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        context, weight = ctx.context, ctx.weight
         x, rho, gain, *tensors = ctx.saved_tensors
         needs_x, needs_gain, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         needs_product = needs_gain or needs_weight
         grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
-        by_row, by_col = quantize_grad(call, grad, needs_x, needs_product)
+        by_row, by_col = quantize_grad(context, grad, needs_x, needs_product)
         inner = handle = product = None
         if needs_x:
-            dgrad_weight = put_together(ctx.dgrad_weight, iter(tensors))
+            dgrad_weight = unflatten(ctx.dgrad_weight, iter(tensors))
             if dgrad_weight is None:
-                gained, request = weight.float() * gain.float(), call.request("dgrad", "weight", 0)
-                _, dgrad_weight = call.quantize(gained, None, request)
+                dgrad_weight = quantize_dgrad_weight(context, _gained(weight, gain))
             inner, handle = reduce_dgrad(
-                call.shards, call.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
+                context.shards, context.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
             )
         if needs_product:
-            product = _product(call, by_col, x.float() * rho)
+            product = _product(context, by_col, x.float() * rho)
         if handle is not None:
             handle.wait()
         return (
-            call.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
-            _gain_grad(call.shards, product, weight).to(gain.dtype) if needs_gain else None,
-            deliver_wgrad(call, weight, (product * gain.float()).to) if needs_weight else None,
+            context.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
+            _gain_grad(context.shards, product, weight).to(gain.dtype) if needs_gain else None,
+            deliver_wgrad(context, weight, (product * gain.float()).to) if needs_weight else None,
             grad.sum(dim=0) if ctx.has_bias and needs_bias else None,
             None,
             None,
         )
 
 
-def _normalize(call: LinearCall, x: Tensor, norm: MXNorm) -> tuple[Any, Tensor]:
-    """fprop's input of all tokens, and 1 / RMS (R, 1) of this rank's."""
-    sequence_parallel = call.shards.sequence_parallel
-    if sequence_parallel and not call.gathers_codes("fprop", len(x)):
-        rho = norm.inverse_rms(x, norm_block(call.precision))
-        return quantize_gathered(call, "fprop", x.float() * rho), rho
-    request = call.request("fprop", "input", len(x), kept=sequence_parallel)
-    by_row, rho = call.engine.normalize(x, norm, request)
-    return gather_rows(by_row, call.shards.group) if sequence_parallel else by_row, rho
+def _gained(weight: Tensor, gain: Tensor) -> Tensor:
+    return weight.float() * gain.float()
 
 
-def _product(call: LinearCall, lhs: Any, normalized: Tensor) -> Tensor:
-    """M (N, D) in FP32, of dH's transpose and the normalized input (R, D) of this rank's tokens."""
-    if call.shards.sequence_parallel:
-        rhs = quantize_gathered(call, "wgrad", normalized)
+def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Tensor]:
+    """Return fprop's input of all tokens, and 1 / RMS (R, 1) of this rank's."""
+    precision, split = context.precision, context.shards.sequence_parallel
+    if split and not precision.gathers_codes("fprop", len(x)):
+        rho = norm.inverse_rms(x, norm_block(precision))
+        return quantize_gathered(context, "fprop", x.float() * rho), rho
+    request = context.request("fprop", "input", len(x), needs_codes=split)
+    amax = None
+    if context.shares_amax("fprop", "input"):
+        own = context.engine.normalized_amax(x, norm, request)
+        amax = context.scale_amax("fprop", "input", own)
+    by_row, rho = context.engine.normalize(x, norm, request, amax)
+    return gather_rows(by_row, context.shards.group) if split else by_row, rho
+
+
+def _product(context: LinearContext, lhs: Any, normalized: Tensor) -> Tensor:
+    """Compute M (N, D) in FP32 from dH's transpose and this rank's normalized input (R, D)."""
+    if context.shards.sequence_parallel:
+        rhs = quantize_gathered(context, "wgrad", normalized)
     else:
-        request = call.request("wgrad", "input", len(normalized))
-        _, rhs = call.quantize(normalized, None, request)
-    return call.gemm("wgrad", lhs, rhs, torch.float32)
+        _, rhs = context.quantize(normalized, "input", None, "wgrad")
+    return context.gemm("wgrad", lhs, rhs, torch.float32)
 
 
 def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
-    """dgain (D,), FP32, of all rows of W, whichever rank holds them.
+    """Compute dgain (D,), FP32, of all rows of W, whichever rank holds them.
 
     Under sequence parallelism of this rank's alone: norms' gradients are summed later then.
     """
@@ -125,25 +135,19 @@ def mxnorm_linear(
     x: Tensor,
     gain: Tensor,
     weight: Tensor,
-    precision: LinearPrecision,
+    context: LinearContext | LinearPrecision,
     norm: MXNorm = MXNorm(),  # noqa: B008  frozen
-    *,
     bias: Tensor | None = None,
-    key: int | None = None,
-    shards: Shards = UNSHARDED,
-    engine: Engine | None = None,
-    accumulate_main_grad: bool = False,
-    amax_history: AmaxHistory | None = None,
-    weight_cache: WeightCache | None = None,
 ) -> Tensor:
-    """``MXNorm(x) @ (weight * gain).T + bias``, in a precision whose fprop quantizes in blocks.
+    """Compute ``MXNorm(x) @ (weight * gain).T + bias``; fprop quantizes in blocks.
 
     Args:
         x: (..., K), FP32 or BF16, K a multiple of the input format's block.
         gain: (K,), the norm's.
         weight: (N, K).
-        precision: as for ``lowbit_linear``, like everything that follows ``norm``.
+        context: as for :func:`megatron_lowbit.layers.lowbit_linear`.
         norm: how the RMS is estimated.
+        bias: (N,), added in high precision.
 
     Returns:
         (..., N) in x's dtype.
@@ -151,16 +155,7 @@ def mxnorm_linear(
     Raises:
         ValueError: fprop's input is not quantized in blocks, or K is not a multiple of one.
     """
-    norm_block(precision)
-    call = LinearCall(
-        precision=precision,
-        engine=engine or select_engine(x.device),
-        shards=shards,
-        key=draw_key(precision) if key is None else key,
-        accumulate_main_grad=accumulate_main_grad,
-        training=torch.is_grad_enabled(),
-        keep_input=False,
-        amax_history=amax_history,
-        weight_cache=weight_cache,
-    )
-    return _MXNormLinear.apply(x, gain, weight, bias, call, norm)
+    context = context_of(context, x)
+    norm_block(context.precision)
+    y: Tensor = _MXNormLinear.apply(x, gain, weight, bias, context, norm)
+    return y

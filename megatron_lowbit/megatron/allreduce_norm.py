@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.norm_cases import takes
-from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
@@ -92,19 +92,13 @@ class _AddAndNormalize:
         state = getattr(linear, "layer_state", None)
         if state is None or not (linear.training or state.plan.evaluates):
             return None
-        training = torch.is_grad_enabled()
-        call = LinearCall(
-            state.plan.precision,
-            state.plan.engine,
-            key=0,  # the kernel takes nearest rounding alone
-            training=training,
-            keep_input=training,
-            amax_history=state.amax_history,
-        )
+        precision = state.plan.precision
+        if precision.fprop.delayed is not None:
+            return None  # the kernel's amax would not be recorded
         rows = x.numel() // x.shape[-1]
-        request = call.request("fprop", "input", rows, kept=True)
-        fits = request is not None and takes(x.view(rows, -1), RMSNorm(), request)
-        if not fits:
+        context = LinearContext(precision, state.plan.engine, key=0)  # rounded to nearest alone
+        request = context.request("fprop", "input", rows, needs_codes=True)
+        if request is None or not takes(x.view(rows, -1), RMSNorm(), request):
             return None
         format = request.quantizer.format
         return request if format.block > 1 or format.row_scaled else None

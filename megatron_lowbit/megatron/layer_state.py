@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import WeightCache
+from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
@@ -61,6 +61,19 @@ class LayerState:
         if handed is None or handed[0]() is not x:
             return x
         return Operand(handed[1], None, x)
+
+    def context(self, shards: Shards = UNSHARDED) -> LinearContext:
+        """Return the context of a call in the present microbatch."""
+        return LinearContext(
+            self.plan.precision,
+            self.plan.engine,
+            self.microbatch_key(),
+            shards=shards,
+            accumulate_main_grad=self.plan.accumulate_main_grad,
+            amax_history=self.amax_history,
+            weight_cache=self.weight_cache,
+            fallbacks=self.fallbacks,
+        )
 
     def forget_weight(self) -> None:
         """Have the weight quantized anew: it has changed."""

@@ -61,19 +61,9 @@ class _Product:
         # An expert without tokens has nothing to quantize, nor an amax to record.
         if in_high_precision or input.numel() == 0:
             return self.high_precision(input, weight, *args, **kwargs)
-        return self.quantized(
-            state.operand_of(input),
-            weight,
-            state.plan.precision,
-            bias=kwargs["bias"],
-            key=state.microbatch_key(),
-            shards=self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]),
-            engine=state.plan.engine,
-            accumulate_main_grad=state.plan.accumulate_main_grad,
-            amax_history=state.amax_history,
-            weight_cache=state.weight_cache,
-            **({} if state.fallbacks is None else {"fallbacks": state.fallbacks}),
-        )
+        shards = self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"])
+        context = state.context(shards)
+        return self.quantized(state.operand_of(input), weight, context, bias=kwargs["bias"])
 
     def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
         features = self.state.features

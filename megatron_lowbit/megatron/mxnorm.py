@@ -24,9 +24,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron.training.models.gpt import default_layer_spec
 
 from megatron_lowbit.errors import require
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.numerics.mxnorm import MXNorm
-from megatron_lowbit.recipes import LinearPrecision
 
 
 class MXNormColumnParallelLinear(ColumnParallelLinear):
@@ -47,11 +47,15 @@ class MXNormColumnParallelLinear(ColumnParallelLinear):
         return super()._forward_impl(normalized, weight, **kwargs)
 
     def normalized_product(
-        self, input: torch.Tensor, weight: torch.Tensor, precision: LinearPrecision, **settings: Any
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        context: LinearContext,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Normalize and multiply in a quantized precision; arguments as ``lowbit_linear``'s."""
         norm = self.layer_state.plan.norm
-        return mxnorm_linear(input, self.layer_norm_weight, weight, precision, norm, **settings)
+        return mxnorm_linear(input, self.layer_norm_weight, weight, context, norm, bias)
 
 
 def mxnorm_of(args: Namespace) -> MXNorm | None:

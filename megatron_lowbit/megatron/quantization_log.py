@@ -22,7 +22,7 @@ from megatron.training import global_vars
 
 from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, figures, gemm_sums
 from megatron_lowbit.errors import require
-from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.numerics import Operand, derive_key
@@ -118,29 +118,28 @@ class Measurement:
         if not x.numel():
             return
         weight = module.weight.detach()
-        call = LinearCall(
-            precision=state.plan.precision,
-            engine=state.plan.engine,
+        context = LinearContext(
+            state.plan.precision,
+            state.plan.engine,
             key=derive_key(METRIC, path, self._iteration),
             training=False,
-            keep_input=False,
             amax_history=state.amax_history,
         )
         with torch.no_grad():
-            self._add(path, gemm_sums(call, "fprop", x, weight))
+            self._add(path, gemm_sums(context, "fprop", x, weight))
         rank = module.tp_group.rank()
-        y.register_hook(partial(self._watch_grad, path, call, x, weight, rank))
+        y.register_hook(partial(self._watch_grad, path, context, x, weight, rank))
 
     @torch.no_grad()
     def _watch_grad(
-        self, path: str, call: LinearCall, x: Tensor, weight: Tensor, rank: int, grad: Tensor
+        self, path: str, context: LinearContext, x: Tensor, weight: Tensor, rank: int, grad: Tensor
     ) -> None:
         grad = grad.detach().flatten(0, -2)
         # Under sequence parallelism one of them has all tokens, the other this rank's.
         tokens = min(len(x), len(grad))
         x, grad = (t if len(t) == tokens else t[rank * tokens :][:tokens] for t in (x, grad))
-        self._add(path, gemm_sums(call, "dgrad", grad, weight.t()))
-        self._add(path, gemm_sums(call, "wgrad", grad.t(), x.t()))
+        self._add(path, gemm_sums(context, "dgrad", grad, weight.t()))
+        self._add(path, gemm_sums(context, "wgrad", grad.t(), x.t()))
 
     def _add(self, path: str, sums: Sums) -> None:
         """Keep a GEMM's sums; print the first operand whose values are not all finite."""

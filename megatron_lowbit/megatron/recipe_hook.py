@@ -25,7 +25,7 @@ from megatron.training.utils import is_rank0
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
-from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import allreduce_norm, experts, linear
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks

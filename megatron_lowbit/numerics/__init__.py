@@ -6,6 +6,7 @@ from megatron_lowbit.numerics.gemm import Accumulation, gemm
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.philox import Draw, derive_key
 from megatron_lowbit.numerics.quantizer import (
+    Amaxes,
     Operand,
     QuantizedTensor,
     Quantizer,
@@ -14,12 +15,14 @@ from megatron_lowbit.numerics.quantizer import (
     format_by_name,
     quantize,
     quantize_both,
+    tensor_amaxes,
 )
 
 __all__ = [
     "FORMATS",
     "Accumulation",
     "AmaxHistory",
+    "Amaxes",
     "DelayedScaling",
     "Draw",
     "Hadamard",
@@ -34,4 +37,5 @@ __all__ = [
     "hadamard_transform",
     "quantize",
     "quantize_both",
+    "tensor_amaxes",
 ]

@@ -150,92 +150,108 @@ class Quantizer:
     format: BlockFormat
     rounding: Rounding = Rounding.NEAREST_EVEN
 
-    def __call__(
-        self,
-        x: Tensor,
-        *,
-        hadamard: Hadamard | None = None,
-        sign_key: int = 0,
-        scale_amax: Callable[[Tensor], Tensor] | None = None,
-        draw: Draw | None = None,
-        arithmetic: Arithmetic = REFERENCE,
-    ) -> QuantizedTensor:
-        """Quantize x (..., K) with blocks along its last axis.
-
-        Args:
-            x: FP32 or BF16, any strides. Ragged sizes are padded with zeros inside.
-            hadamard: transform applied along the last axis first.
-            sign_key: key of the transform's signs, where they are fresh for each GEMM.
-            scale_amax: maps x's own tensor amax (FP32 scalar, after the transform) to the one
-                that the tensor scale is made from: the maximum over the shards of a tensor, or
-                the amax of earlier steps. Not called for a format without a tensor scale.
-            draw: the random bits; needed by stochastic rounding.
-            arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
-        """
-        count = math.prod(x.shape[:-1])
-        x2d = x.reshape(count, x.shape[-1])
-        y = x2d.float() if hadamard is None else hadamard_transform(x2d, hadamard, sign_key)
-        amax = y.new_zeros(())
-        if self.format.tensor_scaled:
-            amax = y.abs().amax() if y.numel() else amax
-            amax = amax if scale_amax is None else scale_amax(amax)
-        # A transform spreads a ragged last block over all of its points: none may be cut off.
-        columns = y.shape[1]
-        y = _pad(y, _round_up(count, self.format.block_rows), _round_up(columns, self.format.block))
-        random = None
-        if self.rounding is Rounding.STOCHASTIC:
-            if draw is None:
-                raise ValueError("stochastic rounding needs a Draw: which random bits to use")
-            key, rows, quads = draw.key_words(x.device), *draw.counters(count, columns, x.device)
-            random = _pad(arithmetic.uniform(key, rows, quads), *y.shape)
-        codes, scales, tensor_scale = arithmetic.encode(self.format, y.contiguous(), amax, random)
-        codes = pack_nibbles(codes) if self.format.element.bits == 4 else codes
-        shape = (*x.shape[:-1], columns)
-        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, self.format, shape)
+    def __call__(self, x: Tensor, amax: Tensor | None = None, **options: Any) -> QuantizedTensor:
+        """Quantize x (..., K) along its last axis, with the options of :class:`Request`."""
+        return Request(self, **options).quantize(x, amax)
 
 
 @dataclass(frozen=True)
 class Request:
-    """One side of a tensor to quantize: a quantizer and the options of its call.
+    """How one side of a tensor is quantized in one call: a quantizer, and what is the call's own.
 
-    ``other`` is the format of the operand that it will be multiplied with, None for one in high
-    precision. ``kept``: it will be saved or sent, so that codes and scales are wanted; else an
-    engine may give whatever its GEMM takes.
+    Args:
+        quantizer: format and rounding.
+        hadamard: transform applied along the last axis first.
+        sign_key: key of the transform's signs, where they are fresh for each GEMM.
+        draw: the random bits; needed by stochastic rounding.
+        partner: format of the operand that it will be multiplied with; None for high precision.
+        needs_codes: True for an operand that is saved or sent. Any other an engine may give in
+            whatever form its GEMM takes.
     """
 
     quantizer: Quantizer
     hadamard: Hadamard | None = None
     sign_key: int = 0
-    scale_amax: Callable[[Tensor], Tensor] | None = None
     draw: Draw | None = None
-    other: BlockFormat | None = None
-    kept: bool = False
+    partner: BlockFormat | None = None
+    needs_codes: bool = False
 
-    def __call__(self, x: Tensor, arithmetic: Arithmetic = REFERENCE) -> QuantizedTensor:
-        """x (..., K) with blocks along its last axis."""
-        return self.quantizer(
-            x,
-            hadamard=self.hadamard,
-            sign_key=self.sign_key,
-            scale_amax=self.scale_amax,
-            draw=self.draw,
-            arithmetic=arithmetic,
-        )
+    def transform(self, x: Tensor) -> Tensor:
+        """Return x (R, K) in FP32, transformed if the request says so."""
+        if self.hadamard is None:
+            return x.float()
+        return hadamard_transform(x, self.hadamard, self.sign_key)
+
+    def amax(self, x: Tensor) -> Tensor:
+        """Return the largest magnitude of x (R, K) after the transform, an FP32 scalar."""
+        y = self.transform(x)
+        return y.abs().amax() if y.numel() else y.new_zeros(())
+
+    def quantize(
+        self, x: Tensor, amax: Tensor | None = None, arithmetic: Arithmetic = REFERENCE
+    ) -> QuantizedTensor:
+        """Quantize x with blocks along its last axis.
+
+        Args:
+            x: (..., K), FP32 or BF16, any strides. Ragged sizes are padded with zeros inside.
+            amax: FP32 scalar that a tensor scale is made from, such as the maximum over the shards
+                of a tensor or an amax of earlier steps. None takes that of x, after the transform.
+                Without effect on a format that has no tensor scale.
+            arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
+        """
+        format, count = self.quantizer.format, math.prod(x.shape[:-1])
+        x2d = x.reshape(count, x.shape[-1])
+        y = self.transform(x2d)
+        if amax is None or not format.tensor_scaled:
+            amax = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
+        # A transform spreads a ragged last block over all of its points: none may be cut off.
+        columns = y.shape[1]
+        y = _pad(y, _round_up(count, format.block_rows), _round_up(columns, format.block))
+        random = None
+        if self.quantizer.rounding is Rounding.STOCHASTIC:
+            if self.draw is None:
+                raise ValueError("stochastic rounding needs a Draw: which random bits to use")
+            key = self.draw.key_words(x.device)
+            rows, quads = self.draw.counters(count, columns, x.device)
+            random = _pad(arithmetic.uniform(key, rows, quads), *y.shape)
+        codes, scales, tensor_scale = arithmetic.encode(format, y.contiguous(), amax, random)
+        codes = pack_nibbles(codes) if format.element.bits == 4 else codes
+        shape = (*x.shape[:-1], columns)
+        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape)
+
+
+Amaxes = tuple[Tensor | None, Tensor | None]
+"""Tensor amaxes of a matrix and of its transpose; None for a side that needs none."""
+
+
+def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
+    """Return the amaxes of x (R, C) as ``row`` transforms it, and of its transpose as ``col`` does.
+
+    They are FP32 scalars, None for a side that is not wanted or whose format has no tensor scale.
+    """
+    row_amax = row.amax(x) if row and row.quantizer.format.tensor_scaled else None
+    if col is row:
+        return row_amax, row_amax
+    return row_amax, col.amax(x.t()) if col and col.quantizer.format.tensor_scaled else None
 
 
 def quantize_both(
-    x: Tensor, row: Request | None, col: Request | None, arithmetic: Arithmetic = REFERENCE
+    x: Tensor,
+    row: Request | None,
+    col: Request | None,
+    amaxes: Amaxes = (None, None),
+    arithmetic: Arithmetic = REFERENCE,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
-    """x (R, C) as ``row`` says, and its transpose as ``col`` says; None for None.
+    """Quantize x (R, C) as ``row`` says, and its transpose as ``col`` says; None for None.
 
     ``col`` may be ``row`` itself, of square blocks: the transpose then takes row's very bits.
     """
-    by_row = None if row is None else row(x, arithmetic)
+    by_row = None if row is None else row.quantize(x, amaxes[0], arithmetic)
     if col is None:
         return by_row, None
     if by_row is not None and col is row:
         return by_row, by_row.transpose()
-    return by_row, col(x.t(), arithmetic)
+    return by_row, col.quantize(x.t(), amaxes[1], arithmetic)
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from megatron_lowbit.planning.compute import BF16, FP32, Passes, Seconds
 from megatron_lowbit.planning.hardware import GPU
-from megatron_lowbit.planning.kept import call
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import Linear, Parameters, Part
 
@@ -94,7 +93,7 @@ def _own(between: Link, cluster: Cluster, stride: int) -> float:
 
 def _sent(linear: Linear, gemm: str) -> float:
     """Bytes an element of an input that is gathered."""
-    quantizer = call(linear.precision).quantizer(gemm, "input")
+    quantizer = linear.precision.quantizer(gemm, "input")
     return BF16 if quantizer is None else quantizer.format.bits_per_element / 8
 
 

@@ -8,13 +8,11 @@ for a microbatch.
 
 from argparse import Namespace
 from collections import Counter
-from functools import partial
 from math import log2
 from typing import NamedTuple
 
 from megatron_lowbit.numerics import Quantizer, Rounding
 from megatron_lowbit.planning.hardware import GPU
-from megatron_lowbit.planning.kept import call
 from megatron_lowbit.planning.model import Linear, Part, mixer, query_groups
 from megatron_lowbit.planning.routing import gemm_name, takes_values
 from megatron_lowbit.recipes import LinearPrecision
@@ -150,12 +148,12 @@ def _quantization(
     As the layer does it: a source for both its GEMMs at once; wgrad's input kept in forward as
     codes, and turned into what its GEMM takes in backward; so are a cached weight's in each pass.
     """
-    precision, asked = linear.precision, call(linear.precision)
+    precision = linear.precision
     delayed = precision.history_length > 0
     sizes = {"input": tokens * inputs, "grad": tokens * outputs, "weight": weights}
 
     def made(role: str, *gemms: str, kept: tuple[str, ...] = ()) -> float:
-        sides = [(gemm, q) for gemm in gemms if (q := asked.quantizer(gemm, role)) is not None]
+        sides = [(gemm, q) for gemm in gemms if (q := precision.quantizer(gemm, role)) is not None]
         if not sides:
             return 0.0
         amaxes = (q.format.row_scaled or (q.format.tensor_scaled and not delayed) for _, q in sides)
@@ -164,12 +162,12 @@ def _quantization(
             BF16 if takes_values(names[gemm]) and gemm not in kept else _packed(q)
             for gemm, q in sides
         )
-        extra = sum(map(partial(_extra_ps, asked=asked, gpu=device.gpu), *zip(*sides, strict=True)))
+        extra = sum(_extra_ps(gemm, q, precision, device.gpu) for gemm, q in sides)
         return device.moved(sizes[role] * (BF16 * passes + written)) + sizes[role] * extra * 1e-12
 
     def unpacked(role: str, gemm: str) -> float:
         """Codes that were kept, as the GEMM takes them."""
-        quantizer = asked.quantizer(gemm, role)
+        quantizer = precision.quantizer(gemm, role)
         bits = 8 * BF16 if takes_values(names[gemm]) else 8
         if quantizer is None or quantizer.format.element.bits == bits:
             return 0.0
@@ -177,11 +175,11 @@ def _quantization(
 
     forward = made("input", "fprop", "wgrad", kept=("wgrad",))
     backward = made("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
-    if asked.caches_weight:
+    if precision.caches_weight:
         forward += unpacked("weight", "fprop")
         backward += unpacked("weight", "dgrad")
         return forward, backward, made("weight", "fprop", "dgrad", kept=("fprop", "dgrad"))
-    if asked.weight_serves_dgrad:
+    if precision.weight_serves_dgrad:
         return forward + made("weight", "fprop", "dgrad"), backward, 0.0
     return forward + made("weight", "fprop"), backward + made("weight", "dgrad"), 0.0
 
@@ -190,9 +188,9 @@ def _packed(quantizer: Quantizer) -> float:
     return quantizer.format.bits_per_element / 8
 
 
-def _extra_ps(gemm: str, quantizer: Quantizer, asked, gpu: GPU) -> float:
+def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
     """What one side takes beside its bytes: additions of the transform, random numbers."""
-    transform = asked.hadamard(gemm)
+    transform = precision.gemms[gemm].hadamard
     found = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
     return found + gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
 

@@ -8,24 +8,14 @@ alone, a quantized linear layer codes and scales of its input. The tests count w
 
 from argparse import Namespace
 from collections import Counter
-from functools import cache
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers.call import LinearCall
 from megatron_lowbit.planning.model import CONVOLUTION, Linear, Part, mixer, query_groups
-from megatron_lowbit.recipes import LinearPrecision
 
 Bytes = dict[str, float]
 """Bytes by what they are of."""
 CHUNK = 128
 """Tokens that torch's scan takes together: megatron-core's default."""
 SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
-
-
-@cache
-def call(precision: LinearPrecision) -> LinearCall:
-    """What a layer asks itself about its operands, without tensors."""
-    return LinearCall(precision, reference("planned"), key=0, training=True, keep_input=True)
 
 
 def kept(args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element: int = 2) -> Bytes:
@@ -68,16 +58,16 @@ def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tupl
     take the same square blocks ``as_values``, in BF16, they share the codes; GEMMs of codes need
     them a second time, transposed.
     """
-    asked, precision = call(linear.precision), linear.precision
-    sides = [asked.quantizer(gemm, "weight") for gemm in ("fprop", "dgrad")]
+    precision = linear.precision
+    sides = [precision.quantizer(gemm, "weight") for gemm in ("fprop", "dgrad")]
     elements = linear.inputs * linear.outputs // tensor
     sizes = [elements * q.format.bits_per_element / 8 if q is not None else 0.0 for q in sides]
     if not precision.quantized:
         return 0.0, 0.0
-    if asked.caches_weight:
-        shared = asked.weight_serves_dgrad and as_values
+    if precision.caches_weight:
+        shared = precision.weight_serves_dgrad and as_values
         return (sizes[0] if shared else sum(sizes)), 0.0
-    return 0.0, sizes[1] if asked.weight_serves_dgrad else 0.0
+    return 0.0, sizes[1] if precision.weight_serves_dgrad else 0.0
 
 
 def _norm(args: Namespace, tokens: int, element: int) -> float:
@@ -88,7 +78,7 @@ def _norm(args: Namespace, tokens: int, element: int) -> float:
 
 def _bytes_of_input(linear: Linear) -> float | None:
     """Bytes an element of what wgrad needs, as it is kept; None where that is the input itself."""
-    quantizer = call(linear.precision).quantizer("wgrad", "input")
+    quantizer = linear.precision.quantizer("wgrad", "input")
     if quantizer is None or linear.precision.wgrad.fallback:
         return None
     return quantizer.format.bits_per_element / 8
@@ -100,7 +90,7 @@ def _input(
     size = _bytes_of_input(linear)
     inputs = linear.split(args.tensor_model_parallel_size)[0]
     split = args.sequence_parallel and linear.column and not gathered
-    if size is None or (split and not call(linear.precision).gathers_codes("wgrad", tokens)):
+    if size is None or (split and not linear.precision.gathers_codes("wgrad", tokens)):
         size = element
     return tokens * inputs * size
 

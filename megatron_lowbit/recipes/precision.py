@@ -1,11 +1,13 @@
 """Precision of one linear layer: how each operand of its three GEMMs is quantized."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_lowbit.numerics import Accumulation, DelayedScaling, Hadamard, Quantizer, Rounding
+from megatron_lowbit.numerics.philox import WORDS
 
 GEMM_ROLES = {
     "fprop": ("input", "weight"),
@@ -51,6 +53,13 @@ class GemmPrecision:
     def quantized(self) -> bool:
         """True if any operand is quantized."""
         return self.lhs is not None or self.rhs is not None
+
+    @property
+    def redraws_rhs(self) -> bool:
+        """True if each microbatch quantizes the same right operand to other bits."""
+        rounds = self.rhs is not None and self.rhs.rounding is Rounding.STOCHASTIC
+        fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
+        return rounds or fresh or self.delayed is not None
 
     def __str__(self) -> str:
         if not self.quantized and self.accumulation is None:
@@ -119,6 +128,48 @@ class LinearPrecision:
     def gemms(self) -> dict[str, GemmPrecision]:
         """The GEMMs by name."""
         return {gemm: getattr(self, gemm) for gemm in GEMM_ROLES}
+
+    def quantizer(self, gemm: str, role: str) -> Quantizer | None:
+        """Return the quantizer of an operand, None where it stays in high precision."""
+        precision = self.gemms[gemm]
+        return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
+
+    @cached_property
+    def weight_serves_dgrad(self) -> bool:
+        """True if fprop's quantized weight is dgrad's too: square blocks, same rounding."""
+        fprop, dgrad = self.fprop, self.dgrad
+        weight = fprop.rhs
+        return (
+            weight is not None
+            and weight == dgrad.rhs
+            and weight.format.square
+            and weight.rounding is Rounding.NEAREST_EVEN
+            and fprop.hadamard is None
+            and dgrad.hadamard is None
+            and (
+                not weight.format.tensor_scaled
+                or (fprop.tensor_scale == dgrad.tensor_scale and fprop.delayed == dgrad.delayed)
+            )
+        )
+
+    @cached_property
+    def caches_weight(self) -> bool:
+        """True if the quantized weight's bits are the same in every microbatch of a step."""
+        return not any(gemm.rhs and gemm.redraws_rhs for gemm in (self.fprop, self.dgrad))
+
+    def gathers_codes(self, gemm: str, tokens: int) -> bool:
+        """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
+        quantizer, transform = self.quantizer(gemm, "input"), self.gemms[gemm].hadamard
+        if quantizer is None:
+            return False
+        if gemm == "fprop":
+            return tokens % quantizer.format.block_rows == 0
+        if quantizer.format.row_scaled:
+            return False  # a scale is made from the tokens of all ranks
+        whole = [quantizer.format.block, transform.size if transform else 1]
+        if quantizer.rounding is Rounding.STOCHASTIC:
+            whole.append(WORDS)  # tokens share a random draw, on both sides of a rank's edge
+        return tokens % math.lcm(*whole) == 0
 
     @property
     def quantized(self) -> bool:

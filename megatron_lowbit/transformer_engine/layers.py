@@ -23,15 +23,14 @@ from megatron.core.quantization.quant_config import MatchContext, QuantizationCo
 from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import UNSHARDED, Shards
-from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import slot
 from megatron_lowbit.transformer_engine.recipe import build
-from megatron_lowbit.transformer_engine.site import Site
 
 _COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
 _FACTORY = f"{__name__}.factory"
@@ -42,7 +41,7 @@ class TELayerState(LayerState):
 
     def __init__(self, plan: LayerPlan, module: torch.nn.Module) -> None:
         self.module, self.is_column = module, isinstance(module, _COLUMN)
-        self.site = Site(self._make_call, opened_outside=True)
+        self.calls = CallTracker(self._make_context, opened_outside=True)
         module.name = _Name(plan.layer.path)
         module.name.state = self
         module.register_forward_pre_hook(self._open)
@@ -79,9 +78,9 @@ class TELayerState(LayerState):
 
     def _open(self, module: torch.nn.Module, _: Any) -> None:
         if self.own and (module.training or self.plan.evaluates):
-            self.site.open(training=module.training and torch.is_grad_enabled())
+            self.calls.open(training=module.training and torch.is_grad_enabled())
 
-    def _make_call(self, training: bool) -> LinearCall:
+    def _make_context(self, training: bool) -> LinearContext:
         shards, group = UNSHARDED, self.module.tp_group
         if self.features is not None and self.is_column:
             roles = frozenset({"weight", "grad"})
@@ -89,12 +88,11 @@ class TELayerState(LayerState):
         elif self.features is not None:
             shards = Shards(group, frozenset({"weight", "input"}), in_features=self.features)
         # Communication, gradient buffers and the weight's cache are Transformer Engine's.
-        return LinearCall(
+        return LinearContext(
             self.plan.precision,
             self.plan.engine,
             self.microbatch_key(),
             training,
-            keep_input=training,
             shards=shards,
             amax_history=self.amax_history,
         )
@@ -129,15 +127,15 @@ class _Name(str):
 
 
 def factory(role: Any) -> Any:
-    """A quantizer for one operand of one module."""
+    """Return the quantizer of one operand of one module."""
     state = None if role is None else getattr(role.name, "state", None)
     if state is None or state.own:
-        return slot(role, lambda: state.site)
+        return slot(role, lambda: state.calls)
     return _native_quantizer(state.native, role.tensor_type)
 
 
 def _native_quantizer(native: Native, tensor: str) -> Any:
-    """The quantizer that Transformer Engine's own recipe has for an operand."""
+    """Return the quantizer that Transformer Engine's own recipe has for an operand."""
     mode, count, index = {
         "input": ("forward", 3, 0),
         "weight": ("forward", 3, 1),
@@ -171,7 +169,7 @@ def _native(precision: LinearPrecision) -> Native | None:
 
 
 def kernels(precision: LinearPrecision) -> str:
-    """Who computes a layer of this precision, in a few words."""
+    """Describe whose kernels compute a layer of this precision."""
     if not precision.quantized:
         return "Transformer Engine's, BF16"
     native = _native(precision)

@@ -18,10 +18,12 @@ from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import Engine
-from megatron_lowbit.layers.call import LinearCall, draw_key, quantize_grad, quantize_weight
-from megatron_lowbit.layers.saved import put_together, take_apart
+from megatron_lowbit.layers import LinearContext
+from megatron_lowbit.layers.autograd_state import flatten, unflatten
+from megatron_lowbit.layers.context import draw_key
+from megatron_lowbit.layers.operands import quantize_dgrad_weight, quantize_grad, quantize_weight
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.transformer_engine.site import Site
+from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 
 _ROLES = {"input": "input", "weight": "weight", "grad_output": "grad"}
 """Transformer Engine's names of the operands, and ours."""
@@ -35,7 +37,7 @@ class Unquantized:
 
 
 class LowbitTensor(QuantizedTensorStorage):
-    """One operand for the GEMM that contracts its columns, and for the one that contracts its rows.
+    """Operand for the GEMM that contracts its columns, and for the one that contracts its rows.
 
     ``row`` and ``col`` are what the engine's GEMM takes, or a plain tensor for a GEMM in high
     precision; None where it is not used.
@@ -48,30 +50,30 @@ class LowbitTensor(QuantizedTensorStorage):
         self.row: Any = None
         self.col: Any = None
         self.original_shape, self.dtype, self.device = source.shape, source.dtype, source.device
-        self.call: LinearCall | None = None
+        self.context: LinearContext | None = None
 
     # What transformer_engine's custom_gemm asks for before it calls qgemm.
     @property
     def data(self) -> Any:
-        """The operand for the GEMM that contracts its columns; as ``scale``, only asked for."""
+        """Operand for the GEMM that contracts its columns; as ``scale``, only asked for."""
         return self.row
 
     scale = data
 
     @property
     def data_t(self) -> Any:
-        """The operand for the GEMM that contracts its rows; as ``scale_t``, only asked for."""
+        """Operand for the GEMM that contracts its rows; as ``scale_t``, only asked for."""
         return self.col
 
     scale_t = data_t
 
     def size(self, *args: Any) -> Any:
-        """As Tensor.size."""
+        """Return the size, as Tensor.size does."""
         shape = torch.Size(self.original_shape)
         return shape[args[0]] if args else shape
 
     def get_usages(self) -> dict[str, bool]:
-        """Which of the two are there."""
+        """Return which of the two operands are there."""
         return {"rowwise": self.row is not None, "columnwise": self.col is not None}
 
     def update_usage(
@@ -89,10 +91,10 @@ class LowbitTensor(QuantizedTensorStorage):
         self.row = self.col = None
 
     def prepare_for_saving(self) -> tuple[list[Tensor], "LowbitTensor"]:
-        """The tensors, for autograd to save, and the rest. This object keeps its own."""
+        """Return the tensors, for autograd to save, and the rest. This object keeps its own."""
         tensors: list[Tensor] = []
         rest = copy(self)
-        parts = [take_apart(part, tensors) for part in (self.row, self.col)]
+        parts = [flatten(part, tensors) for part in (self.row, self.col)]
         rest._described = parts, len(tensors)
         rest.clear()
         return tensors, rest
@@ -101,7 +103,7 @@ class LowbitTensor(QuantizedTensorStorage):
         """Take the tensors back from the front of a list, and return the others."""
         parts, count = self._described
         own = iter(tensors[:count])
-        self.row, self.col = (put_together(part, own) for part in parts)
+        self.row, self.col = (unflatten(part, own) for part in parts)
         return tensors[count:]
 
 
@@ -113,27 +115,27 @@ class LowbitQuantizer(IdentityQuantizer):
 
     custom = True
 
-    def __init__(self, site: Site, role: str) -> None:
+    def __init__(self, calls: CallTracker, role: str) -> None:
         super().__init__()
         self.internal = True
-        self.site, self.role = site, role
+        self.calls, self.role = calls, role
 
     def copy(self) -> "LowbitQuantizer":
-        """A quantizer for the same operand with usages of its own."""
+        """Return a quantizer for the same operand with usages of its own."""
         return copy(self)
 
     def is_requantization_safe(self) -> bool:
-        """A call's random numbers are a function of its key: they come again."""
+        """Return True: a call's random numbers are a function of its key, and come again."""
         return True
 
     def quantize(self, tensor: Tensor, **_: Any) -> LowbitTensor:
-        """The operand (..., K), as the GEMMs in use take it."""
+        """Quantize an operand (..., K) for the GEMMs in use."""
         return self.update_quantized(tensor, LowbitTensor(self, tensor))
 
     quantize_impl = quantize
 
     def make_empty(self, shape: Iterable[int], **_: Any) -> Any:
-        """Not offered: parameters are kept in high precision."""
+        """Raise NotImplementedError: parameters are kept in high precision."""
         raise NotImplementedError("parameters are not kept quantized")
 
     def update_quantized(
@@ -143,34 +145,33 @@ class LowbitQuantizer(IdentityQuantizer):
         if noop_flag is not None:
             raise NotImplementedError("weights are not quantized inside CUDA graphs")
         x = src.detach().reshape(prod(src.shape[:-1]), src.shape[-1])
-        dst.row, dst.col, dst.call = getattr(self, f"_{self.role}")(x)
+        dst.row, dst.col, dst.context = getattr(self, f"_{self.role}")(x)
         return dst
 
-    def _input(self, x: Tensor) -> tuple[Any, Any, LinearCall]:
+    def _input(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
         if not self.rowwise_usage:
-            call = self.site.backward  # quantized again, or gathered, for wgrad
-        elif self.site.opened_outside:
-            call = self.site.forward
+            context = self.calls.backward  # quantized again, or gathered, for wgrad
+        elif self.calls.opened_outside:
+            context = self.calls.forward
         else:
-            call = self.site.open(training=self.columnwise_usage)
+            context = self.calls.open(training=self.columnwise_usage)
         rows, columns = self.rowwise_usage, self.columnwise_usage
-        if columns and call.precision.wgrad.rhs_of_fprop:
-            by_row, _ = call.quantize(x, call.request("fprop", "input", len(x), kept=True), None)
-            return by_row if rows else None, by_row.dequantize().t(), call
-        row = call.request("fprop", "input", len(x)) if rows else None
-        col = call.request("wgrad", "input", len(x), kept=True) if columns else None
-        by_row, by_col = call.quantize(x, row, col)
-        return by_row if rows else None, by_col if columns else None, call
+        if columns and context.precision.wgrad.rhs_of_fprop:
+            by_row, _ = context.quantize(x, "input", "fprop", None, needs_codes={"fprop"})
+            return by_row if rows else None, by_row.dequantize().t(), context
+        row, col = "fprop" if rows else None, "wgrad" if columns else None
+        by_row, by_col = context.quantize(x, "input", row, col, needs_codes={"wgrad"})
+        return by_row if rows else None, by_col if columns else None, context
 
-    def _weight(self, x: Tensor) -> tuple[Any, Any, LinearCall]:
+    def _weight(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
         # Whatever the usage: modules keep it, from an evaluation for training, too.
-        call = self.site.forward
-        by_row, by_col = quantize_weight(call, lambda: x)
-        return by_row, Unquantized(x) if by_col is None else by_col, call
+        context = self.calls.forward
+        by_row, by_col = quantize_weight(context, lambda: x)
+        return by_row, Unquantized(x) if by_col is None else by_col, context
 
-    def _grad(self, x: Tensor) -> tuple[Any, Any, LinearCall]:
-        call = self.site.open_backward()
-        return *quantize_grad(call, x, self.rowwise_usage, self.columnwise_usage), call
+    def _grad(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
+        context = self.calls.open_backward()
+        return *quantize_grad(context, x, self.rowwise_usage, self.columnwise_usage), context
 
     def qgemm(
         self,
@@ -186,18 +187,18 @@ class LowbitQuantizer(IdentityQuantizer):
         qresult_x: LowbitTensor,
         qresult_w: LowbitTensor,
     ) -> Tensor:
-        """One of the three GEMMs, by its name; ``qx`` and ``qw`` are its operands."""
-        name, call = gemm_type.value, qresult_x.call
-        if name == "wgrad" and qresult_w.call is not call:
+        """Compute one of the three GEMMs, by its name, from its operands ``qx`` and ``qw``."""
+        name, context = gemm_type.value, qresult_x.context
+        if name == "wgrad" and qresult_w.context is not context:
             raise RuntimeError("wgrad's operands are of two calls: backward passes out of order")
         if isinstance(qw, Unquantized):
-            _, qw = call.quantize(qw.weight, None, call.request("dgrad", "weight", 0))
+            qw = quantize_dgrad_weight(context, qw.weight)
         bias = bias.to(out_dtype) if bias is not None and bias.numel() else None
-        return call.gemm(name, qx, qw, out_dtype, bias)
+        return context.gemm(name, qx, qw, out_dtype, bias)
 
 
 class Factory:
-    """What a CustomRecipe asks for quantizers, for modules outside of a model of this project.
+    """Factory of quantizers for a CustomRecipe, for modules outside of a model of this project.
 
     A module asks for all of its quantizers at once, its input's first. Its random numbers are drawn
     from torch's default CPU generator, a key a call.
@@ -209,20 +210,19 @@ class Factory:
         if precision.falls_back:
             raise UserError("fallback: bf16 needs --transformer-impl local")
         self.precision, self.engine = precision, engine
-        self._site: Site | None = None
+        self._calls: CallTracker | None = None
 
     def __call__(self, role: Any) -> IdentityQuantizer:
-        """A quantizer for a slot; role None is one that stays in high precision."""
+        """Return the quantizer for a role; None is a slot that stays in high precision."""
         if role is not None and role.tensor_type == "input":
-            self._site = Site(self._make_call)
-        return slot(role, lambda: self._site)
+            self._calls = CallTracker(self._make_context)
+        return slot(role, lambda: self._calls)
 
-    def _make_call(self, training: bool) -> LinearCall:
-        key = draw_key(self.precision)
-        return LinearCall(self.precision, self.engine, key, training, keep_input=training)
+    def _make_context(self, training: bool) -> LinearContext:
+        return LinearContext(self.precision, self.engine, draw_key(self.precision), training)
 
 
-def slot(role: Any, site: Callable[[], Site]) -> IdentityQuantizer:
-    """The quantizer for a role of a linear module; high precision for all others."""
+def slot(role: Any, calls: Callable[[], CallTracker]) -> IdentityQuantizer:
+    """Return the quantizer for a role of a linear module; high precision for all others."""
     name = None if role is None else _ROLES.get(role.tensor_type)
-    return IdentityQuantizer() if name is None else LowbitQuantizer(site(), name)
+    return IdentityQuantizer() if name is None else LowbitQuantizer(calls(), name)

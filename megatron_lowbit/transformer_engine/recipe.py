@@ -6,7 +6,7 @@ import torch
 from transformer_engine.common import recipe as te_recipes
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.kernels.engine import select_engine
+from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import Factory

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_lowbit.analysis.quantization_error import add, figures, gemm_sums
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers.call import LinearCall
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.numerics import hadamard_transform
 from megatron_lowbit.recipes import Layer, load_recipe
 from megatron_lowbit.recipes.precision import GEMM_ROLES
@@ -16,9 +16,9 @@ MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
 # Quantizes nothing, so that only the layer's own formulas are left.
 
 
-def call_of(name: str) -> LinearCall:
+def call_of(name: str) -> LinearContext:
     precision = load_recipe(name, []).precision_for(MIDDLE)
-    return LinearCall(precision, reference("a test"), key=5, training=False, keep_input=False)
+    return LinearContext(precision, ReferenceEngine("a test"), key=5, training=False)
 
 
 def numbers(sums) -> dict[str, float]:
@@ -49,7 +49,7 @@ def test_figures_by_their_definitions(operands, name, gemm):
         wanted = x
         if request.hadamard is not None:
             wanted = hadamard_transform(x, request.hadamard, request.sign_key)
-        wanted, got = wanted.double(), request(x).dequantize().double()
+        wanted, got = wanted.double(), request.quantize(x).dequantize().double()
         values.append(got)
         noise = (got - wanted).square().sum() / wanted.square().sum()
         seen = {k.rpartition("/")[2]: v for k, v in found.items() if f"{gemm}/{role}/" in k}
@@ -74,7 +74,7 @@ def test_saturated_values_are_those_beyond_the_largest(operands):
     """NVFP4's scales are rounded: a block's largest value may lie beyond 6 of them."""
     call = call_of("nvfp4")
     x = operands[0]
-    made = call.request("fprop", "input", 96)(x)
+    made = call.request("fprop", "input", 96).quantize(x)
     scales = (made.scales.float() * made.tensor_scale).repeat_interleave(16, dim=1)
     beyond = (x.abs() > 6 * scales) & (scales > 0)
     found = figures(numbers(gemm_sums(call, "fprop", *operands)))

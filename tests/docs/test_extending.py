@@ -198,7 +198,7 @@ def test_lowbit_linear(page, extended):
         "import torch\ntorch.manual_seed(1)\n"
         + page.usage
         + """
-from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.kernels.engine import ReferenceEngine
 def dense(t, name):
     return quantize(t.detach(), name).dequantize()
 torch.testing.assert_close(y, dense(x, "mxint8") @ dense(weight, "mxint8-2d").T)
@@ -212,7 +212,7 @@ def results(engine):
     y = lowbit_linear(a, b, precision, key=5, engine=engine)
     y.square().mean().backward()
     return y, a.grad, b.grad
-for one, other in zip(results(None), results(reference("test"))):
+for one, other in zip(results(None), results(ReferenceEngine("test"))):
     assert torch.equal(one, other)
 """,
     )

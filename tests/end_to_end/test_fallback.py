@@ -1,13 +1,12 @@
 """A product that is not finite in a run: computed again in BF16, and counted."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_run import HYBRID, done, metrics, refused
 
-from megatron_lowbit.kernels.engine import reference
+from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.megatron import recipe_hook
 from megatron_lowbit.megatron.fallbacks import METRIC
 
@@ -16,20 +15,21 @@ GUARDED = ("--recipe-set", "fallback=bf16")
 GEMMS = ("fprop", "dgrad", "wgrad")
 
 
-def breaking(*broken):
-    """An engine some of whose products, by their number in the run, are NaN."""
-    engine, products = reference("tests"), iter(range(10**9))
+class Breaking(ReferenceEngine):
+    """Engine some of whose products, by their number in the run, are NaN: without numbers all."""
 
-    def gemm(*operands):
-        y = engine.gemm(*operands)
-        return y * torch.nan if next(products) in broken else y
+    def __init__(self, *broken):
+        super().__init__("tests")
+        self.broken, self.products = broken, iter(range(10**9))
 
-    return dataclasses.replace(engine, gemm=gemm)
+    def gemm(self, *operands):
+        y = super().gemm(*operands)
+        return y * torch.nan if not self.broken or next(self.products) in self.broken else y
 
 
 def test_counted(pretrain_here, monkeypatch, tmp_path):
     """The first product is fprop's of the first layer that is quantized."""
-    monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: breaking(0, 1, 10**4))
+    monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: Breaking(0, 1))
     result = pretrain_here(*RUN, *GUARDED, "--save", tmp_path)
     done(result)
     told = [line for line in result.stdout.splitlines() if "computed again in BF16" in line]
@@ -42,12 +42,11 @@ def test_counted(pretrain_here, monkeypatch, tmp_path):
 
 def test_a_hybrids_mixers_fall_back(pretrain_here, monkeypatch, tmp_path):
     """All products are broken: the run is that in high precision, to the digit."""
-    engine, runs = reference("tests"), {}
-    broken = dataclasses.replace(engine, gemm=lambda *o: engine.gemm(*o) * torch.nan)
+    runs = {}
     for name in ("bf16", "broken"):
         more = ("--precision-recipe", "bf16")
         if name == "broken":
-            monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: broken)
+            monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: Breaking())
             more = ("--precision-recipe", "fp8-tile", *GUARDED)
         save = tmp_path / name
         done(pretrain_here(*HYBRID, *more, "--train-iters", 2, "--save", save))
@@ -75,9 +74,7 @@ def guarded(tmp_path):
 
 
 def test_counted_from_a_switch_on(pretrain_here, monkeypatch, guarded, tmp_path):
-    engine = reference("tests")
-    broken = dataclasses.replace(engine, gemm=lambda *o: engine.gemm(*o) * torch.nan)
-    monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: broken)
+    monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: Breaking())
     switch = f"switches.guard={{iteration: 2, to: {guarded('*')}}}"
     run = ("--precision-recipe", "bf16", "--recipe-set", switch, "--train-iters", 4)
     done(pretrain_here(*run, "--log-interval", 2, "--save", tmp_path / "run"))

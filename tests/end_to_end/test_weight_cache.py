@@ -3,15 +3,15 @@
 import pytest
 from tiny_run import done, losses
 
-from megatron_lowbit.layers.call import LinearCall
 from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.recipes import LinearPrecision
 
 RECIPE = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none", "--train-iters", 3)
 
 
 def test_same_losses_as_without(pretrain_here, tmp_path, monkeypatch):
     done(pretrain_here(*RECIPE, "--save", tmp_path / "kept"))
-    monkeypatch.setattr(LinearCall, "caches_weight", property(lambda call: False))
+    monkeypatch.setattr(LinearPrecision, "caches_weight", property(lambda call: False))
     done(pretrain_here(*RECIPE, "--save", tmp_path / "anew"))
     kept, anew = losses(tmp_path / "kept"), losses(tmp_path / "anew")
     assert len(kept) == 3 and kept == anew

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[2]
+ENGINE = compiled.CompiledEngine("tests")
 GOLDEN = np.load(ROOT / "tests" / "golden" / "quantizers.npz")
 INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
@@ -100,7 +101,7 @@ def bits(x):
 def assert_same(quantizer, x, **options):
     """The engine's result, once it and its values are found to be the reference's."""
     expected = quantizer(x, **options)
-    result, _ = compiled.quantize(x, Request(quantizer, **options), None)
+    result, _ = ENGINE.quantize(x, Request(quantizer, **options), None)
     for name in ("codes", "scales", "tensor_scale"):
         ours, theirs = getattr(result, name), getattr(expected, name)
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
@@ -206,7 +207,7 @@ def test_shard(quantizer):
 def test_golden_codes(name):
     """Straight against the golden arrays: no step of ours in between."""
     for key, format in (("nvfp4_1x16", "nvfp4"), ("nvfp4_16x16", "nvfp4-2d")):
-        q, _ = compiled.quantize(golden_input(name), Request(Quantizer(FORMATS[format])), None)
+        q, _ = ENGINE.quantize(golden_input(name), Request(Quantizer(FORMATS[format])), None)
         np.testing.assert_array_equal(q.codes.numpy(), GOLDEN[f"{name}/{key}/row_codes"])
         np.testing.assert_array_equal(
             q.scales.view(torch.uint8).numpy(), GOLDEN[f"{name}/{key}/row_scales_e4m3"]
@@ -224,11 +225,11 @@ def test_gemm():
     """Same operands, same matmul: equal, not close."""
     a = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
     b = torch.randn(30, 50, generator=torch.Generator().manual_seed(2))
-    left, _ = compiled.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
-    right, _ = compiled.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
+    left, _ = ENGINE.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
+    right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
     for operands in ((left, right), (left, b), (a, right), (a, b)):
-        assert torch.equal(compiled.gemm(*operands), gemm(*operands))
-    assert compiled.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
+        assert torch.equal(ENGINE.gemm(*operands), gemm(*operands))
+    assert ENGINE.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -238,13 +239,13 @@ def test_gemm_takes_operands_and_biases_of_other_dtypes(dtype, bias_dtype):
     generator = torch.Generator().manual_seed(3)
     a, b = (torch.randn(rows, 50, generator=generator).to(dtype) for rows in (20, 30))
     bias = None if bias_dtype is None else torch.randn(30, generator=generator).to(bias_dtype)
-    left, _ = compiled.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
-    right, _ = compiled.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
+    left, _ = ENGINE.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
+    right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
     for operands in ((left, right), (left, b), (a, right)):
         for out_dtype in (None, torch.bfloat16):
             for accumulation in (None, Accumulation("bf16", 16)):
                 options = (*operands, bias, accumulation, out_dtype)
-                result, expected = compiled.gemm(*options), gemm(*options)
+                result, expected = ENGINE.gemm(*options), gemm(*options)
                 assert result.dtype == expected.dtype and torch.equal(result, expected)
 
 
@@ -259,7 +260,7 @@ def test_other_sizes_and_views_do_not_recompile():
     stochastic = Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC)
 
     def use(x, key):
-        q, _ = compiled.quantize(x, Request(stochastic, draw=Draw(key)), None)
+        q, _ = ENGINE.quantize(x, Request(stochastic, draw=Draw(key)), None)
         q.dequantize(compiled.arithmetic(type(stochastic.format)))
 
     use(torch.ones(48, 96), 1)

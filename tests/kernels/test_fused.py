@@ -1,12 +1,15 @@
 """The engine of GPUs against the reference: which route, and products to a stated bound."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from megatron_lowbit.kernels.engine import reference, select_engine
+from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.operands import Transposed
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, AmaxHistory, Quantizer, Request, gemm
 from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe
 
@@ -106,10 +109,10 @@ def test_products(pair, dtype, shape):
     a, b = matrix(rows, length, 0), matrix(columns, length, 1)
     lhs, rhs = names(pair)
     engine = select_engine(a.device)
-    left, _ = engine.quantize(a, Request(Quantizer(lhs), other=rhs), None)
+    left, _ = engine.quantize(a, Request(Quantizer(lhs), partner=rhs), None)
     right = b
     if rhs is not None:
-        right, _ = engine.quantize(b, Request(Quantizer(rhs), other=lhs), None)
+        right, _ = engine.quantize(b, Request(Quantizer(rhs), partner=lhs), None)
     bias = torch.randn(columns, device="cuda")
     seen = engine.gemm(left, right, bias, None, dtype)
     assert seen.dtype is dtype and seen.shape == (rows, columns)
@@ -148,7 +151,7 @@ def layer(recipe, engine):
 
     def run():
         x.grad = weight.grad = None
-        y = lowbit_linear(x, weight, precision, key=11, engine=engine, amax_history=history)
+        y = lowbit_linear(x, weight, LinearContext(precision, engine, 11, amax_history=history))
         y.backward(grad)
         return y.detach(), x.grad, weight.grad
 
@@ -158,7 +161,7 @@ def layer(recipe, engine):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [*RECIPES, *CHANGED])
 def test_a_linear_layer_is_the_references(recipe):
-    engines = reference("as the test's"), select_engine(torch.device("cuda"))
+    engines = ReferenceEngine("as the test's"), select_engine(torch.device("cuda"))
     expected, seen = (layer(recipe, engine)() for engine in engines)
     for one, other in zip(expected, seen, strict=True):
         assert (other.float() - one.float()).norm() <= 4e-3 * one.float().norm()
@@ -189,10 +192,10 @@ def test_no_tokens():
     empty, weight = torch.zeros(0, 64, device="cuda").bfloat16(), matrix(32, 64, 0)
     for pair in PAIRS:
         lhs, rhs = names(pair)
-        left, _ = engine.quantize(empty, Request(Quantizer(lhs), other=rhs), None)
+        left, _ = engine.quantize(empty, Request(Quantizer(lhs), partner=rhs), None)
         right = weight
         if rhs is not None:
-            right, _ = engine.quantize(weight, Request(Quantizer(rhs), other=lhs), None)
+            right, _ = engine.quantize(weight, Request(Quantizer(rhs), partner=lhs), None)
         assert engine.gemm(left, right).shape == gemm(empty, weight).shape
 
 
@@ -201,8 +204,9 @@ def test_more_elements_than_31_bits_count():
     x = torch.empty(2**15 + 64, 2**16, dtype=torch.bfloat16, device="cuda")
     x[:-64] = 1
     x[-64:] = matrix(64, 2**16, 0)
-    engine, request = select_engine(x.device), Request(Quantizer(FORMATS["mxfp4"]), kept=True)
-    row, col = engine.quantize(x, request, request.__class__(request.quantizer, kept=True))
+    engine = select_engine(x.device)
+    request = Request(Quantizer(FORMATS["mxfp4"]), needs_codes=True)
+    row, col = engine.quantize(x, request, replace(request))
     for seen, tail in ((row, x[-64:]), (col, x[-64:].t())):
         expected = request.quantizer(tail)
         part = (slice(-64, None),) if seen is row else (slice(None), slice(-32, None))

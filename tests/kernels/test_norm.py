@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.norm import normalize_quantize
+from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.block_formats.mx import MX
@@ -124,13 +126,17 @@ def test_rows_of_zeros_and_what_is_no_number():
 
 
 def test_what_one_kernel_does_not_take_goes_the_long_way():
-    engine = FusedEngine((9, 0))
     x, nearest = values(32, 256), Quantizer(FORMATS["mxfp8-e4m3"])
-    assert engine.normalize(x, MXNorm(), Request(nearest, kept=True)) is not None
+    assert takes(x, MXNorm(), Request(nearest))
     for norm, quantizer in (
         (MXNorm(p=3), nearest),
         (MXNorm(), Quantizer(FORMATS["mxfp8-e4m3"], Rounding.STOCHASTIC)),
         (MXNorm(), Quantizer(FORMATS["fp8-128x128-e4m3"])),
     ):
-        assert engine.normalize(x, norm, Request(quantizer)) is None
-    assert engine.normalize(x[:, :200], MXNorm(), Request(nearest)) is None
+        assert not takes(x, norm, Request(quantizer))
+    assert not takes(x[:, :200], MXNorm(), Request(nearest))
+    case = MXNorm(p=3), Request(nearest, needs_codes=True)
+    made, rho = FusedEngine((9, 0)).normalize(x, *case)
+    expected, other = ReferenceEngine("tests").normalize(x.cpu(), *case)
+    assert torch.equal(made.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(rho.cpu(), other)

@@ -66,7 +66,7 @@ def test_what_is_not_finite_is_not_a_number(value):
     for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
         quantizer = Quantizer(EXACT[name])
         expected = quantizer(x).dequantize()
-        at_once, _ = quantize_both(x, Request(quantizer), None, (True, False))
+        at_once, _ = quantize_both(x, Request(quantizer), None, values=(True, False))
         for seen in (exact_values(quantizer(x)), at_once):
             assert expected.isnan().any()
             assert torch.equal(expected.isnan(), numbers(seen).isnan())
@@ -84,7 +84,7 @@ def test_quantized_to_numbers_at_once(name, hadamard, rounding):
     draw = Draw(5) if rounding is Rounding.STOCHASTIC else None
     request = Request(quantizer, hadamard, draw=draw)
     for tensor in (x, x[:50, :120]):
-        at_once = quantize_both(tensor, request, request, (True, True))
+        at_once = quantize_both(tensor, request, request, values=(True, True))
         packed = quantize_both(tensor, request, request)
         for seen, codes in zip(at_once, packed, strict=True):
             assert torch.equal(numbers(seen), codes.dequantize())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.launch import quantize_both, tensor_amaxes
 from megatron_lowbit.numerics import (
     FORMATS,
     Draw,
@@ -16,6 +16,7 @@ from megatron_lowbit.numerics import (
     Request,
     Rounding,
 )
+from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 
 GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "quantizers.npz")
 GOLDEN_INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
@@ -66,7 +67,7 @@ def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> N
     draws = (None, None)
     if quantizer.rounding is Rounding.STOCHASTIC:
         draws = (Draw(2**63 + 12345, rows=3 * torch.arange(len(x))), Draw(77777777777))
-    row, col = (Request(quantizer, hadamard, 5 + i, None, draws[i]) for i in range(2))
+    row, col = (Request(quantizer, hadamard, 5 + i, draws[i]) for i in range(2))
     by_row, by_col = quantize_both(x.to(DEVICE), row, col)
     check_same(by_row, quantizer(x, hadamard=hadamard, sign_key=5, draw=draws[0]))
     check_same(by_col, quantizer(x.t(), hadamard=hadamard, sign_key=6, draw=draws[1]))
@@ -134,10 +135,14 @@ def test_a_scale_for_the_tensor_beside_one_a_row():
     x = values(*RAGGED, torch.bfloat16)
     quantizers = [Quantizer(FORMATS[f"fp8-{kind}-e4m3"]) for kind in ("row", "tensor")]
     for row, col in (quantizers, quantizers[::-1]):
-        request = Request(col, Hadamard(16), scale_amax=lambda amax: 2 * amax)
-        by_row, by_col = quantize_both(x.to(DEVICE), Request(row), request)
+        sides = Request(row), Request(col, Hadamard(16))
+        by_row, by_col = quantize_both(x.to(DEVICE), *sides)
         check_same(by_row, row(x))
-        check_same(by_col, col(x.t(), hadamard=Hadamard(16), scale_amax=lambda amax: 2 * amax))
+        check_same(by_col, col(x.t(), hadamard=Hadamard(16)))
+        for seen, expected in zip(
+            tensor_amaxes(x.to(DEVICE), *sides), reference_amaxes(x, *sides), strict=True
+        ):
+            assert seen is expected or seen.cpu() == expected
 
 
 @pytest.mark.gpu
@@ -152,10 +157,12 @@ def test_golden_inputs(case, name, hadamard):
 
 def test_the_amax_that_makes_the_scale_may_be_another():
     x, quantizer = values(32, 64, torch.float32).clamp(-50, 50), Quantizer(FORMATS["nvfp4"])
-    request = Request(quantizer, scale_amax=lambda amax: 2 * amax)
-    check_same(
-        quantize_both(x.to(DEVICE), request, None)[0], quantizer(x, scale_amax=lambda a: 2 * a)
-    )
+    amax = 2 * x.abs().amax()
+    for sides, turned in (((0, None), x), ((None, 0), x.t())):
+        requests = [None if side is None else Request(quantizer) for side in sides]
+        amaxes = (amax.to(DEVICE), amax.to(DEVICE))
+        made = quantize_both(x.to(DEVICE), *requests, amaxes)
+        check_same(next(filter(None, made)), quantizer(turned, amax))
 
 
 def test_no_elements():

@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_lowbit.kernels.engine import reference, select_engine
+from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.recipes import load_recipe
 
 NVFP4 = load_recipe("nvfp4").configs["nvfp4"]
-REFERENCE = reference("tests")
+REFERENCE = ReferenceEngine("tests")
 
 
 class Linear(nn.Module):
     """A layer that draws a new key in every call."""
 
-    def __init__(self, columns: int, rows: int, engine, product=lowbit_linear) -> None:
+    def __init__(self, columns: int, rows: int, product=lowbit_linear) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, columns) / columns**0.5)
-        self.product = partial(product, weight=self.weight, precision=NVFP4, engine=engine)
+        self.product = partial(product, weight=self.weight, context=NVFP4)
 
     def forward(self, x):
         return self.product(x)
@@ -58,18 +58,17 @@ def mxnorm(x, weight, **options):
 def test_a_model(product):
     """The compiler's own arithmetic stays out: relu and addition have one result."""
     torch.manual_seed(0)
-    layers = Linear(64, 128, REFERENCE), nn.ReLU(), Linear(128, 64, REFERENCE, product)
+    layers = Linear(64, 128), nn.ReLU(), Linear(128, 64, product)
     check(nn.Sequential(*layers), backend="aot_eager")
 
 
 @pytest.mark.slow
 def test_the_default_backend_and_engine():
     torch.manual_seed(0)
-    engine = select_engine(torch.device("cpu"))
-    check(nn.Sequential(Linear(64, 128, engine), nn.ReLU(), Linear(128, 64, engine)))
+    check(nn.Sequential(Linear(64, 128), nn.ReLU(), Linear(128, 64)))
 
 
 def test_no_break_allowed_is_an_error():
-    model = Linear(64, 32, REFERENCE)
+    model = Linear(64, 32)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="lowbit_linear"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(16, 64))

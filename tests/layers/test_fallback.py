@@ -1,17 +1,18 @@
 """Products that are not finite, computed again in high precision."""
 
-import dataclasses
+from copy import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_lowbit.kernels.engine import reference, select_engine
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
-ENGINE = reference("tests")
+ENGINE = ReferenceEngine("tests")
 GEMMS = tuple(GEMM_ROLES)
 
 
@@ -25,13 +26,13 @@ def leaves(dtype=torch.float32, device="cpu", m=40, n=136, k=160):
 
 
 def run(x, weight, bias, dy, precision, engine=ENGINE, counts=None):
-    y = lowbit_linear(x, weight, precision, bias=bias, key=3, engine=engine, fallbacks=counts)
+    y = lowbit_linear(x, weight, LinearContext(precision, engine, 3, fallbacks=counts), bias=bias)
     return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
 
 
 def breaking(engine, broken, bad):
-    """An engine one of whose three products has a value that is not finite."""
-    products = iter(GEMMS)
+    """Return an engine one of whose three products has a value that is not finite."""
+    products, made = iter(GEMMS), copy(engine)
 
     def gemm(*operands):
         y = engine.gemm(*operands)
@@ -39,7 +40,8 @@ def breaking(engine, broken, bad):
             y[1, 2] = bad
         return y
 
-    return dataclasses.replace(engine, gemm=gemm)
+    made.gemm = gemm
+    return made
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import UNSHARDED, lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import UNSHARDED, LinearContext, lowbit_linear
+from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.numerics import (
     FORMATS,
     Hadamard,
@@ -21,7 +22,7 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.recipes import HIGH_PRECISION, GemmPrecision, LinearPrecision, load_recipe
 
-ENGINE = reference("tests")
+ENGINE = ReferenceEngine("tests")
 KEY = 2**63 + 12345  # keys are unsigned 64-bit
 NVFP4 = load_recipe("nvfp4").configs["nvfp4"]
 NEAREST = load_recipe("nvfp4", ["grad.rounding=nearest"]).configs["nvfp4"]
@@ -47,8 +48,8 @@ def leaves(m=(48,), n=32, k=64, dtype=torch.float32):
 
 def run(x, weight, precision, dy, bias=None, **options):
     """(y, dX, dW[, db])."""
-    options = {"engine": ENGINE, "key": KEY} | options
-    y = lowbit_linear(x, weight, precision, bias=bias, **options)
+    context = LinearContext(precision, **{"engine": ENGINE, "key": KEY} | options)
+    y = lowbit_linear(x, weight, context, bias=bias)
     inputs = [x, weight] + ([bias] if bias is not None else [])
     return (y.detach(), *torch.autograd.grad(y, inputs, dy))
 
@@ -76,8 +77,8 @@ def test_high_precision_is_f_linear(m, bias, dtype):
 def test_a_vector_is_one_row():
     x, weight, _, _ = leaves((), 24, 40)
     for precision in (HIGH_PRECISION, NEAREST):
-        y = lowbit_linear(x, weight, precision, engine=ENGINE)
-        rows = lowbit_linear(x[None], weight, precision, engine=ENGINE)
+        y = lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0))
+        rows = lowbit_linear(x[None], weight, LinearContext(precision, ENGINE, 0))
         assert y.shape == (24,) and torch.equal(y, rows[0])
 
 
@@ -216,28 +217,28 @@ def test_one_operand_in_high_precision(gemm, side):
     )
 
 
-class Recorder:
-    """Counts what the engine quantizes: (format, shape), and keeps what its GEMMs get."""
+class Recorder(ReferenceEngine):
+    """Engine that records what it quantizes, as (format, shape), and the operands of its GEMMs."""
 
     def __init__(self):
+        super().__init__("tests")
         self.requests, self.quantized, self.multiplied = [], [], []
-        self.engine = dataclasses.replace(ENGINE, quantize=self.quantize, gemm=self.gemm)
 
-    def quantize(self, x, row, col):
+    def quantize(self, x, row, col, amaxes=(None, None)):
         self.requests += [side for side in (row, col) if side]
         sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
         self.quantized += [(side.quantizer.format.name, tuple(s)) for side, s in sides if side]
-        return ENGINE.quantize(x, row, col)
+        return super().quantize(x, row, col, amaxes)
 
     def gemm(self, lhs, rhs, *options):
         self.multiplied.append((lhs, rhs))
-        return ENGINE.gemm(lhs, rhs, *options)
+        return super().gemm(lhs, rhs, *options)
 
 
 def test_square_weight_is_quantized_once():
     x, weight, _, dy = leaves()
     seen = Recorder()
-    run(x, weight, NVFP4, dy, engine=seen.engine)
+    run(x, weight, NVFP4, dy, engine=seen)
     assert [name for name, _ in seen.quantized].count("nvfp4-2d") == 1
     (_, forward), (_, backward), _ = seen.multiplied
     assert torch.equal(forward.dequantize().t(), backward.dequantize())
@@ -266,16 +267,16 @@ def test_what_meets_values_of_fprop_is_codes():
     """An engine's own forms, such as BF16 numbers, do not multiply with FP32 ones."""
     x, weight, _, dy = leaves()
     seen = Recorder()
-    run(x, weight, SAME_AXIS, dy, engine=seen.engine)
+    run(x, weight, SAME_AXIS, dy, engine=seen)
     # Input and weight for fprop, gradients for dgrad and wgrad, and nothing else.
     assert [name for name, _ in seen.quantized] == ["nvfp4"] * 4
-    assert all(request.kept for request in seen.requests)
+    assert all(request.needs_codes for request in seen.requests)
 
 
 def test_row_weight_is_quantized_for_each_gemm():
     x, weight, _, dy = leaves()
     seen = Recorder()
-    run(x, weight, ROWS, dy, engine=seen.engine)
+    run(x, weight, ROWS, dy, engine=seen)
     assert {("nvfp4", (32, 64)), ("nvfp4", (64, 32))} <= set(seen.quantized)
     (_, forward), (_, backward), _ = seen.multiplied
     assert torch.equal(forward.codes, quantize(weight.detach(), "nvfp4").codes)
@@ -293,12 +294,12 @@ def test_saved_bytes(dtype):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        lowbit_linear(x, weight, NVFP4, engine=ENGINE, key=KEY)
+        lowbit_linear(x, weight, LinearContext(NVFP4, ENGINE, KEY))
     packed_weight = weight.numel() * (0.5 + 1 / 16) + 4
     assert sum(saved.values()) - packed_weight <= 0.6 * x.numel()
     saved.clear()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        lowbit_linear(x, weight, HIGH_PRECISION, engine=ENGINE, key=KEY)
+        lowbit_linear(x, weight, LinearContext(HIGH_PRECISION, ENGINE, KEY))
     assert sum(saved.values()) >= x.nbytes  # the counter does count
 
 
@@ -317,7 +318,7 @@ def test_without_a_key_torchs_generator_seeds():
     results = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        results.append(run(x, weight, NVFP4, dy, key=None))
+        results.append(run(x, weight, NVFP4, dy, key=draw_key(NVFP4)))
     assert_equal(results[0], results[1])
     assert not torch.equal(results[0][1], results[2][1])
 
@@ -329,7 +330,8 @@ def test_checkpointing_replays_the_same_rounding(key, reentrant):
     precision = load_recipe("nvfp4", ["input.rounding=stochastic"]).configs["nvfp4"]
 
     def layer(x):
-        return lowbit_linear(x, weight, precision, engine=ENGINE, key=key).tanh()
+        drawn = draw_key(precision) if key is None else key
+        return lowbit_linear(x, weight, LinearContext(precision, ENGINE, drawn)).tanh()
 
     results = []
     for recompute in (False, True):
@@ -395,7 +397,7 @@ def test_operand(parts):
         x,
     )
     seen = Recorder()
-    y = lowbit_linear(operand, weight, NVFP4, key=KEY, engine=seen.engine)
+    y = lowbit_linear(operand, weight, LinearContext(NVFP4, seen, KEY))
     assert_equal((y.detach(), *torch.autograd.grad(y, [x, weight], dy)), expected)
     assert len(seen.quantized) == 5 - sum(parts)
 
@@ -405,7 +407,7 @@ def test_operand_is_what_is_multiplied():
     x, weight, _, dy = leaves()
     other = 2 * x.detach()
     operand = Operand(quantize(other, "nvfp4"), quantize(other, "nvfp4", axis=0, hadamard=16), x)
-    y = lowbit_linear(operand, weight, NVFP4, key=KEY, engine=ENGINE)
+    y = lowbit_linear(operand, weight, LinearContext(NVFP4, ENGINE, KEY))
     _, dw = torch.autograd.grad(y, [x, weight], dy)
     expected = run(x, weight, NVFP4, dy)
     assert torch.equal(y, 2 * expected[0]) and torch.equal(dw, 2 * expected[2])
@@ -421,7 +423,7 @@ def test_frozen_weight():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y = lowbit_linear(x, weight.detach(), NVFP4, key=KEY, engine=seen.engine)
+        y = lowbit_linear(x, weight.detach(), LinearContext(NVFP4, seen, KEY))
     (dx,) = torch.autograd.grad(y, [x], dy)
     assert_equal((y.detach(), dx), expected[:2])
     assert len(seen.quantized) == 3  # x, the weight, dY: nothing for wgrad
@@ -432,7 +434,7 @@ def test_input_without_gradient():
     x, weight, _, dy = leaves()
     expected = run(x, weight, NVFP4, dy)
     seen = Recorder()
-    y = lowbit_linear(x.detach(), weight, NVFP4, key=KEY, engine=seen.engine)
+    y = lowbit_linear(x.detach(), weight, LinearContext(NVFP4, seen, KEY))
     (dw,) = torch.autograd.grad(y, [weight], dy)
     assert torch.equal(dw, expected[2]) and len(seen.multiplied) == 2
 
@@ -441,7 +443,7 @@ def test_no_grad_saves_nothing():
     x, weight, _, _ = leaves()
     seen = Recorder()
     with torch.no_grad():
-        y = lowbit_linear(x, weight, NVFP4, key=KEY, engine=seen.engine)
+        y = lowbit_linear(x, weight, LinearContext(NVFP4, seen, KEY))
     assert not y.requires_grad and len(seen.quantized) == 2
 
 
@@ -469,16 +471,17 @@ def test_engine_is_chosen_by_device(monkeypatch):
 
     def select(device):
         devices.append(device)
-        return seen.engine
+        return seen
 
     monkeypatch.setattr("megatron_lowbit.layers.linear.select_engine", select)
-    assert_equal(run(x, weight, NVFP4, dy, engine=None), run(x, weight, NVFP4, dy))
+    y = lowbit_linear(x, weight, NVFP4)
+    torch.autograd.grad(y, [x, weight], dy)
     assert devices == [torch.device("cpu")] and len(seen.quantized) == 5
 
 
 def test_second_derivatives_are_refused():
     x, weight, _, dy = leaves()
-    y = lowbit_linear(x, weight, NVFP4, key=KEY, engine=ENGINE)
+    y = lowbit_linear(x, weight, LinearContext(NVFP4, ENGINE, KEY))
     (dx,) = torch.autograd.grad(y, [x], dy.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, Hadamard, hadamard_transform
 from megatron_lowbit.recipes import OPERANDS, load_recipe
 
-ENGINE = reference("tests")
+ENGINE = ReferenceEngine("tests")
 M, N, K = 24, 40, 56
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 DTYPES = {E4M3_MAX: torch.float8_e4m3fn, E5M2_MAX: torch.float8_e5m2}
@@ -36,7 +36,7 @@ def leaves():
 
 
 def forward(x, weight, how, state, **options):
-    return lowbit_linear(x, weight, how, key=1, engine=ENGINE, amax_history=state, **options)
+    return lowbit_linear(x, weight, LinearContext(how, ENGINE, 1, amax_history=state), **options)
 
 
 def run(x, weight, dy, how, state):
@@ -221,15 +221,12 @@ def test_nvfp4_can_be_delayed():
     state.advance(torch.full((len(OPERANDS),), 7.0))
     scales = []
 
-    class Engine:
-        quantize = staticmethod(ENGINE.quantize)
-
-        @staticmethod
-        def gemm(lhs, rhs, *rest):
+    class Engine(ReferenceEngine):
+        def gemm(self, lhs, rhs, *rest):
             scales.extend((lhs.tensor_scale.item(), rhs.tensor_scale.item()))
-            return ENGINE.gemm(lhs, rhs, *rest)
+            return super().gemm(lhs, rhs, *rest)
 
-    y = lowbit_linear(x, weight, how, key=1, engine=Engine, amax_history=state)
+    y = lowbit_linear(x, weight, LinearContext(how, Engine("tests"), 1, amax_history=state))
     y.backward(dy)
     assert scales == pytest.approx([7.0 / (448 * 6)] * 6, rel=1e-6)
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import (
     FORMATS,
     Accumulation,
@@ -26,7 +26,7 @@ from megatron_lowbit.recipes import (
     shipped_recipes,
 )
 
-ENGINE = reference("tests")
+ENGINE = ReferenceEngine("tests")
 GEMMS = ("fprop", "dgrad", "wgrad")
 M, N, K = 40, 136, 160  # not all of them whole tiles, or whole blocks
 SQUARE = [name for name, f in FORMATS.items() if f.square]
@@ -39,8 +39,8 @@ def leaves(m=M, n=N, k=K):
 
 
 def run(x, weight, dy, precision, **options):
-    options = {"key": 3, "engine": ENGINE} | options
-    y = lowbit_linear(x, weight, precision, **options)
+    context = LinearContext(precision, **{"key": 3, "engine": ENGINE} | options)
+    y = lowbit_linear(x, weight, context)
     return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
 
 
@@ -54,22 +54,22 @@ def by_roles(input=None, weight=None, grad=None) -> LinearPrecision:
     )
 
 
-class Recorder:
-    """An engine that keeps what it quantizes and multiplies, and how its GEMMs sum."""
+class Recorder(ReferenceEngine):
+    """Engine that keeps what it quantizes and multiplies, and how its GEMMs sum."""
 
     def __init__(self):
+        super().__init__("tests")
         self.quantized, self.multiplied, self.accumulations = [], [], []
-        self.engine = dataclasses.replace(ENGINE, quantize=self.quantize, gemm=self.gemm)
 
-    def quantize(self, x, row, col):
+    def quantize(self, x, row, col, amaxes=(None, None)):
         sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
         self.quantized += [tuple(shape) for side, shape in sides if side]
-        return ENGINE.quantize(x, row, col)
+        return super().quantize(x, row, col, amaxes)
 
     def gemm(self, lhs, rhs, bias=None, accumulation=None, out_dtype=None):
         self.multiplied.append((lhs, rhs))
         self.accumulations.append(accumulation)
-        return ENGINE.gemm(lhs, rhs, bias, accumulation, out_dtype)
+        return super().gemm(lhs, rhs, bias, accumulation, out_dtype)
 
 
 # Formats
@@ -139,7 +139,7 @@ def test_square_weights_are_quantized_once(format, options):
     x, weight, dy = leaves()
     quantizer = Quantizer(format_by_name(format, **options))
     seen = Recorder()
-    run(x, weight, dy, by_roles(weight=quantizer), engine=seen.engine)
+    run(x, weight, dy, by_roles(weight=quantizer), engine=seen)
     assert seen.quantized == [(N, K)]
     (_, forward), (_, backward), _ = seen.multiplied
     assert_same(forward, quantizer(weight.detach()))
@@ -181,14 +181,14 @@ TWICE = {
 @pytest.mark.parametrize("why", TWICE)
 def test_a_weight_that_does_not_serve_both_is_quantized_twice(why):
     seen = Recorder()
-    run(*leaves(), TWICE[why], engine=seen.engine, amax_history=history())
+    run(*leaves(), TWICE[why], engine=seen, amax_history=history())
     assert seen.quantized.count((N, K)) == 1 and seen.quantized.count((K, N)) == 1
 
 
 def test_a_tensor_scale_that_tiles_do_not_have_makes_no_difference():
     """fprop and dgrad may say different things of it: the weight's bits are the same."""
     seen = Recorder()
-    run(*leaves(), with_dgrad(TILES, tensor_scale="group"), engine=seen.engine)
+    run(*leaves(), with_dgrad(TILES, tensor_scale="group"), engine=seen)
     assert seen.quantized == [(N, K)]
 
 
@@ -216,7 +216,7 @@ def test_accumulation_reaches_its_gemm(gemm, format):
     sums = Accumulation("bf16", 16)
     of_gemm = dataclasses.replace(base.gemms[gemm], accumulation=sums)
     seen = Recorder()
-    results = run(x, weight, dy, dataclasses.replace(base, **{gemm: of_gemm}), engine=seen.engine)
+    results = run(x, weight, dy, dataclasses.replace(base, **{gemm: of_gemm}), engine=seen)
     assert seen.accumulations == [sums if name == gemm else None for name in GEMMS]
     operands = {
         "fprop": (x, weight), "dgrad": (dy, weight.t()), "wgrad": (dy.t(), x.t())
@@ -236,6 +236,6 @@ def test_accumulation_and_bias_in_bf16():
     x, weight, _ = (t.detach().bfloat16() for t in leaves(8, 16, 32))
     bias = torch.linspace(-3, 3, 16).bfloat16()
     precision = LinearPrecision(GemmPrecision(accumulation=Accumulation("bf16", 8)))
-    y = lowbit_linear(x, weight, precision, bias=bias, engine=ENGINE)
+    y = lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0), bias=bias)
     expected = narrow_sum(x.float(), weight.float(), 8) + bias.float()
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected.bfloat16())

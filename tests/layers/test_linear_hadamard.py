@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import Shards, lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext, Shards, lowbit_linear
+from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.numerics import (
     FORMATS,
     Hadamard,
@@ -44,12 +45,12 @@ class Exact(BlockFormat):
 
 
 EXACT = Exact("exact", ElementFormat("fp32", 8, 23, 3.4e38, 2.0**-126, torch.float32), 1)
-ENGINE = reference("tests")
+ENGINE = ReferenceEngine("tests")
 
 
 def run(x, weight, dy, precision, **options):
-    options = {"key": KEY, "engine": ENGINE} | options
-    y = lowbit_linear(x, weight, precision, **options)
+    context = LinearContext(precision, **{"key": KEY, "engine": ENGINE} | options)
+    y = lowbit_linear(x, weight, context)
     return (y.detach(), *torch.autograd.grad(y, [x, weight], dy))
 
 
@@ -95,10 +96,11 @@ def test_other_signs_on_one_side_give_another_product():
     def respelled(side):
         return side and dataclasses.replace(side, sign_key=derive_key(side.sign_key, next(wrong)))
 
-    def quantize(x, row, col):
-        return ENGINE.quantize(x, respelled(row), respelled(col))
+    def quantize(x, row, col, amaxes):
+        return ENGINE.quantize(x, respelled(row), respelled(col), amaxes)
 
-    spoiled = dataclasses.replace(ENGINE, quantize=quantize)
+    spoiled = ReferenceEngine("tests")
+    spoiled.quantize = quantize
     results = run(x, weight, dy, everywhere(Hadamard(64, "fresh", "fp32")), engine=spoiled)
     for result, expected in zip(results, exact(x, weight, dy), strict=True):
         assert (result - expected).norm() > expected.norm()
@@ -122,11 +124,13 @@ def keys_of(precision, **options):
     """The sign keys that each GEMM's operands are quantized with."""
     keys = []
 
-    def quantize(x, row, col):
+    def quantize(x, row, col, amaxes):
         keys.extend(side.sign_key for side in (row, col) if side)
-        return ENGINE.quantize(x, row, col)
+        return ENGINE.quantize(x, row, col, amaxes)
 
-    run(*leaves(), precision, engine=dataclasses.replace(ENGINE, quantize=quantize), **options)
+    engine = ReferenceEngine("tests")
+    engine.quantize = quantize
+    run(*leaves(), precision, engine=engine, **options)
     # In forward the input for fprop and wgrad, then the weight; in backward both grads first.
     inputs, kept, weight, dgrad_grad, wgrad_grad, dgrad_weight = keys
     return {
@@ -156,9 +160,9 @@ def test_calls_without_a_key_take_new_signs():
     """Fresh signs alone draw a key from torch's generator, nearest-rounded as everything is."""
     precision = everywhere(Hadamard(32, "fresh"))
     torch.manual_seed(3)
-    first, second = keys_of(precision, key=None), keys_of(precision, key=None)
+    first, second = (keys_of(precision, key=draw_key(precision)) for _ in range(2))
     torch.manual_seed(3)
-    again = keys_of(precision, key=None)
+    again = keys_of(precision, key=draw_key(precision))
     assert first == again and first != second
     for keys in (first, second):
         assert all(left == right for left, right in keys.values())

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, QuantizedTensor, quantize
 from megatron_lowbit.numerics.formats import unpack_nibbles
 from megatron_lowbit.recipes import HIGH_PRECISION, OPERANDS, load_recipe
@@ -67,26 +67,24 @@ TRANSFORMED = precision(
 )
 
 
-class Recorder:
-    """An engine that keeps the operands of its GEMMs."""
+class Recorder(ReferenceEngine):
+    """Engine that keeps the operands of its GEMMs."""
 
     def __init__(self):
+        super().__init__("tests")
         self.operands = []
-        engine = reference("tests")
-        self.product = engine.gemm
-        self.engine = dataclasses.replace(engine, gemm=self.gemm)
 
     def gemm(self, lhs, rhs, *options):
         self.operands.append((lhs, rhs))
-        return self.product(lhs, rhs, *options)
+        return super().gemm(lhs, rhs, *options)
 
 
 def run(x, weight, dy, how, shards=UNSHARDED, history=None):
     """(y, dX, dW) and the operands of fprop, dgrad, wgrad."""
     x, weight = (t.detach().contiguous().requires_grad_() for t in (x, weight))
     seen = Recorder()
-    options = {"shards": shards, "engine": seen.engine, "amax_history": history}
-    y = lowbit_linear(x, weight, how, key=KEY, **options)
+    context = LinearContext(how, seen, KEY, shards=shards, amax_history=history)
+    y = lowbit_linear(x, weight, context)
     dx, dw = torch.autograd.grad(y, [x, weight], dy.contiguous())
     return (y.detach(), dx, dw), seen.operands
 
@@ -393,10 +391,12 @@ def sequence_parallel_saves_local_codes():
         lowbit_linear(
             local,
             part,
-            GROUP,
-            key=KEY,
-            shards=column_shards(mine, sequence_parallel=True),
-            engine=reference("tests"),
+            LinearContext(
+                GROUP,
+                ReferenceEngine("tests"),
+                KEY,
+                shards=column_shards(mine, sequence_parallel=True),
+            ),
         )
     assert sum(sizes) <= 0.6 * (local.numel() + part.numel()), sizes
 

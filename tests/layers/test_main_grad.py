@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.recipes import load_recipe
 
-ENGINE = reference("test")
+ENGINE = ReferenceEngine("test")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -24,7 +24,7 @@ def test_microbatches_add_with_one_rounding_each(dtype):
     expected, twice = torch.zeros_like(weight.main_grad), torch.zeros_like(weight.main_grad)
     for _ in range(4):
         x, grad = integers(64, 32), integers(64, 64)
-        y = lowbit_linear(x, weight, precision, engine=ENGINE, accumulate_main_grad=True)
+        y = lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0, accumulate_main_grad=True))
         y.backward(grad)
         dw = grad.double().t() @ x.double()
         expected = (expected.double() + dw).to(dtype)

@@ -3,29 +3,33 @@
 import pytest
 import torch
 
-from megatron_lowbit.kernels.engine import Engine, reference
-from megatron_lowbit.layers import mxnorm
+from megatron_lowbit.kernels.engine import Engine, ReferenceEngine
+from megatron_lowbit.layers import LinearContext, mxnorm
 from megatron_lowbit.numerics import FORMATS, Quantizer
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import Layer, load_recipe
 
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
-# Quantizes nothing, so that only the layer's own formulas are left.
-EXACT = Engine(
-    "exact",
-    lambda x, row, col: (x if row else None, x.t() if col else None),
-    lambda lhs, rhs, bias=None, accumulation=None, dtype=None: torch.nn.functional.linear(
-        lhs, rhs, bias
-    ).to(dtype),
-    "a test's",
-)
+REFERENCE = ReferenceEngine("bits, not speed, are what is tested")
 
 
-REFERENCE = reference("bits, not speed, are what is tested")
+class Exact(Engine):
+    """Engine that quantizes nothing, so that only the layer's own formulas are left."""
+
+    def quantize(self, x, row, col, amaxes=(None, None)):
+        return x if row else None, x.t() if col else None
+
+    def gemm(self, lhs, rhs, bias=None, accumulation=None, out_dtype=None):
+        return torch.nn.functional.linear(lhs, rhs, bias).to(out_dtype)
 
 
-def mxnorm_linear(*tensors, engine=REFERENCE, **settings):
-    return mxnorm.mxnorm_linear(*tensors, engine=engine, **settings)
+EXACT = Exact("tests")
+
+
+def mxnorm_linear(*tensors, engine=REFERENCE, key=0, bias=None):
+    *tensors, precision, norm = (*tensors, MXNorm())[:5]
+    context = LinearContext(precision, engine, key)
+    return mxnorm.mxnorm_linear(*tensors, context, norm, bias)
 
 
 def precision(recipe):

@@ -5,8 +5,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import UNSHARDED, Shards
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.recipes import load_recipe
 
@@ -22,7 +22,8 @@ def layer(recipe, tensors, grad, shards=UNSHARDED):
     settings = RECIPES[recipe]
     precision = next(c for c in load_recipe(recipe, settings).configs.values() if c.quantized)
     tensors = [tensor.detach().contiguous().requires_grad_() for tensor in tensors]
-    y = mxnorm_linear(*tensors, precision, key=5, shards=shards, engine=reference("tests"))
+    context = LinearContext(precision, ReferenceEngine("tests"), key=5, shards=shards)
+    y = mxnorm_linear(*tensors, context)
     return y.detach(), *torch.autograd.grad(y, tensors, grad.contiguous())
 
 

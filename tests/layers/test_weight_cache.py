@@ -1,15 +1,13 @@
 """A weight is quantized once for all microbatches of a step, unless its bits are redrawn."""
 
-import dataclasses
-
 import pytest
 import torch
 
-from megatron_lowbit.kernels.engine import reference
-from megatron_lowbit.layers import WeightCache, lowbit_linear
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
 from megatron_lowbit.recipes import Layer, load_recipe
 
-ENGINE = reference("as the tests")
+ENGINE = ReferenceEngine("as the tests")
 LAYER = Layer("decoder.layers.5.mlp.linear_fc1", 5, 30)
 
 
@@ -26,15 +24,16 @@ def run(recipe, overrides, cache, microbatches=2):
     x, weight, dy = tensors()
     times, results = 0, []
 
-    def quantize(tensor, row, col):
+    def quantize(tensor, row, col, amaxes):
         nonlocal times
         times += tensor is weight
-        return ENGINE.quantize(tensor, row, col)
+        return ENGINE.quantize(tensor, row, col, amaxes)
 
-    engine = dataclasses.replace(ENGINE, quantize=quantize)
+    engine = ReferenceEngine("tests")
+    engine.quantize = quantize
     precision = load_recipe(recipe, overrides).precision_for(LAYER)
     for key in range(microbatches):
-        y = lowbit_linear(x, weight, precision, key=key, engine=engine, weight_cache=cache)
+        y = lowbit_linear(x, weight, LinearContext(precision, engine, key, weight_cache=cache))
         results += [y, *torch.autograd.grad(y, (x, weight), dy)]
     return results, times
 
@@ -62,7 +61,7 @@ def test_what_autograd_does_not_record_is_not_kept():
     cache = WeightCache()
     precision = load_recipe("nvfp4", []).precision_for(LAYER)
     with torch.no_grad():
-        lowbit_linear(x, weight, precision, key=0, engine=ENGINE, weight_cache=cache)
+        lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0, weight_cache=cache))
     assert cache.operands is None
 
 
@@ -72,7 +71,7 @@ def test_a_changed_weight_needs_the_cache_emptied():
     precision = load_recipe("nvfp4", []).precision_for(LAYER)
 
     def product():
-        return lowbit_linear(x, weight, precision, key=0, engine=ENGINE, weight_cache=cache)
+        return lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0, weight_cache=cache))
 
     before = product()
     with torch.no_grad():

@@ -233,6 +233,6 @@ def test_order_of_operations_shows(format):
 def test_a_given_amax_saturates_beyond_it(format):
     """Delayed scaling: what exceeds the amax that the scale was made from becomes max / scale."""
     x = torch.tensor([[1.0, -3.0, 2.0, 0.5]])
-    q = Quantizer(FORMATS[format])(x, scale_amax=lambda amax: torch.tensor(2.0))
+    q = Quantizer(FORMATS[format])(x, torch.tensor(2.0))
     assert torch.equal(q.dequantize(), torch.tensor([[1.0, -2.0, 2.0, 0.5]]))
     assert q.tensor_scale == 2 / FORMATS[format].element.max

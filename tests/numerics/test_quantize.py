@@ -8,10 +8,12 @@ from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
     Quantizer,
+    Request,
     Rounding,
     format_by_name,
     gemm,
     quantize,
+    tensor_amaxes,
 )
 
 
@@ -204,27 +206,17 @@ def test_reduced_amax_makes_the_tensor_scale():
     joined = torch.cat(parts, dim=1)
     expected = quantize(joined, "nvfp4")
     quantizer = Quantizer(FORMATS["nvfp4"])
-    seen = []
-
-    def reduce(amax):
-        seen.append(amax.item())
-        return joined.abs().max()
-
-    shards = [quantizer(part, scale_amax=reduce) for part in parts]
-    assert seen == [part.abs().max().item() for part in parts]
+    amaxes = [tensor_amaxes(part, Request(quantizer), None)[0] for part in parts]
+    assert amaxes == [part.abs().max() for part in parts]
+    shards = [quantizer(part, torch.stack(amaxes).amax()) for part in parts]
     assert torch.equal(torch.cat([s.codes for s in shards], dim=1), expected.codes)
     assert all(s.tensor_scale == expected.tensor_scale for s in shards)
 
 
 def test_amax_is_taken_after_the_transform():
-    seen = []
-
-    def reduce(amax):
-        seen.append(amax.item())
-        return amax
-
-    Quantizer(FORMATS["nvfp4"])(torch.ones(1, 16), hadamard=Hadamard(), scale_amax=reduce)
+    request = Request(Quantizer(FORMATS["nvfp4"]), hadamard=Hadamard())
+    amax, _ = tensor_amaxes(torch.ones(1, 16), request, None)
     # ones through +-1/4: the largest sum of the 16 signed terms, over 4
     signs = Hadamard().sign_vector()
     sums = [sum(s * (-1) ** bin(i & j).count("1") for i, s in enumerate(signs)) for j in range(16)]
-    assert seen == [max(abs(s) for s in sums) / 4]
+    assert amax == max(abs(s) for s in sums) / 4

@@ -45,7 +45,7 @@ def draw_call(draws, data, ranks):
     size = (ranks + 1) * rows * hidden
     at = step * pick((data.shape[1] - size) // step)
     tensors = data[0, at : at + size].view(ranks + 1, rows, hidden)
-    request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
+    request = None if name is None else Request(Quantizer(FORMATS[name]), needs_codes=True)
     gain = None if isinstance(norm, MXNorm) else data[1, at : at + hidden]
     residual = tensors[ranks] if added else None
     path = (None, "one-stage", "gathered")[pick(3)]

@@ -42,7 +42,7 @@ def call(area, xs, residual, norm, gain=None, name=None, keep=(False, True), pat
          limit=POLLS, out=NEW):  # fmt: skip
     from megatron_lowbit.parallel.launch import launch, plan_of
 
-    request = None if name is None else Request(Quantizer(FORMATS[name]), kept=True)
+    request = None if name is None else Request(Quantizer(FORMATS[name]), needs_codes=True)
     x = xs[area.rank]
     plan = plan_of(area.ranks, x, residual, norm, gain, request, keep, path)
     assert plan.room <= area.room

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_lowbit.layers.saved import take_apart
+from megatron_lowbit.layers.autograd_state import flatten
 from megatron_lowbit.megatron.dry_run import build, count_parameters, rank_of_stage
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.pretrain import model_config_of
@@ -182,7 +182,7 @@ def saved_bytes(
         cached: list[torch.Tensor] = []
         for state in layer_states([model]):
             for operand in state.weight_cache.operands or ():
-                take_apart(operand, cached)
+                flatten(operand, cached)
         storages = _storages(cached)
         found.weights = sum(size for where, size in storages.items() if where not in ignored)
         for where in storages:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from built import parse, saved_bytes
 
-from megatron_lowbit.planning.kept import call, kept, quantized_weight_bytes
+from megatron_lowbit.planning.kept import kept, quantized_weight_bytes
 from megatron_lowbit.planning.model import Linear, stages
 from megatron_lowbit.recipes import Layer, load_recipe
 
@@ -120,7 +120,7 @@ def test_a_linear_layer_keeps_what_an_h200_had_allocated(contender):
     layer = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
     precision = load_recipe(CONTENDERS[contender]).precision_for(layer)
     _, inputs, outputs = row["size"]
-    input_format = call(precision).quantizer("wgrad", "input").format
+    input_format = precision.quantizer("wgrad", "input").format
     assert input_format.bits_per_element / 8 == pytest.approx(
         row["kept_bytes_per_input_element"], rel=0.02
     )

@@ -9,7 +9,6 @@ import pytest
 from built import parse
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.planning.command import main, plan
 from megatron_lowbit.planning.communication import Cluster, data_parallel, link
 from megatron_lowbit.planning.compute import Device, gemm_seconds
@@ -175,9 +174,9 @@ def test_recipes_rank_as_their_tensor_cores_do():
 
 def test_gemms_go_where_the_engine_sends_them():
     """The fused engine's own description, for each GEMM of each recipe."""
-    from megatron_lowbit.kernels.engine import _for_gpu
+    from megatron_lowbit.kernels.fused import FusedEngine
 
-    engine: Engine = _for_gpu((9, 0))
+    engine = FusedEngine((9, 0))
     words = {"fp8 1x128": "FP8 tiles", "fp8 per tensor": "FP8 tensors",
              "fp8 per row": "MXFP4 folded", "bf16": "exact BF16"}  # fmt: skip
     seen = set()

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.kernels.engine import select_engine
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
 from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import native_recipe
-from megatron_lowbit.transformer_engine.site import Site
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
@@ -109,22 +109,22 @@ def test_a_switch_that_it_lacks_is_refused(recipe, settings, named):
 
 
 class Call:
-    """Stands for a LinearCall."""
+    """Stand-in for a LinearContext."""
 
 
 def test_backward_passes_come_in_the_order_of_forward_passes():
-    site = Site(lambda training: Call(), opened_outside=True)
-    calls = [site.open(training) for training in (True, False, True)]
-    assert [site.open_backward(), site.open_backward()] == [calls[0], calls[2]]
+    tracker = CallTracker(lambda training: Call(), opened_outside=True)
+    calls = [tracker.open(training) for training in (True, False, True)]
+    assert [tracker.open_backward(), tracker.open_backward()] == [calls[0], calls[2]]
     with pytest.raises(RuntimeError, match="without its forward"):
-        site.open_backward()
+        tracker.open_backward()
 
 
 def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
-    site = Site(lambda training: Call())
-    site.open(True)
-    kept = site.open(True)
-    assert site.open_backward() is kept
+    tracker = CallTracker(lambda training: Call())
+    tracker.open(True)
+    kept = tracker.open(True)
+    assert tracker.open_backward() is kept
 
 
 def test_nothing_of_it_is_imported_without_a_request():
@@ -176,7 +176,12 @@ def test_its_linear_layer_gives_what_ours_gives(te, recipe, bias):
     torch.manual_seed(3)
     key = int(torch.randint(2**63 - 1, ())) if wanted.stochastic else 0
     weight, x.grad = layer.weight.detach().clone().requires_grad_(), None
-    y = lowbit_linear(x, weight, wanted, key=key, bias=layer.bias.detach() if bias else None)
+    y = lowbit_linear(
+        x,
+        weight,
+        LinearContext(wanted, select_engine(x.device), key),
+        bias=layer.bias.detach() if bias else None,
+    )
     y.backward(grad)
     for one, other in zip((y.detach(), x.grad, weight.grad), seen, strict=True):
         if native_recipe(wanted, torch.cuda.get_device_capability()) is None:
@@ -201,9 +206,9 @@ def test_nvfp4_bits_are_those_of_its_reference(te, tile, transform):
     reference = NVFP4QuantizerRef(Fp4Formats.E2M1, quant_tile_shape=tile, with_rht=transform)
     theirs = reference.quantize(x)
     quantizer = Quantizer(FORMATS["nvfp4" if tile == (1, 16) else "nvfp4-2d"])
-    transposed = Request(quantizer, hadamard=Hadamard() if transform else None, kept=True)
+    transposed = Request(quantizer, hadamard=Hadamard() if transform else None, needs_codes=True)
     engine = select_engine(x.device)
-    row, _ = engine.quantize(x, Request(quantizer, kept=True), None)
+    row, _ = engine.quantize(x, Request(quantizer, needs_codes=True), None)
     _, col = engine.quantize(x, None, transposed)
     for ours, codes, scales in (
         (row, theirs.data, theirs.scale),

@@ -1,0 +1,188 @@
+"""Context of one call of a linear layer: quantizes its operands and multiplies them.
+
+Shared by this project's linear layers and by Transformer Engine's, which bring a loop of their own.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.layers.fallback import recompute_unless_finite
+from megatron_lowbit.layers.sharding import UNSHARDED, Shards
+from megatron_lowbit.numerics import Amaxes, AmaxHistory, Request, Rounding, derive_key
+from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
+
+
+@dataclass
+class WeightCache:
+    """Cached quantized weight, for fprop and dgrad. Reset to None whenever the weight changes."""
+
+    operands: tuple[Any, Any] | None = None
+
+
+@dataclass(frozen=True)
+class LinearContext:
+    """Everything about one call of a linear layer that is not a tensor to differentiate.
+
+    Args:
+        precision: how each operand of each GEMM is quantized.
+        engine: where the arithmetic runs.
+        key: 64-bit key of stochastic rounding and of fresh signs, in forward and backward.
+        training: True if a backward pass follows.
+        shards: how tensor parallelism splits the layer.
+        accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
+            megatron-core's DistributedDataParallel expects of fused accumulation.
+        amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
+            and written in training. Whoever owns it ends its steps.
+        weight_cache: keeps the quantized weight for the next call, in training.
+        fallbacks: int64 (3,); for each of fprop, dgrad and wgrad, the number of products that were
+            not finite and were computed again in high precision is added.
+    """
+
+    precision: LinearPrecision
+    engine: Engine
+    key: int
+    training: bool = True
+    shards: Shards = UNSHARDED
+    accumulate_main_grad: bool = False
+    amax_history: AmaxHistory | None = None
+    weight_cache: WeightCache | None = None
+    fallbacks: Tensor | None = None
+
+    def quantize(
+        self,
+        x: Tensor,
+        role: str,
+        row: str | None,
+        col: str | None,
+        needs_codes: Collection[str] = (),
+    ) -> tuple[Any, Any]:
+        """Quantize x (R, C) for the GEMM that contracts its columns, and for that of its rows.
+
+        Args:
+            x: the operand of that ``role``, in high precision.
+            row: name of the GEMM that contracts columns, or None.
+            col: name of the GEMM that contracts rows, or None; ``row`` itself for square blocks
+                that serve both.
+            needs_codes: GEMMs whose operand is saved or sent.
+
+        Returns:
+            Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
+            its transpose.
+        """
+        requests = [
+            None if gemm is None else self.request(gemm, role, len(x), gemm in needs_codes)
+            for gemm in (row, col)
+        ]
+        if col == row:
+            requests[1] = requests[0]
+        if not any(requests):
+            return x, x.t()
+        amaxes = self._scale_amaxes(x, role, (row, col), requests)
+        by_row, by_col = self.engine.quantize(x, *requests, amaxes)
+        return x if requests[0] is None else by_row, x.t() if requests[1] is None else by_col
+
+    def request(self, gemm: str, role: str, rows: int, needs_codes: bool = False) -> Request | None:
+        """Return how an operand of so many rows is quantized; None for high precision."""
+        quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
+        if quantizer is None:
+            return None
+        transform, draw, sign_key = precision.hadamard, None, 0
+        if quantizer.rounding is Rounding.STOCHASTIC:
+            points = transform.size if transform else 1
+            draw = self.shards.draw(self.key, gemm, role, rows, points)
+        if transform is not None and transform.signs == "fresh":
+            sign_key = derive_key(self.key, "signs", gemm)  # both operands take the same
+        left = role == GEMM_ROLES[gemm][0]
+        partner = precision.rhs if left else precision.lhs
+        dequantized_later = precision.accumulation is not None or precision.rhs_of_fprop
+        return Request(
+            quantizer,
+            hadamard=transform,
+            sign_key=sign_key,
+            draw=draw,
+            partner=None if partner is None else partner.format,
+            needs_codes=needs_codes or dequantized_later,
+        )
+
+    def _scale_amaxes(
+        self,
+        x: Tensor,
+        role: str,
+        gemms: tuple[str | None, str | None],
+        requests: Sequence[Request | None],
+    ) -> Amaxes:
+        """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
+        shared = [gemm is not None and self.shares_amax(gemm, role) for gemm in gemms]
+        if not any(shared):
+            return None, None
+        row, col = self.engine.amaxes(x, *requests)
+        if shared[0]:
+            row = self.scale_amax(gemms[0], role, row)
+        if gemms[0] == gemms[1]:
+            return row, row
+        return row, self.scale_amax(gemms[1], role, col) if shared[1] else col
+
+    def shares_amax(self, gemm: str, role: str) -> bool:
+        """Return True if a tensor scale depends on more than the local tensor."""
+        quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
+        if quantizer is None or not quantizer.format.tensor_scaled:
+            return False
+        return precision.delayed is not None or self._reduces_amax(gemm, role)
+
+    def _reduces_amax(self, gemm: str, role: str) -> bool:
+        whole = self.precision.gemms[gemm].tensor_scale == "group"
+        split_tokens = role == "input" and self.shards.sequence_parallel
+        return (whole or split_tokens) and role in self.shards.roles
+
+    def scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
+        """Reduce and record the amax of a local tensor; return that of its tensor scale.
+
+        Raises:
+            ValueError: delayed scaling without an amax history.
+        """
+        if self._reduces_amax(gemm, role):
+            amax = self.shards.max_over_group(amax)
+        delayed = self.precision.gemms[gemm].delayed
+        if delayed is None:
+            return amax
+        if self.amax_history is None:
+            raise ValueError("delayed scaling needs an amax_history")
+        operand = OPERANDS.index((gemm, role))
+        if self.training:
+            self.amax_history.record(operand, amax)
+        return delayed.amax(self.amax_history.entries[operand], amax)
+
+    def gemm(
+        self,
+        name: str,
+        lhs: Any,
+        rhs: Any,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+        high_precision: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute one of the three products, in ``dtype``.
+
+        ``high_precision`` are the operands from which a product that is not finite is computed
+        again where the recipe says so. Each rank does so with its own product: of one that is to be
+        summed over ranks, with its own term.
+        """
+        precision = self.precision.gemms[name]
+        y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype)
+        if precision.fallback is None or high_precision is None:
+            return y
+        count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
+        return recompute_unless_finite(y, *high_precision, bias, count)
+
+
+def draw_key(precision: LinearPrecision) -> int:
+    """Return a key from torch's default CPU generator, where a call needs one.
+
+    Drawing a key that nothing uses would shift the random numbers of dropout.
+    """
+    return int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0

@@ -1,0 +1,173 @@
+"""Operands of a linear layer's GEMMs: input, weight and gradient, quantized for each GEMM."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_lowbit.layers.context import LinearContext
+from megatron_lowbit.layers.sharding import Shards, gather_columns, gather_rows
+from megatron_lowbit.numerics import Operand
+
+
+def quantize_input(
+    context: LinearContext, x: Tensor, operand: Operand | None, keep: bool
+) -> tuple[Any, Any]:
+    """Quantize an input for fprop, and for wgrad if ``keep``.
+
+    Tokens that sequence parallelism splits are gathered as codes where blocks stay whole, else in
+    their own precision.
+
+    Args:
+        context: of the call.
+        x: this rank's input (R, K).
+        operand: x that is quantized already, or None.
+        keep: True if wgrad follows.
+
+    Returns:
+        fprop's input of all tokens, and what wgrad keeps of this rank's: its transpose (K, R)
+        quantized; fprop's codes (R, K) where wgrad takes their values; x itself where wgrad is in
+        high precision, has a fallback, or quantizes the tokens of all ranks; else None.
+    """
+    precision, tokens = context.precision, len(x)
+    split = context.shards.sequence_parallel
+    given_row, given_col = (operand.row, operand.col) if operand else (None, None)
+    reuses_row = keep and precision.wgrad.rhs_of_fprop
+    keeps_codes = (
+        keep
+        and not reuses_row
+        and not precision.wgrad.fallback
+        and precision.quantizer("wgrad", "input") is not None
+        and (given_col is not None or not split or precision.gathers_codes("wgrad", tokens))
+    )
+    makes_row = given_row is None and (not split or precision.gathers_codes("fprop", tokens))
+    makes_col = keeps_codes and given_col is None
+    needs_codes = {"wgrad", "fprop"} if split or reuses_row else {"wgrad"}
+    by_row, by_col = context.quantize(
+        x, "input", "fprop" if makes_row else None, "wgrad" if makes_col else None, needs_codes
+    )
+    by_row = by_row if given_row is None else given_row
+    if reuses_row:
+        kept = by_row
+    elif keeps_codes:
+        kept = by_col if given_col is None else given_col
+    else:
+        kept = x if keep else None
+    if not split:
+        return by_row, kept
+    if given_row is None and not makes_row:
+        return quantize_gathered(context, "fprop", x), kept
+    return gather_rows(by_row, context.shards.group), kept
+
+
+def wgrad_input(context: LinearContext, kept: Any) -> Any:
+    """Return wgrad's right operand, transposed (K, M), of what :func:`quantize_input` kept."""
+    precision, shards = context.precision.wgrad, context.shards
+    if precision.rhs_of_fprop:
+        return _fprop_input(context, kept).dequantize().t()
+    if not isinstance(kept, Tensor):
+        return gather_columns(kept, shards.group) if shards.sequence_parallel else kept
+    return quantize_gathered(context, "wgrad", kept) if shards.sequence_parallel else kept.t()
+
+
+def _fprop_input(context: LinearContext, kept: Any) -> Any:
+    if not context.shards.sequence_parallel:
+        return kept
+    if isinstance(kept, Tensor):
+        return quantize_gathered(context, "fprop", kept)
+    return gather_rows(kept, context.shards.group)
+
+
+def gather_input(context: LinearContext, x: Tensor) -> Tensor:
+    """Return the input of all tokens in its own precision, of this rank's x (R, K)."""
+    return gather_rows(x, context.shards.group) if context.shards.sequence_parallel else x
+
+
+def quantize_gathered(context: LinearContext, gemm: str, x: Tensor) -> Any:
+    """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
+    return quantize_all_tokens(context, gemm, gather_rows(x, context.shards.group))
+
+
+def quantize_all_tokens(context: LinearContext, gemm: str, x: Tensor) -> Any:
+    """Quantize the input of all tokens (M, K) as an unsplit one."""
+    shards = replace(
+        context.shards, sequence_parallel=False, roles=context.shards.roles - {"input"}
+    )
+    needs_codes = {gemm} if context.precision.wgrad.rhs_of_fprop else ()
+    row, col = ("fprop", None) if gemm == "fprop" else (None, gemm)
+    both = replace(context, shards=shards).quantize(x, "input", row, col, needs_codes)
+    return both[0] if gemm == "fprop" else both[1]
+
+
+def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tuple[Any, Any]:
+    """Quantize a weight (N, K) for fprop, and its transpose for dgrad.
+
+    Args:
+        context: of the call.
+        weight: returns the weight, where it is not in the cache.
+
+    Returns:
+        Both operands; None for dgrad's where backward quantizes it.
+    """
+    precision, training = context.precision, context.training
+    cache = context.weight_cache if precision.caches_weight else None
+    if cache is not None and cache.operands is not None:
+        return cache.operands
+    shared, reused = precision.weight_serves_dgrad, precision.dgrad.rhs_of_fprop
+    col = None
+    if training and shared:
+        col = "fprop"
+    elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
+        col = "dgrad"
+    needs_codes = {"fprop", "dgrad"} if shared or reused or precision.caches_weight else ()
+    by_row, by_col = context.quantize(weight(), "weight", "fprop", col, needs_codes)
+    dgrad_weight = None if col is None else by_col
+    if training and reused and not shared:
+        dgrad_weight = by_row.dequantize().t()
+    if cache is not None and training:
+        cache.operands = by_row, dgrad_weight
+    return by_row, dgrad_weight
+
+
+def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:
+    """Quantize the transpose of a weight (N, K) in backward."""
+    return context.quantize(weight, "weight", None, "dgrad")[1]
+
+
+def quantize_grad(
+    context: LinearContext, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool
+) -> tuple[Any, Any]:
+    """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
+    row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
+    return context.quantize(grad, "grad", row, col)
+
+
+def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
+    """Start summing dX over the group, to run while wgrad computes."""
+    if shards.sequence_parallel:
+        local = dgrad.new_empty(
+            (dgrad.shape[0] // dist.get_world_size(shards.group), dgrad.shape[1])
+        )
+        return local, dist.reduce_scatter_tensor(local, dgrad, group=shards.group, async_op=True)
+    if shards.allreduce_dgrad:
+        return dgrad, dist.all_reduce(dgrad, group=shards.group, async_op=True)
+    return dgrad, None
+
+
+def deliver_wgrad(
+    context: LinearContext, weight: Tensor, wgrad: Callable[[torch.dtype], Tensor]
+) -> Tensor:
+    """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add.
+
+    ``wgrad`` computes dW in the dtype that it is given.
+    """
+    if not (context.accumulate_main_grad and hasattr(weight, "main_grad")):
+        return wgrad(weight.dtype)
+    weight.main_grad.add_(wgrad(torch.float32))
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return torch.zeros_like(weight)
+    return torch.empty_like(weight)
