@@ -1,7 +1,7 @@
-"""The state of delayed scaling over a model: reduced once a step, and kept in checkpoints.
+"""Amax histories of delayed scaling: reduction over ranks once a step, and checkpoints.
 
-A layer's histories are those of its whole tensors: the same on every rank that holds a part of the
-layer or a replica of it, so that they fit any layout.
+A layer's histories are those of its whole tensors. Every rank with a part or a replica of the layer
+has the same histories, which therefore do not depend on the parallel layout.
 """
 
 from collections.abc import Container, Sequence
@@ -19,19 +19,19 @@ from megatron_lowbit.megatron import experts
 from megatron_lowbit.megatron.layer_state import LayerState
 
 PREFIX = "amax_history."
-"""Start of the histories' keys in a checkpoint; the layer's global path follows."""
+"""Prefix of the histories' keys in a checkpoint, before the layer's global path."""
 
 
 class AmaxHistories(torch.nn.Module):
-    """The amax histories of a chunk's layers, as a module of the chunk, for its checkpoints.
+    """Amax histories of a chunk's layers, as a submodule that the chunk's checkpoints include.
 
-    Amaxes that were recorded in a training step enter the histories when the next step begins or
-    the model is saved, whichever is first. Running a step twice therefore changes nothing.
+    Amaxes recorded in a training step are added to the histories when the next step begins or the
+    model is saved, whichever is first. Rerunning a step therefore has no effect.
 
     Args:
-        states: the chunk's layers.
-        saved: keys of the tensors in the checkpoint that the run goes on from, None where there is
-            none. A layer that has no history there begins a new one.
+        states: states of the chunk's layers.
+        saved: keys of the tensors in the checkpoint to load, or None without a checkpoint. Layers
+            without a key start with an empty history.
     """
 
     def __init__(self, states: Sequence[LayerState], saved: Container[str] | None) -> None:
@@ -41,14 +41,14 @@ class AmaxHistories(torch.nn.Module):
         self._recorded = False
 
     def begin_step(self, iteration: int, training: bool) -> None:
-        """End the step before; called before the first forward pass of every step."""
+        """Complete the previous step, before the first forward pass of every step."""
         self._end_step()
         self._recorded = training
 
     def _end_step(self) -> None:
-        """Move recorded amaxes, the largest over all ranks, into the histories.
+        """Add the recorded amaxes to the histories, reduced by maximum over all ranks.
 
-        Collective over the ranks of a pipeline stage.
+        All ranks of a pipeline stage must call this together.
         """
         if not self._recorded:
             return
@@ -64,7 +64,7 @@ class AmaxHistories(torch.nn.Module):
                 before = history.entries
                 history.advance(step)
                 if is_expert:
-                    # One that had no tokens on any rank keeps what it knows.
+                    # An expert without tokens on any rank keeps its history.
                     history.entries = torch.where(step[:, None] < 0, before, history.entries)
 
     def _with_history(self) -> list[LayerState]:
@@ -73,18 +73,18 @@ class AmaxHistories(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor]:
-        """Return the histories by their paths: all to save, those that are there to load."""
+        """Return the histories by path: all of them to save, those in the checkpoint to load."""
         self._end_step()
-        found = {}
+        sharded = {}
         for state in self._with_history():
             path = state.plan.layer.path
             if self._saved is None or PREFIX + path in self._saved:
-                found[prefix + path] = ShardedTensor.from_rank_offsets(
+                sharded[prefix + path] = ShardedTensor.from_rank_offsets(
                     PREFIX + path,
                     state.amax_history.entries,
                     replica_id=experts.replica_id(state.is_expert),
                 )
-        return found
+        return sharded
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         self._end_step()
@@ -96,4 +96,4 @@ class AmaxHistories(torch.nn.Module):
             entries = state_dict.get(prefix + state.plan.layer.path)
             if entries is not None:
                 state.amax_history.entries = entries
-        self._saved = None  # What comes is saved whole.
+        self._saved = None  # Later checkpoints hold all histories.

@@ -66,7 +66,7 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
             raise TrainingError(
                 f"{trouble}, after {len(bad)} skipped iterations (--skip-bad-iterations)"
             ) from error
-        _write_notes(notes, [*bad, failed])
+        _record(notes, [*bad, failed])
         if args.world_size > 1:
             raise TrainingError(f"{trouble}: noted; started again, the run skips it") from error
         print(f"{trouble}: back to the last checkpoint, without its data", flush=True)
@@ -91,7 +91,7 @@ def read_notes(path: Path) -> list[int]:
     return bad
 
 
-def _write_notes(path: Path, bad: list[int]) -> None:
+def _record(path: Path, bad: list[int]) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(json.dumps(bad) + "\n")
     os.replace(temporary, path)

@@ -1,4 +1,4 @@
-"""The datasets of a run: Megatron-LM's own, built from its own arguments."""
+"""Megatron-LM's ``datasets_provider``: its own datasets, checked and built from its arguments."""
 
 import dataclasses
 from argparse import Namespace
@@ -33,9 +33,10 @@ _PER_SPLIT = ("train", "valid", "test")
 def provide_datasets(
     num_samples: tuple[int, int, int], vp_stage: int | None = None
 ) -> tuple[Any, Any, Any]:
-    """Build the training, validation and test datasets: Megatron-LM's ``datasets_provider``.
+    """Build the training, validation and test datasets.
 
-    Raises UserError for datasets that are damaged, do not fit the tokenizer, or are too small.
+    Raises:
+        UserError: a dataset is damaged, is too small, or was made with another tokenizer.
     """
     args = get_args()
     config = _config(args)
@@ -49,17 +50,17 @@ def provide_datasets(
         on_this_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
         return on_this_stage and mpu.get_tensor_model_parallel_rank() == 0
 
-    # Rank 0 builds the cached indices, and the others wait for it.
-    cached = config.path_to_cache is not None and dist.get_rank() == 0
-    with building(Path(config.path_to_cache)) if cached else nullcontext():
+    # Rank 0 builds the cached indices while other ranks wait.
+    builds_cache = config.path_to_cache is not None and dist.get_rank() == 0
+    with building(Path(config.path_to_cache)) if builds_cache else nullcontext():
         return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
 
 
-provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # read by Megatron-LM
+provide_datasets.is_distributed = True  # type: ignore[attr-defined]  # Megatron-LM reads it.
 
 
 def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
-    """Tell whether this rank's stage predicts several tokens."""
+    """Return True if this rank's stage has multi-token prediction."""
     layout = args.pipeline_model_parallel_layout
     return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
@@ -96,9 +97,9 @@ def _config(args: Namespace) -> GPTDatasetConfig:
 
 
 def _check_per_split(args: Namespace) -> None:
-    """Raise UserError where an argument of the parts' own datasets names none, or not as it should.
+    """Raise UserError for invalid arguments that name separate datasets for each split.
 
-    Megatron-LM ends with an exception of its own there.
+    Megatron-LM would raise an exception that does not name the argument.
     """
     for name in _PER_SPLIT:
         if getattr(args, f"{name}_data_path") == []:
@@ -111,21 +112,21 @@ def _check_per_split(args: Namespace) -> None:
     for name in _PER_SPLIT:
         if name not in content:
             raise UserError(f"{file}: needs the entry {name!r}")
-        given = content[name]
-        prefixes = given.split() if isinstance(given, str) else given
+        entry = content[name]
+        prefixes = entry.split() if isinstance(entry, str) else entry
         is_list = isinstance(prefixes, list) and all(isinstance(item, str) for item in prefixes)
-        if given is not None and not (is_list and prefixes):
+        if entry is not None and not (is_list and prefixes):
             raise UserError(f"{file}: {name} must be null or list weights and prefixes")
 
 
 def _check_parts(
     args: Namespace, config: GPTDatasetConfig, num_samples: tuple[int, int, int]
 ) -> None:
-    """Leave out the parts of which no sample is needed; raise UserError for others without one.
+    """Remove splits that need no samples; raise UserError for other splits without samples.
 
-    Megatron-LM never stops counting the epochs of a part that holds no tokens.
+    Megatron-LM counts epochs in an endless loop if a split has no tokens.
     """
-    # Shares of one blend (--split), or a blend for each part.
+    # Bounds of the splits in one blend (--split), or one blend for each split.
     parts = config.blend_per_split if config.blend is None else config.split_matrix
     for number, name in enumerate(("training", "validation", "test")):
         if num_samples[number] == 0:
@@ -142,7 +143,7 @@ def _check_parts(
 
 
 def _shares(blend: tuple[list[str], list[float] | None], samples: int | None) -> list[float]:
-    """Return the samples that are drawn from each dataset of a blend; 0 where it is read once."""
+    """Return the number of samples from each dataset of a blend; 0 for one that is read once."""
     prefixes, weights = blend
     if samples is None or (weights is None and len(prefixes) > 1):
         return [0.0] * len(prefixes)
@@ -151,7 +152,7 @@ def _shares(blend: tuple[list[str], list[float] | None], samples: int | None) ->
 
 
 def _per_split_argument(args: Namespace, number: int) -> str:
-    """Return the argument that names the datasets of a part."""
+    """Return the argument that names the datasets of a split."""
     if args.per_split_data_args_path is not None:
         return "--per-split-data-args-path"
     return f"--{_PER_SPLIT[number]}-data-path"

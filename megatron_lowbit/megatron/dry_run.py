@@ -1,7 +1,7 @@
-"""``--dry-run``: describe a run of any size in one process, without training.
+"""``--dry-run``: description of a run of any size, from one process and without training.
 
-One rank of each pipeline stage is built, with Megatron-LM's own model builders, on torch's meta
-device: its tensors have shapes but no memory. The other ranks are torch's fake process group.
+Megatron-LM's own model builders build one rank of each pipeline stage on torch's meta device, where
+tensors have no memory. Torch's fake process group stands in for the other ranks.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from megatron_lowbit.recipes import Layer
 
 
 class Parameters(NamedTuple):
-    """Number of parameters.
+    """Numbers of parameters.
 
     Attributes:
-        rank: those of one rank of a pipeline stage.
-        experts: those of them that belong to experts.
-        whole: those of the whole stage, over all of its ranks, without copies.
+        rank: parameters on one rank of a pipeline stage.
+        experts: parameters of experts on that rank.
+        whole: parameters of the whole stage, over all of its ranks, without replicas.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Parameters(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """The first rank of a pipeline stage: its blocks, parameters, and layers a recipe can reach."""
+    """First rank of a pipeline stage: number of blocks, parameters, and quantizable layers."""
 
     blocks: int
     parameters: Parameters
@@ -61,10 +61,10 @@ def dry_run(args: Namespace) -> None:
     """Print the recipe, the parameters, and the planned memory and time of a run.
 
     Args:
-        args: validated arguments. Their world size is that of the run, not of this process.
+        args: validated arguments, with the world size of the described run.
 
     Raises:
-        UserError: the model cannot be built, or the recipe does not fit it.
+        UserError: the model cannot be built, or the recipe does not match its layers.
     """
     try:
         if args.rank == 0:
@@ -90,12 +90,12 @@ def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
 
     Args:
         args: validated arguments.
-        show_recipe: print the recipe's table of the whole model.
+        show_recipe: print the table of the recipe for the whole model.
     """
-    # The fused all-reduce needs the memory of real ranks.
+    # The fused all-reduce allocates memory that only real ranks share.
     changed: dict[str, Any] = {"fused_allreduce_norm": False}
     if args.transformer_impl == "local":
-        # It changes no parameter, and Megatron-LM's local attention refuses it.
+        # Context parallelism changes no parameter, but local attention refuses it.
         changed |= {"context_parallel_size": 1, "hierarchical_context_parallel_sizes": None}
     args = Namespace(**vars(args) | changed)
     stages, layers, first = [], [], None
@@ -117,9 +117,13 @@ def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
 
 @contextmanager
 def rank_of_stage(args: Namespace, stage: int, replicas: int = 1) -> Iterator[None]:
-    """Be the first rank of a pipeline stage, in the smallest world that holds the layout.
+    """Initialize this process as the first rank of a pipeline stage in a fake process group.
 
-    Replicas do not change a model: one is as good as thousands, and quicker.
+    Args:
+        args: validated arguments.
+        stage: number of the pipeline stage.
+        replicas: number of data-parallel replicas. It does not change the model, and few replicas
+            are initialized faster.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -156,7 +160,7 @@ def rank_of_stage(args: Namespace, stage: int, replicas: int = 1) -> Iterator[No
 
 
 def build(args: Namespace) -> tuple[RecipeHook | None, list[torch.nn.Module]]:
-    """Build this rank's chunks of the model on the meta device, and take over its linear layers."""
+    """Build this rank's model chunks on the meta device, and apply the recipe to their layers."""
     config = model_config_of(args)
     config.transformer.init_model_with_meta_device = True
     if args.multi_latent_attention and args.transformer_impl == "local":
@@ -173,16 +177,16 @@ def build(args: Namespace) -> tuple[RecipeHook | None, list[torch.nn.Module]]:
     return hook, chunks
 
 
-# Not torch.tensor: what it makes is small and holds values, such as random states.
+# Not torch.tensor, which makes small tensors with values, such as random states.
 _FACTORIES = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
               "randperm", "zeros")  # fmt: skip
 
 
 class _OnMeta(TorchFunctionMode):
-    """Make all tensors on the meta device and leave them there.
+    """Mode in which all tensors are created on the meta device and stay there.
 
-    ``torch.device("meta")`` as a context moves only those whose device is not named, and none at
-    all behind the CPU runtime's own wrappers of torch's factories.
+    The context ``torch.device("meta")`` applies only to calls without a device, and to none of the
+    factories that the CPU runtime wraps.
     """
 
     def __torch_function__(
@@ -197,7 +201,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _NoCoreAttention(torch.nn.Module):
-    """Placeholder for attention itself, which has no parameters."""
+    """Placeholder for core attention, which has no parameters."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -209,8 +213,8 @@ def _layer_spec(spec: Any, model_config: Any, vp_stage: int | None = None) -> An
     Megatron-LM's local core attention does not accept the arguments that its own multi-latent
     attention passes.
     """
-    found = spec(model_config, vp_stage) if spec else default_layer_spec(model_config, vp_stage)
-    return _without_core_attention(found)
+    build_spec = spec or default_layer_spec
+    return _without_core_attention(build_spec(model_config, vp_stage))
 
 
 def _without_core_attention(spec: Any) -> Any:
@@ -227,7 +231,7 @@ def _without_core_attention(spec: Any) -> Any:
 
 
 def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Parameters:
-    """Count the parameters of a rank, and those of all ranks of its pipeline stage."""
+    """Count the parameters of a rank and of its whole pipeline stage."""
     rank = experts = whole = 0
     tensor = args.tensor_model_parallel_size
     expert_tensor = args.expert_tensor_parallel_size or tensor
@@ -245,14 +249,14 @@ def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Paramete
 
 
 def _is_copy(args: Namespace, name: str, parameter: torch.nn.Parameter) -> bool:
-    """Return whether a parameter of a later chunk repeats the first chunk's embedding."""
-    # Tied, and with multi-token prediction, the output layer has one more, which is not marked.
+    """Return True if a parameter of a later chunk is a copy of the first chunk's embedding."""
+    # With tied embeddings and multi-token prediction, the output layer has an unmarked copy.
     tied = not args.untie_embeddings_and_output_weights and name == "output_layer.weight"
     return tied or getattr(parameter, "shared_embedding", False)
 
 
 def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:
-    """Tabulate the parameters of a rank of each pipeline stage."""
+    """Build a table of the parameters on one rank of each pipeline stage."""
     whole = sum(stage.parameters.whole for stage in stages)
     layout = [
         f"{name} {size}"

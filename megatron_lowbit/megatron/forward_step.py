@@ -1,4 +1,4 @@
-"""One forward pass of a microbatch, and its loss: Megatron-LM's ``forward_step_func``."""
+"""Megatron-LM's ``forward_step_func``: the forward pass of a microbatch, and its loss."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -26,8 +26,8 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.datasets import has_mtp
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
-# A loss this many times the largest so far is reported under --check-for-spiky-loss.
 _SPIKE_FACTOR = 10
+"""Ratio to the largest loss so far from which ``--check-for-spiky-loss`` reports a loss."""
 
 Loss = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 
@@ -35,11 +35,17 @@ Loss = Callable[[Tensor], tuple[Tensor, Tensor, dict[str, Tensor]]]
 def forward_step(
     data: Iterator, model: torch.nn.Module, return_schedule_plan: bool = False
 ) -> tuple[Any, Loss]:
-    """Run a chunk of the model on its next microbatch.
+    """Run the forward pass of a model chunk on its next microbatch.
 
-    Returns the chunk's output (token losses (b, s) on the last stage), or its schedule plan where
-    Megatron-LM asks for one to overlap experts' communication, and the function that makes a loss
-    of the output.
+    Args:
+        data: iterator over microbatches.
+        model: chunk of the model.
+        return_schedule_plan: return a schedule plan, with which Megatron-LM overlaps the
+            communication of experts, instead of the output.
+
+    Returns:
+        The chunk's output (token losses (b, s) on the last stage) or its schedule plan, and the
+        function that computes the loss from the output.
     """
     timers, straggler = get_timers(), StragglerDetector()
     timers("batch-generator", log_level=2).start()
@@ -61,7 +67,7 @@ def forward_step(
 
 
 def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None]:
-    """Return this rank's part of the next microbatch; None for tensors that its stage lacks."""
+    """Return this rank's part of the next microbatch, with None for tensors of other stages."""
     args = get_args()
     predicts_more = has_mtp(args, vp_stage)
     if not (is_first_or_last_pipeline_stage(vp_stage) or predicts_more):
@@ -96,9 +102,9 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
 
 
 def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
-    """Raise UserError for token ids of a microbatch, still on the CPU, outside the vocabulary.
+    """Raise UserError for token ids outside the vocabulary in a microbatch on the CPU.
 
-    A tensor-parallel embedding takes them for another rank's, and trains on zeros.
+    A tensor-parallel embedding would treat them as another rank's, and train on zeros.
     """
     size = get_tokenizer().vocab_size
     for name in ("tokens", "labels"):
@@ -112,14 +118,14 @@ def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum a microbatch's token losses.
+    """Sum the token losses of a microbatch.
 
     Args:
-        loss_mask: (b, s), 1.0 for tokens that count.
+        loss_mask: (b, s), 1.0 for tokens that count and 0.0 for others.
         output: token losses (b, s).
 
     Returns:
-        The sum, the number of tokens (int32), and both to report, under Megatron-LM's name.
+        The sum, the number of tokens (int32), and both under Megatron-LM's name for its log.
     """
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
@@ -129,7 +135,7 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
 
 
 def _validate(loss: Tensor) -> None:
-    """Let Megatron-LM's rerun machine judge the loss, as the arguments ask for."""
+    """Check the loss by Megatron-LM's rerun state machine, as the arguments require."""
     args, machine = get_args(), get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
         for name, rejects in (("NaN", torch.isnan), ("Inf", torch.isinf)):

@@ -1,6 +1,6 @@
-"""Hybrids of Mamba-2, attention, MLP and expert blocks in local layers.
+"""Hybrid models of Mamba-2, attention, MLP and expert blocks with local layers.
 
-Megatron-LM's own stack is of Transformer Engine's layers; this one runs everywhere.
+Megatron-LM only has a hybrid stack of Transformer Engine's layers.
 """
 
 from functools import partial
@@ -34,22 +34,23 @@ from megatron_lowbit.megatron.mamba import use_best_scan
 
 
 class LocalHybridStack(HybridStack):
-    """Megatron's stack, whose final norm is torch's: its own asks for Transformer Engine."""
+    """Megatron's hybrid stack with torch's final norm instead of Transformer Engine's."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        wanted = kwargs.pop("post_layer_norm", True)
+        post_layer_norm = kwargs.pop("post_layer_norm", True)
         super().__init__(config, *args, **kwargs, post_layer_norm=False)
-        self.post_layer_norm = wanted
-        if self.post_process and wanted:
+        self.post_layer_norm = post_layer_norm
+        if self.post_process and post_layer_norm:
             self.final_norm = WrappedTorchNorm(
                 config, config.hidden_size, eps=config.layernorm_epsilon
             )
 
 
 def use_local_stack(model_config: HybridModelConfig) -> str | None:
-    """Let a hybrid of local layers be built, which Megatron-LM has no spec of.
+    """Set the stack's spec of a hybrid with local layers, which Megatron-LM does not have.
 
-    Returns a description of the scan that its Mamba mixers run, None for other layers.
+    Returns:
+        A description of the scan in its Mamba mixers; None for other layers.
     """
     if model_config.transformer.transformer_impl != "local":
         return None
@@ -59,9 +60,9 @@ def use_local_stack(model_config: HybridModelConfig) -> str | None:
 
 
 def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
-    """Return the stack's spec, each block with a norm of its own before its first linear layer.
+    """Return the spec of a hybrid stack with a separate norm before each block's linear layers.
 
-    Checkpoints name the norms as Transformer Engine's fused layers do.
+    Checkpoints use the same names for the norms as Transformer Engine's fused layers.
     """
     column, row = ColumnParallelLinear, RowParallelLinear
     mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
@@ -105,7 +106,7 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
 def _experts(config: TransformerConfig) -> TransformerLayerSubmodules:
     experts = get_moe_module_spec(
         use_te=False,
-        num_experts=config.num_moe_experts or 1,  # a pattern without experts never builds them
+        num_experts=config.num_moe_experts or 1,  # not built for patterns without experts
         moe_grouped_gemm=config.moe_grouped_gemm,
     )
     return TransformerLayerSubmodules(

@@ -1,4 +1,4 @@
-"""What megatron-core's Mamba-2 mixer takes from mamba-ssm, also where that is not installed."""
+"""Replacements of mamba-ssm's functions in megatron-core's Mamba-2 mixer, and their selection."""
 
 from functools import partial
 from typing import Any
@@ -16,11 +16,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_lowbit.layers.ssd import causal_convolution, grouped_rms_norm, ssd
 
-_HAVE_MAMBA_SSM: bool = mamba_mixer.HAVE_MAMBA_SSM  # as it was found: it is set below
+_HAVE_MAMBA_SSM: bool = mamba_mixer.HAVE_MAMBA_SSM  # before use_best_scan changes it
 
 
 class GatedNorm(torch.nn.Module):
-    """RMSNorm of this rank's channels by groups, after an optional gate."""
+    """Group-wise RMSNorm of this rank's channels, after an optional gate."""
 
     def __init__(
         self,
@@ -33,18 +33,18 @@ class GatedNorm(torch.nn.Module):
     ) -> None:
         super().__init__()
         if norm_before_gate:
-            raise NotImplementedError("the gate comes before the norm, as megatron-core asks")
+            raise NotImplementedError("norm_before_gate: only a gate before the norm is supported")
         self.eps, self.group_size = eps, group_size
         self.weight = torch.nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x, gate (..., channels) to the same shape, in x's dtype."""
+        """Normalize x (..., channels), multiplied by silu(gate), in x's dtype."""
         return grouped_rms_norm(x, self.weight, gate, self.group_size, self.eps)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The weight, split over the tensor-parallel group along its one axis."""
+        """Return the weight, sharded over the tensor-parallel group along its only axis."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -56,17 +56,17 @@ class GatedNorm(torch.nn.Module):
 
 
 def use_best_scan() -> str:
-    """Give megatron-core's mixer the fastest scan that runs here, and say which."""
+    """Install the fastest available scan in megatron-core's mixer; return its description."""
     if torch.cuda.is_available() and _HAVE_MAMBA_SSM:
         if mamba_mixer.causal_conv1d_fn is not None:
             return "mamba-ssm, convolution and scan fused"
         _install(partial(convolve_and_scan, scan=triton_scan))
         return "mamba-ssm's scan (causal-conv1d is not installed: torch's convolution)"
-    why = "mamba-ssm is not installed" if torch.cuda.is_available() else "no GPU here"
-    mamba_mixer.HAVE_MAMBA_SSM = True  # the mixer asks for nothing else of it
+    reason = "mamba-ssm is not installed" if torch.cuda.is_available() else "no GPU here"
+    mamba_mixer.HAVE_MAMBA_SSM = True  # The mixer needs only the functions replaced here.
     mamba_mixer.ExtendedRMSNorm = GatedNorm
     _install(partial(convolve_and_scan, scan=torch_scan))
-    return f"torch ({why})"
+    return f"torch ({reason})"
 
 
 def _install(function: Any) -> None:
@@ -87,12 +87,20 @@ def convolve_and_scan(
     headdim: int | None = None,
     **others: Any,
 ) -> Tensor:
-    """mamba-ssm's ``mamba_split_conv1d_scan_combined`` by torch's convolution and a ``scan``.
+    """Compute mamba-ssm's ``mamba_split_conv1d_scan_combined`` by torch's convolution and ``scan``.
 
     Args:
         zxbcdt: (batch, length, 2 * heads * head dim + 2 * groups * state dim + heads).
-        conv_weight, conv_bias: (channels of x, B and C, width), (channels,).
-        dt_bias, a: (heads,). D: (heads,) or (heads, head dim).
+        conv_weight: (channels of x, B and C, width).
+        conv_bias: (channels,).
+        dt_bias: (heads,).
+        a: (heads,).
+        D: (heads,) or (heads, head dim).
+        chunk_size: chunk length of the scan.
+        ngroups: number of groups.
+        scan: :func:`torch_scan` or :func:`triton_scan`.
+        headdim: head dim; needed if D is (heads,).
+        **others: further arguments of mamba-ssm's function; ``seq_idx`` is not supported.
 
     Returns:
         (batch, length, heads * head dim) in zxbcdt's dtype, gated but not normalized.
@@ -113,7 +121,7 @@ def torch_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, dt_bias: Tensor,
     chunk_size: int,
 ) -> Tensor:  # fmt: skip
-    """torch's scan of x, z (batch, length, heads, head dim), dt before its bias and softplus."""
+    """Run the scan in torch for x, z (batch, length, heads, head dim), and dt without its bias."""
     y = ssd(x, F.softplus(dt.float() + dt_bias), a, b, c, d, chunk_size)
     return (y * F.silu(z.float())).to(x.dtype)
 
@@ -122,7 +130,7 @@ def triton_scan(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, z: Tensor, dt_bias: Tensor,
     chunk_size: int,
 ) -> Tensor:  # fmt: skip
-    """mamba-ssm's of the same; ImportError where it is not installed."""
+    """Run the same scan by mamba-ssm; raise ImportError if it is not installed."""
     if not _HAVE_MAMBA_SSM:
         raise ImportError("mamba-ssm is not installed")
     return mamba_mixer.mamba_chunk_scan_combined(

@@ -1,7 +1,7 @@
-"""A writer for Megatron-LM's training log that keeps SAVE/metrics.jsonl.
+"""Writer of SAVE/metrics.jsonl for Megatron-LM's training log.
 
-Megatron-LM writes every scalar to an object with SummaryWriter's interface. This one is such an
-object, and passes everything on to TensorBoard's where there is one.
+Megatron-LM writes every scalar to an object with SummaryWriter's interface. This writer has that
+interface, and forwards all calls to TensorBoard's writer if there is one.
 """
 
 import json
@@ -23,19 +23,19 @@ _NAMES = {
     "lm loss validation": "validation_loss",
     "throughput": "model_tflops_per_second",
 }
-"""Megatron-LM's names, and those in the file; other names stay but for their blanks."""
+"""Names in the file by Megatron-LM's; in other names, underscores replace blanks."""
 _REPEATED = " vs samples"
 
 
 class MetricsWriter:
-    """Writes one JSON object an iteration; beside it, whatever ``board`` does.
+    """Writer of one JSON object for each iteration, and to TensorBoard.
 
-    Lines are written every ``log_interval`` iterations, so that no iteration waits for the GPU, and
-    before a checkpoint is saved.
+    Lines are written every ``log_interval`` iterations, so that not every iteration waits for the
+    GPU, and before a checkpoint is saved.
 
     Args:
-        directory: gets metrics.jsonl.
-        board: a SummaryWriter, or None.
+        directory: folder of metrics.jsonl.
+        board: TensorBoard's SummaryWriter, or None.
         log_interval: iterations between writes.
         tokens: tokens of an iteration.
     """
@@ -44,7 +44,7 @@ class MetricsWriter:
         self.path = directory / METRICS_FILE
         self._board, self._interval, self._tokens = board, log_interval, tokens
         self._rows: dict[int, dict[str, Any]] = {}
-        # Bytes of the file before the line of an iteration that may still get more.
+        # Size of the file without the line of an iteration that may get more values.
         self._final: int | None = None
         self._since: tuple[int, float] | None = None
         self._trained: tuple[int, float] | None = None
@@ -55,12 +55,12 @@ class MetricsWriter:
         return self._since is not None
 
     def start(self, iteration: int) -> None:
-        """Drop lines after the iteration that the run goes on from; a line cut short goes too."""
+        """Remove incomplete lines, and those after the iteration from which the run resumes."""
         _drop_lines_after(self.path, iteration)
         self._since = iteration, time.perf_counter()
 
     def add_scalar(self, name: str, value: Any, step: int, **settings: Any) -> None:
-        """Take one number or one-element tensor of an iteration."""
+        """Add a number or one-element tensor of an iteration."""
         if self._board is not None:
             self._board.add_scalar(name, value, step, **settings)
         if name.endswith(_REPEATED):
@@ -69,20 +69,20 @@ class MetricsWriter:
             self._write()
         if _NAMES.get(name) == "lm_loss":
             self._trained = step, time.perf_counter()
-        # The first value stays: the loss of the test set comes last, under the validation's name.
+        # Keep the first value: the test loss comes last, under the name of the validation loss.
         self._rows.setdefault(step, {}).setdefault(_NAMES.get(name, name.replace(" ", "_")), value)
 
     def add_text(
         self, tag: str, text: str, global_step: int | None = None, **settings: Any
     ) -> None:
-        """Pass on; the first call comes when training begins, and names its iteration."""
+        """Forward a text; the first call marks the beginning of training and its iteration."""
         if self._since is None:
             self.start(global_step or 0)
         if self._board is not None:
             self._board.add_text(tag, text, global_step, **settings)
 
     def flush(self) -> None:
-        """Write all iterations so far. What still comes for the last one is added to its line."""
+        """Write all iterations so far. Later values of the last iteration extend its line."""
         if self._rows:
             self._write(keep_last=True)
         if self._board is not None:
@@ -95,61 +95,58 @@ class MetricsWriter:
             if "lm_loss" in row:
                 row["consumed_tokens"] = step * self._tokens
             numbers = self._rows[step] = {name: float(value) for name, value in row.items()}
-            # JSON has no NaN and no infinity.
+            # JSON has neither NaN nor infinity.
             finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
             lines.append(json.dumps({"iteration": step, **finite}).encode() + b"\n")
         self._rows = {step: numbers} if keep_last else {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # At no moment is there less than a checkpoint on disk relies on: the line of an iteration
-        # that got more is overwritten, by a longer one and in one piece.
+        # A checkpoint on disk relies on its line. A longer line overwrites it in one write, so that
+        # the file is never without it.
         with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
             end = file.seek(0, os.SEEK_END) if self._final is None else file.seek(self._final)
             file.write(b"".join(lines))
         self._final = end + sum(map(len, lines[:-1])) if keep_last else None
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining iterations."""
         if self._rows:
             self._write()
         if self._board is not None:
             self._board.close()
 
     def _measure_speed(self) -> None:
-        """Add the mean tokens a second since the last write to its last training iteration."""
+        """Add the mean tokens per second since the last write to the last training iteration."""
         if self._trained is None or self._trained == self._since:
             return
         (last, now), since = self._trained, self._since
-        # The run's last evaluation and checkpoint come after its last iteration: they do not count.
+        # The final evaluation and checkpoint come after the last iteration and do not count.
         if since is not None and last > since[0] and last in self._rows:
             tokens = (last - since[0]) * self._tokens
             self._rows[last]["tokens_per_second"] = tokens / (now - since[1])
         self._since = self._trained
 
     def __getattr__(self, name: str) -> Any:
-        """Pass everything else on to TensorBoard's writer; without one it does nothing."""
-        return getattr(self._board, name) if self._board is not None else _nothing
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+        """Return the method of TensorBoard's writer; without one, a function that does nothing."""
+        return getattr(self._board, name) if self._board is not None else lambda *_, **__: None
 
 
 def _drop_lines_after(path: Path, iteration: int) -> None:
     if not path.is_file():
         return
     lines = path.read_bytes().splitlines(keepends=True)
-    kept = [line for line in lines if _iteration_of(line) <= iteration]
-    if len(kept) == len(lines):
+    remaining = [line for line in lines if _iteration_of(line) <= iteration]
+    if len(remaining) == len(lines):
         return
     temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_bytes(b"".join(kept))
+        temporary.write_bytes(b"".join(remaining))
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _iteration_of(line: bytes) -> float:
+    """Return the iteration of a line; infinity for an invalid or incomplete line."""
     if not line.endswith(b"\n"):
         return math.inf
     try:

@@ -1,4 +1,4 @@
-"""One outcome on all ranks of an operation that may fail on any of them."""
+"""Agreement of all ranks on the outcome of an operation that may fail on any of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +17,15 @@ _Error = TypeVar("_Error", bound=BaseException)
 def same_outcome(
     doing: str, directory: Path, group: dist.ProcessGroup | None = None
 ) -> Iterator[None]:
-    """Let an exception inside on any rank leave on every rank, so that none waits for another.
+    """Raise an exception on all ranks if any rank raises one, so that no rank waits for another.
 
-    UserError and whatever the operating system caused become one UserError everywhere; another
-    exception is raised again where it occurred and as RuntimeError on the other ranks.
+    A UserError or an OSError, also as a cause, becomes the same UserError on all ranks. Any other
+    exception is raised again on its own rank, and becomes a RuntimeError on the others.
+
+    Args:
+        doing: description of the operation for errors, such as "read the checkpoint in".
+        directory: folder of the operation, named after the description.
+        group: ranks that run the operation; None for all.
     """
     caught: BaseException | None = None
     try:
@@ -30,31 +35,31 @@ def same_outcome(
     reports: list[Any] = [None] * dist.get_world_size()
     report = caught and _report(caught, f"cannot {doing} {directory}")
     dist.all_gather_object(reports, report, group)
-    failed = [report for report in reports if report is not None]
-    for is_user_error, message in failed:
+    failures = [report for report in reports if report is not None]
+    for is_user_error, message in failures:
         if is_user_error:
             raise UserError(message) from caught
     if caught is not None:
         raise caught
-    if failed:
-        raise RuntimeError(f"another rank failed: {failed[0][1]}")
+    if failures:
+        raise RuntimeError(f"another rank failed: {failures[0][1]}")
 
 
 def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
-    """Return the ``kind`` that caused an exception, also by way of torch's; or None."""
+    """Return the exception of a type that caused another one, if any."""
     if isinstance(error, kind):
         return error
-    below = [error.__cause__, error.__context__]
+    causes = [error.__cause__, error.__context__]
     if isinstance(error, CheckpointException):
-        below += [failure for failure, _ in error.failures.values()]
-    return next(filter(None, (error_behind(cause, kind) for cause in below if cause)), None)
+        causes += [failure for failure, _ in error.failures.values()]
+    return next(filter(None, (error_behind(cause, kind) for cause in causes if cause)), None)
 
 
 def _report(error: BaseException, failure: str) -> tuple[bool, str]:
-    """Return whether an exception is the user's to mend, and one line about it."""
-    mistake = error_behind(error, UserError)
-    if mistake is not None:
-        return True, str(mistake)
+    """Return True for an exception that the user can resolve, and a line that describes it."""
+    user_error = error_behind(error, UserError)
+    if user_error is not None:
+        return True, str(user_error)
     cause = error_behind(error, OSError)
     if cause is not None:
         return True, f"{failure}: {cause.strerror or cause}"

@@ -1,4 +1,4 @@
-"""The start-up lines about a recipe: which layers, which precision, whose arithmetic."""
+"""Lines about a recipe that a run prints before it trains."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ def describe(
     chunks: list[torch.nn.Module],
     args: Namespace,
 ) -> Iterator[str | Table]:
-    """Yield what a run prints about its recipe before it trains."""
+    """Yield tables and lines about layers, their precisions, and the code that computes them."""
     yield precision_table(recipe, layers)
     for switch in recipe.switches:
         yield f"switch {switch}"
@@ -43,7 +43,7 @@ def describe(
 
 
 def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterable[str]:
-    """Say how the engine multiplies each pair of formats that the recipe asks for."""
+    """Describe how the engine multiplies each pair of formats of the recipe."""
     lines = {}
     for layer in layers:
         for precision in recipe.precision_for(layer).gemms.values():
@@ -58,7 +58,7 @@ def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterab
 
 
 def _kernels(recipe: Recipe, layers: Iterable[Layer]) -> Iterable[str]:
-    """Say whose kernels compute the layers of each configuration in Transformer Engine's layers."""
+    """Describe the kernels of each configuration in Transformer Engine's layers."""
     from megatron_lowbit.transformer_engine.layers import kernels
 
     lines = {}

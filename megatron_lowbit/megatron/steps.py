@@ -1,7 +1,7 @@
-"""The steps of a training loop that is not ours, seen from the model's forward passes.
+"""Steps of Megatron-LM's training loop, detected by the forward passes of the model.
 
-Megatron-LM's loop has no hook at the start of an iteration. The first forward pass of one is the
-same moment: parameters, optimizer and checkpoints of the iteration before are done.
+Megatron-LM's loop has no hook at the beginning of an iteration. At the first forward pass of an
+iteration, the optimizer step and the checkpoint of the previous iteration are complete.
 """
 
 from argparse import Namespace
@@ -22,10 +22,14 @@ Listener = Callable[[int, bool], None]
 
 
 class Steps:
-    """Numbers the forward passes of a model's chunks.
+    """Counter of the forward passes of a model's chunks.
 
-    Each training iteration and each evaluation is a step. ``listeners`` are called with the
-    iteration (from 0) and with True for training, before the first forward pass of every step.
+    Each training iteration and each evaluation is a step. Before the first forward pass of every
+    step, the counter calls its listeners. Before every forward pass, it sets the random key of the
+    microbatch.
+
+    Attributes:
+        listeners: functions of the iteration (from 0), and of True for training.
     """
 
     def __init__(self, args: Namespace, chunks: Sequence[torch.nn.Module]) -> None:
@@ -47,14 +51,14 @@ class Steps:
         microbatch = self._passes[number]
         self._passes[number] += 1
         if chunk.training:
-            # Megatron-LM may run an iteration again to tell bad hardware from bad data: the rerun
-            # must draw the same numbers.
+            # Megatron-LM may rerun an iteration to distinguish bad hardware from bad data. The
+            # rerun must draw the same random numbers.
             microbatch %= get_num_microbatches()
         set_microbatch_key(self._args.seed, iteration, microbatch)
 
 
 def steps_of(args: Namespace, chunks: list[Any]) -> Steps:
-    """Return the one counter of a model's chunks; make it at the first call."""
+    """Return the counter of a model's chunks; the first call creates it."""
     if not hasattr(chunks[0], "lowbit_steps"):
         chunks[0].lowbit_steps = Steps(args, chunks)
     return chunks[0].lowbit_steps

@@ -19,8 +19,8 @@ from megatron.training import global_vars, training
 
 from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import checkpoint_guard
 from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
+from megatron_lowbit.megatron.load_source import choose_checkpoint, verify_checkpoint
 from megatron_lowbit.megatron.metrics import MetricsWriter
 
 pytestmark = pytest.mark.usefixtures("single_process")
@@ -52,7 +52,7 @@ def arguments(load: Path | None, **changes: object) -> Namespace:
 def choose(load: Path, **changes: object) -> tuple[int | None, int | None]:
     """Return the iteration chosen, and what Megatron-LM is told of it."""
     args = arguments(load, **changes)
-    return checkpoint_guard._choose(args), args.ckpt_step
+    return choose_checkpoint(args), args.ckpt_step
 
 
 def refusal(load: Path, **changes: object) -> str:
@@ -223,7 +223,7 @@ def test_ranks_share_the_reading(saved, monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     for rank in range(2):
         monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        checkpoint_guard._verify(saved / "iter_0000003")
+        verify_checkpoint(saved / "iter_0000003")
     # The largest file first.
     assert read == [[SHARD, "metadata.json"], [".metadata"]]
 

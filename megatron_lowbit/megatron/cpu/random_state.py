@@ -1,8 +1,8 @@
 """Random states of megatron in torch's default CPU generator.
 
 On a GPU, megatron's states are those of the CUDA generator, and the seed of the CPU generator is
-the key of the microbatch (random_key.py). Without CUDA, one generator holds both: megatron may change
-the numbers that it draws next, but not ``torch.initial_seed()``.
+the key of the microbatch (random_key.py). Without CUDA, one generator holds both. Megatron may then
+change the numbers that it draws next, but not ``torch.initial_seed()``.
 """
 
 import contextlib
