@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.kernels.elements import as_dtype
 from megatron_lowbit.kernels.norm import (
     WARPS,
@@ -41,7 +42,6 @@ from megatron_lowbit.kernels.norm import (
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
 
 HIDDEN = (4096, 8192)
 MOST_BYTES = 2**27

@@ -18,7 +18,7 @@ from megatron_lowbit.errors import exit_on_user_error
 
 
 def named(argument: str) -> tuple[str, Path]:
-    """``[NAME=]PATH`` to name and path; without a name the folder gives it."""
+    """Split ``[NAME=]PATH`` into name and path; without a name the folder gives it."""
     name, found, path = argument.partition("=")
     if found and not Path(argument).exists():
         return name, Path(path)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its tensors, their pieces and files, its model and its recipe.
+"""Contents of a checkpoint: its tensors, their pieces and files, its model and its recipe.
 
     python tools/inspect_checkpoint.py RUN [--json]
 

@@ -12,7 +12,7 @@ from megatron_lowbit.errors import UserError, exit_on_user_error
 
 
 def named_runs(arguments: list[str]) -> dict[str, Path]:
-    """``[NAME=]PATH`` to name and path; without a name the file's folder gives it."""
+    """Split ``[NAME=]PATH`` into name and path; without a name the file's folder gives it."""
     runs: dict[str, Path] = {}
     for argument in arguments:
         name, found, path = argument.partition("=")

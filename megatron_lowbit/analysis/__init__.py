@@ -1,1 +1,1 @@
-"""What runs did: loss curves, quantization error, spikes, comparisons, and studies of many runs."""
+"""Analysis of runs: loss curves, quantization error, spikes, comparisons, studies of many runs."""

@@ -24,7 +24,7 @@ class Contender(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What a table says of a contender; gaps are relative to the baseline's final loss.
+    """Figures of a contender; gaps are relative to the baseline's final loss.
 
     ``loss_spread`` is the standard deviation over seeds, NaN for one, and ``gap_error`` the gap's
     standard error, NaN where no name has two seeds; ``perplexity`` is that of the last validation,
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
-    """Named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
+    """Read named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
 
     Raises UserError for a file that cannot be read.
     """
@@ -59,7 +59,7 @@ def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
 
 
 def final_loss(curve: LossCurve) -> float:
-    """The mean over the last part of the logged iterations, at least one."""
+    """Return the mean over the last part of the logged iterations, at least one."""
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):
         return math.nan
@@ -89,14 +89,14 @@ def spikes(curve: LossCurve) -> float:
 
 
 def compare(contenders: Sequence[Contender]) -> list[Row]:
-    """A row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
+    """Compute a row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
     losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
     found = zip(contenders, losses, gaps(losses), strict=True)
     return [_row(contender, own, *gap) for contender, own, gap in found]
 
 
 def gaps(values: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
-    """Relative gaps to the first, and their standard errors; of each, a value for each seed.
+    """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
     A gap is the mean over seeds, seed by seed where there are as many on both sides, since a seed
     draws the same weights and data for both; else that of two independent means. The noise is taken
@@ -142,14 +142,14 @@ def _spread(values: Sequence[float]) -> float:
 
 
 def _ratios(losses: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Seed by seed; empty where there are not as many on both sides."""
+    """Divide seed by seed; return an empty list for unequal numbers."""
     if len(losses) != len(baseline):
         return []
     return [loss / base for loss, base in zip(losses, baseline, strict=True)]
 
 
 def _pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
-    """The standard deviation within groups of equal noise; NaN where no group has two values."""
+    """Return the standard deviation within groups; NaN where no group has two values."""
     freedom = sum(len(group) - 1 for group in groups)
     if not freedom:
         return math.nan
@@ -166,7 +166,7 @@ class GapCurve(NamedTuple):
 
 
 def gap_curve(contender: Contender, baseline: Contender, window: int) -> GapCurve:
-    """Against the baseline's mean over seeds, so that its own band shows the noise.
+    """Compute gaps to the baseline's mean over seeds, so that its own band shows the noise.
 
     ``window``: logged iterations to smooth over.
     """

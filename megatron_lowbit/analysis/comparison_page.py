@@ -37,7 +37,7 @@ those of the last validation, with the standard deviation over seeds.</p>
 
 
 def table(contenders: Sequence[Contender]) -> Table:
-    """For a terminal."""
+    """Build the table for a terminal."""
     shown = Table(*_heads(contenders))
     for row in compare(contenders):
         shown.add_row(*_cells(row))
@@ -45,7 +45,7 @@ def table(contenders: Sequence[Contender]) -> Table:
 
 
 def picture(contenders: Sequence[Contender]) -> bytes:
-    """Losses, and below them the gaps with a band over seeds, by tokens: a PNG."""
+    """Draw losses, and below them the gaps with a band over seeds, by tokens, as a PNG."""
     figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1))
@@ -71,7 +71,7 @@ def picture(contenders: Sequence[Contender]) -> bytes:
 
 
 def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> None:
-    """``comparison.png`` and ``comparison.html`` into a folder."""
+    """Write ``comparison.png`` and ``comparison.html`` into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
     image = picture(contenders)
     (directory / "comparison.png").write_bytes(image)

@@ -60,7 +60,7 @@ def read_losses(path: Path) -> LossCurve:
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Centred moving average of ``window`` values, fewer at the ends; NaN values are left out."""
+    """Smooth by a centred average of ``window`` values, fewer at the ends, without NaN values."""
     valid = np.isfinite(values)
     kernel = np.ones(min(window, len(values)))
     total = np.convolve(np.where(valid, values, 0.0), kernel, mode="same")
@@ -70,7 +70,7 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def relative_gap(run: LossCurve, reference: LossCurve) -> tuple[np.ndarray, np.ndarray]:
-    """Iterations that both runs logged, and there ``run``'s loss over ``reference``'s - 1."""
+    """Return the iterations that both runs logged, and ``run``'s loss over ``reference``'s - 1."""
     common, ours, theirs = np.intersect1d(run.iterations, reference.iterations, return_indices=True)
     return common, run.losses[ours] / reference.losses[theirs] - 1
 
@@ -129,7 +129,7 @@ def _window(values: np.ndarray) -> int:
 
 
 def colors(number: int) -> list[object]:
-    """As many colors that can be told apart."""
+    """Return as many colors that can be told apart."""
     if number <= 10:
         return list(matplotlib.colormaps["tab10"].colors[:number])
     return list(matplotlib.colormaps["turbo"](np.linspace(0, 1, number)))

@@ -10,7 +10,7 @@ import torch
 
 
 def machine(**more: str | int) -> dict[str, str | int]:
-    """Hardware, versions, date and commit; ``more`` goes before the last two."""
+    """Describe hardware, versions, date and commit; ``more`` goes before the last two."""
     names = (
         line.split(":")[1].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -29,7 +29,7 @@ def machine(**more: str | int) -> dict[str, str | int]:
 
 
 def _commit() -> str:
-    """The checkout's; nothing of an installed package, or where there is no git."""
+    """Return the checkout's commit; nothing for an installed package, or without git."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""

@@ -1,4 +1,4 @@
-"""What quantization does to the operands and the outputs of a layer's GEMMs.
+"""Quantization error of the operands and the outputs of a layer's GEMMs.
 
 Measured as sums, which add up over calls and ranks, and then as figures:
 
@@ -58,7 +58,7 @@ def gemm_sums(context: LinearContext, gemm: str, lhs: Tensor, rhs: Tensor) -> Su
 
 
 def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
-    """Of x (R, L), which was quantized along its last axis."""
+    """Measure the quantization of x (R, L) along its last axis."""
     wanted = x.float()
     if request.hadamard is not None:
         wanted = hadamard_transform(x, request.hadamard, request.sign_key)
@@ -80,7 +80,7 @@ def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
 
 
 def _block_sums(x: Tensor, block: int) -> Sums:
-    """Sums for the spread of blocks' largest magnitudes; of one block a row there is none."""
+    """Return sums for the spread of blocks' amaxes; none for one block a row."""
     if not 1 < block < x.shape[1]:
         return {}
     padded = F.pad(x, (0, -x.shape[1] % block))
@@ -104,7 +104,7 @@ def add(total: dict[str, float], more: Mapping[str, float]) -> None:
 
 
 def figures(sums: Mapping[str, float]) -> dict[str, float]:
-    """What the sums of a layer say, by ``GEMM/ROLE/figure`` and ``GEMM/figure``."""
+    """Compute a layer's figures from its sums, by ``GEMM/ROLE/figure`` and ``GEMM/figure``."""
     found: dict[str, float] = {}
     for gemm, roles in GEMM_ROLES.items():
         for role in roles:

@@ -8,7 +8,7 @@ _WINDOW = 8
 
 
 def spike_score(losses: Sequence[float] | np.ndarray) -> float:
-    """How far, and for how long, a loss leaves its course (MXNorm paper, appendix J, eq. 22).
+    """Compute how far, and for how long, a loss leaves its course (MXNorm, appendix J, eq. 22).
 
     "The area under a detrended, normalized training loss curve above 3 standard deviations"::
 

@@ -32,7 +32,7 @@ class Branch(BaseModel):
 
 
 class Study(BaseModel):
-    """What a YAML file says; arguments are as on a command line.
+    """Study of a YAML file; arguments are as on a command line.
 
     ``arguments`` are for all runs, ``runs`` name what each has beside them, the baseline first.
     """
@@ -79,7 +79,7 @@ class Job(NamedTuple):
 
 
 def read_study(file: Path) -> Study:
-    """Raises UserError that names the file and the key where it is no study."""
+    """Read a study. Raises UserError that names the file and the key where it is none."""
     try:
         return Study.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError):
@@ -93,7 +93,7 @@ def read_study(file: Path) -> Study:
 
 
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
-    """All runs, every name's first seed first; ``more`` are arguments from the command line."""
+    """Return all runs, every name's first seed first; ``more`` are from the command line."""
     branch, jobs = study.branch, []
     for seed in study.seeds:
         for name in study.names:
@@ -114,7 +114,7 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
 
 
 def is_finished(job: Job) -> bool:
-    """Whether a run has ended well before.
+    """Return True if a run has ended well before.
 
     Raises UserError where its folder is of another command.
     """

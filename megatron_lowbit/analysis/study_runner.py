@@ -101,7 +101,7 @@ def _remove_checkpoints(folder: Path) -> None:
 
 
 def _iteration(job: Job) -> int:
-    """The last iteration that a run has logged."""
+    """Return the last iteration that a run has logged."""
     try:
         lines = (job.folder / _METRICS).read_bytes().splitlines()
         return Entries(parse_json(lines[-1], _METRICS), _METRICS).integer("iteration")

@@ -1,4 +1,4 @@
-"""From files of text to a Megatron indexed dataset: collect, read, tokenize, write."""
+"""Preprocessing of text files to a Megatron indexed dataset: collect, read, tokenize, write."""
 
 import argparse
 import fnmatch
@@ -41,7 +41,7 @@ class Document(NamedTuple):
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments by which the tools choose their text."""
+    """Add the arguments by which the tools choose their text."""
     parser.add_argument(
         "--input",
         nargs="+",
@@ -74,7 +74,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
 def collect_files(
     inputs: Sequence[str | Path], pattern: str = "*", exclude: Sequence[str] = ()
 ) -> list[Path]:
-    """The files of ``inputs`` in order: a file as it is, a folder's files sorted.
+    """Return the files of ``inputs`` in order: a file as it is, a folder's files sorted.
 
     Within folders ``pattern`` filters file names and ``exclude`` drops every path with one of
     these names as a component. Raises UserError for a missing input, or if nothing is left.
@@ -166,7 +166,7 @@ def _text_of(record: object, key: str, place: str) -> str:
 
 
 def report_skipped(skipped: Sequence[Path]) -> None:
-    """Say how many files of the input folders were left out, if any."""
+    """Print how many files of the input folders were left out, if any."""
     if skipped:
         print(f"skipped as not UTF-8: {len(skipped)} files, the first {skipped[0]}")
 

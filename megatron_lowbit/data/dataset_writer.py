@@ -36,7 +36,7 @@ class EncodedDocument(NamedTuple):
 
 @dataclass
 class DatasetSummary:
-    """What was written under one prefix."""
+    """Summary of what was written under one prefix."""
 
     prefix: str
     documents: int = 0

@@ -13,7 +13,7 @@ from megatron_lowbit.data.corpus import add_corpus_arguments, preprocess
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line and run it."""
     parser = command_parser(description=__doc__)
     add_corpus_arguments(parser)
     parser.add_argument(

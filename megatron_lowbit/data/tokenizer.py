@@ -26,7 +26,7 @@ _NO_PAD = -1
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """What the data pipeline and megatron-core's GPTDataset read of a tokenizer.
+    """Interface of a tokenizer that the data pipeline and megatron-core's GPTDataset read.
 
     ``vocab_size`` counts ids (largest id + 1), ``eod`` ends each document, ``sha256`` is that of
     tokenizer.json (None if there is no file). ``unique_identifiers`` enters the name of
@@ -148,7 +148,7 @@ def _eod_token(folder: Path) -> str:
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
-    """The smallest multiple of ``divisible_by * tp_size`` that holds ``vocab_size`` ids."""
+    """Return the smallest multiple of ``divisible_by * tp_size`` that holds ``vocab_size`` ids."""
     multiple = divisible_by * tp_size
     return -(-vocab_size // multiple) * multiple
 

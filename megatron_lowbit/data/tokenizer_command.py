@@ -18,7 +18,7 @@ from megatron_lowbit.folders import check_file, check_folder, writing
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line and run it."""
     parser = command_parser(description=__doc__)
     add_corpus_arguments(parser)
     parser.add_argument(

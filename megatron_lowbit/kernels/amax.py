@@ -20,7 +20,7 @@ def amax_kernel(
     x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitudes, as FP32 bits, of x (R, C) and its transpose, after ROW and COL.
+    """Compute the amaxes of x (R, C) and its transpose, after ROW and COL, as FP32 bits.
 
     They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
     counts; ``row_amax`` or ``col_amax`` may be None.

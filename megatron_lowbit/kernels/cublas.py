@@ -41,7 +41,7 @@ class _Matrix(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What a call of one kind needs: description, three layouts, algorithm, workspace in bytes."""
+    """Plan of one kind of call: description, three layouts, algorithm, workspace in bytes."""
 
     description: c_void_p
     layouts: tuple[c_void_p, c_void_p, c_void_p]
@@ -49,7 +49,7 @@ class _Plan(NamedTuple):
 
 
 def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """``factor * a @ b.T``, summed in FP32 and rounded once.
+    """Compute ``factor * a @ b.T``, summed in FP32 and rounded once.
 
     Args:
         a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU.
@@ -78,14 +78,14 @@ def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, out_dtype: torch.dtype) 
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x, copied unless its rows or its columns are contiguous and apart from each other."""
+    """Copy x unless its rows or its columns are contiguous and apart from each other."""
     (rows, columns), (down, across) = x.shape, x.stride()
     by_rows, by_columns = across == 1 and down >= columns, down == 1 and across >= rows
     return x if by_rows or by_columns else x.contiguous()
 
 
 def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
-    """x (R, C), or its transpose, as an operand that cuBLAS is to transpose from x's own layout."""
+    """Describe x (R, C), or its transpose, as an operand in x's own layout."""
     by_rows = x.stride(1) == 1 and x.stride(0) >= x.shape[1]
     rows, columns = x.shape[::-1] if by_rows else x.shape
     step = x.stride(0) if by_rows else x.stride(1)

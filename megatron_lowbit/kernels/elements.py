@@ -24,19 +24,19 @@ class Element(NamedTuple):
 
 @triton.jit
 def abs_bits(x):
-    """FP32 magnitudes as integers of the same order, in which NaN is the largest."""
+    """Return FP32 magnitudes as integers of the same order, in which NaN is the largest."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def larger(a, b):
-    """The larger of two magnitudes; NaN wins."""
+    """Return the larger of two magnitudes; NaN wins."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def on_grid(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Magnitudes of x, not NaN, rounded to E's grid and no larger than its largest.
+    """Round magnitudes of x, not NaN, to E's grid, and no larger than its largest.
 
     Adding an anchor, whose ulp is the grid's step, rounds to the grid; taking it away is exact.
     ``words`` are the random uint32 of stochastic rounding.
@@ -59,7 +59,7 @@ def _to_nearest(magnitude, power, ANCHOR: tl.constexpr):
 
 @triton.jit
 def _by_chance(magnitude, power, words, M: tl.constexpr, ANCHOR: tl.constexpr):
-    """Up where u = word / 2**24 < (magnitude - below) / step, below the next neighbour down."""
+    """Round up if u = word / 2**24 is less than the fraction of the step, otherwise down."""
     STEP: tl.constexpr = 2.0**-M
     count = (words >> 8).to(tl.int32).to(tl.float32)
     if HARDWARE_CASTS:
@@ -84,14 +84,14 @@ def _by_chance(magnitude, power, words, M: tl.constexpr, ANCHOR: tl.constexpr):
 
 @triton.jit
 def magnitude_codes(rounded, E: tl.constexpr):
-    """Codes (int32) of magnitudes on E's grid: FP32's bits, once exponents begin where E's do."""
+    """Encode magnitudes on E's grid (int32): FP32's bits, once exponents begin where E's do."""
     REBASE: tl.constexpr = 2.0 ** (1 - E.min_exponent)
     return (rounded * REBASE).to(tl.int32, bitcast=True) >> (23 - E.mantissa_bits)
 
 
 @triton.jit
 def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Codes (int32) of x in E, the sign in the top bit of E's width."""
+    """Encode x in E (int32), the sign in the top bit of E's width."""
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
         return _cast(x, E).to(tl.uint8, bitcast=True).to(tl.int32)
     elif HARDWARE_CASTS and E.nan_code == 0:
@@ -105,7 +105,7 @@ def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def _cast(x, E: tl.constexpr):
-    """x in Triton's own type of 8 bits, rounded to nearest."""
+    """Cast x to Triton's own type of 8 bits, rounded to nearest."""
     if E.mantissa_bits == 3:
         return x.to(tl.float8e4nv)
     else:
@@ -116,7 +116,7 @@ def _cast(x, E: tl.constexpr):
 
 @triton.jit
 def rounded(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """x rounded to E's grid, with its sign; for a NaN any number."""
+    """Round x to E's grid, with its sign; for a NaN to any number."""
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
         return _cast(x, E).to(tl.float32)
     else:
@@ -127,7 +127,7 @@ def rounded(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def encode_pair(low, high, E: tl.constexpr):
-    """Codes of 8 bits of two tensors as one of int16, rounded to nearest."""
+    """Encode two tensors in 8 bits each, rounded to nearest, as one int16."""
     if HARDWARE_CASTS:
         CAST: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
         return tl.inline_asm_elementwise(
@@ -146,7 +146,7 @@ def _sign_bit(x, E: tl.constexpr):
 
 @triton.jit
 def exact_bf16(x, E: tl.constexpr):
-    """x, an element of E times its block's scale, as BF16."""
+    """Cast x, an element of E times its block's scale, to BF16, which is exact."""
     if E.bits == 4:
         # Never more than BF16's bits: no need to round.
         return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -156,7 +156,7 @@ def exact_bf16(x, E: tl.constexpr):
 
 @triton.jit
 def bf16_values(x):
-    """x rounded to BF16, as FP32."""
+    """Round x to BF16, as FP32."""
     if HARDWARE_CASTS:
         return x.to(tl.bfloat16).to(tl.float32)
     else:
@@ -178,7 +178,7 @@ def as_dtype(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def bf16_pair(a, b):
-    """Two tensors rounded to BF16, as FP32: one cast rounds both."""
+    """Round two tensors to BF16 by one cast, as FP32."""
     if HARDWARE_CASTS:
         return tl.inline_asm_elementwise(
             "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2;"
@@ -191,7 +191,7 @@ def bf16_pair(a, b):
 
 @triton.jit
 def block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[A, B] to the largest magnitude of each ROWS x BLOCK, [A // ROWS, B // BLOCK]; NaN wins."""
+    """Reduce [A, B] to the amax of each ROWS x BLOCK, [A // ROWS, B // BLOCK]; NaN wins."""
     if ROWS == 1 and HARDWARE_CASTS:
         # One instruction an element, which takes magnitudes by itself.
         return tl.reduce(tl.abs(tl.reshape(x, (A, B // BLOCK, BLOCK))), 2, larger)
@@ -202,7 +202,7 @@ def block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def over_block(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[A // ROWS, B // BLOCK] to [A, B]: a block's number for each of its elements."""
+    """Expand [A // ROWS, B // BLOCK] to [A, B]: a block's number for each of its elements."""
     if ROWS == 1:
         wide = tl.broadcast_to(scale[:, :, None], (A, B // BLOCK, BLOCK))
     else:
@@ -212,7 +212,7 @@ def over_block(scale, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOC
 
 @triton.jit
 def over_rows(scale, A: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr):
-    """[A // ROWS, N] to [A, N]: a block's number for each of its rows."""
+    """Expand [A // ROWS, N] to [A, N]: a block's number for each of its rows."""
     if ROWS == 1:
         return scale
     else:

@@ -14,7 +14,7 @@ _TILE, _DEPTH = 64, 32
 
 
 def largest_bits(y: Tensor) -> Tensor:
-    """FP32 bits (int32 scalar) of the largest magnitude of y, contiguous; a NaN is the largest."""
+    """Return the FP32 bits (int32 scalar) of the amax of y, contiguous; a NaN is the largest."""
     largest = torch.zeros((), dtype=torch.int32, device=y.device)
     grid = (triton.cdiv(y.numel(), _ELEMENTS),)
     _largest_kernel[grid](y, y.numel(), largest, _ELEMENTS)
@@ -50,7 +50,7 @@ def _recompute_kernel(
     y, amax, lhs, lhs_m, lhs_k, rhs, rhs_n, rhs_k, bias, M, N, K: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """One tile of y. Programs end at once where y is finite."""
+    """Compute one tile of y again. Programs end at once if y is finite."""
     if tl.load(amax) >= _INFINITY:
         tiles = tl.cdiv(N, TILE)
         rows = (tl.program_id(0) // tiles) * TILE + tl.arange(0, TILE).to(tl.int64)

@@ -22,7 +22,7 @@ def fp8_tiles_kernel(
     ROW: tl.constexpr, COL: tl.constexpr, E: tl.constexpr, OPTIONS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of x (R, C) and of its transpose.
+    """Quantize x (R, C) and its transpose.
 
     ROW and COL are rows of a tile, 1 or 128, or 0 for a side that is not wanted. ``one`` are their
     tensor scales, ``columns`` the lengths of their rows of codes. r_codes points to int16, two
@@ -94,7 +94,7 @@ def fp8_tiles_kernel(
 
 @triton.jit
 def _halves(x, stride_r, stride_c, row0, col0, R, C, EVEN: tl.constexpr):
-    """Even and odd columns of rows i, i + 4, ..., for i from 0 to 3, in x's dtype."""
+    """Load even and odd columns of rows i, i + 4, ..., for i from 0 to 3, in x's dtype."""
     G: tl.constexpr = TILE // 4
     evens, odds = (), ()
     for i in tl.static_range(4):
@@ -107,7 +107,7 @@ def _halves(x, stride_r, stride_c, row0, col0, R, C, EVEN: tl.constexpr):
 
 @triton.jit
 def _four_rows(rows, factor, E: tl.constexpr):
-    """Codes of four neighbours along a column as words (int32)."""
+    """Encode four neighbours along a column as words (int32)."""
     low = encode_pair(rows[0].to(tl.float32) * factor, rows[1].to(tl.float32) * factor, E)
     high = encode_pair(rows[2].to(tl.float32) * factor, rows[3].to(tl.float32) * factor, E)
     return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)

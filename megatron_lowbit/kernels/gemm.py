@@ -29,7 +29,7 @@ _ALIGNMENT = 16
 def exact_product(
     lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """BF16 GEMM of exact operands; tensor scales multiply its sums."""
+    """Multiply exact operands in BF16; tensor scales multiply the sums."""
     left, right = _as_values(lhs), _as_values(rhs)
     scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
     fp32 = out_dtype is torch.float32
@@ -54,7 +54,7 @@ def _as_values(operand: GpuOperand) -> Values:
 def tile_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """FP8 GEMM of 1x128 and 128x128 tiles; cuBLAS adds up 128 products, scales and adds in FP32."""
+    """Multiply FP8 tiles; cuBLAS adds up 128 products, scales them and adds in FP32."""
     # cuBLAS reads square tiles' scales in rows of 16 bytes, and torch takes no padding there: K is
     # padded instead. torch.nn.functional.scaled_mm would, but takes tiles of E4M3 alone.
     square = TILE in (lhs.format.block_rows, rhs.format.block_rows)
@@ -66,7 +66,7 @@ def tile_product(
 
 
 def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]:
-    """Codes, whole groups of ``tiles`` along K, and scales: of 1x128 tiles rows come fastest."""
+    """Pad codes to whole groups of ``tiles`` along K; return also scales, rows first for 1x128."""
     codes, scales = _aligned(operand.codes, tiles * TILE), operand.scales
     square = operand.format.block_rows == TILE
     right = codes.shape[1] // TILE - scales.shape[1]
@@ -82,7 +82,7 @@ def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]
 def tensor_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """FP8 GEMM with a scale a tensor."""
+    """Multiply FP8 with a scale a tensor."""
     a, b = _aligned(lhs.codes), _aligned(rhs.codes)
     one = ScalingType.TensorWise
     y = F.scaled_mm(
@@ -94,7 +94,7 @@ def tensor_product(
 def row_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """FP8 GEMM with a scale for each row of either operand, which multiply the finished sums."""
+    """Multiply FP8 with a scale for each row of either operand; scales multiply finished sums."""
     operands = [_aligned_rows(one.codes, one.scales) for one in (lhs, rhs)]
     y = _multiply_rows(*operands, out_dtype, fast=False)
     return _finish(y, lhs, rhs, bias, out_dtype)
@@ -127,17 +127,17 @@ def _multiply_rows(a: ScaledRows, b: ScaledRows, out_dtype: torch.dtype, fast: b
 def dequantized_product(
     lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """The reference: FP32 GEMM of dequantized operands."""
+    """Multiply dequantized operands in FP32, as the reference does."""
     return reference(plain(lhs), plain(rhs), bias, out_dtype=out_dtype)
 
 
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
-    """The operand as the reference takes it; not for BF16 numbers."""
+    """Return the operand as the reference takes it; not for BF16 numbers."""
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 
 
 def _aligned(codes: Tensor, columns: int = _ALIGNMENT) -> Tensor:
-    """Codes (R, K) with zeros below and to the right, to whole alignments and whole ``columns``."""
+    """Pad codes (R, K) with zeros to whole alignments and whole ``columns``."""
     bottom, right = -codes.shape[0] % _ALIGNMENT, -codes.shape[1] % columns
     if not bottom and not right:
         return codes

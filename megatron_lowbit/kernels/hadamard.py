@@ -34,7 +34,7 @@ class Transform(NamedTuple):
 
 @triton.jit
 def _minus_bits(key, H: tl.constexpr):
-    """The drawn signs of a transform as bits (int64), set where a sign is minus."""
+    """Draw the signs of a transform as bits (int64), set where a sign is minus."""
     quad = tl.arange(0, H.points // 4)
     s0, s1, s2, s3 = philox(key, quad, tl.full((H.points // 4,), H.points, tl.int32))
     four = (s0 >> 31) | (s1 >> 31) << 1 | (s2 >> 31) << 2 | (s3 >> 31) << 3
@@ -43,7 +43,7 @@ def _minus_bits(key, H: tl.constexpr):
 
 @triton.jit
 def finish(y, H: tl.constexpr):
-    """What follows the sums: the factor and, where the transform says so, rounding to BF16."""
+    """Scale the sums and, where the transform says so, round them to BF16."""
     y = y * H.factor
     if H.to_bf16:
         y = bf16_values(y)
@@ -52,7 +52,7 @@ def finish(y, H: tl.constexpr):
 
 @triton.jit
 def transform_points(points, signs, N: tl.constexpr, H: tl.constexpr):
-    """Points as a tuple of N tensors of one shape: one or several transforms."""
+    """Transform points, a tuple of N tensors of one shape: one or several transforms."""
     sums = butterfly_points(points, signs, N, H)
     zs = ()
     for i in tl.static_range(0, N, 2):
@@ -65,7 +65,7 @@ def transform_points(points, signs, N: tl.constexpr, H: tl.constexpr):
 
 @triton.jit
 def butterfly_points(points, signs, N: tl.constexpr, H: tl.constexpr):
-    """The sums of a transform alone, still to be finished."""
+    """Compute the sums of a transform alone, still to be finished."""
     ys = points
     if H.signs == DRAWN_SIGNS:
         ys = ()
@@ -101,7 +101,7 @@ def _butterfly_points(ys, N: tl.constexpr, DISTANCE: tl.constexpr):
 
 @triton.jit
 def transform_tile(x, signs, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """[A, B], transforms along its rows; B is a multiple of H.points."""
+    """Transform [A, B] along its rows; B is a multiple of H.points."""
     N: tl.constexpr = H.points
     if H.signs != NO_SIGNS:
         if H.signs == FIXED_SIGNS:

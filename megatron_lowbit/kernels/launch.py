@@ -85,7 +85,7 @@ def quantize_both(
 
 
 def _is_plain_tile(request: Request) -> bool:
-    """Whether a side is FP8 tiles of 128, nearest and as they are: these have their own kernel."""
+    """Return True for FP8 tiles of 128 without options, which have a kernel of their own."""
     quantizer = request.quantizer
     tiles = isinstance(quantizer.format, FP8Tile) and quantizer.format.block == FP8_TILE
     nearest = quantizer.rounding is not Rounding.STOCHASTIC
@@ -193,7 +193,7 @@ def outputs(
     tiles: bool,
     out: QuantizedTensor | None = None,
 ) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
-    """One side's kernel arguments, its constexpr, and the operand that it fills.
+    """Return one side's kernel arguments, its constexpr, and the operand that it fills.
 
     ``tiles``: by the kernel of FP8 tiles. ``out``: codes to fill, which are new where None.
     """
@@ -230,7 +230,7 @@ def outputs(
 def _codes(
     format: BlockFormat, rows: int, columns: int, padded: int, tensor_scale: Tensor, tiles: bool
 ) -> QuantizedTensor:
-    """A quantized tensor (rows, columns) still to be filled.
+    """Allocate a quantized tensor (rows, columns).
 
     Its scales are contiguous, but the kernel of ``tiles`` writes those of 1x128 as cuBLAS reads
     them, with rows fastest.
@@ -269,7 +269,7 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
 
 
 def _scale_function(format: BlockFormat) -> tuple[Callable, tuple]:
-    """A format's scale function and its options, one line a format class."""
+    """Return a format's scale function and its options."""
     match format:
         case NVFP4():
             return scales.nvfp4_scales, element(E4M3)
@@ -287,7 +287,7 @@ def _scale_function(format: BlockFormat) -> tuple[Callable, tuple]:
 
 
 def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int, int], torch.dtype]:
-    """Shape and dtype of the stored block scales."""
+    """Return shape and dtype of the stored block scales."""
     match format:
         case FP8Tensor():
             return (rows, 0), torch.float32
@@ -319,7 +319,7 @@ def _has_known_signs(hadamard: Hadamard) -> bool:
 
 
 def _signs(hadamard: Hadamard | None, sign_key: int) -> int:
-    """The key that ``Hadamard.sign_vector`` draws from, if it draws."""
+    """Return the key that ``Hadamard.sign_vector`` draws from, if it draws."""
     if hadamard is None or hadamard.signs in ("none", "fixed"):
         return 0
     return _signed(sign_key if hadamard.signs == "fresh" else derive_key(hadamard.signs))
@@ -328,7 +328,7 @@ def _signs(hadamard: Hadamard | None, sign_key: int) -> int:
 def _numbers(
     draw: Draw, rows: int, columns: int, padded: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Global row and quad numbers, where they do not count from zero; as many as kernels read."""
+    """Return global row and quad numbers, None where they count from zero."""
     given_rows, given_quads = draw.rows, draw.quads
     if given_rows is None and given_quads is None:
         return None, None
@@ -338,7 +338,7 @@ def _numbers(
 
 
 def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:
-    """Rows and columns of the tile, and the launch's options: found by trying on an H200."""
+    """Return rows and columns of the tile, and the launch's options: found by trying on an H200."""
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
     if any(side.transform and side.transform.points > _LARGEST_TRANSFORM for side in sides):
@@ -360,7 +360,7 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
 
 
 def _signed(key: int) -> int:
-    """64 bits as a signed number, which kernels take."""
+    """Return 64 bits as a signed number, which kernels take."""
     key %= 2**64
     return key - 2**64 if key >= 2**63 else key
 

@@ -84,7 +84,7 @@ def _launch(
 
 
 def statistic(norm: MXNorm | RMSNorm, block: int) -> tuple[int, float, float]:
-    """A norm in a kernel's words: P, the constant over which the RMS is, eps.
+    """Return a norm's constants for a kernel: P, the constant over which the RMS is, eps.
 
     MXNorm from rounded absmaxes has ``rounded_table`` on the device in place of the constant.
     """
@@ -114,7 +114,7 @@ def row_side(
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:
-    """Rows of a program, columns of a part of them: found by trying on an H200."""
+    """Return rows of a program and columns of a part of them: found by trying on an H200."""
     width = triton.next_power_of_2(columns)
     height = max(1, _TILE_ELEMENTS // width)
     # Rows in parts, so that none of a width that is no power of two is computed in vain.
@@ -129,7 +129,7 @@ def norm_kernel(
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """TM rows, in PARTS of TN columns: what they are multiplied by, and what they quantize to by S.
+    """Normalize TM rows, in PARTS of TN columns, and quantize them by S.
 
     Without S the largest normalized magnitude, as FP32 bits, is maxed into ``most_out``.
     """
@@ -221,7 +221,7 @@ def _row_most(
     parts, rho, gain, gains, DTYPE: tl.constexpr, TM: tl.constexpr, PARTS: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """[TM], the largest magnitudes of normalized rows; NaN wins."""
+    """Return [TM], the largest magnitudes of normalized rows; NaN wins."""
     bits = tl.zeros((TM,), tl.int32)
     for i in tl.static_range(PARTS):
         part = _normalized(parts, i, rho, gain, gains, DTYPE, P)
@@ -234,7 +234,7 @@ def inverse_rms(
     parts, mosts, C, constant, eps, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """[TM], what rows of C columns are to be multiplied by.
+    """Return [TM], what rows of C columns are to be multiplied by.
 
     ``parts`` are [TM, TN], zeros behind C, and ``mosts`` their blocks' largest magnitudes.
     """
@@ -260,13 +260,13 @@ def inverse_rms(
 
 @triton.jit
 def _power_of_two_below(x):
-    """2 ** floor(log2(x)) of normal positive numbers; 0 of subnormal ones."""
+    """Round normal positive numbers down to powers of two, subnormal ones to 0."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _rms_of_rounded(mean, table):
-    """[TM], the RMS of rows by the mean of their rounded absmaxes; ``table`` [257] inverts it."""
+    """Return the RMS [TM] of rows by the mean of rounded absmaxes; ``table`` [257] inverts it."""
     bits = mean.to(tl.int32, bitcast=True)
     index = (bits >> 15) & 255
     fraction = (bits & 32767).to(tl.float32) * (1.0 / 32768)
@@ -276,7 +276,7 @@ def _rms_of_rounded(mean, table):
 
 @triton.jit
 def grouped(values, TM: tl.constexpr, N: tl.constexpr, LEVEL: tl.constexpr):
-    """Sums of groups of neighbours, by neighbours: within a thread as rows are loaded."""
+    """Sum groups of neighbours, by neighbours: within a thread as rows are loaded."""
     if LEVEL == _GROUP_LEVELS:
         return values
     else:
@@ -286,7 +286,7 @@ def grouped(values, TM: tl.constexpr, N: tl.constexpr, LEVEL: tl.constexpr):
 
 @triton.jit
 def tree(values, N: tl.constexpr):
-    """The sum of a tuple of N tensors, upper half added to lower half, zeros behind."""
+    """Sum a tuple of N tensors, upper half added to lower half, zeros behind."""
     if N == 1:
         return values[0]
     else:
@@ -302,7 +302,7 @@ def tree(values, N: tl.constexpr):
 
 @triton.jit
 def total(values, TM: tl.constexpr):
-    """[TM], the sums of [TM, N], upper half added to lower half."""
+    """Sum [TM, N] to [TM], upper half added to lower half."""
     N: tl.constexpr = values.shape[1]
     if N > 1:
         return total(tl.sum(tl.reshape(values, (TM, 2, N // 2)), 1), TM)

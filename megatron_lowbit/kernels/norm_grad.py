@@ -49,7 +49,7 @@ def _norm_grad_kernel(
     grad, grad_stride_r, grad_stride_c, x, stride_r, stride_c, R, C, rho_in, out,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """TM rows, in PARTS of TN columns: the sum of products first, then the gradient."""
+    """Compute the gradient of TM rows, in PARTS of TN columns: the sum of products first."""
     row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN  # the latter is always 0
     grads, values, sums = (), (), ()
     for i in tl.static_range(PARTS):

@@ -1,4 +1,4 @@
-"""What a GEMM on a GPU takes: codes as they are, exact BF16 numbers, or MXFP4 folded into E4M3."""
+"""Operands of a GEMM on a GPU: codes, exact BF16 numbers, or MXFP4 folded into E4M3."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -48,7 +48,7 @@ class ScaledRows(NamedTuple):
 
 
 def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
-    """BF16 numbers of codes of at most 4 significant bits and scales of at most 4."""
+    """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
     if isinstance(operand, Values):
         return operand
     if isinstance(operand, Transposed):
@@ -79,12 +79,12 @@ def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> ScaledRows:
 
 
 def has_tensor_scale(format: BlockFormat) -> bool:
-    """Whether the tensor scale may be another than 1."""
+    """Return True if the tensor scale may be another than 1."""
     return format.tensor_scaled or "three_quarters" in format.options
 
 
 def cdiv(size: int, part: int) -> int:
-    """``triton.cdiv`` without what its decorator costs: a third of a kernel's launch."""
+    """Divide rounding up: ``triton.cdiv`` takes a third of a kernel's launch."""
     return -(-size // part)
 
 
@@ -112,7 +112,7 @@ def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor | None) -> N
 
 
 def _exponents(operand: QuantizedTensor) -> Tensor:
-    """Power-of-two scales of FP8 tiles as E8M0, a byte for each row of codes and tile of it."""
+    """Return power-of-two scales of FP8 tiles as E8M0, a byte for each row of codes and tile."""
     bytes_ = (operand.scales.view(torch.int32) >> 23).to(torch.uint8)
     by_row = bytes_.repeat_interleave(operand.format.block_rows, dim=0)
     return by_row[: operand.codes.shape[0]].contiguous()
@@ -120,7 +120,7 @@ def _exponents(operand: QuantizedTensor) -> Tensor:
 
 @cache
 def element(format: ElementFormat) -> Element:
-    """An element format as the kernels take it."""
+    """Return an element format as the kernels take it."""
     smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
     nan_code = 0x7F if format.dtype else 0
     return Element(format.bits, format.mantissa_bits, smallest, format.max, nan_code)
@@ -132,7 +132,7 @@ def _decode_kernel(
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr,
     E: tl.constexpr, SCALE: tl.constexpr, E4M3: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Codes (R, K) with scales (R, K // BLOCK) to BF16, or to E4M3 codes where ``largest`` is.
+    """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them where ``largest`` is.
 
     SCALE is the scales' element format, None for E8M0. ``largest``: E8M0 bytes (R,), of which
     ``row_scales`` (R,) are made.
@@ -182,7 +182,7 @@ def _load(base, row0, col0, rows, columns, A: tl.constexpr, B: tl.constexpr, EVE
 
 @triton.jit
 def _power(byte):
-    """2 ** (byte - 127) in FP32, down to its smallest subnormal; 255 is NaN."""
+    """Return 2 ** (byte - 127) in FP32, down to its smallest subnormal; 255 is NaN."""
     normal = byte << 23
     subnormal = 1 << tl.maximum(22 + byte, 0)
     bits = tl.where(byte > 0, normal, tl.where(byte < -22, 0, subnormal))
@@ -191,7 +191,7 @@ def _power(byte):
 
 @triton.jit
 def _decode(code, E: tl.constexpr):
-    """Codes (int32) to FP32."""
+    """Decode codes (int32) to FP32."""
     LARGEST: tl.constexpr = (1 << (E.bits - 1)) - 1
     UNBASE: tl.constexpr = 2.0 ** (E.min_exponent - 1)
     magnitude = (code & LARGEST) << (23 - E.mantissa_bits)

@@ -35,7 +35,7 @@ from megatron_lowbit.kernels.tiles import (
 
 
 class Side(NamedTuple):
-    """How one side is quantized, as a constexpr.
+    """Quantization of one side, as a constexpr.
 
     ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
     row from the row's amax in its place. ``points``: the neighbours that make a group;

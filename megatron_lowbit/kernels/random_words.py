@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def philox(key, quad, row):
-    """Philox4x32-10 of counters (quad, row, 0, 0) of one shape: four uint32 tensors of it.
+    """Run Philox4x32-10 on counters (quad, row, 0, 0) of one shape; return four uint32 tensors.
 
     Products as 64-bit ones: that is one instruction for both halves.
     """
@@ -31,7 +31,7 @@ def philox(key, quad, row):
 
 @triton.jit
 def word_tile(key, rows, quads, A: tl.constexpr, B: tl.constexpr):
-    """Words [A, B] for rows of numbers ``rows`` [A] and quads of columns ``quads`` [B // 4]."""
+    """Draw words [A, B] for row numbers ``rows`` [A] and quad numbers ``quads`` [B // 4]."""
     shape: tl.constexpr = (A, B // 4)
     w0, w1, w2, w3 = philox(
         key, tl.broadcast_to(quads[None, :], shape), tl.broadcast_to(rows[:, None], shape)
@@ -41,7 +41,7 @@ def word_tile(key, rows, quads, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def number(pointer, local, count):
-    """Global numbers (int32) of rows or quads, of ``count`` that there are; their own without."""
+    """Return global numbers (int32) of rows or quads, of ``count``; their own without."""
     if pointer is None:
         return local
     else:

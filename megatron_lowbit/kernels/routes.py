@@ -1,4 +1,4 @@
-"""Which tensor cores multiply a pair of formats on a GPU: the one table, of formats alone.
+"""Table of GEMM routes on a GPU: which tensor cores multiply a pair of formats.
 
 The first route that takes both formats on a device is the pair's; ``gemm.py`` carries it out.
 """
@@ -80,7 +80,7 @@ DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
 
 @cache
 def route(lhs: Format, rhs: Format, capability: tuple[int, int]) -> Route:
-    """How a pair of formats, one of them at least quantized, is multiplied; in any order."""
+    """Return the route of a pair of formats, one of them at least quantized, in any order."""
     if capability < MIN_CAPABILITY:
         return DEQUANTIZED
     table = (TILES, TENSORS, ROWS, FOLDED, EXACT, DEQUANTIZED)

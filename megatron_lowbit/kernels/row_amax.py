@@ -13,7 +13,7 @@ def row_amax_kernel(
     x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Largest magnitudes, as FP32 bits, of rows of x (R, C) after ROW, of its transpose after COL.
+    """Compute amaxes of rows of x (R, C) after ROW and of its transpose after COL, as FP32 bits.
 
     They are maxed into zeroed int32 (R,) and (C,), either of which may be None. ROW and COL are
     Transforms, or None where x as it is counts.
@@ -30,7 +30,7 @@ def row_amax_kernel(
 
 @triton.jit
 def _max_rows(x, amax, signs, row0, R, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Max the rows of a tile [A, B] into ``amax`` from ``row0`` on."""
+    """Reduce the rows of a tile [A, B] into ``amax`` from ``row0`` on, by maximum."""
     if H is not None:
         x = transform_tile(x, signs, A, B, H)
     r = row0 + tl.arange(0, A)

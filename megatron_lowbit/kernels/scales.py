@@ -22,20 +22,20 @@ EVEN = tl.constexpr(3)
 
 @triton.jit
 def _quotient(numerator, denominator):
-    """IEEE division of a number by a tensor or scalar, saturating; NaN stays NaN."""
+    """Divide a number by a tensor or scalar as IEEE does, saturating; NaN stays NaN."""
     ratio = tl.div_rn(tl.zeros_like(denominator) + numerator, denominator)
     return tl.where(ratio > FLT_MAX, FLT_MAX, ratio)
 
 
 @triton.jit
 def _finite_or_nan(scale, amax):
-    """The scale of a finite amax, NaN for any other."""
+    """Return the scale of a finite amax, NaN for any other."""
     return tl.where(amax <= FLT_MAX, scale, float("nan"))
 
 
 @triton.jit
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """E4M3 codes (int32), 1 / (scale * tensor scale), scales, the tensor's. OPTIONS: E4M3."""
+    """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale. OPTIONS: E4M3."""
     s_enc = _quotient(2688.0, amax)
     s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
     s_dec = _quotient(1.0, s_enc)
@@ -49,7 +49,7 @@ def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
+    """Return E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
 
     OPTIONS: (rounding of the scale, three quarters, exponent of the largest magnitude).
     """
@@ -93,7 +93,7 @@ def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
 
 @triton.jit
 def _inverse(scale, POW2: tl.constexpr):
-    """1 / scale, of a power of two by its exponent; 2**-127 is subnormal."""
+    """Return 1 / scale, of a power of two by its exponent; 2**-127 is subnormal."""
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
         bits = tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits)
@@ -104,7 +104,7 @@ def _inverse(scale, POW2: tl.constexpr):
 
 @triton.jit
 def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """FP32 decode scales, encode scales, decode scales, 1. OPTIONS: (power-of-two scales,)."""
+    """Return decode, encode and decode scales in FP32, and 1. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(most, E, OPTIONS[0])
     decode = _inverse(scale, OPTIONS[0])
     return decode, scale, decode, 1.0
@@ -112,7 +112,7 @@ def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def fp8_row_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """FP32 decode scales of rows, their reciprocals (0 of 0), the scales, 1. OPTIONS: unused."""
+    """Return decode scales of rows, their reciprocals (0 of 0), the scales, 1. OPTIONS: unused."""
     scale = _finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
     factor = tl.where(scale == 0.0, 0.0, _quotient(1.0, scale))
     return scale, factor, scale, 1.0
@@ -120,6 +120,6 @@ def fp8_row_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 
 @triton.jit
 def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
+    """Return 1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
     return 1.0, scale, 1.0, _inverse(scale, OPTIONS[0])

@@ -13,7 +13,7 @@ import triton.language as tl
 def load_tile(
     x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
 ):
-    """x's tile at (row0, col0) in FP32, [TM, TN]; zeros outside of x."""
+    """Load x's tile at (row0, col0) in FP32, [TM, TN]; zeros outside of x."""
     return load_raw(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN).to(tl.float32)
 
 
@@ -21,7 +21,7 @@ def load_tile(
 def load_raw(
     x, stride_r, stride_c, row0, col0, R, C, TM: tl.constexpr, TN: tl.constexpr, EVEN: tl.constexpr
 ):
-    """The same tile in x's own dtype."""
+    """Load the same tile in x's own dtype."""
     r, c = tl.arange(0, TM)[:, None], tl.arange(0, TN)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     if EVEN:
@@ -35,7 +35,7 @@ def load_column_points(
     x, stride_r, stride_c, row0, col0, R, C,
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
+    """Load the tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
     place = tl.arange(0, TM // P * TN)
     r, c = place // TN * P, place % TN
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
@@ -71,7 +71,7 @@ def load_row_points(
     x, stride_r, stride_c, row0, col0, R, C,
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same tile as P tensors [TM * TN // P], rows slowest; the i-th: columns i, i + P, ..."""
+    """Load the tile as P tensors [TM * TN // P], rows slowest; the i-th: columns i, i + P, ..."""
     N: tl.constexpr = TM * TN // P
     place = tl.arange(0, N)[:, None]
     r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
@@ -113,7 +113,7 @@ def _row_points(at, stride_c, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def side_by_side(points, N: tl.constexpr):
-    """N tensors [A], N a power of two, as one [A, N]."""
+    """Join N tensors [A], N a power of two, into one [A, N]."""
     if N == 1:
         return points[0][:, None]
     else:

@@ -1,4 +1,4 @@
-"""What tensor parallelism means for one linear layer's operands: shards, numbers, collectives."""
+"""Tensor parallelism of one linear layer's operands: shards, global numbers, collectives."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ _ROLES = ("input", "weight", "grad")
 
 @dataclass(frozen=True)
 class Shards:
-    """How a linear layer is split over a tensor-parallel group.
+    """Split of a linear layer over a tensor-parallel group.
 
     Args:
         group: the group; None for a layer that is not split.
@@ -35,14 +35,14 @@ class Shards:
     allreduce_dgrad: bool = False
 
     def max_over_group(self, amax: Tensor) -> Tensor:
-        """The group's tensor amax; infinity where a rank's is not finite."""
+        """Return the group's tensor amax; infinity where a rank's is not finite."""
         # Backends differ on the larger of NaN and a number.
         amax = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return amax
 
     def draw(self, key: int, gemm: str, role: str, tokens: int, points: int = 1) -> Draw:
-        """The random bits of one operand of one GEMM: its own key, and its global numbers.
+        """Return the random bits of an operand of a GEMM: its own key, and its global numbers.
 
         A transform of ``points`` spreads over the padding of a ragged last block: its numbers go on
         after the last feature's.
@@ -89,7 +89,7 @@ def gather_columns(x: QuantizedTensor, group: dist.ProcessGroup) -> QuantizedTen
 
 
 def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """(ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
+    """Gather x as (ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
     sent = x.contiguous()
     if x.element_size() == 1:
         sent = sent.view(torch.uint8)

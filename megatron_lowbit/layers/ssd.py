@@ -12,7 +12,7 @@ from torch import Tensor
 def ssd(
     x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, chunk_size: int = 128
 ) -> Tensor:
-    """Outputs y_t = C_t h_t + D x_t of states h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t.
+    """Compute y_t = C_t h_t + D x_t of states h_t = exp(dt_t A) h_{t-1} + dt_t B_t x_t.
 
     Args:
         x: Inputs (batch, length, heads, head dim).
@@ -50,13 +50,13 @@ def ssd(
 
 
 def _chunks(x: Tensor, missing: int, size: int) -> Tensor:
-    """(batch, length, ...) to (batch, chunk, size, ...), with zeros at the end."""
+    """Split (batch, length, ...) into (batch, chunk, size, ...), with zeros at the end."""
     padding = (0, 0) * (x.dim() - 2) + (0, missing)
     return F.pad(x, padding).unflatten(1, (-1, size))
 
 
 def _segment_sums(x: Tensor) -> Tensor:
-    """Sums of x from after s to t, -inf for s > t: (..., n) to (..., t, s).
+    """Sum x from after s to t, -inf for s > t: (..., n) to (..., t, s).
 
     Not differences of one sum from the start: these cancel, most of all in backward.
     """
@@ -67,7 +67,7 @@ def _segment_sums(x: Tensor) -> Tensor:
 
 
 def _carried(added: Tensor, log: Tensor) -> Tensor:
-    """The states at the start of each chunk, from what chunks add (batch, chunk, head, p, n).
+    """Return the states at the start of each chunk from the chunks' sums (batch, chunk, head, p, n).
 
     ``log`` (batch, chunk, head): the logarithm of each chunk's whole decay.
     """
@@ -77,7 +77,7 @@ def _carried(added: Tensor, log: Tensor) -> Tensor:
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution of each channel with its own past, then SiLU.
+    """Convolve each channel with its own past, then apply SiLU.
 
     Args:
         x: (batch, length, channels).
@@ -96,7 +96,7 @@ def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 def grouped_rms_norm(
     x: Tensor, weight: Tensor, gate: Tensor | None, group_size: int, eps: float
 ) -> Tensor:
-    """RMSNorm of each group of channels, of x or of x times SiLU of the gate.
+    """Normalize each group of channels by RMSNorm, of x or of x times SiLU of the gate.
 
     x, gate (..., channels), weight (channels,). Computed in FP32, returned in x's dtype.
     """

@@ -20,13 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
+from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
-from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
 
 
 class HandedNorm(torch.nn.Module):

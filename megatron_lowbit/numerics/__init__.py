@@ -1,4 +1,4 @@
-"""What the bits are: formats, rounding, transforms and the reference GEMM, on torch alone."""
+"""Definition of the bits: formats, rounding, transforms and the reference GEMM, on torch alone."""
 
 from megatron_lowbit.numerics.block_formats import FORMATS
 from megatron_lowbit.numerics.delayed_scaling import AmaxHistory, DelayedScaling

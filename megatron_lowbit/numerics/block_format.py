@@ -1,4 +1,4 @@
-"""What every block-scaled format is: an element format, a block, and how blocks are scaled."""
+"""Base class of block-scaled formats: an element format, a block, and how blocks are scaled."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
@@ -50,13 +50,13 @@ class BlockFormat(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """Arrays of :meth:`encode` to FP32, (R, K) once flattened from axis 1 on.
+        """Decode what :meth:`encode` returns to FP32, (R, K) once flattened from axis 1 on.
 
         Rows after the last one of interest may have been cut off codes and scales.
         """
 
     def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """The scales of the transpose, for square blocks, repeated for each row of a block.
+        """Return the scales of the transpose, for square blocks, repeated for each row of a block.
 
         ``shape`` is the logical (R, K) before. A format that keeps scales otherwise overrides it.
         """
@@ -108,7 +108,7 @@ class BlockFormat(ABC):
 
 
 def blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """(R, K) seen as (R/rows, rows, K/columns, columns)."""
+    """View (R, K) as (R/rows, rows, K/columns, columns)."""
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 
@@ -122,7 +122,7 @@ def finite_amax(amax: Tensor) -> Tensor:
 
 
 def block_amax(tiles: Tensor) -> Tensor:
-    """Largest magnitude of each of the :func:`blocks`, (R/rows, 1, K/columns, 1).
+    """Return the largest magnitude of each of the :func:`blocks`, (R/rows, 1, K/columns, 1).
 
     It is NaN for a block with an infinity or a NaN.
     """
@@ -130,10 +130,10 @@ def block_amax(tiles: Tensor) -> Tensor:
 
 
 def for_each_row(scales: Tensor, rows: int) -> Tensor:
-    """Scales of :func:`blocks`, (R/rows, 1, K/columns, 1), a row each: (R, K/columns)."""
+    """Repeat scales of :func:`blocks`, (R/rows, 1, K/columns, 1), for each row: (R, K/columns)."""
     return scales.squeeze(-1).expand(-1, rows, -1).flatten(0, 1)
 
 
 def constant(value: float, like: Tensor) -> Tensor:
-    """An FP32 scalar on the device of ``like``."""
+    """Return an FP32 scalar on the device of ``like``."""
     return torch.full((), value, dtype=torch.float32, device=like.device)

@@ -16,7 +16,7 @@ _NONE = -1.0  # an amax is never negative
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """How earlier amaxes become the one that a scale is made from.
+    """Rule by which earlier amaxes become the one that a scale is made from.
 
     Args:
         length: steps that count.
@@ -44,7 +44,7 @@ class DelayedScaling:
         return max(self.length, self.just_in_time or 0)
 
     def amax(self, entries: Tensor, current: Tensor) -> Tensor:
-        """The amax for the scale.
+        """Return the amax for the scale.
 
         Args:
             entries: FP32 (at least ``kept``,), oldest first, negative where none was recorded.

@@ -104,12 +104,12 @@ def encode(x: Tensor, format: ElementFormat, uniform: Tensor | None = None) -> T
 
 
 def decode(codes: Tensor, format: ElementFormat) -> Tensor:
-    """Codes of :func:`encode` to FP32 values."""
+    """Decode the codes of :func:`encode` to FP32 values."""
     return codes_to_grid(codes, format) if format.dtype is None else codes.to(torch.float32)
 
 
 def grid_to_codes(grid_values: Tensor, format: ElementFormat) -> Tensor:
-    """FP32 values on the grid to uint8 codes, sign in the top bit; NaN to 0."""
+    """Encode FP32 values on the grid as uint8, sign in the top bit; NaN becomes 0."""
     magnitude = grid_values.abs()
     # Codes are linear in the value within a binade; below the first edge they count subnormals.
     steps = 2.0**format.mantissa_bits
@@ -122,7 +122,7 @@ def grid_to_codes(grid_values: Tensor, format: ElementFormat) -> Tensor:
 
 
 def codes_to_grid(codes: Tensor, format: ElementFormat) -> Tensor:
-    """uint8 codes to FP32 values on the grid."""
+    """Decode uint8 codes to FP32 values on the grid."""
     sign, steps = 2.0 ** (format.bits - 1), 2.0**format.mantissa_bits
     code = codes.to(torch.float32)
     negative = code >= sign
@@ -136,14 +136,14 @@ def codes_to_grid(codes: Tensor, format: ElementFormat) -> Tensor:
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
-    """uint8 codes 0..15 (..., K), K even, to bytes (..., K/2): even element in the low nibble."""
+    """Pack codes 0..15 (..., K), K even, into bytes (..., K/2): even element in the low nibble."""
     pairs = codes.flatten().view(torch.int16)  # even code in the low byte, odd in the high one
     packed = (pairs | (pairs >> 4)).to(torch.uint8)
     return packed.view(*codes.shape[:-1], codes.shape[-1] // 2)
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:
-    """The inverse of :func:`pack_nibbles`: (..., K/2) bytes to (..., K) codes 0..15."""
+    """Unpack the bytes (..., K/2) of :func:`pack_nibbles` to codes 0..15 (..., K)."""
     pairs = packed.flatten().to(torch.int16)
     codes = ((pairs & 0x0F) | ((pairs & 0xF0) << 4)).view(torch.uint8)
     return codes.view(*packed.shape[:-1], packed.shape[-1] * 2)
@@ -154,7 +154,7 @@ E8M0_NAN = 255
 
 
 def decode_e8m0(scales: Tensor) -> Tensor:
-    """E8M0 bytes (uint8) to FP32 powers of two; 255 is NaN. 2**-127 is an FP32 subnormal."""
+    """Decode E8M0 bytes (uint8) to FP32; 255 is NaN. 2**-127 is an FP32 subnormal."""
     byte = scales.to(torch.int32)
     # The byte is FP32's own exponent field, but for 2**-127, which only a subnormal can hold.
     value = torch.where(byte == 0, 1 << 22, byte << 23).view(torch.float32)
@@ -162,6 +162,6 @@ def decode_e8m0(scales: Tensor) -> Tensor:
 
 
 def reciprocal_e8m0(scales: Tensor) -> Tensor:
-    """E8M0 bytes (uint8) to the FP32 reciprocals of what they stand for; exact."""
+    """Decode E8M0 bytes (uint8) to the FP32 reciprocals of their values; exact."""
     opposite = 2 * E8M0_BIAS - scales.to(torch.int32)  # the byte of the negated exponent
     return decode_e8m0(torch.where(scales == E8M0_NAN, E8M0_NAN, opposite))

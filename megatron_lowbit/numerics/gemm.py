@@ -37,7 +37,7 @@ def gemm(
     accumulation: Accumulation | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``lhs @ rhs.T + bias``: both operands have the contraction axis last, as quantized blocks do.
+    """Compute ``lhs @ rhs.T + bias``: operands have the contracted axis last, as blocks do.
 
     Args:
         lhs: (M, K), quantized or not.

@@ -52,7 +52,7 @@ class Hadamard:
             raise ValueError(f"hadamard output {self.output!r} is not one of bf16, fp32")
 
     def sign_vector(self, key: int = 0) -> tuple[int, ...]:
-        """The signs, one per point; ``key`` (64 bits) draws them where they are fresh."""
+        """Return the signs, one a point; ``key`` (64 bits) draws them where they are fresh."""
         if self.signs == "none":
             return (1,) * self.size
         if self.signs == "fresh":
@@ -64,7 +64,7 @@ class Hadamard:
 
 @lru_cache(maxsize=4096)
 def _drawn_signs(key: int, size: int) -> tuple[int, ...]:
-    """Signs by Philox: words of row ``size``, minus where the uniform number is at least 1/2."""
+    """Draw signs by Philox: words of row ``size``, minus where the uniform number is >= 1/2."""
     draws = uniform(
         Draw(key).key_words(torch.device("cpu")), torch.tensor([size]), torch.arange(-(-size // 4))
     )

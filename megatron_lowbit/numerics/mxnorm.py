@@ -51,7 +51,7 @@ class MXNorm:
             raise ValueError(f"mxnorm from rounded scales takes p 1, not {self.p}")
 
     def inverse_rms(self, x: Tensor, block: int) -> Tensor:
-        """FP32 (R, 1): what the rows of x (R, C) are to be multiplied by.
+        """Return the factors, FP32 (R, 1), that normalize the rows of x (R, C).
 
         Raises:
             ValueError: C is not a multiple of ``block``.
@@ -67,7 +67,7 @@ class MXNorm:
         return (factor / (_root(mean, self.p) + self.eps))[..., None]
 
     def normalize(self, x: Tensor, block: int) -> Tensor:
-        """x (R, C) normalized, FP32."""
+        """Normalize x (R, C), in FP32."""
         return x.float() * self.inverse_rms(x, block)
 
 
@@ -98,13 +98,13 @@ def _root(x: Tensor, p: float) -> Tensor:
 
 
 def _power_of_two_below(x: Tensor) -> Tensor:
-    """2 ** floor(log2(x)) of normal positive numbers; 0 of zero."""
+    """Round normal positive numbers down to powers of two; 0 stays 0."""
     return (x.view(torch.int32) & _EXPONENT).view(torch.float32)
 
 
 @cache
 def absmax_constant(p: float, block: int) -> float:
-    """c(p, B), by Gauss-Legendre integration of the absmax's distribution, to 1e-10.
+    """Compute c(p, B) by Gauss-Legendre integration of the absmax's distribution, to 1e-10.
 
     E[M**p] is the integral of p z**(p-1) P(M > z); with z = t**n, n >= 8/p, it is smooth at 0.
     """
@@ -116,7 +116,7 @@ def absmax_constant(p: float, block: int) -> float:
 
 
 def _quadrature(end: float) -> tuple[Tensor, Tensor]:
-    """Nodes and weights, FP64, of integrals from 0 to ``end``."""
+    """Return nodes and weights, FP64, of integrals from 0 to ``end``."""
     nodes, weights = _legendre(_NODES)
     width = end / _PANELS
     starts = width * torch.arange(_PANELS, dtype=torch.float64)
@@ -125,7 +125,7 @@ def _quadrature(end: float) -> tuple[Tensor, Tensor]:
 
 
 def _legendre(count: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights on (-1, 1): eigenvalues of the Jacobi matrix (Golub and Welsch, 1969)."""
+    """Compute nodes and weights on (-1, 1) by eigenvalues (Golub and Welsch, 1969)."""
     k = torch.arange(1, count, dtype=torch.float64)
     beta = k / torch.sqrt(4 * k * k - 1)
     nodes, vectors = torch.linalg.eigh(torch.diag(beta, 1) + torch.diag(beta, -1))
@@ -133,7 +133,7 @@ def _legendre(count: int) -> tuple[Tensor, Tensor]:
 
 
 def mean_rounded(sigma: float, block: int) -> float:
-    """f(sigma) of appendix K: the mean of a block's absmax rounded down to a power of two."""
+    """Compute f(sigma) of appendix K: the mean of a block's absmax rounded to a power of two."""
     powers = torch.arange(-64, 64, dtype=torch.float64)
     below = torch.special.erf(2.0**powers / (sigma * math.sqrt(2))) ** block
     # P(2**j <= M < 2**(j+1)); the paper's K.1 has the last difference the other way round.
@@ -158,7 +158,7 @@ def rounded_table(block: int, device: torch.device) -> Tensor:
 
 
 def rms_of_rounded(mean: Tensor, block: int) -> Tensor:
-    """The RMS, FP32, of Gaussian rows whose rounded absmaxes have these means; 0 of subnormal ones.
+    """Return the RMS, FP32, of Gaussian rows by the means of their rounded absmaxes.
 
     f(2 sigma) = 2 f(sigma), so that one binade of the inverse, linear between its points, is all.
     """

@@ -26,7 +26,7 @@ _ROUNDS = 10
 
 
 def derive_key(*parts: int | str) -> int:
-    """One 64-bit key from integers (taken modulo 2**64) and names: BLAKE2b of them in order."""
+    """Derive a 64-bit key from integers (modulo 2**64) and names, by BLAKE2b of them in order."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         if isinstance(part, str):
@@ -39,7 +39,7 @@ def derive_key(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """Which random bits an operand of R rows and K columns (block axis) gets.
+    """Random bits of an operand of R rows and K columns (block axis).
 
     ``key`` is a 64-bit integer. ``rows`` (int64, R) and ``quads`` (int64, ceil(K/4)) are the
     global row numbers and the global column numbers divided by four; None counts from zero, for an
@@ -51,11 +51,11 @@ class Draw:
     quads: Tensor | None = None
 
     def key_words(self, device: torch.device) -> Tensor:
-        """The key as an int64 tensor (low word, high word): as data, engines need not recompile."""
+        """Return the key as int64 data (low word, high word): engines need not recompile for it."""
         return torch.tensor([self.key & _MASK, self.key >> 32], device=device)
 
     def counters(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Row and quad numbers of an operand of the given size, as int64 tensors.
+        """Return row and quad numbers of an operand of the given size, as int64 tensors.
 
         Raises:
             ValueError: the global numbers given are not as many as the operand has.
@@ -74,7 +74,7 @@ class Draw:
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Ten rounds of Philox4x32 on int64 tensors that hold 32-bit words, broadcast together."""
+    """Run ten rounds of Philox4x32 on int64 tensors of 32-bit words, broadcast together."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -91,7 +91,7 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
 
 
 def uniform(key_words: Tensor, rows: Tensor, quads: Tensor) -> Tensor:
-    """Uniform FP32 numbers ``(word >> 8) * 2**-24`` in [0, 1), shape (R, 4 * len(quads))."""
+    """Draw uniform FP32 numbers ``(word >> 8) * 2**-24``, shape (R, 4 * len(quads))."""
     zero = torch.zeros_like(quads[None, :] + rows[:, None])
     words = philox4x32(
         (zero + quads[None, :], zero + rows[:, None], zero, zero), (key_words[0], key_words[1])

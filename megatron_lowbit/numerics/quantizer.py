@@ -19,7 +19,7 @@ from megatron_lowbit.numerics.philox import Draw, uniform
 
 
 class Rounding(Enum):
-    """How a value between two neighbours ``lo <= |x| < hi`` of a grid is rounded."""
+    """Rounding of a value between two neighbours ``lo <= |x| < hi`` of a grid."""
 
     NEAREST_EVEN = "nearest"
     """To the closer one; at the midpoint to the one with the even code."""
@@ -29,7 +29,7 @@ class Rounding(Enum):
 
 
 def format_by_name(name: str, **options: Any) -> BlockFormat:
-    """The format of that name, with some of its options set.
+    """Return the format of that name, with some of its options set.
 
     Raises:
         ValueError: no such format, option or value; the message says which there are.
@@ -75,7 +75,7 @@ class QuantizedTensor:
     shape: tuple[int, ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle, for pickle, copy.deepcopy and torch.save.
+        """Return the parts that pickle, copy.deepcopy and torch.save restore.
 
         ``torch.load`` takes it with ``weights_only``, once this package is imported.
         """
@@ -84,13 +84,13 @@ class QuantizedTensor:
         return _restored, (*stored, self.tensor_scale, self.format, self.shape)
 
     def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
-        """The FP32 values, of ``shape``."""
+        """Return the FP32 values, of ``shape``."""
         codes = unpack_nibbles(self.codes) if self.format.element.bits == 4 else self.codes
         values = arithmetic.decode(self.format, codes, self.scales, self.tensor_scale).flatten(1)
         return values[:, : self.shape[-1]].reshape(self.shape)
 
     def transpose(self) -> "QuantizedTensor":
-        """The transpose (K, R) of a matrix (R, K) in square blocks: the same values, same bits."""
+        """Return the transpose (K, R) of a matrix (R, K) in square blocks, with the same bits."""
         if not self.format.square:
             raise ValueError(f"{self.format.name} has no square blocks: quantize the transpose")
         rows, columns = self.shape
@@ -157,7 +157,7 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Request:
-    """How one side of a tensor is quantized in one call: a quantizer, and what is the call's own.
+    """Quantization of one side of a tensor in one call: a quantizer, and what the call adds.
 
     Args:
         quantizer: format and rounding.
@@ -255,7 +255,7 @@ def quantize_both(
 
 
 def _pad(x: Tensor, rows: int, columns: int) -> Tensor:
-    """x with zeros up to the given size."""
+    """Pad x with zeros up to the given size."""
     bottom, right = rows - x.shape[0], columns - x.shape[1]
     return F.pad(x, (0, right, 0, bottom)) if bottom or right else x
 

@@ -21,17 +21,17 @@ class RMSNorm:
     eps: float = 1e-5
 
     def inverse_rms(self, x: Tensor, block: int = 1) -> Tensor:
-        """FP32 (R, 1): what the rows of x (R, C) are to be multiplied by, whatever the block."""
+        """Return the factors, FP32 (R, 1), that normalize the rows of x (R, C); any block."""
         mean = divide(grouped_sum(x.float().square()), x.shape[-1])
         return torch.ones_like(mean).div(square_root(mean + self.eps))[..., None]
 
     def normalize(self, x: Tensor, block: int = 1) -> Tensor:
-        """x (R, C) normalized, FP32."""
+        """Normalize x (R, C), in FP32."""
         return x.float() * self.inverse_rms(x, block)
 
 
 def grouped_sum(values: Tensor) -> Tensor:
-    """FP32 sums over the last axis: neighbours in groups of 8, then the groups' sums as a tree."""
+    """Sum the last axis in FP32: neighbours in groups of 8, then the groups' sums as a tree."""
     values = torch.nn.functional.pad(values, (0, -values.shape[-1] % GROUP))
     for _ in range(GROUP.bit_length() - 1):
         values = values[..., 0::2] + values[..., 1::2]
@@ -39,7 +39,7 @@ def grouped_sum(values: Tensor) -> Tensor:
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """FP32 sums over the last axis, padded to a power of two: upper half added to lower half."""
+    """Sum the last axis in FP32, padded to a power of two: upper half added to lower half."""
     length = values.shape[-1]
     values = torch.nn.functional.pad(values, (0, (1 << (length - 1).bit_length()) - length))
     while values.shape[-1] > 1:
@@ -49,12 +49,12 @@ def tree_sum(values: Tensor) -> Tensor:
 
 
 def divide(values: Tensor, count: int) -> Tensor:
-    """FP32 values / count, correctly rounded."""
+    """Divide FP32 values by a count, correctly rounded."""
     # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
     return values / torch.full((), float(count), device=values.device)
 
 
 def square_root(x: Tensor) -> Tensor:
-    """FP32 roots, correctly rounded."""
+    """Return FP32 square roots, correctly rounded."""
     # By FP64, which rounds as IEEE says: torch's own FP32 root on a CPU does not always.
     return x.double().sqrt().float()

@@ -1,1 +1,1 @@
-"""What a training run will take, before it is started: memory, time, and which layouts to try."""
+"""Plan of a training run before it starts: memory, time, and which layouts to try."""

@@ -29,14 +29,14 @@ class Link(NamedTuple):
     latency: float
 
     def gather(self, count: float, ranks: int) -> float:
-        """An all-gather or a reduce-scatter of so many bytes, all ranks' together."""
+        """Time an all-gather or a reduce-scatter of so many bytes, all ranks' together."""
         if ranks == 1:
             return 0.0
         return count * (ranks - 1) / ranks / self.bandwidth + self.latency
 
 
 def link(cluster: Cluster, ranks: int, stride: int) -> Link:
-    """What joins ``ranks`` GPUs whose numbers are ``stride`` apart.
+    """Return the link of ``ranks`` GPUs whose numbers are ``stride`` apart.
 
     Between hosts a group has the network cards of all its ranks on a host.
     """
@@ -52,7 +52,7 @@ def link(cluster: Cluster, ranks: int, stride: int) -> Link:
 def part_communication(
     args: Namespace, part: Part, tokens: int, layout: Layout, cluster: Cluster, times: Passes
 ) -> tuple[Seconds, Seconds]:
-    """Tensor- and expert-parallel communication of one part, forward and backward.
+    """Time tensor- and expert-parallel communication of one part, forward and backward.
 
     With sequence parallelism the first layer gathers its input, as codes where it quantizes them,
     in forward and for wgrad in backward, and the second scatters sums; without, it reduces them.
@@ -85,20 +85,20 @@ def part_communication(
 
 
 def _own(between: Link, cluster: Cluster, stride: int) -> float:
-    """A rank's own bandwidth to any other: in an all-to-all it has one network card."""
+    """Return A rank's own bandwidth to any other: in an all-to-all it has one network card."""
     gpu = cluster.gpu
     across = between.latency == gpu["network_latency_us"] * 1e-6
     return gpu["network_gb_per_s"] * 1e9 if across else between.bandwidth
 
 
 def _sent(linear: Linear, gemm: str) -> float:
-    """Bytes an element of an input that is gathered."""
+    """Return bytes an element of an input that is gathered."""
     quantizer = linear.precision.quantizer(gemm, "input")
     return BF16 if quantizer is None else quantizer.format.bits_per_element / 8
 
 
 def stage_to_stage(args: Namespace, tokens: int, layout: Layout, cluster: Cluster) -> float:
-    """Seconds that a microbatch's activation and its gradient take to and from another stage."""
+    """Time a microbatch's activation and its gradient to and from another stage."""
     if layout.pipeline == 1 or layout.virtual > 1:  # interleaved, transfers overlap
         return 0.0
     count = tokens * args.hidden_size * BF16
@@ -120,7 +120,7 @@ class DataParallel(NamedTuple):
 def data_parallel(
     args: Namespace, count: Parameters, layout: Layout, cluster: Cluster
 ) -> DataParallel:
-    """FP32 gradients and BF16 parameters of one rank's part of the model over its replicas."""
+    """Time FP32 gradients and BF16 parameters of one rank's part of the model over its replicas."""
     gradients = parameters = 0.0
     for number, ranks, stride in (
         (count.all - count.experts, layout.data, layout.tensor),

@@ -49,16 +49,16 @@ class Device(NamedTuple):
     """Whether weight gradients are added to FP32 main gradients."""
 
     def moved(self, count: float) -> float:
-        """Seconds that a kernel takes which reads and writes so many bytes."""
+        """Return seconds that a kernel takes which reads and writes so many bytes."""
         return count / (self.gpu["copy_tb_per_s"] * self.gpu["kernel_share"] * 1e12)
 
     def gemm(self, precision: LinearPrecision, name: str) -> str:
-        """What multiplies one of a linear layer's GEMMs."""
+        """Return the name of what multiplies one of a linear layer's GEMMs."""
         return gemm_name(precision, name, self.gpu.capability, self.transformer_engine)
 
 
 def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Passes:
-    """One part of ``tokens`` tokens of a microbatch, on one tensor-parallel rank."""
+    """Time one part of ``tokens`` tokens of a microbatch, on one tensor-parallel rank."""
     tensor = args.tensor_model_parallel_size
     local = tokens // tensor if args.sequence_parallel else tokens
     routed = tokens * args.moe_router_topk if part.kind == "experts" else tokens
@@ -79,12 +79,12 @@ def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Pass
 
 
 def experts_of(args: Namespace, part: Part) -> int:
-    """Experts of a part on a rank, one after another; 1 for what is no expert."""
+    """Return the experts of a part on a rank, which run one after another; 1 for other parts."""
     return args.num_experts // args.expert_model_parallel_size if part.kind == "experts" else 1
 
 
 def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) -> Passes:
-    """The final norm, the output layer and the loss."""
+    """Time the final norm, the output layer and the loss."""
     linear, tensor = Linear(args.hidden_size, vocabulary, True), args.tensor_model_parallel_size
     times = _linear(linear, tokens, tensor, device)
     # Logits are read for the loss, then read and overwritten by their gradient.
@@ -96,13 +96,13 @@ def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) ->
 
 
 def embedding_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
-    """The table's gradient, dense: set to zero, written, added to the main gradient."""
+    """Time the table's dense gradient: set to zero, written, added to the main gradient."""
     table = vocabulary // args.tensor_model_parallel_size * args.hidden_size
     return Passes(Counter(), Counter(elementwise=device.moved(14 * table)), Counter())
 
 
 def gemm_seconds(rows: float, inputs: int, outputs: int, name: str, gpu: GPU) -> float:
-    """One GEMM of (rows, inputs) by (inputs, outputs), or of its like in the backward pass."""
+    """Time one GEMM of (rows, inputs) by (inputs, outputs), forward or backward."""
     flops = 2.0 * rows * inputs * outputs
     code = BF16 if name == "bf16" else 1
     touched = code * (rows * inputs + inputs * outputs) + BF16 * rows * outputs
@@ -111,7 +111,7 @@ def gemm_seconds(rows: float, inputs: int, outputs: int, name: str, gpu: GPU) ->
 
 
 def _linear(linear: Linear, tokens: int, tensor: int, device: Device, experts: int = 1) -> Passes:
-    """Of so many ``experts`` on the rank, which share the tokens."""
+    """Time a linear layer; ``experts`` on the rank share the tokens."""
     inputs, outputs = linear.split(tensor)
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
     seconds = {
@@ -143,7 +143,7 @@ def _quantization(
     linear: Linear, tokens: int, weights: int, inputs: int, outputs: int,
     names: dict[str, str], device: Device,
 ) -> tuple[float, float, float]:  # fmt: skip
-    """Seconds of quantizing in forward, in backward, and of a cached weight once a step.
+    """Return the seconds of quantizing in forward, in backward, and of a cached weight once a step.
 
     As the layer does it: a source for both its GEMMs at once; wgrad's input kept in forward as
     codes, and turned into what its GEMM takes in backward; so are a cached weight's in each pass.
@@ -166,7 +166,7 @@ def _quantization(
         return device.moved(sizes[role] * (BF16 * passes + written)) + sizes[role] * extra * 1e-12
 
     def unpacked(role: str, gemm: str) -> float:
-        """Codes that were kept, as the GEMM takes them."""
+        """Return the seconds of turning saved codes into what the GEMM takes."""
         quantizer = precision.quantizer(gemm, role)
         bits = 8 * BF16 if takes_values(names[gemm]) else 8
         if quantizer is None or quantizer.format.element.bits == bits:
@@ -189,7 +189,7 @@ def _packed(quantizer: Quantizer) -> float:
 
 
 def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
-    """What one side takes beside its bytes: additions of the transform, random numbers."""
+    """Return the ps an element that transform and random numbers of one side take."""
     transform = precision.gemms[gemm].hadamard
     found = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
     return found + gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
@@ -217,7 +217,7 @@ def _attention(args: Namespace, tokens: int, device: Device) -> tuple[float, flo
 def _around(
     args: Namespace, part: Part, tokens: int, local: int, routed: int
 ) -> tuple[float, float]:
-    """Bytes that the kernels between the GEMMs move, forward and backward.
+    """Return the bytes that the kernels between the GEMMs move, forward and backward.
 
     A norm reads and writes once, its gradient takes one read more; a residual is two reads and a
     write, each way.
@@ -247,7 +247,7 @@ def _around(
 
 
 def _activation_moves(args: Namespace) -> tuple[int, int]:
-    """Reads and writes an output element of the activation, forward and backward."""
+    """Return reads and writes an output element of the activation, forward and backward."""
     if args.swiglu:
         return 3, 5
     if args.squared_relu:

@@ -1,4 +1,4 @@
-"""What one layout of a model takes: parameters, memory, and the time of a step by what takes it."""
+"""Estimate of one layout of a model: parameters, memory, and the time of a step by cause."""
 
 from argparse import Namespace
 from collections import Counter
@@ -61,7 +61,7 @@ class Estimate(NamedTuple):
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Tokens a second of all GPUs together."""
         return self.tokens / self.step
 
     @property
@@ -70,7 +70,7 @@ class Estimate(NamedTuple):
         return self.layout.tensor * self.layout.pipeline * self.layout.data
 
     def utilisation(self, device: Device) -> float:
-        """Model FLOPs over what the GPUs' BF16 tensor cores could do by the data sheet."""
+        """Return model FLOPs over what the GPUs' BF16 tensor cores could do by the data sheet."""
         peak = self.gpus * device.gpu["peak_bf16"] * 1e12
         return self.model_flops / self.step / peak
 
@@ -79,7 +79,7 @@ def estimate(
     args: Namespace, stages: list[Counter[Part]], layout: Layout, vocabulary: int,
     device: Device, cluster: Cluster,
 ) -> Estimate:  # fmt: skip
-    """The figures of a layout.
+    """Estimate the figures of a layout.
 
     Args:
         args: training's arguments in that layout.
@@ -117,7 +117,7 @@ def padded_vocabulary(args: Namespace, vocabulary: int, tensor: int) -> int:
 
 
 def ends(stage: int, pipeline: int) -> str:
-    """Which ends of the model a stage has."""
+    """Return which ends of the model a stage has."""
     return " ".join(["first"] * (stage == 0) + ["last"] * (stage == pipeline - 1))
 
 
@@ -125,7 +125,7 @@ def _stage_times(
     args: Namespace, parts: Counter[Part], layout: Layout, vocabulary: int,
     device: Device, cluster: Cluster, which: str,
 ) -> Passes:  # fmt: skip
-    """One microbatch in one stage, and what it does once a step."""
+    """Time one microbatch in one stage, and what it does once a step."""
     tokens = layout.micro_batch * args.seq_length
     forward, backward, step = Counter(), Counter(), Counter()
     for part, number in parts.items():
@@ -153,7 +153,7 @@ def _step(
     args: Namespace, times: list[Passes], launches: list[Launches], counts: list[Parameters],
     layout: Layout, device: Device, cluster: Cluster,
 ) -> dict[str, float]:  # fmt: skip
-    """Seconds of a step by what takes them, as the slowest stage sees them.
+    """Return the seconds of a step by cause, as the slowest stage sees them.
 
     Under 1F1B the first microbatch passes all stages, the others follow at the slowest one's pace;
     with virtual stages (arXiv 2104.04473, section 2.2) others fill what they wait for.

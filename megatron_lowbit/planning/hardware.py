@@ -1,4 +1,4 @@
-"""What a kind of GPU does: figures with their sources, from ``hardware.yaml``."""
+"""Figures of kinds of GPUs, with their sources, from ``hardware.yaml``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,13 +29,13 @@ class GPU:
     figures: Mapping[str, Figure]
 
     def __getitem__(self, key: str) -> float:
-        """A figure's value, in the unit that ``hardware.yaml`` says."""
+        """Return A figure's value, in the unit that ``hardware.yaml`` says."""
         return self.figures[key].value
 
 
 @cache
 def gpu(kind: str) -> GPU:
-    """The GPU of that name.
+    """Return the GPU of that name.
 
     Raises UserError for one that the table lacks.
     """
@@ -57,7 +57,7 @@ def gpu(kind: str) -> GPU:
 
 
 def kinds() -> list[str]:
-    """The GPUs that the table has."""
+    """Return the GPUs that the table has."""
     return list(yaml.safe_load(FILE.read_text(encoding="utf-8")))
 
 

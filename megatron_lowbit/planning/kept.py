@@ -52,7 +52,7 @@ def kept(args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element
 
 
 def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tuple[float, float]:
-    """Bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
+    """Return bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
 
     A weight that is the same in all microbatches is quantized once, for fprop and dgrad. Where both
     take the same square blocks ``as_values``, in BF16, they share the codes; GEMMs of codes need
@@ -71,13 +71,13 @@ def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tupl
 
 
 def _norm(args: Namespace, tokens: int, element: int) -> float:
-    """The input, and FP32 numbers of each token: RMSNorm its scale, LayerNorm also its mean."""
+    """Return the bytes of a norm: its input, and one or two FP32 numbers a token."""
     numbers = 2 if args.normalization == "LayerNorm" else 1
     return tokens * (args.hidden_size * element + 4 * numbers)
 
 
 def _bytes_of_input(linear: Linear) -> float | None:
-    """Bytes an element of what wgrad needs, as it is kept; None where that is the input itself."""
+    """Return the saved bytes an element of wgrad's input; None where the input itself is saved."""
     quantizer = linear.precision.quantizer("wgrad", "input")
     if quantizer is None or linear.precision.wgrad.fallback:
         return None
@@ -114,7 +114,7 @@ def _attention(args: Namespace, tokens: int, element: int) -> float:
 def _activation(
     args: Namespace, kind: str, tokens: int, wide: int, inner: int, element: int
 ) -> float:
-    """The activation's input; squared ReLU, which no kernel fuses, keeps its ReLU instead."""
+    """Return the bytes of the activation's input; squared ReLU, unfused, keeps its ReLU instead."""
     if kind == "experts":
         # Fused, the token's weight goes with it; unfused it multiplies the activation.
         fused = args.swiglu and not args.add_bias_linear
@@ -123,7 +123,7 @@ def _activation(
 
 
 def _scan(args: Namespace, tokens: int, scan: str, element: int) -> float:
-    """What convolution, scan and gated norm keep, by which scan runs.
+    """Return the bytes that convolution, scan and gated norm keep, by which scan runs.
 
     mamba-ssm 2.2 fused with its convolution keeps the output of in_proj and the ungated output, and
     computes the rest again; its scan alone keeps copies of its inputs and the sums of log decays.

@@ -1,4 +1,4 @@
-"""How long the CPU takes to launch a step's kernels, and how long the GPU waits for it.
+"""Time that the CPU takes to launch a step's kernels, and that the GPU waits for it.
 
 Eager torch and megatron-core's own Python take a time that depends on neither the model's width nor
 its tokens. It was measured where the GPU had next to nothing to do.
@@ -29,7 +29,7 @@ class Launches(NamedTuple):
 
 
 def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: GPU) -> Launches:
-    """What the CPU of one rank takes for the parts of its pipeline stage."""
+    """Time the CPU of one rank for the parts of its pipeline stage."""
     forward = backward = tensors = 0.0
     for part, number in parts.items():
         times = number * experts_of(args, part)
@@ -46,7 +46,7 @@ def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: G
 
 
 def _quantized(linear: Linear, gpu: GPU) -> float:
-    """Microseconds that each pass of a linear layer takes longer than in BF16."""
+    """Return microseconds that each pass of a linear layer takes longer than in BF16."""
     formats = [one.quantizer.format for one in linear.precision.operands() if one.quantizer]
     if not formats:
         return 0.0
@@ -55,7 +55,7 @@ def _quantized(linear: Linear, gpu: GPU) -> float:
 
 
 def _collectives(args: Namespace, part: Part, layout: Layout) -> tuple[int, int]:
-    """Collectives of a part's tensor parallelism, forward and backward."""
+    """Return collectives of a part's tensor parallelism, forward and backward."""
     if layout.tensor == 1:
         return 0, 0
     if not args.sequence_parallel:
@@ -66,7 +66,7 @@ def _collectives(args: Namespace, part: Part, layout: Layout) -> tuple[int, int]
 
 
 def waiting(phases: Iterable[tuple[float, float]]) -> float:
-    """Seconds that a GPU is idle until the CPU has launched what comes next.
+    """Return seconds that a GPU is idle until the CPU has launched what comes next.
 
     Args:
         phases: what each takes the CPU and the GPU, in order. The GPU ends a phase when it has done

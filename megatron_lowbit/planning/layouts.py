@@ -45,7 +45,7 @@ class Layout(NamedTuple):
         return "all" if self.recomputed == self.layers else f"{self.recomputed} of {self.layers}"
 
     def arguments(self) -> list[str]:
-        """The arguments of training that ask for it."""
+        """Return the training arguments that ask for the layout."""
         found = ["--micro-batch-size", str(self.micro_batch)]
         if self.tensor > 1:
             found += ["--tensor-model-parallel-size", str(self.tensor), "--sequence-parallel"]
@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
 
 
 def given(args: Namespace, gpus: int) -> Candidate:
-    """The layout that the arguments themselves ask for.
+    """Return the layout that the arguments themselves ask for.
 
     Raises UserError where the GPUs or the global batch do not divide.
     """
@@ -134,7 +134,7 @@ def candidates(
 
 
 def _ranks(args: Namespace, gpus: int, gpus_per_node: int) -> Iterator[Layout]:
-    """Every way to divide the GPUs, with one sequence in a microbatch and no recomputation."""
+    """Yield every division of the GPUs, one sequence a microbatch, without recomputation."""
     gpt = args.hybrid_layer_pattern is None
     experts = _powers(gpus) if args.num_experts is not None else [1]
     for tensor in _powers(min(gpus, gpus_per_node)):
@@ -149,7 +149,7 @@ def _ranks(args: Namespace, gpus: int, gpus_per_node: int) -> Iterator[Layout]:
 
 
 def _batches(parsed: Namespace, bare: Layout) -> Iterator[Candidate]:
-    """The same ranks with every size of a microbatch and every extent of recomputation."""
+    """Yield the same ranks with every size of a microbatch and every extent of recomputation."""
     whole = parsed.global_batch_size or bare.data * _MOST_IN_A_BATCH
     shares = {1.0} if bare.virtual > 1 else {1.0, *_PARTLY}
     if parsed.hybrid_layer_pattern is not None:

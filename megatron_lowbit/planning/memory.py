@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 
 
 def usable_bytes(device: Device) -> float:
-    """What of a GPU's memory torch's tensors may fill."""
+    """Return the bytes of a GPU's memory that torch's tensors may fill."""
     return (device.gpu["memory_gib"] - device.gpu["reserve_gib"]) * 2**30
 
 
@@ -63,7 +63,7 @@ def gradient_bytes(args: Namespace) -> int:
 
 
 def in_flight(layout: Layout, stage: int) -> float:
-    """Microbatches whose activations a stage holds at once, under the 1F1B schedule.
+    """Return microbatches whose activations a stage holds at once, under the 1F1B schedule.
 
     With virtual stages as in "Efficient Large-Scale Language Model Training on GPU Clusters Using
     Megatron-LM" (arXiv 2104.04473): chunks warm up, of which ``virtual`` are a microbatch.
@@ -79,7 +79,7 @@ def rank_memory(
     args: Namespace, parts: Counter[Part], count: Parameters, layout: Layout, stage: int,
     vocabulary: int, device: Device,
 ) -> Memory:  # fmt: skip
-    """The peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
+    """Estimate the peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
     tokens, tensor = layout.micro_batch * args.seq_length, layout.tensor
     held = Counter(state(args, count, layout))
     if not device.accumulate:
@@ -133,7 +133,7 @@ def logit_bytes(args: Namespace) -> int:
 
 
 def _layer_backward(args: Namespace, parts: Counter[Part], device: Device) -> Counter[str]:
-    """What backward needs beside what forward kept, in the part where that is most.
+    """Return the bytes that backward needs beside what forward kept, in the largest part.
 
     There the first linear layer multiplies: its output's gradient and, of a quantized one, that for
     dgrad and for wgrad, the weight for dgrad, the input's gradient, dW. What the part kept behind

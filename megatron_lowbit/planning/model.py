@@ -41,7 +41,7 @@ class Linear(NamedTuple):
     precision: LinearPrecision = HIGH_PRECISION
 
     def split(self, tensor: int) -> tuple[int, int]:
-        """Inputs and outputs on one rank."""
+        """Return inputs and outputs on one rank."""
         if self.column:
             return self.inputs, self.outputs // tensor
         return self.inputs // tensor, self.outputs
@@ -69,7 +69,7 @@ class Mixer(NamedTuple):
 
 
 def mixer(args: Namespace) -> Mixer:
-    """The sizes of the model's Mamba-2 mixers."""
+    """Return the sizes of the model's Mamba-2 mixers."""
     heads = args.mamba_num_heads or _EXPANSION * args.hidden_size // args.mamba_head_dim
     states = 2 * args.mamba_num_groups * args.mamba_state_dim
     return Mixer(heads, heads * args.mamba_head_dim, states)
@@ -78,7 +78,7 @@ def mixer(args: Namespace) -> Mixer:
 def stages(
     args: Namespace, recipe: Recipe, pipeline: int = 1, virtual: int = 1
 ) -> list[Counter[Part]]:
-    """How many of which parts the ranks of each pipeline stage have.
+    """Count the parts of each kind that the ranks of each pipeline stage have.
 
     Interleaved, a rank has ``virtual`` pieces, every ``pipeline``-th.
     """
@@ -90,7 +90,7 @@ def stages(
 
 
 def layers(args: Namespace) -> list[Layer]:
-    """The linear layers as a recipe's rules see them; of each layer's experts the first."""
+    """Return the linear layers as a recipe's rules see them; of each layer's experts the first."""
     return [
         Layer(f"decoder.layers.{block}.{name}", block, args.num_layers)
         for block, kind in _kinds(args)
@@ -140,7 +140,7 @@ def check_plannable(args: Namespace) -> None:
 
 
 def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
-    """Number of its block and kind of every part, in order."""
+    """Return block number and kind of every part, in order."""
     if args.hybrid_layer_pattern is not None:
         yield from enumerate(BLOCKS[symbol] for symbol in args.hybrid_layer_pattern)
         return
@@ -168,7 +168,7 @@ def _part(args: Namespace, recipe: Recipe, kind: str, block: int) -> Part:
 
 
 def _widths(args: Namespace, kind: str) -> tuple[int, int]:
-    """Outputs of a part's first linear layer and inputs of its second."""
+    """Return outputs of a part's first linear layer and inputs of its second."""
     if kind == "attention":
         queries = args.num_attention_heads * args.kv_channels
         return queries + 2 * query_groups(args) * args.kv_channels, queries
@@ -191,7 +191,7 @@ class Parameters(NamedTuple):
 def parameters(
     args: Namespace, parts: Counter[Part], vocabulary: int, tensor: int, expert: int, ends: str
 ) -> Parameters:
-    """Parameters of a rank of one pipeline stage, as training counts them at its start.
+    """Return parameters of a rank of one pipeline stage, as training counts them at its start.
 
     ``vocabulary`` is padded. ``ends``: which ends of the model the stage has, of "first" and "last"
     none, one or both in a text.
@@ -231,6 +231,6 @@ def _linear_parameters(args: Namespace, part: Part, linear: Linear, tensor: int)
 
 
 def _mixer_parameters(sizes: Mixer, tensor: int) -> int:
-    """Convolution with bias; dt_bias, A_log and D of each head; the gated norm."""
+    """Count convolution with bias; dt_bias, A_log and D of each head; the gated norm."""
     convolution = sizes.convolved * (CONVOLUTION + 1)
     return (convolution + 3 * sizes.heads + sizes.inner) // tensor

@@ -17,7 +17,7 @@ DAY = 86400
 
 
 def gpu_table(device: Device) -> Table:
-    """Every figure that the plan rests on, and where it comes from."""
+    """Tabulate every figure that the plan rests on, and its source."""
     gpu = device.gpu
     table = Table(title=f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}")
     for heading in ("figure", "value", "source"):
@@ -28,7 +28,7 @@ def gpu_table(device: Device) -> Table:
 
 
 def gemm_table(parts: Counter[Part], recipe: Recipe, device: Device) -> Table:
-    """Which tensor cores take each GEMM of the model's linear layers."""
+    """Tabulate the tensor cores of each GEMM of the model's linear layers."""
     layers = "Transformer Engine's layers" if device.transformer_engine else "this project's layers"
     table = Table(title=f"recipe {recipe.name}, {layers}")
     for heading in ("GEMM", "left", "right", "multiplied as", "TFLOP/s", "linear layers"):
@@ -46,7 +46,7 @@ def gemm_table(parts: Counter[Part], recipe: Recipe, device: Device) -> Table:
 
 
 def memory_table(found: Estimate, usable: float) -> Table:
-    """Of the first and the last pipeline stage, and of the one that needs most."""
+    """Tabulate memory of the first and last pipeline stage, and of the one that needs most."""
     numbers = [memory.total for memory in found.memory]
     shown = sorted({0, len(numbers) - 1, max(range(len(numbers)), key=numbers.__getitem__)})
     table = Table(title=f"GiB on a rank of a stage, of {usable / GIB:.1f}")
@@ -66,7 +66,7 @@ def memory_table(found: Estimate, usable: float) -> Table:
 
 
 def time_table(found: Estimate, device: Device) -> Table:
-    """A step of the slowest stage, by what takes it, and what follows from it."""
+    """Tabulate a step of the slowest stage by cause, and what follows from it."""
     table = Table(title=f"a step of {found.tokens:,} tokens")
     for heading in ("", "ms", "share"):
         table.add_column(heading, justify="right" if heading else "left")
@@ -80,7 +80,7 @@ def time_table(found: Estimate, device: Device) -> Table:
 
 
 def speeds(found: Estimate, device: Device) -> dict[str, str]:
-    """Tokens a second of a GPU and of all, a day's tokens, utilisation."""
+    """Describe tokens a second of a GPU and of all, a day's tokens, utilisation."""
     speed = found.tokens_per_second
     return {
         "tokens/s of a GPU": f"{speed / found.gpus:,.0f}",
@@ -91,7 +91,7 @@ def speeds(found: Estimate, device: Device) -> dict[str, str]:
 
 
 def layout_table(found: Sequence[Estimate], device: Device, title: str, caption: str) -> Table:
-    """The layouts in the order given."""
+    """Tabulate layouts in the order given."""
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     headings = ("TP", "PP", "VP", "DP", "EP", "micro batch", "microbatches", "recomputed", "GiB",
                 "tokens/s of a GPU", "MFU", "bubble")  # fmt: skip
@@ -110,7 +110,7 @@ def layout_table(found: Sequence[Estimate], device: Device, title: str, caption:
 def heading(
     args: Namespace, parts: Counter[Part], vocabulary: int, gpus: int, device: Device
 ) -> str:
-    """The model, with its vocabulary as one process pads it, and the cluster in a line."""
+    """Describe the model, its vocabulary as one process pads it, and the cluster in a line."""
     padded = padded_vocabulary(args, vocabulary, 1)
     size = parameters(args, parts, padded, tensor=1, expert=1, ends="first last").all
     kind = "hybrid" if args.hybrid_layer_pattern else "GPT"

@@ -1,4 +1,4 @@
-"""Which tensor cores carry out a GEMM on a kind of GPU: the engine's own table, asked for it."""
+"""Tensor cores of a GEMM on a kind of GPU, by the engine's own table."""
 
 from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, ROWS, TENSORS, TILES, route
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
@@ -24,14 +24,14 @@ _NATIVE = {
 
 
 def needs_transformer_engine(capability: tuple[int, int]) -> bool:
-    """Whether formats have tensor cores of their own there that only Transformer Engine uses."""
+    """Return True if formats have tensor cores of their own that only Transformer Engine uses."""
     return capability >= (10, 0)
 
 
 def gemm_name(
     precision: LinearPrecision, gemm: str, capability: tuple[int, int], transformer_engine: bool
 ) -> str:
-    """The name in ``hardware.yaml`` of what multiplies one of a linear layer's GEMMs."""
+    """Return the name in ``hardware.yaml`` of what multiplies one of a linear layer's GEMMs."""
     sides = precision.gemms[gemm]
     if not sides.quantized:
         return "bf16"
@@ -50,5 +50,5 @@ def gemm_name(
 
 
 def takes_values(gemm: str) -> bool:
-    """Whether a GEMM's quantized operands go to it as exact BF16 numbers, not as codes."""
+    """Return True if a GEMM takes quantized operands as exact BF16 numbers, not as codes."""
     return gemm == "bf16"

@@ -70,7 +70,7 @@ class TELayerState(LayerState):
         module._fp8_workspaces.clear()
 
     def forget_weight(self) -> None:
-        """Have the weight quantized anew: it has changed.
+        """Quantize the weight anew in the next call: it has changed.
 
         megatron-core says so to its modules only where one recipe is for all of them.
         """

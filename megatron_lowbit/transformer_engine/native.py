@@ -1,4 +1,4 @@
-"""Which of Transformer Engine's own recipes carries out a precision, and with which settings.
+"""Choice of Transformer Engine's own recipe for a precision, and its settings.
 
 Data only: nothing here needs Transformer Engine. Names and meanings are those of version 2.20.
 """
@@ -45,7 +45,7 @@ class _Kind(NamedTuple):
 
 
 def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Native | None:
-    """The recipe for a linear layer's precision on a GPU of a compute capability.
+    """Return the recipe for a linear layer's precision on a GPU of a compute capability.
 
     None where Transformer Engine has no kernels: another format, several formats in one layer, a
     GEMM in high precision, or a GPU that lacks the format.
@@ -78,28 +78,28 @@ class _Reader:
             raise self.lacks("tensor_scale: group")
 
     def lacks(self, what: str) -> UserError:
-        """The error that says so."""
+        """Return the error that names a setting that the recipe lacks."""
         return UserError(
             f"Transformer Engine's {self.name} has no {what}: leave it out, or use "
             "--transformer-impl local"
         )
 
     def of(self, role: str, what: str, value: Callable[[Quantizer], Any]) -> Any:
-        """What both GEMMs that take a role have in common."""
+        """Return the quantizer that both GEMMs that take a role have in common."""
         found = {value(o.quantizer) for o in self.precision.operands() if o.role == role}
         if len(found) > 1:
             raise self.lacks(f"{role} with one {what} in one GEMM and another in the other")
         return found.pop()
 
     def everywhere(self, what: str, value: Callable[[Quantizer], Any]) -> Any:
-        """What all six operands have in common."""
+        """Return an attribute that all six operands have in common."""
         found = {self.of(role, what, value) for role in _ROLES}
         if len(found) > 1:
             raise self.lacks(f"{what} of each role of its own")
         return found.pop()
 
     def hadamard(self, gemms: Iterable[str]) -> Hadamard | None:
-        """What these GEMMs' transforms have in common; the others must have none."""
+        """Return the transform that these GEMMs have in common; the others must have none."""
         found = {self.precision.gemms[gemm].hadamard for gemm in gemms}
         for gemm, precision in self.precision.gemms.items():
             if gemm not in gemms and precision.hadamard is not None:
@@ -113,7 +113,7 @@ class _Reader:
         self.hadamard(())
 
     def fp8_format(self) -> str:
-        """E4M3, or HYBRID with gradients in E5M2."""
+        """Return E4M3, or HYBRID with gradients in E5M2."""
         elements = {r: self.of(r, "format", lambda q: q.format.element) for r in _ROLES}
         if elements["input"] != E4M3 or elements["weight"] != E4M3:
             raise self.lacks("input or weight in another format than E4M3")

@@ -15,7 +15,7 @@ from megatron_lowbit.transformer_engine.quantizers import Factory
 def to_te_recipe(
     recipe: Recipe | LinearPrecision, capability: tuple[int, int] | None = None
 ) -> te_recipes.Recipe:
-    """Transformer Engine's recipe for the linear layers that a recipe quantizes.
+    """Return transformer Engine's recipe for the linear layers that a recipe quantizes.
 
     Its own where it has kernels for the formats on a GPU of this compute capability (by default the
     present one), else a CustomRecipe with this project's quantizers and GEMMs.
@@ -35,7 +35,7 @@ def to_te_recipe(
 
 
 def build(native: Native) -> te_recipes.Recipe:
-    """The object that is described."""
+    """Return the object that is described."""
     arguments: dict[str, Any] = dict(native.arguments)
     if "fp8_format" in arguments:
         arguments["fp8_format"] = te_recipes.Format[arguments["fp8_format"]]

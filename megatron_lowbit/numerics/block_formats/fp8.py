@@ -71,7 +71,7 @@ class FP8Tile(BlockFormat):
         return codes, (1.0 / scale).squeeze(-1).squeeze(1), torch.ones_like(amax)
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """FP32 (R, K/block, block)."""
+        """Decode to FP32 (R, K/block, block)."""
         values = decode(
             codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
         )
@@ -79,7 +79,7 @@ class FP8Tile(BlockFormat):
         return values * by_row.unsqueeze(-1)
 
     def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Square tiles keep one scale each."""
+        """Transpose the scales of square tiles, which keep one each."""
         return scales.t()
 
 
@@ -103,11 +103,11 @@ class FP8Tensor(BlockFormat):
         return codes, x.new_empty((x.shape[0], 0)), 1.0 / scale
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """FP32 (R, K)."""
+        """Decode to FP32 (R, K)."""
         return decode(codes, self.element) * tensor_scale
 
     def transpose_scales(self, scales: Tensor, shape: tuple[int, int]) -> Tensor:
-        """None, of the transpose's rows."""
+        """Return no scales, (rows of the transpose, 0)."""
         return scales.new_empty((shape[1], 0))
 
 

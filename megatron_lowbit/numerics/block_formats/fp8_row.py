@@ -51,7 +51,7 @@ class FP8Row(BlockFormat):
         return codes, scales, constant(1.0, like=x)
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """FP32 (R, K)."""
+        """Decode to FP32 (R, K)."""
         return decode(codes, self.element) * scales
 
 

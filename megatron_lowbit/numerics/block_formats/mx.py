@@ -60,7 +60,7 @@ _HALF_UNITS = {
 
 
 def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRounding) -> Tensor:
-    """E8M0 bytes (uint8) of FP32 block amaxes, any shape."""
+    """Round FP32 block amaxes (any shape) to scales, as E8M0 bytes (uint8)."""
     if scale_rounding == "rceil":
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
         bits = (amax / torch.full_like(amax, element.max)).view(torch.int32)
@@ -111,7 +111,7 @@ class MX(BlockFormat):
         return codes, for_each_row(scales, self.block_rows), tensor_scale
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """FP32 (R, K/32, 32); code * scale is exact unless it underflows."""
+        """Decode to FP32 (R, K/32, 32); code * scale is exact unless it underflows."""
         values = decode(
             codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
         )

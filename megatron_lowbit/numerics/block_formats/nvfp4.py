@@ -64,7 +64,7 @@ class NVFP4(BlockFormat):
         return codes, for_each_row(scales, self.block_rows), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        """FP32 (R, K/16, 16); code * scale is exact."""
+        """Decode to FP32 (R, K/16, 16); code * scale is exact."""
         values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), E2M1)
         return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
 

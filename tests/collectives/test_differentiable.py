@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
+from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm
+from megatron_lowbit.collectives.result import Result
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
-from megatron_lowbit.parallel.differentiable import all_reduce_rms_norm
-from megatron_lowbit.parallel.result import Result
 
 RANKS, SHAPE, EPS = 2, (6, 2, 64), 1e-5
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from expected import bits, expected
 
+from megatron_lowbit.collectives.result import NEW, Result
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.result import NEW, Result
 
 ROOM = 2**18
 POLLS = 20_000
@@ -22,31 +22,31 @@ FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3", "fp8-row-e4m3"
 
 
 def empty(ranks: int) -> int:
-    """Bytes of all areas, which begin as zeros."""
-    from megatron_lowbit.parallel.area import layout
+    """Bytes of all buffers, which begin as zeros."""
+    from megatron_lowbit.collectives.symmetric_buffer import layout
 
     return ranks * layout(ranks, ROOM)[1]
 
 
 def shared_area(file: str, rank: int, ranks: int):
-    """What ``symmetric_area`` gives, over a file."""
-    from megatron_lowbit.parallel.area import Area, layout
+    """What ``symmetric_buffer`` gives, over a file."""
+    from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer, layout
 
     data, size = layout(ranks, ROOM)
     memory = torch.from_file(file, shared=True, size=ranks * size, dtype=torch.uint8)
     addresses = torch.tensor([memory.data_ptr() + size * r for r in range(ranks)])
-    return Area(addresses, rank, data, ROOM, torch.zeros(4, dtype=torch.int64), memory)
+    return SymmetricBuffer(addresses, rank, data, ROOM, torch.zeros(4, dtype=torch.int64), memory)
 
 
-def call(area, xs, residual, norm, gain=None, name=None, keep=(False, True), path=None,
+def call(buffer, xs, residual, norm, gain=None, name=None, keep=(False, True), path=None,
          limit=POLLS, out=NEW):  # fmt: skip
-    from megatron_lowbit.parallel.launch import launch, plan_of
+    from megatron_lowbit.collectives.launch import launch, plan_of
 
     request = None if name is None else Request(Quantizer(FORMATS[name]), needs_codes=True)
-    x = xs[area.rank]
-    plan = plan_of(area.ranks, x, residual, norm, gain, request, keep, path)
-    assert plan.room <= area.room
-    return launch(area, x, residual, norm, gain, request, plan, limit, out)
+    x = xs[buffer.rank]
+    plan = plan_of(buffer.ranks, x, residual, norm, gain, request, keep, path)
+    assert plan.size <= buffer.size
+    return launch(buffer, x, residual, norm, gain, request, plan, limit, out)
 
 
 def cases(draws, ranks):
@@ -69,11 +69,11 @@ def cases(draws, ranks):
                 yield path, name, norm, list(xs[:ranks]), residual, gain
 
 
-def agree(area) -> None:
+def agree(buffer) -> None:
     """Cases one after another in the same memory: every third with three ranks, others with two."""
     draws = torch.Generator().manual_seed(3)
-    for number, case in enumerate(cases(draws, area.ranks)):
-        if (number % 3 == 2) != (area.ranks == 3):
+    for number, case in enumerate(cases(draws, buffer.ranks)):
+        if (number % 3 == 2) != (buffer.ranks == 3):
             continue
         path, name, norm, xs, residual, gain = case
         gain = None if isinstance(norm, MXNorm) else gain
@@ -83,92 +83,94 @@ def agree(area) -> None:
         if path == "compact":
             wanted = wanted._replace(total=None)
         keep = keep_rows, path != "compact"
-        seen = call(area, xs, residual, norm, gain, name, keep, path)
+        seen = call(buffer, xs, residual, norm, gain, name, keep, path)
         where = (path, name, norm, tuple(xs[0].shape), xs[0].dtype)
         assert equal(seen, wanted), where
         # Into the tensors of the call before, emptied.
         for tensor in bits(seen):
             tensor.fill_(1)
-        again = call(area, xs, residual, norm, gain, name, keep, path, out=seen)
+        again = call(buffer, xs, residual, norm, gain, name, keep, path, out=seen)
         assert equal(again, wanted) and equal(seen, wanted), where
-    assert not area.fault.any()
+    assert not buffer.fault.any()
 
 
 def equal(seen, wanted) -> bool:
     return all(map(torch.equal, *(bits(one) for one in (seen, wanted))))
 
 
-def die(area) -> None:
+def die(buffer) -> None:
     """The last rank does not come to the third call; what is made then is no number."""
-    from megatron_lowbit.parallel.launch import reason
+    from megatron_lowbit.collectives.launch import reason
 
-    xs = list(torch.ones(area.ranks, 4, 128))
+    xs = list(torch.ones(buffer.ranks, 4, 128))
     for _ in range(2):
-        call(area, xs, None, RMSNorm())
-    if area.rank == area.ranks - 1:
+        call(buffer, xs, None, RMSNorm())
+    if buffer.rank == buffer.ranks - 1:
         return
     for _ in range(3):  # no later call waits
-        seen = call(area, xs, None, RMSNorm(), limit=500)
+        seen = call(buffer, xs, None, RMSNorm(), limit=500)
         assert seen.normalized.isnan().all() and seen.total.isnan().all()
-    late = f"rank {area.ranks - 1} of the group did not come to a call with 4 x 128 in time"
-    assert reason(area) == late
+    late = f"rank {buffer.ranks - 1} of the group did not come to a call with 4 x 128 in time"
+    assert reason(buffer) == late
 
 
-def differ(area) -> None:
+def differ(buffer) -> None:
     """Another number of rows in one rank: both shapes are named by both, then others."""
-    from megatron_lowbit.parallel.launch import reason
+    from megatron_lowbit.collectives.launch import reason
 
-    rows = (4, 40)[area.rank]
-    xs = list(torch.ones(area.ranks, rows, 128))
-    call(area, xs, None, RMSNorm())
-    other = 1 - area.rank
-    assert reason(area) == (
-        f"rank {other} of the group came with {(4, 40)[other]} x 128, rank {area.rank} with "
+    rows = (4, 40)[buffer.rank]
+    xs = list(torch.ones(buffer.ranks, rows, 128))
+    call(buffer, xs, None, RMSNorm())
+    other = 1 - buffer.rank
+    assert reason(buffer) == (
+        f"rank {other} of the group came with {(4, 40)[other]} x 128, rank {buffer.rank} with "
         f"{rows} x 128"
     )
 
 
-def differ_in_path(area) -> None:
-    from megatron_lowbit.parallel.launch import reason
+def differ_in_path(buffer) -> None:
+    from megatron_lowbit.collectives.launch import reason
 
-    xs = list(torch.ones(area.ranks, 4, 128))
-    call(area, xs, None, RMSNorm(), path=("one-stage", "gathered")[area.rank])
-    assert "another norm, output, path or dtype" in reason(area)
+    xs = list(torch.ones(buffer.ranks, 4, 128))
+    call(buffer, xs, None, RMSNorm(), path=("one-stage", "gathered")[buffer.rank])
+    assert "another norm, output, path or dtype" in reason(buffer)
 
 
-def give_up(area) -> None:
+def give_up(buffer) -> None:
     """Rank 1 comes when rank 0 no longer waits, and is told at the next call."""
-    from megatron_lowbit.parallel.launch import reason
+    from megatron_lowbit.collectives.launch import reason
 
-    xs = list(torch.ones(area.ranks, 4, 128))
-    tell = area.owner[-1:]
-    while area.rank == 1 and not tell.item():
+    xs = list(torch.ones(buffer.ranks, 4, 128))
+    tell = buffer.owner[-1:]
+    while buffer.rank == 1 and not tell.item():
         pass
     for _ in range(2):
-        call(area, xs, None, RMSNorm(), limit=500)
-    if area.rank == 1:
-        assert reason(area) == "rank 0 of the group had given up an earlier call"
+        call(buffer, xs, None, RMSNorm(), limit=500)
+    if buffer.rank == 1:
+        assert reason(buffer) == "rank 0 of the group had given up an earlier call"
     tell.fill_(1)
 
 
 def test_a_buffer_that_does_not_fit(tmp_path):
     """A kernel would write to the address of a buffer elsewhere, or codes under a wrong name."""
-    (tmp_path / "area").write_bytes(bytes(empty(1)))
-    area, x = shared_area(str(tmp_path / "area"), 0, 1), torch.ones(4, 128)
+    (tmp_path / "buffer").write_bytes(bytes(empty(1)))
+    buffer, x = shared_area(str(tmp_path / "buffer"), 0, 1), torch.ones(4, 128)
     with pytest.raises(ValueError, match=r"^out\.normalized: it is on meta, x on cpu$"):
-        call(area, [x], None, RMSNorm(), out=Result(normalized=torch.empty_like(x, device="meta")))
+        call(
+            buffer, [x], None, RMSNorm(), out=Result(normalized=torch.empty_like(x, device="meta"))
+        )
     other = Quantizer(FORMATS["mxfp6-e2m3"])(x)
     with pytest.raises(ValueError, match=r"^out\.quantized: its format is .*, the call's "):
-        call(area, [x], None, RMSNorm(), name="mxfp6-e3m2", out=Result(quantized=other))
+        call(buffer, [x], None, RMSNorm(), name="mxfp6-e3m2", out=Result(quantized=other))
 
 
 @pytest.mark.parametrize(("path", "name"), [("compact", "mxfp8-e4m3"), ("two-stage", None)])
 def test_a_path_that_does_not_fit(tmp_path, path, name):
     """Codes are gathered where nobody wants the sum."""
-    (tmp_path / "area").write_bytes(bytes(empty(1)))
-    area = shared_area(str(tmp_path / "area"), 0, 1)
+    (tmp_path / "buffer").write_bytes(bytes(empty(1)))
+    buffer = shared_area(str(tmp_path / "buffer"), 0, 1)
     with pytest.raises(ValueError, match=f"path '{path}' of this call is none of one-stage, gath"):
-        call(area, [torch.ones(4, 128)], None, RMSNorm(), name=name, path=path)
+        call(buffer, [torch.ones(4, 128)], None, RMSNorm(), name=name, path=path)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_a_path_that_does_not_fit(tmp_path, path, name):
     ],
 )
 def test_ranks(run_ranks, tmp_path, what, ranks):
-    file = tmp_path / "area"
+    file = tmp_path / "buffer"
     file.write_bytes(bytes(empty(ranks)))
     settings = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run_ranks(__file__, ranks, what, file, ranks, timeout=300, **settings)

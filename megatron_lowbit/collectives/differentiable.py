@@ -5,10 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
+from megatron_lowbit.collectives.result import Result
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm
-from megatron_lowbit.parallel.result import Result
 
 
 class _AllReduceRMSNorm(torch.autograd.Function):

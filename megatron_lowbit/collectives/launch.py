@@ -8,16 +8,16 @@ import torch
 import triton
 from torch import Tensor
 
+from megatron_lowbit.collectives import kernel, paths
+from megatron_lowbit.collectives.barrier import BARRIERS, BROKEN, LATE, PROGRAMS, TAGS
+from megatron_lowbit.collectives.result import NEW, Result, check_buffer
+from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer
 from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, tile_of
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.operands import cdiv
 from megatron_lowbit.numerics import Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel import kernel, paths
-from megatron_lowbit.parallel.area import Area
-from megatron_lowbit.parallel.meeting import BROKEN, LATE, MEETINGS, PROGRAMS, TAGS
-from megatron_lowbit.parallel.result import NEW, Result, check_buffer
 
 _KERNEL_PATHS = {
     paths.ONE_STAGE: kernel.ONE_STAGE.value,
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
 
     ``constants`` are the kernel's from RANKS to P; ``rows``: whether the normalized rows are
     written; ``sums``: whether the sums are, be it for a second kernel; ``tag`` and ``shape`` are
-    what ranks tell one another; ``room``: bytes of an area's half that are used.
+    what ranks tell one another; ``size``: bytes of a buffer's half that are used.
     """
 
     grid: tuple[int]
@@ -71,7 +71,7 @@ class Plan(NamedTuple):
     tensor_scaled: bool
     tag: int
     shape: int
-    room: int
+    size: int
 
 
 @cache
@@ -97,9 +97,9 @@ def _plan(
     groups = cdiv(cdiv(rows, height), span)
     warps, at_once, registers = _occupancy(groups, columns, processors)
     most = min(PROGRAMS.value, processors * at_once)
-    meetings = cdiv(groups, most) * (1 if span == 1 else 2)
-    if meetings > MEETINGS.value:
-        raise ValueError(f"x has {rows} rows: at most {rows * MEETINGS.value // meetings} fit")
+    barriers = cdiv(groups, most) * (1 if span == 1 else 2)
+    if barriers > BARRIERS.value:
+        raise ValueError(f"x has {rows} rows: at most {rows * BARRIERS.value // barriers} fit")
     p, constant, eps = statistic(norm, block)
     return Plan(
         grid=(min(most, groups),),
@@ -118,12 +118,12 @@ def _plan(
             rows, columns, dtype, norm, quantizer, keep_rows, sums, has_residual, has_gain, path
         ),
         shape=rows << 32 | columns,
-        room=groups * tile * (ranks - 1 + (ranks if span > 1 else 0)) + 32,
+        size=groups * tile * (ranks - 1 + (ranks if span > 1 else 0)) + 32,
     )  # fmt: skip
 
 
 def _occupancy(groups: int, columns: int, processors: int) -> tuple[int, int, int]:
-    """Warps of a program, programs at once on a processor, registers of a thread: by measurement.
+    """Return warps of a program, programs at once on a processor, and registers of a thread.
 
     All programs of a launch run at once, since they wait for those of other ranks: the registers
     are as many as allow for it.
@@ -137,7 +137,7 @@ def _occupancy(groups: int, columns: int, processors: int) -> tuple[int, int, in
 
 
 def launch(
-    area: Area,
+    buffer: SymmetricBuffer,
     x: Tensor,
     residual: Tensor | None,
     norm: MXNorm | RMSNorm,
@@ -158,8 +158,8 @@ def launch(
         side, arguments, made = row_side(request, x, None, False, out.quantized)
     kernel.all_reduce_norm_kernel[plan.grid](
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
-        area.addresses, area.state, area.fault.data_ptr(), area.rank, plan.tag, plan.shape, limit,
-        area.data, area.room, *plan.constants, side, plan.even,
+        buffer.addresses, buffer.state, buffer.fault.data_ptr(), buffer.rank, plan.tag, plan.shape, limit,
+        buffer.data, buffer.size, *plan.constants, side, plan.even,
         num_warps=plan.warps, maxnreg=plan.registers, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.tensor_scaled:
@@ -182,20 +182,20 @@ def _check_buffers(x: Tensor, request: Request | None, plan: Plan, out: Result) 
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Streaming multiprocessors of a GPU."""
+    """Return the number of streaming multiprocessors of a GPU."""
     if device.type != "cuda":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _tag(*values: object) -> int:
-    """A tag that is the same for the same values on all ranks, and not 0."""
+    """Return A tag that is the same for the same values on all ranks, and not 0."""
     return 1 + zlib.crc32(repr(values).encode()) % TAGS.value
 
 
-def reason(area: Area) -> str | None:
-    """What a kernel has reported, in words; None where all is well."""
-    what, who, mine, theirs = area.fault.tolist()
+def reason(buffer: SymmetricBuffer) -> str | None:
+    """Describe the failure that a kernel has reported; None where there is none."""
+    what, who, mine, theirs = buffer.fault.tolist()
     if not what:
         return None
     if what == LATE.value:
@@ -204,9 +204,7 @@ def reason(area: Area) -> str | None:
         return f"rank {who} of the group had given up an earlier call"
     if mine == theirs:
         return f"rank {who} of the group came with another norm, output, path or dtype"
-    return (
-        f"rank {who} of the group came with {_shape(theirs)}, rank {area.rank} with {_shape(mine)}"
-    )
+    return f"rank {who} of the group came with {_shape(theirs)}, rank {buffer.rank} with {_shape(mine)}"
 
 
 def _shape(word: int) -> str:

@@ -1,4 +1,4 @@
-"""Which path a message takes, by its size, and the memory that paths need."""
+"""Path of a message by its size, and the memory that paths need."""
 
 from megatron_lowbit.kernels.norm_cases import WIDEST
 
@@ -8,7 +8,7 @@ ONE_STAGE_BYTES = {2: 2**40, 4: 2**20, 8: 2**18}
 
 
 def choose_path(ranks: int, size: int, compact: bool) -> str:
-    """The fastest path, by measurement, for ``size`` bytes of x.
+    """Choose the fastest path, by measurement, for ``size`` bytes of x.
 
     ``compact``: the sum itself is not wanted, and codes are.
     """
@@ -17,13 +17,13 @@ def choose_path(ranks: int, size: int, compact: bool) -> str:
     return COMPACT if compact else GATHERED
 
 
-def room(ranks: int, capacity: int) -> int:
-    """Bytes for messages of ``capacity`` bytes on the paths that are chosen for them."""
+def bytes_of_paths(ranks: int, capacity: int) -> int:
+    """Return the bytes for messages of up to ``capacity`` bytes on the paths chosen for them."""
     small = min(capacity, _one_stage_bytes(ranks))
     slack = ranks * 4 * WIDEST  # of tiles that reach beyond x
     return max((ranks - 1) * small, 2 * capacity if capacity > small else 0) + slack
 
 
 def _one_stage_bytes(ranks: int) -> int:
-    """What the table says of the next smaller number of ranks in it."""
+    """Return the table's entry for the next smaller number of ranks in it."""
     return ONE_STAGE_BYTES[max((r for r in ONE_STAGE_BYTES if r <= ranks), default=2)]

@@ -2,8 +2,8 @@
 
 import torch
 
+from megatron_lowbit.collectives.result import Result
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.result import Result
 
 
 def expected(xs, residual, norm, gain, quantizer, keep_rows=False):

@@ -18,10 +18,10 @@ link is sent and forgotten, where a read would be waited for.
 import triton
 import triton.language as tl
 
+from megatron_lowbit.collectives.barrier import arrive, begin, count, wait
 from megatron_lowbit.kernels.elements import as_dtype
 from megatron_lowbit.kernels.norm import finish_rows, load_gain
 from megatron_lowbit.kernels.tiles import load_raw, load_tile, store_tile
-from megatron_lowbit.parallel.meeting import arrive, begin, count, wait
 
 ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 
@@ -29,16 +29,16 @@ ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 @triton.jit(do_not_specialize=["R", "rank", "tag", "shape", "limit", "constant", "eps"])
 def all_reduce_norm_kernel(
     x, residual, total, R, C, gain, constant, eps, y, most, amax, codes, scales, tensor_scale,
-    areas, state, fault, rank, tag, shape, limit, data, half,
+    buffers, state, fault, rank, tag, shape, limit, data, half,
     RANKS: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """x (R, C), contiguous: tiles of TM rows in groups, one tile for each rank but in ONE_STAGE.
+    """Process x (R, C), contiguous, in groups of tiles of TM rows, one a rank but in ONE_STAGE.
 
     ``total`` is the sum with the residual, ``y`` that normalized, the rest as in ``finish_rows``;
     the gain is loaded once for all of a program's rows.
-    An area's shared data begin after ``data`` bytes: twice, for calls in turn, ``half`` bytes for
+    An buffer's shared data begin after ``data`` bytes: twice, for calls in turn, ``half`` bytes for
     an inbox, RANKS - 1 tiles for each group, and behind it what is gathered.
     """
     SPAN: tl.constexpr = 1 if PATH == ONE_STAGE else RANKS
@@ -48,63 +48,63 @@ def all_reduce_norm_kernel(
     # Always 0, in a form that says that loads are aligned.
     col0 = tl.program_id(1) * TN
     gains = load_gain(gain, col0, C, TN, PARTS)
-    call, well = begin(areas, state, rank, shape, RANKS)
-    meeting = 0
+    call, well = begin(buffers, state, rank, shape, RANKS)
+    barrier = 0
     data += (call & 1) * half
     gathered = data + _aligned(groups * ((RANKS - 1) * TM), C, DTYPE)
-    _send(areas, data, x, group, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS, EVEN)
-    arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+    _send(buffers, data, x, group, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS, EVEN)
+    arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
     count(state)
     while group < groups:
         following = group + programs
         if following < groups:
             # They are on their way while this group's rows are summed up.
-            _send(areas, data, x, following, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS,
+            _send(buffers, data, x, following, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS,
                   EVEN)  # fmt: skip
-        well = wait(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
+        well = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, well, RANKS,
                     PADDED)  # fmt: skip
         row0 = (group * SPAN + (0 if PATH == ONE_STAGE else rank)) * TM
-        parts = _sum(areas, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
+        parts = _sum(buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
                      RANKS, TM, TN, PARTS, EVEN)  # fmt: skip
         if PATH == GATHERED:
             for i in tl.static_range(PARTS):
                 part = parts[i].to(DTYPE)
-                _store_to_others(areas, gathered, part, rank, row0, col0 + i * TN, R, C, RANKS,
+                _store_to_others(buffers, gathered, part, rank, row0, col0 + i * TN, R, C, RANKS,
                                  EVEN)  # fmt: skip
-            meeting += 1
-            arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+            barrier += 1
+            arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
         finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, most, amax,
                     codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S,
                     EVEN)  # fmt: skip
         if PATH == COMPACT:
             tl.debug_barrier()  # codes are read by other threads than have made them
-            _send_codes(areas, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
+            _send_codes(buffers, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
                         PARTS, BLOCK, S, EVEN)  # fmt: skip
-            meeting += 1
-            arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+            barrier += 1
+            arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
         if PATH != ONE_STAGE:
-            well = wait(areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS,
+            well = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, well, RANKS,
                         PADDED)  # fmt: skip
             for step in range(1, RANKS):
                 row0 = (group * RANKS + (rank + step) % RANKS) * TM
                 if PATH == COMPACT:
-                    _take_codes(areas, gathered, codes, scales, rank, row0, col0, R, C, well, TM,
+                    _take_codes(buffers, gathered, codes, scales, rank, row0, col0, R, C, well, TM,
                                 TN, PARTS, BLOCK, S, EVEN)  # fmt: skip
                 else:
-                    parts = _take_sum(areas, gathered, total, rank, row0, col0, R, C, well,
+                    parts = _take_sum(buffers, gathered, total, rank, row0, col0, R, C, well,
                                       DTYPE, TM, TN, PARTS, EVEN)  # fmt: skip
                     finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None,
                                 most, amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS,
                                 BLOCK, P, S, EVEN)  # fmt: skip
         if following < groups:
-            meeting += 1
-            arrive(areas, call, meeting, rank, tag, well, RANKS, PADDED)
+            barrier += 1
+            arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
         group = following
 
 
 @triton.jit
 def _send(
-    areas, data, x, group, groups, rank, col0, R, C, RANKS: tl.constexpr, SPAN: tl.constexpr,
+    buffers, data, x, group, groups, rank, col0, R, C, RANKS: tl.constexpr, SPAN: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Write this rank's rows of a group into the inboxes of those who sum them up."""
@@ -117,22 +117,22 @@ def _send(
             if SPAN > 1:
                 row0 = (group * SPAN + other) * TM
                 part = load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN)
-            inbox = _shared(areas, other, data, x.dtype.element_ty)
+            inbox = _shared(buffers, other, data, x.dtype.element_ty)
             row0 = _letter(group, rank, other, RANKS) * TM
             store_tile(inbox, part, row0, at, groups * ((RANKS - 1) * TM), C, EVEN)
 
 
 @triton.jit
 def _sum(
-    areas, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
+    buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
     RANKS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """TM rows from ``row0`` on summed up over all ranks, rounded to x's dtype, as FP32 parts.
+    """Sum TM rows from ``row0`` on over all ranks; return FP32 parts, rounded to x's dtype.
 
     They are kept in ``total``. NaN where all is not well.
     """
-    inbox = _shared(areas, rank, data, x.dtype.element_ty)
+    inbox = _shared(buffers, rank, data, x.dtype.element_ty)
     rows = groups * ((RANKS - 1) * TM)
     parts = ()
     for i in tl.static_range(PARTS):
@@ -152,11 +152,11 @@ def _sum(
 
 @triton.jit
 def _take_sum(
-    areas, gathered, total, rank, row0, col0, R, C, well, DTYPE: tl.constexpr, TM: tl.constexpr,
+    buffers, gathered, total, rank, row0, col0, R, C, well, DTYPE: tl.constexpr, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The same of rows that another rank has summed up."""
-    sums = _shared(areas, rank, gathered, DTYPE)
+    """Load rows that another rank has summed up, as :func:`_sum_rows` returns them."""
+    sums = _shared(buffers, rank, gathered, DTYPE)
     parts = ()
     for i in tl.static_range(PARTS):
         at = col0 + i * TN
@@ -167,7 +167,7 @@ def _take_sum(
 
 @triton.jit
 def _keep(part, total, well, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.constexpr):
-    """A sum rounded to DTYPE and kept in ``total``; NaN where all is not well."""
+    """Round a sum to DTYPE and store it in ``total``; NaN after a failure."""
     part = as_dtype(tl.where(well, part, float("nan")), DTYPE)
     if total is not None:
         store_tile(total, part, row0, at, R, C, EVEN)
@@ -176,7 +176,7 @@ def _keep(part, total, well, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.const
 
 @triton.jit
 def _send_codes(
-    areas, gathered, codes, scales, rank, row0, col0, R, C, RANKS: tl.constexpr,
+    buffers, gathered, codes, scales, rank, row0, col0, R, C, RANKS: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -186,21 +186,21 @@ def _send_codes(
     for i in tl.static_range(PARTS):
         at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
         tile = load_raw(codes, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
-        _store_to_others(areas, gathered, tile, rank, row0, at, R, C // PER, RANKS, EVEN)
+        _store_to_others(buffers, gathered, tile, rank, row0, at, R, C // PER, RANKS, EVEN)
         few = load_raw(scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN // BLOCK, EVEN)
-        _store_to_others(areas, behind, few, rank, row0, block, R, C // BLOCK, RANKS, EVEN)
+        _store_to_others(buffers, behind, few, rank, row0, block, R, C // BLOCK, RANKS, EVEN)
 
 
 @triton.jit
 def _take_codes(
-    areas, gathered, codes, scales, rank, row0, col0, R, C, well, TM: tl.constexpr,
+    buffers, gathered, codes, scales, rank, row0, col0, R, C, well, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Copy codes and scales that another rank has made; NaN scales where all is not well."""
     PER: tl.constexpr = 8 // S.element.bits
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
-    theirs = _shared(areas, rank, gathered, codes.dtype.element_ty)
-    their_scales = _shared(areas, rank, behind, scales.dtype.element_ty)
+    theirs = _shared(buffers, rank, gathered, codes.dtype.element_ty)
+    their_scales = _shared(buffers, rank, behind, scales.dtype.element_ty)
     for i in tl.static_range(PARTS):
         at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
         tile = load_raw(theirs, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
@@ -216,28 +216,28 @@ def _take_codes(
 
 @triton.jit
 def _store_to_others(
-    areas, offset, tile, rank, row0, at, R, C, RANKS: tl.constexpr, EVEN: tl.constexpr
+    buffers, offset, tile, rank, row0, at, R, C, RANKS: tl.constexpr, EVEN: tl.constexpr
 ):
     for step in tl.static_range(RANKS - 1):
         other = (rank + 1 + step) % RANKS
-        theirs = _shared(areas, other, offset, tile.dtype)
+        theirs = _shared(buffers, other, offset, tile.dtype)
         store_tile(theirs, tile, row0, at, R, C, EVEN)
 
 
 @triton.jit
 def _letter(group, source, target, RANKS: tl.constexpr):
-    """Which tile of the target's inbox is the source's."""
+    """Return the tile of the target's inbox that is the source's."""
     return group * (RANKS - 1) + (source + RANKS - 1 - target) % RANKS
 
 
 @triton.jit
 def _aligned(rows, columns, DTYPE: tl.constexpr):
-    """Bytes of a matrix, to where the next can begin."""
+    """Return the bytes of a matrix, up to where the next can begin."""
     return (rows.to(tl.int64) * columns * (DTYPE.primitive_bitwidth // 8) + 15) // 16 * 16
 
 
 @triton.jit
-def _shared(areas, rank, offset, DTYPE: tl.constexpr):
-    """A place in a rank's area, as an aligned pointer."""
-    address = tl.load(areas + rank) + offset
+def _shared(buffers, rank, offset, DTYPE: tl.constexpr):
+    """Return a place in a rank's buffer, as an aligned pointer."""
+    address = tl.load(buffers + rank) + offset
     return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from expected import bits, expected
 
+from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm, AllReduceNormError
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel.all_reduce_norm import AllReduceNorm, AllReduceNormError
 
 CALLS, AGAIN = {2: 10_000, 4: 2_000}, 5
 CAPACITY = 2**24

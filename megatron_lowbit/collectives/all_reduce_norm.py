@@ -4,13 +4,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lowbit.collectives import reference
+from megatron_lowbit.collectives.peers import missing_peers
+from megatron_lowbit.collectives.result import NEW, Result, fill
 from megatron_lowbit.errors import TrainingError
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
-from megatron_lowbit.parallel import reference
-from megatron_lowbit.parallel.peers import missing_peers
-from megatron_lowbit.parallel.result import NEW, Result, fill
 
 TIME_LIMIT_S = 30.0
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,17 +35,17 @@ class AllReduceNorm:
     def __init__(
         self, group: dist.ProcessGroup, capacity: int, time_limit: float = TIME_LIMIT_S
     ) -> None:
-        self.group, self.area = group, None
-        self._outgrown: list = []  # areas that graphs go on using
+        self.group, self.buffer = group, None
+        self._outgrown: list = []  # buffers that graphs go on using
         self.limit = int(time_limit * 1e9)
         self._stream: torch.cuda.Stream | None = None
         self._event: torch.cuda.Event | None = None
         missing = missing_peers(group)
         if missing is None:
             # Triton is there wherever torch has CUDA, and on few other machines.
-            from megatron_lowbit.parallel.paths import room
+            from megatron_lowbit.collectives.paths import bytes_of_paths
 
-            self._share(room(group.size(), capacity))
+            self._share(bytes_of_paths(group.size(), capacity))
             self.choice = f"one kernel over the shared memory of {group.size()} GPUs"
         else:
             self.choice = f"torch.distributed and separate kernels: {missing}"
@@ -84,48 +84,48 @@ class AllReduceNorm:
             AllReduceNormError: an earlier call went wrong.
         """
         _check(x, residual, norm, gain, request)
-        if self.area is None:
+        if self.buffer is None:
             rows, codes, total = reference.all_reduce_norm(
                 self.group, x, residual, norm, gain, request
             )
             keep_rows = keep_normalized or request is None
             made = Result(rows if keep_rows else None, codes, total if keep_total else None)
             return fill(out, made)
-        from megatron_lowbit.parallel.launch import launch, plan_of
+        from megatron_lowbit.collectives.launch import launch, plan_of
 
         self.check()
         keep = keep_normalized, keep_total
-        plan = plan_of(self.area.ranks, x, residual, norm, gain, request, keep, path)
-        if plan.room > self.area.room:
+        plan = plan_of(self.buffer.ranks, x, residual, norm, gain, request, keep, path)
+        if plan.size > self.buffer.size:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(f"buffers cannot grow in a graph: capacity below {x.nbytes} bytes")
             print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
-            self._share(plan.room)
+            self._share(plan.size)
         self._follow()
-        made = launch(self.area, x, residual, norm, gain, request, plan, self.limit, out)
+        made = launch(self.buffer, x, residual, norm, gain, request, plan, self.limit, out)
         if not torch.cuda.is_current_stream_capturing():
             self._event.record()
         else:
-            self.area.captured = True
+            self.buffer.captured = True
         return made
 
     def check(self) -> None:
         """Raise what a kernel has reported; one that still runs reports later."""
-        for area in (*self._outgrown, self.area):
-            if area is not None and area.fault[0]:
-                from megatron_lowbit.parallel.launch import reason
+        for buffer in (*self._outgrown, self.buffer):
+            if buffer is not None and buffer.fault[0]:
+                from megatron_lowbit.collectives.launch import reason
 
-                raise AllReduceNormError(f"all-reduce + norm: {reason(area)}")
+                raise AllReduceNormError(f"all-reduce + norm: {reason(buffer)}")
 
-    def _share(self, room: int) -> None:
-        from megatron_lowbit.parallel.area import symmetric_area
+    def _share(self, size: int) -> None:
+        from megatron_lowbit.collectives.symmetric_buffer import allocate
 
-        if self.area is not None and self.area.captured:
-            self._outgrown.append(self.area)
-        self.area = symmetric_area(self.group, room)
+        if self.buffer is not None and self.buffer.captured:
+            self._outgrown.append(self.buffer)
+        self.buffer = allocate(self.group, size)
 
     def _follow(self) -> None:
-        """Have this call come after the last one, also where that was on another stream."""
+        """Order this call after the last one, also where that was on another stream."""
         if torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream()

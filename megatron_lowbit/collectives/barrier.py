@@ -1,9 +1,9 @@
-"""Device functions: programs of the same number on all ranks wait for one another.
+"""Cross-rank barrier between programs with the same index, as device functions.
 
-Each rank has an area that all others can write. A program tells another rank that it has come by
-one word in that rank's area, the number of the meeting above a tag of what was called with; it
-waits for the words of all ranks in its own. A rank may be a meeting ahead, whose number is then
-larger, or a call, which has its own words: areas hold those of two calls in turn. It is never two
+Each rank has a buffer that all others can write. A program tells another rank that it has come by
+one word in that rank's buffer, the number of the barrier above a tag of what was called with; it
+waits for the words of all ranks in its own. A rank may be a barrier ahead, whose number is then
+larger, or a call, which has its own words: buffers hold those of two calls in turn. It is never two
 ahead, since it waits for this one's word in between.
 
 Waiting ends: after a time limit, or where a rank calls with another tag. What was wrong goes into
@@ -18,10 +18,10 @@ ON_GPU = tl.constexpr(not triton.knobs.runtime.interpret)
 
 PROGRAMS = tl.constexpr(1024)
 """The most programs of a launch."""
-MEETINGS = tl.constexpr(512)
-"""The most meetings of a program in a call."""
+BARRIERS = tl.constexpr(512)
+"""The most barriers of a program in a call."""
 TAG_BITS = tl.constexpr(23)
-"""Of a word; those above number meetings, enough for 2^31 calls. No call has the tag 0."""
+"""Of a word; those above number barriers, enough for 2^31 calls. No call has the tag 0."""
 TAGS = tl.constexpr((1 << TAG_BITS.value) - 1)
 LATE, OTHER, BROKEN = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """What can be wrong: a rank did not come; came with another call; had found something wrong."""
@@ -34,20 +34,20 @@ _POLLS = tl.constexpr(1024)
 
 
 def words(ranks: int) -> int:
-    """int64 words at the start of an area: of programs and ranks, then this rank's shapes."""
+    """Return the int64 words at the start of a buffer: of programs and ranks, then shapes."""
     return 2 * PROGRAMS.value * ranks + 2
 
 
 @triton.jit
-def begin(areas, state, rank, shape, RANKS: tl.constexpr):
-    """The number of this call, int64, and whether all is well so far.
+def begin(buffers, state, rank, shape, RANKS: tl.constexpr):
+    """Return the number of this call, int64, and True if none failed so far.
 
     ``shape``, rows << 32 | columns, is what another rank is shown that came with another one.
     """
     call = tl.load(state + BEGUN, volatile=True) // PROGRAMS + 1
     well = tl.load(state + WRONG, volatile=True) == 0
     # Where something is wrong, the shape of the call that it was wrong with stays.
-    tl.store(_shape_of(areas, rank, call, RANKS), shape, mask=well)
+    tl.store(_shape_of(buffers, rank, call, RANKS), shape, mask=well)
     return call, well
 
 
@@ -66,20 +66,20 @@ def count(state):
 
 @triton.jit
 def arrive(
-    areas, call, meeting, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr
+    buffers, call, barrier, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Tell all ranks that this program has come; what it wrote before can be read then."""
     tl.debug_barrier()  # all of this program's writes come before its word
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
-    word = _word(call, meeting, tl.where(well, tag, 0)) + tl.zeros_like(others)
-    words = _area(areas, others, is_rank) + _slot(call, rank, RANKS)
+    word = _word(call, barrier, tl.where(well, tag, 0)) + tl.zeros_like(others)
+    words = _buffer(buffers, others, is_rank) + _slot(call, rank, RANKS)
     tl.atomic_xchg(words, word, mask=is_rank, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(
-    areas, state, fault, call, meeting, rank, tag, shape, limit, well, RANKS: tl.constexpr,
+    buffers, state, fault, call, barrier, rank, tag, shape, limit, well, RANKS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """Wait until this program of all ranks has come.
@@ -88,9 +88,9 @@ def wait(
     """
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
-    word = _word(call, meeting, tag) + tl.zeros_like(others)
-    mine = _area(areas, rank + tl.zeros_like(others), is_rank) + _slot(call, others, RANKS)
-    number = call * MEETINGS + meeting
+    word = _word(call, barrier, tag) + tl.zeros_like(others)
+    mine = _buffer(buffers, rank + tl.zeros_like(others), is_rank) + _slot(call, others, RANKS)
+    number = call * BARRIERS + barrier
     seen = _look(mine, is_rank, word)
     missing = tl.min(seen >> TAG_BITS, 0) < number
     polls, start = call * 0, call * 0
@@ -112,7 +112,7 @@ def wait(
     if differs:
         who = _first(theirs != tag)
         what = tl.where(_first(theirs == 0) == who, BROKEN, OTHER)
-        their_shape = tl.load(_shape_of(areas, who, call, RANKS), volatile=True)
+        their_shape = tl.load(_shape_of(buffers, who, call, RANKS), volatile=True)
         _report(fault, state, what, who, shape, their_shape)
     tl.debug_barrier()
     return well & (differs == 0)
@@ -120,7 +120,7 @@ def wait(
 
 @triton.jit
 def _slot(call, rank, RANKS: tl.constexpr):
-    """Where a rank's word for this program stands in an area."""
+    """Return the place of a rank's word for this program in a buffer."""
     return ((call & 1) * PROGRAMS + tl.program_id(0)) * RANKS + rank
 
 
@@ -137,21 +137,21 @@ def _report(fault, state, what, who, shape, their_shape):
 
 
 @triton.jit
-def _word(call, meeting, tag):
-    return ((call * MEETINGS + meeting) << TAG_BITS) + tag
+def _word(call, barrier, tag):
+    return ((call * BARRIERS + barrier) << TAG_BITS) + tag
 
 
 @triton.jit
-def _area(areas, ranks, mask):
-    """The starts of ranks' areas, as pointers to int64."""
-    return tl.load(areas + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int64))
+def _buffer(buffers, ranks, mask):
+    """Return the starts of ranks' buffers, as pointers to int64."""
+    return tl.load(buffers + ranks, mask=mask, other=0).to(tl.pointer_type(tl.int64))
 
 
 @triton.jit
-def _shape_of(areas, rank, call, RANKS: tl.constexpr):
-    """Where a rank says what shape it was called with."""
-    area = tl.load(areas + rank).to(tl.pointer_type(tl.int64))
-    return area + 2 * PROGRAMS * RANKS + (call & 1)
+def _shape_of(buffers, rank, call, RANKS: tl.constexpr):
+    """Return the place where a rank says with which shape it was called."""
+    buffer = tl.load(buffers + rank).to(tl.pointer_type(tl.int64))
+    return buffer + 2 * PROGRAMS * RANKS + (call & 1)
 
 
 @triton.jit
@@ -163,14 +163,14 @@ def _look(words, mask, other):
 
 @triton.jit
 def _first(condition):
-    """The least index where it holds."""
+    """Return the least index where a condition holds."""
     index = tl.arange(0, condition.shape[0])
     return tl.min(tl.where(condition, index, condition.shape[0]), 0)
 
 
 @triton.jit
 def _clock(state, polls):
-    """The time in ns, the same in all threads; elsewhere than on a GPU the polls so far."""
+    """Return the time in ns, the same in all threads; elsewhere than on a GPU the polls so far."""
     if ON_GPU:
         now = tl.inline_asm_elementwise(
             "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1

@@ -1,4 +1,4 @@
-"""Whether the ranks of a group can read and write one another's memory."""
+"""Check whether the ranks of a group can read and write one another's memory."""
 
 import socket
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def missing_peers(group: dist.ProcessGroup) -> str | None:
-    """Why the ranks of a group cannot share memory, in words; None where they can.
+    """Return why the ranks of a group cannot share memory; None where they can.
 
     All ranks call it together, and all get the same answer.
     """
