@@ -1,8 +1,9 @@
-"""The fused all-reduce in megatron-core's transformer layers, forward.
+"""Fused all-reduce, residual addition, norm and quantization in megatron-core's transformer layers.
 
-Attention's and the MLP's last linear layer leave their sums to the addition of the residual, which
-runs the one operation. It hands its result to the norm that comes next, and the codes of that to
-the linear layer behind the norm. wgrad quantizes the normalized rows themselves, along tokens.
+The row-parallel linear layers of attention and MLP skip their all-reduce in the forward pass. The
+residual addition after them runs the fused operation. It passes the normalized rows to the next
+norm, and their quantized codes to the linear layer after it. The codes serve fprop only; wgrad
+quantizes the normalized rows along tokens.
 """
 
 import weakref
@@ -29,36 +30,41 @@ from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 
-class HandedNorm(torch.nn.Module):
-    """An RMSNorm that may get its result beside its input; parameters and their names stay."""
+class PrecomputedNorm(torch.nn.Module):
+    """RMSNorm whose result the fused operation may have computed, with torch's parameter names."""
 
     def __init__(self, norm: torch.nn.RMSNorm) -> None:
         super().__init__()
         self.weight, self.eps = norm.weight, norm.eps
-        self._handed: tuple[weakref.ref, Any, Tensor] | None = None
+        self._result: tuple[weakref.ref, Any, Tensor] | None = None
 
-    def hand(self, total: Tensor, normalized: Tensor) -> None:
-        """Keep what ``forward`` gives for ``total`` itself."""
-        self._handed = weakref.ref(total), total.grad_fn, normalized
+    def set_result(self, x: Tensor, normalized: Tensor) -> None:
+        """Set the result of the next ``forward``, if its input is this x."""
+        self._result = weakref.ref(x), x.grad_fn, normalized
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x (..., K) normalized, by itself where nothing was handed for it."""
-        handed, self._handed = self._handed, None
-        # Recomputation gives the sum a graph of its own, which the rows are not in.
-        graph = x.grad_fn if torch.is_grad_enabled() else handed and handed[1]
-        if handed is not None and handed[0]() is x and handed[1] is graph:
-            return handed[2]
+        """Return x (..., K) normalized: the result that was set for x, or else computed here."""
+        result, self._result = self._result, None
+        if result is not None:
+            source, grad_fn, normalized = result
+            # Recomputation gives x another graph, of which the result is no part.
+            same_graph = grad_fn is x.grad_fn or not torch.is_grad_enabled()
+            if source() is x and same_graph:
+                return normalized
         return torch.nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class _AddAndNormalize:
     """Replacement of megatron-core's function that adds bias, dropout and residual.
 
-    ``linear`` is the layer behind the norm, None behind the last one.
+    Args:
+        run: the fused operation.
+        norm: norm after the addition.
+        linear: linear layer after the norm; None after the final norm.
     """
 
     def __init__(
-        self, run: AllReduceNorm, norm: HandedNorm, linear: torch.nn.Module | None
+        self, run: AllReduceNorm, norm: PrecomputedNorm, linear: torch.nn.Module | None
     ) -> None:
         self.run, self.norm = run, norm
         self._linear = None if linear is None else weakref.ref(linear)
@@ -68,35 +74,36 @@ class _AddAndNormalize:
 
     @property
     def casts(self) -> bool:
-        """True if the next linear layer takes codes in training."""
+        """True if the next linear layer uses the codes in training."""
         x = torch.empty(1, self.norm.weight.numel(), dtype=self.norm.weight.dtype, device="meta")
         return self.request(x) is not None
 
     def add(
         self, output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float
     ) -> Tensor:
-        """Return the new residual. The arguments have made sure of no bias and no dropout."""
+        """Return the new residual; :func:`check` excludes bias and dropout."""
         x, norm = output_and_bias[0], self.norm
         request = self.request(x)
         normalized, total, codes = all_reduce_rms_norm(
             self.run, x, residual, norm.weight, norm.eps, request
         )
-        norm.hand(total, normalized)
+        norm.set_result(total, normalized)
         if codes is not None:
             self._linear().layer_state.hand(normalized, codes)
         return total
 
     def request(self, x: Tensor) -> Request | None:
-        """Return how the next linear layer quantizes x (..., K), if one kernel can do it here."""
+        """Return how the next linear layer quantizes x (..., K), if the kernel supports it."""
         linear = None if self._linear is None else self._linear()
         state = getattr(linear, "layer_state", None)
         if state is None or not (linear.training or state.plan.evaluates):
             return None
         precision = state.plan.precision
         if precision.fprop.delayed is not None:
-            return None  # the kernel's amax would not be recorded
+            return None  # The kernel does not record the amax.
         rows = x.numel() // x.shape[-1]
-        context = LinearContext(precision, state.plan.engine, key=0)  # rounded to nearest alone
+        # The kernel only rounds to nearest, which needs no key.
+        context = LinearContext(precision, state.plan.engine, key=0)
         request = context.request("fprop", "input", rows, needs_codes=True)
         if request is None or not takes(x.view(rows, -1), RMSNorm(), request):
             return None
@@ -105,7 +112,7 @@ class _AddAndNormalize:
 
 
 def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
-    """Have a GPT's chunks run the operation wherever a norm follows, once :func:`check` passed."""
+    """Install the fused operation in a GPT's chunks after :func:`check`."""
     rows = args.seq_length * args.micro_batch_size
     capacity = rows * args.hidden_size * args.params_dtype.itemsize
     run = AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
@@ -114,7 +121,7 @@ def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
 
 
 def check(args: Namespace) -> None:
-    """Raise UserError unless a norm alone stands between a row-parallel layer and the next one."""
+    """Raise UserError for models with more than a norm between two linear layers of a block."""
     needs = {
         "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
         "--transformer-impl local": args.transformer_impl == "local",
@@ -133,38 +140,38 @@ def _fuse(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
     decoder = chunk.decoder
     layers: list[TransformerLayer] = list(decoder.layers)
     for layer in layers:
-        layer.input_layernorm = HandedNorm(layer.input_layernorm)
-        layer.pre_mlp_layernorm = HandedNorm(layer.pre_mlp_layernorm)
-    following = [(one.input_layernorm, one.self_attention.linear_qkv) for one in layers[1:]]
+        layer.input_layernorm = PrecomputedNorm(layer.input_layernorm)
+        layer.pre_mlp_layernorm = PrecomputedNorm(layer.pre_mlp_layernorm)
+    following = [(layer.input_layernorm, layer.self_attention.linear_qkv) for layer in layers[1:]]
     if decoder.final_layernorm is not None:
-        decoder.final_layernorm = HandedNorm(decoder.final_layernorm)
+        decoder.final_layernorm = PrecomputedNorm(decoder.final_layernorm)
         following.append((decoder.final_layernorm, None))
     for layer in layers:
-        _leave_sum(layer.self_attention.linear_proj)
+        _skip_all_reduce(layer.self_attention.linear_proj)
         norm, linear = layer.pre_mlp_layernorm, layer.mlp.linear_fc1
         layer.self_attn_bda = _AddAndNormalize(run, norm, linear)
-    # The last layer of a stage in the middle has no norm behind it, and adds up as ever.
+    # The last layer of a stage in the middle has no norm after it, and keeps its all-reduce.
     for layer, (norm, linear) in zip(layers, following, strict=False):
-        _leave_sum(layer.mlp.linear_fc2)
+        _skip_all_reduce(layer.mlp.linear_fc2)
         layer.mlp_bda = _AddAndNormalize(run, norm, linear)
 
 
 def describe(chunks: list[torch.nn.Module]) -> str:
-    """Describe how often this rank's forward pass runs the operation, and by what."""
-    found = [
+    """Describe how many fused operations this rank's forward pass runs, and how."""
+    additions = [
         function
         for chunk in chunks
         for module in chunk.modules()
         for function in (getattr(module, "self_attn_bda", 0), getattr(module, "mlp_bda", 0))
         if isinstance(function, _AddAndNormalize)
     ]
-    casts = sum(function.casts for function in found)
+    casts = sum(addition.casts for addition in additions)
     return (
-        f"{len(found)} fused all-reduces in forward on rank 0, {casts} of them with the cast of "
-        f"the next layer: {found[0].run.choice}"
+        f"{len(additions)} fused all-reduces in forward on rank 0, {casts} of them with the cast "
+        f"of the next layer: {additions[0].run.choice}"
     )
 
 
-def _leave_sum(linear: RowParallelLinear) -> None:
-    # megatron-core's own switch for linear layers whose ranks' sums another module adds up.
+def _skip_all_reduce(linear: RowParallelLinear) -> None:
+    """Disable the all-reduce of a linear layer by megatron-core's own switch."""
     linear.explicit_expert_comm = True

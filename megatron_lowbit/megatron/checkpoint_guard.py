@@ -73,7 +73,7 @@ class CheckpointGuard:
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
         """Set aside an older checkpoint of the iteration, and save by Megatron-LM's own function.
 
-        Metrics are written first, since a run that resumes from the checkpoint does not repeat them.
+        Metrics are written first: a run that resumes from the checkpoint does not repeat them.
         """
         directory: Path | None = Path(self._args.save)
         if settings.get("non_persistent_ckpt"):

@@ -195,7 +195,7 @@ def upstream_command_line(args: Namespace) -> Iterator[None]:
 
 @contextmanager
 def teardown() -> Iterator[None]:
-    """Destroy process groups and Megatron-LM's global state on exit."""
+    """Remove process groups and Megatron-LM's global state on exit."""
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.training import destroy_global_state
 

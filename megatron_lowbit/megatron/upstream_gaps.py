@@ -34,7 +34,7 @@ def use_prebuilt_dataset_helpers() -> None:
 
 
 def read_sources_once() -> None:
-    """Cache the help texts that Megatron-LM's parsers read from source code."""
+    """Reuse the help texts that Megatron-LM's parsers read from source code."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     upstream = ArgumentGroupFactory._get_field_docstrings

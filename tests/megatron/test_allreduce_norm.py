@@ -9,7 +9,7 @@ from megatron_lowbit.collectives.reference import all_reduce_norm
 from megatron_lowbit.collectives.result import Result, fill
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.megatron.allreduce_norm import HandedNorm, _AddAndNormalize
+from megatron_lowbit.megatron.allreduce_norm import PrecomputedNorm, _AddAndNormalize
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.numerics import Operand
@@ -34,7 +34,7 @@ def layer(monkeypatch):
         plan = LayerPlan(Layer("decoder.x", 4, 9), precision, ENGINE, False, None, evaluates)
         linear = torch.nn.Linear(128, 32, bias=False)
         linear.layer_state = LayerState(plan, CPU)
-        norm = HandedNorm(torch.nn.RMSNorm(128, eps=1e-5))
+        norm = PrecomputedNorm(torch.nn.RMSNorm(128, eps=1e-5))
         return _AddAndNormalize(run, norm, linear), norm, linear
 
     return make
