@@ -158,8 +158,8 @@ def launch(
         side, arguments, made = row_side(request, x, None, False, out.quantized)
     kernel.all_reduce_norm_kernel[plan.grid](
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
-        buffer.addresses, buffer.state, buffer.fault.data_ptr(), buffer.rank, plan.tag, plan.shape, limit,
-        buffer.data, buffer.size, *plan.constants, side, plan.even,
+        buffer.addresses, buffer.state, buffer.fault.data_ptr(), buffer.rank, plan.tag, plan.shape,
+        limit, buffer.data, buffer.size, *plan.constants, side, plan.even,
         num_warps=plan.warps, maxnreg=plan.registers, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.tensor_scaled:
@@ -204,7 +204,8 @@ def reason(buffer: SymmetricBuffer) -> str | None:
         return f"rank {who} of the group had given up an earlier call"
     if mine == theirs:
         return f"rank {who} of the group came with another norm, output, path or dtype"
-    return f"rank {who} of the group came with {_shape(theirs)}, rank {buffer.rank} with {_shape(mine)}"
+    shown = f"{_shape(theirs)}, rank {buffer.rank} with {_shape(mine)}"
+    return f"rank {who} of the group came with {shown}"
 
 
 def _shape(word: int) -> str:

@@ -67,7 +67,7 @@ def _segment_sums(x: Tensor) -> Tensor:
 
 
 def _carried(added: Tensor, log: Tensor) -> Tensor:
-    """Return the states at the start of each chunk from the chunks' sums (batch, chunk, head, p, n).
+    """Return states at the start of each chunk from the chunks' sums (batch, chunk, head, p, n).
 
     ``log`` (batch, chunk, head): the logarithm of each chunk's whole decay.
     """

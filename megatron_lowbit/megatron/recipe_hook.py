@@ -175,7 +175,7 @@ class RecipeHook:
         kind: Any = linear
         modules = linear.local_linears(chunk)
         if self.args.transformer_impl == "transformer_engine":
-            from megatron_lowbit.transformer_engine import layers as kind
+            from megatron_lowbit.megatron import transformer_engine_layers as kind
 
             modules = kind.te_linears(chunk)
         first_expert = experts.first_local(chunk.config)

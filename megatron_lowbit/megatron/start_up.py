@@ -59,7 +59,7 @@ def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterab
 
 def _kernels(recipe: Recipe, layers: Iterable[Layer]) -> Iterable[str]:
     """Describe the kernels of each configuration in Transformer Engine's layers."""
-    from megatron_lowbit.transformer_engine.layers import kernels
+    from megatron_lowbit.megatron.transformer_engine_layers import kernels
 
     lines = {}
     for layer in layers:
