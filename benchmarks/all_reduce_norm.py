@@ -58,7 +58,7 @@ def add_norm_kernel(
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """The peers' second half: residual, norm and cast of rows that are summed up."""
+    """Run the peers' second half: residual, norm and cast of rows that are summed up."""
     row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
     parts = ()
     for i in tl.static_range(PARTS):
@@ -75,7 +75,7 @@ def add_norm_kernel(
 
 
 def add_norm(x: Tensor, residual: Tensor, gain: Tensor) -> None:
-    """Residual, RMSNorm and cast in one kernel, into new tensors."""
+    """Run residual, RMSNorm and cast in one kernel, into new tensors."""
     rows, columns = x.shape
     side, arguments, _ = row_side(REQUEST, x, None, False)
     block = REQUEST.quantizer.format.block
@@ -99,7 +99,7 @@ class Case(NamedTuple):
 def contenders(
     run: AllReduceNorm, group: dist.ProcessGroup, case: Case
 ) -> dict[str, Callable[[], object]]:
-    """What is timed."""
+    """Return the functions that are timed."""
     x, residual, gain = case
     found = {
         f"{OURS}, {path}": lambda path=path: run(x, residual, NORM, gain, REQUEST, path=path)
@@ -136,7 +136,7 @@ def _symmetric(group: dist.ProcessGroup, case: Case) -> dict[str, Callable[[], o
 
 
 def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Microseconds of each call, the slower rank's median, by graphs of many."""
+    """Time each call in microseconds, the slower rank's median, by graphs of many."""
     graphs = {name: capture(call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     order, token = random.Random(0), torch.zeros(1, device=device)
@@ -157,7 +157,7 @@ def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dic
 
 
 def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of CALLS calls, replayed once."""
+    """Time a graph of CALLS calls, replayed once."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.stream(stream):
         call()
@@ -171,7 +171,7 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
 
 
 def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Bytes a second of reading a peer's memory, by a copy."""
+    """Measure the bytes a second of reading a peer's memory, by a copy."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     memory = symmetric_memory.empty(COPY_BYTES, dtype=torch.uint8, device=device)
@@ -184,7 +184,7 @@ def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
 def bound_us(
     rows: int, hidden: int, ranks: int, link: float, copy: float, rows_kept: bool = False
 ) -> float:
-    """The least time: a rank is sent its share of x and the others' sums, or all of x by one."""
+    """Return the least time: a rank gets its share of x and the others' sums, or all of x."""
     size = 2 * rows * hidden
     remote = size * min(ranks - 1, 2 * (ranks - 1) / ranks)
     # x to be sent, what is sent written and read, x, the residuals, codes and scales, kept rows.
@@ -195,7 +195,7 @@ def bound_us(
 def rows_of(
     run: AllReduceNorm, group: dist.ProcessGroup, link: float, copy: float
 ) -> Iterator[dict]:
-    """A row for each size and contender."""
+    """Return a row for each size and contender."""
     device = torch.device("cuda", torch.cuda.current_device())
     for hidden in HIDDEN:
         for power in range(15):
@@ -214,7 +214,7 @@ def rows_of(
 
 
 def best(rows: Sequence[dict], name: str) -> dict[tuple[int, int], float]:
-    """The least time of the contenders so named, by hidden size and rows."""
+    """Return the least time of the contenders so named, by hidden size and rows."""
     found: dict[tuple[int, int], float] = {}
     for row in rows:
         if row["contender"].startswith(name):
@@ -224,7 +224,7 @@ def best(rows: Sequence[dict], name: str) -> dict[tuple[int, int], float]:
 
 
 def summary(rows: Sequence[dict]) -> Table:
-    """Times by size, and how many times as fast as each peer."""
+    """Tabulate times by size, and how many times as fast as each peer."""
     shown = Table("hidden", "rows", "KiB", "fused us", "bound us", "x NCCL", "x symmetric memory")
     ours = {(r["hidden"], r["rows"]): r for r in rows if r["contender"] == OURS}
     peers = [best(rows, name) for name in (NCCL, SYMMETRIC)]
@@ -236,7 +236,7 @@ def summary(rows: Sequence[dict]) -> Table:
 
 
 def draw(rows: Sequence[dict], file: Path) -> None:
-    """Microseconds over bytes, with the bound."""
+    """Draw microseconds over bytes, with the bound."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What emulating NVFP4 costs on a CPU: iteration time over the FP32 iteration's, in one run.
+"""Cost of emulating NVFP4 on a CPU: iteration time over the FP32 iteration's, in one run.
 
     python benchmarks/cpu_iteration.py --data-path data/stdlib --tokenizer-model data/tokenizer
 
@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 def iteration_seconds(setting: list[str], data: list[str]) -> list[float]:
-    """Seconds of each measured iteration of one run."""
+    """Measure the seconds of each iteration of one run."""
     with tempfile.TemporaryDirectory() as save:
         command = [
             sys.executable,

@@ -42,7 +42,7 @@ SMOOTHED, SHOWN_FROM = 1 / 12, 1 / 5
 
 
 def collect(folder: Path, study: Study) -> list[dict]:
-    """The finished runs of a study's folder, with what it takes to draw and compare them."""
+    """Return the finished runs of a study's folder, with what it takes to draw and compare them."""
     runs = []
     for job in jobs_of(study.model_copy(update={"seeds": list(SEEDS)}), folder, []):
         file = job.folder / "study.json"
@@ -65,13 +65,13 @@ def collect(folder: Path, study: Study) -> list[dict]:
 
 
 def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """Runs by name and seed, the new ones in the place of the old."""
+    """Return runs by name and seed, the new ones in the place of the old."""
     runs = {(run["name"], run["seed"]): run for run in [*kept, *new]}
     return [runs[key] for key in sorted(runs)]
 
 
 def curve_of(run: dict) -> LossCurve:
-    """As metrics.jsonl had it."""
+    """Restore the curve that metrics.jsonl had."""
     losses = np.array(run["losses"])
     iterations = run["every"] * np.arange(1, len(losses) + 1)
     tokens = run["tokens"] / iterations[-1] * iterations
@@ -80,7 +80,7 @@ def curve_of(run: dict) -> LossCurve:
 
 
 def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -> list[Contender]:
-    """A study's runs, with those of other studies that have the same command."""
+    """Return a study's runs, with those of other studies that have the same command."""
     by_command: dict[tuple, list[LossCurve]] = {}
     for other, study in studies.items():
         commands = _commands(study)
@@ -92,13 +92,13 @@ def contenders_of(name: str, studies: dict[str, Study], kept: dict[str, list]) -
 
 
 def _commands(study: Study) -> dict[str, tuple]:
-    """What each run of a study does, whatever its seed."""
+    """Return what each run of a study does, whatever its seed."""
     jobs = jobs_of(study.model_copy(update={"seeds": [0]}), Path(), [])
     return {job.name: (*job.command, job.start) for job in jobs}
 
 
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
-    """Markdown: losses, gaps, how much these grew since before the decay, validation perplexity."""
+    """Tabulate losses, gaps, their growth since before the decay, and validation perplexity."""
     growth = gaps([[_growth(curve) for curve in one.curves] for one in contenders])
     lines = ["| | runs | final loss | gap at the end | grown since before the decay | perplexity |"]
     lines.append("| --- | --- | --- | --- | --- | --- |")
@@ -119,7 +119,7 @@ def _growth(curve: LossCurve) -> float:
 
 
 def draw(contenders: Sequence[Contender], rows: Sequence[Row], output: Path) -> None:
-    """Gaps over tokens, smoothed, and those at the end with their standard errors."""
+    """Draw gaps over tokens, smoothed, and those at the end with their standard errors."""
     figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
@@ -142,7 +142,7 @@ def draw(contenders: Sequence[Contender], rows: Sequence[Row], output: Path) -> 
 
 
 def fill(page: str, name: str, text: str) -> str:
-    """The page with ``text`` between the markers of a study."""
+    """Return the page with ``text`` between the markers of a study."""
     begin, end = f"<!-- study: {name} -->", "<!-- /study -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(page):

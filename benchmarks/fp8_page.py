@@ -38,7 +38,7 @@ INTERVALS = (None, 1024, 512, 256, 128, 64, 32)
 
 
 def tiles(block: int, square: bool = False) -> BlockFormat:
-    """E4M3 in tiles of any size, also one that recipes do not offer."""
+    """Return E4M3 in tiles of any size, also one that recipes do not offer."""
     name = "fp8-128x128-e4m3" if square else "fp8-1x128-e4m3"
     return replace(FORMATS[name], block=block, block_rows=block if square else 1)
 
@@ -53,12 +53,12 @@ SCALES = {
 
 
 def normal(seed: int, *shape: int) -> Tensor:
-    """N(0, 1) from numpy, whose stream is the same everywhere."""
+    """Return N(0, 1) from numpy, whose stream is the same everywhere."""
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, np.float32))
 
 
 def outliers(place: str) -> Tensor:
-    """Where the outliers are, bool (SIZE, SIZE)."""
+    """Return the places of the outliers, bool (SIZE, SIZE)."""
     where = torch.zeros(SIZE, SIZE, dtype=torch.bool)
     if place == "one element":
         where[100, 200] = True
@@ -72,7 +72,7 @@ def outliers(place: str) -> Tensor:
 
 
 def others_error(format: BlockFormat, place: str, factor: float) -> tuple[float, float]:
-    """What quantization does to the elements that are no outliers.
+    """Measure the quantization of the elements that are no outliers.
 
     Args:
         format: the format that the tensor is quantized to.
@@ -89,7 +89,7 @@ def others_error(format: BlockFormat, place: str, factor: float) -> tuple[float,
 
 
 def by_factor() -> str:
-    """Table of errors over what one outlier in a thousand is multiplied by."""
+    """Tabulate errors over the factor of one outlier in a thousand."""
     rows = []
     for shared, format in SCALES.items():
         errors = (_percent(others_error(format, "0.1%", factor)[0]) for factor in FACTORS)
@@ -98,7 +98,7 @@ def by_factor() -> str:
 
 
 def by_place() -> str:
-    """Table of the share of elements that become zero beside outliers of 100,000 times."""
+    """Tabulate the share of elements that become zero beside outliers of 100,000 times."""
     rows = [
         [shared, *(_percent(others_error(format, place, 1e5)[1]) for place in PLACES)]
         for shared, format in SCALES.items()
@@ -107,7 +107,7 @@ def by_place() -> str:
 
 
 def tensor_core_sums(lhs: Tensor, rhs: Tensor, promote_every: int | None) -> Tensor:
-    """lhs @ rhs.T as Hopper's FP8 tensor cores sum, promoted to FP32 or never.
+    """Compute lhs @ rhs.T as Hopper's FP8 tensor cores sum, promoted to FP32 or never.
 
     Source: "DeepSeek-V3 Technical Report", section 3.5.2: 32 products and the sum so far are
     aligned to the largest of them and cut off, and the sum is kept in as many bits.
@@ -133,25 +133,25 @@ def tensor_core_sums(lhs: Tensor, rhs: Tensor, promote_every: int | None) -> Ten
 
 
 def _cut_off(x: Tensor, largest: Tensor | None = None) -> Tensor:
-    """x towards zero, to FRACTION_BITS below the leading bit of ``largest``, by default x's own."""
+    """Round x towards zero, to FRACTION_BITS below the leading bit of ``largest`` (default x's)."""
     exponent = torch.frexp(x if largest is None else largest).exponent - 1
     unit = torch.ldexp(torch.ones_like(x), exponent - FRACTION_BITS)
     return (x / unit).trunc() * unit
 
 
 def matrices(one_sign: bool) -> list[Tensor]:
-    """Two matrices (OUTPUTS, LENGTH) from N(0, 1), or their absolute values."""
+    """Return two matrices (OUTPUTS, LENGTH) from N(0, 1), or their absolute values."""
     drawn = (normal(seed, OUTPUTS, LENGTH) for seed in (2, 3))
     return [x.abs() if one_sign else x for x in drawn]
 
 
 def operands(one_sign: bool) -> list[QuantizedTensor]:
-    """The same matrices in E4M3, with a scale each."""
+    """Return the same matrices in E4M3, with a scale each."""
     return [Quantizer(FORMATS["fp8-tensor-e4m3"])(x) for x in matrices(one_sign)]
 
 
 def sum_error(one_sign: bool, inner: str, promote_every: int | None) -> float:
-    """Error of sums of products of E4M3 numbers, as its norm over the norm of exact sums."""
+    """Return error of sums of products of E4M3 numbers, as its norm over the norm of exact sums."""
     # A scale multiplies the whole sum: tensor cores add products of codes.
     left, right = (operand.codes.float() for operand in operands(one_sign))
     exact = left.double() @ right.double().t()
@@ -164,19 +164,19 @@ def sum_error(one_sign: bool, inner: str, promote_every: int | None) -> float:
 
 
 def quantization_error(one_sign: bool) -> float:
-    """Error of exact sums of products of E4M3 numbers, against the numbers they are made from."""
+    """Return the error of exact sums of products of E4M3 numbers against their sources."""
     left, right = (operand.dequantize().double() for operand in operands(one_sign))
     a, b = (x.double() for x in matrices(one_sign))
     return relative_error(left @ right.t(), a @ b.t())
 
 
 def relative_error(made: Tensor, exact: Tensor) -> float:
-    """The norm of the error over the norm of what is exact, float64."""
+    """Return the norm of the error over the norm of what is exact, float64."""
     return ((made.double() - exact).norm() / exact.norm()).item()
 
 
 def by_accumulator() -> str:
-    """Table of errors of sums over the interval of promotion, by accumulators."""
+    """Tabulate errors of sums over the interval of promotion, by accumulators."""
     rows = []
     for interval in INTERVALS:
         cells = [

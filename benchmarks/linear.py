@@ -42,7 +42,7 @@ class Size(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Of one GEMM; all three have as many."""
+        """FLOPs of one GEMM; all three have as many."""
         return 2 * self.tokens * self.inputs * self.outputs
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Built(NamedTuple):
 
 
 class Contender(NamedTuple):
-    """How a layer is made, and the recipe whose arithmetic counts its bound (None: no bound).
+    """Function that makes a layer, and the recipe that its bound is counted for (None: no bound).
 
     What takes ``long``, to compile or to run, is measured at the default size alone.
     """
@@ -81,7 +81,7 @@ class Contender(NamedTuple):
 
 
 def middle_precision(recipe: str) -> LinearPrecision:
-    """The precision of a recipe, a name and settings, in a block in the middle of a model."""
+    """Return the precision of a recipe, a name and settings, in a middle block of a model."""
     name, *settings = recipe.split()
     layer = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
     return load_recipe(name, settings).precision_for(layer)
@@ -99,7 +99,7 @@ def _bf16(size: Size) -> Built:
 
 
 def with_recipe(name: str, size: Size) -> Built:
-    """A layer under a recipe, a name and settings."""
+    """Build a layer under a recipe, a name and settings."""
     weight, precision = _module(size).weight, middle_precision(name)
     history = None
     if precision.history_length:
@@ -124,14 +124,14 @@ def _transformer_engine(recipe: str | None, size: Size) -> Built:
 
 
 def _in_transformer_engine(name: str, size: Size) -> Built:
-    """A recipe in Transformer Engine's layer, with its kernels or, where it has none, with ours."""
+    """Build Transformer Engine's layer under a recipe, with its kernels or ours."""
     from megatron_lowbit.transformer_engine.recipe import to_te_recipe
 
     return _te_linear(to_te_recipe(middle_precision(name)), size)
 
 
 def _te_reference(size: Size) -> Built:
-    """What Transformer Engine itself offers for NVFP4 on a GPU without it."""
+    """Build Transformer Engine's own reference of NVFP4, for a GPU without it."""
     from transformer_engine.common.recipe import CustomRecipe
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import nvfp4_ref_rht_2d_factory
 
@@ -206,20 +206,20 @@ _RATES = {
 
 
 def gemm_kind(precision: GemmPrecision) -> str:
-    """Which of the measured GEMMs carries a GEMM out."""
+    """Return which of the measured GEMMs carries a GEMM out."""
     sides = (precision.lhs, precision.rhs)
     names = (side.format.name.partition("-e")[0] for side in sides if side is not None)
     return _RATES.get(tuple(sorted(name.removesuffix("-2d") for name in names)), "bf16")
 
 
 def _kept_bytes(quantizer: Quantizer) -> float:
-    """Bytes an element, as it is kept until backward."""
+    """Return the bytes an element that are kept until backward."""
     format = quantizer.format
     return (format.element.bits + format.scale_bits / (format.block * format.block_rows)) / 8
 
 
 def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, float]:
-    """The least bytes that quantization reads and writes in forward and in backward.
+    """Return the least bytes that quantization reads and writes in forward and in backward.
 
     A BF16 source is read once for all its operands, and once more where a scale of the tensor or
     of a row needs its own amax; each operand is written in the form that its GEMM takes, scales not
@@ -262,7 +262,7 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
 
 
 def bound(precision: LinearPrecision, size: Size, limits: Ceilings) -> dict[str, float] | None:
-    """Least times in ms by FLOPs and bytes; None where the device lacks a GEMM."""
+    """Return least times in ms by FLOPs and bytes; None where the device lacks a GEMM."""
     seconds = {g: limits.seconds(size.flops, gemm_kind(p)) for g, p in precision.gemms.items()}
     if None in seconds.values():
         return None
@@ -273,7 +273,7 @@ def bound(precision: LinearPrecision, size: Size, limits: Ceilings) -> dict[str,
 
 
 def kept_bytes(built: Built, size: Size, times: int = 1) -> int:
-    """Bytes that forward leaves allocated for backward, the output not counted."""
+    """Return bytes that forward leaves allocated for backward, the output not counted."""
     tokens = times * size.tokens
     leaf = torch.randn(tokens, size.inputs, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     # Not a leaf: its memory is free unless the layer keeps it.
@@ -313,7 +313,7 @@ def run(
     seconds: float,
     contenders: Mapping[str, Contender] = CONTENDERS,
 ) -> list[dict]:
-    """Rows of one size: times, rates and bytes of each contender, or why it refuses."""
+    """Measure one size: times, rates and bytes of each contender, or why it refuses."""
     options = {"dtype": torch.bfloat16, "device": timing.device()}
     x = torch.randn(size.tokens, size.inputs, **options, requires_grad=True)
     grad = torch.randn(size.tokens, size.outputs, **options)
@@ -358,7 +358,7 @@ def _row(
 
 
 def _add_ratios(rows: list[dict]) -> None:
-    """How many times as fast as BF16 and as Transformer Engine's blockwise FP8."""
+    """Add how many times as fast as BF16 and as Transformer Engine's blockwise FP8 each row is."""
     for key, name in (("times_bf16", "BF16"), ("times_te_blockwise", "TE blockwise")):
         other = next((row for row in rows if row["contender"] == name), None)
         for row in rows if other is not None else ():
@@ -369,7 +369,7 @@ def _add_ratios(rows: list[dict]) -> None:
 
 
 def table(rows: Sequence[dict]) -> Table:
-    """What is worth a look while measuring."""
+    """Tabulate the figures that are worth a look while measuring."""
     shown = Table(title=str(Size(*rows[0]["size"])))
     for heading in ("contender", "forward ms", "backward ms", "both ms", "x BF16", "over bound"):
         shown.add_column(heading)

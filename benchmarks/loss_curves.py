@@ -66,7 +66,7 @@ def train(recipe: str, seed: int, common: Sequence[str]) -> list[float]:
 
 
 def windows(losses: Sequence[float], interval: int) -> list[float]:
-    """Means over windows of iterations."""
+    """Average over windows of iterations."""
     width = WINDOW // interval
     return [
         statistics.fmean(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)
@@ -74,7 +74,7 @@ def windows(losses: Sequence[float], interval: int) -> list[float]:
 
 
 def compare(here: list[dict], there: list[dict], interval: int) -> Table:
-    """Each run of another machine against this one's seeds."""
+    """Compare each run of another machine with this one's seeds."""
     table = Table(title="in standard deviations of a further seed, by window")
     for name in ("recipe", "seed there", "largest", "root mean square", "last loss there", "here"):
         table.add_column(name)
@@ -100,7 +100,7 @@ def compare(here: list[dict], there: list[dict], interval: int) -> Table:
 
 
 def gaps(runs: list[dict], interval: int) -> Table:
-    """Each recipe's last window against bf16's of the same seed, in percent."""
+    """Compare each recipe's last window with bf16's of the same seed, in percent."""
     table = Table(title=f"last {WINDOW} iterations")
     for name in ("recipe", "seeds", "mean loss", "gap to bf16, %", "standard error"):
         table.add_column(name)

@@ -91,7 +91,7 @@ def build(args: Namespace) -> nn.Module:
 
 
 def work(name: str, extra: Sequence[str]) -> None:
-    """One contender in this process: import, wait for a line, build, measure, print a JSON line."""
+    """Run one contender in this process: import, wait for a line, build, measure, print JSON."""
     warnings.filterwarnings("ignore", module=r"megatron\.|torch\.distributed|transformer_engine")
     contender = CONTENDERS[name]
     if LOCAL[1] in contender.arguments:
@@ -155,7 +155,7 @@ def _step(model: nn.Module, args: Namespace) -> timing.Step:
 
 
 def _flops(args: Namespace) -> dict[str, int]:
-    """FLOPs of a step: of all, and of them those outside the blocks' linear layers."""
+    """Count the FLOPs of a step: of all, and of them those outside the blocks' linear layers."""
     from megatron.training.training import num_floating_point_operations
 
     scores = args.num_layers * args.seq_length * args.num_attention_heads * args.kv_channels
@@ -167,7 +167,7 @@ def _flops(args: Namespace) -> dict[str, int]:
 
 
 def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceilings]:
-    """A row for each contender, and the ceilings, measured before the first of them."""
+    """Measure a row for each contender, and the ceilings before the first of them."""
     workers = {name: _start(name, extra) for name in names}
     try:
         limits = timing.ceilings()
@@ -225,7 +225,7 @@ def _bound(recipe: str, row: dict, limits: Ceilings) -> float | None:
 
 
 def table(rows: Sequence[dict]) -> Table:
-    """What is worth a look while measuring."""
+    """Tabulate the figures that are worth a look while measuring."""
     shown = Table(title="forward and backward")
     for heading in ("contender", "ms", "tokens/s", "x TE BF16", "peak GB", "over bound"):
         shown.add_column(heading)

@@ -48,13 +48,13 @@ _PHILOX_OPERATIONS = 10 * 8 / 4
 
 
 def quantized_elements(size: Size) -> int:
-    """Elements that the backward pass quantizes: those of the gradient for both of its GEMMs."""
+    """Count the elements that the backward pass quantizes: the gradient for both of its GEMMs."""
     tokens, inputs, outputs = size
     return 2 * tokens * outputs + inputs * outputs + tokens * inputs
 
 
 def counted_ms(size: Size) -> dict[str, float]:
-    """Milliseconds of each technique's operations, at the rates of the data sheet."""
+    """Return milliseconds of each technique's operations, at the rates of the data sheet."""
     elements = quantized_elements(size)
     return {
         "rht": 1e3 * elements * _TRANSFORM_OPERATIONS / _FP32_PER_SECOND,
@@ -63,7 +63,7 @@ def counted_ms(size: Size) -> dict[str, float]:
 
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
-    """Rows of one size; that of both techniques has their overheads, measured and counted."""
+    """Measure one size; the row of both techniques has their overheads, measured and counted."""
     rows = linear.run(size, names, limits, seconds, CONTENDERS)
     times = {row["contender"]: row["backward"]["median_ms"] for row in rows if "backward" in row}
     both = next((row for row in rows if row["contender"] == "RHT and SR"), None)
@@ -84,7 +84,7 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
 
 
 def table(rows: Sequence[dict]) -> Table:
-    """Backward times, and the overheads of the row with both techniques."""
+    """Tabulate backward times, and the overheads of the row with both techniques."""
     shown = Table(title=str(Size(*rows[0]["size"])))
     for heading in ("backward", "ms", "x BF16", "over bound", "RHT costs", "SR costs"):
         shown.add_column(heading)

@@ -94,7 +94,7 @@ def _compiled(case: str, norm: str) -> Callable[[Tensor], Any]:
 
 
 def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[dict]:
-    """Times of one cell of the grid, and bytes by what comes back."""
+    """Time one cell of the grid, and count its bytes."""
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=timing.device())
     makers = {norm: partial(_kernel, case, norm, x) for norm in NORMS}
     if case in COMPILED and hidden & (hidden - 1) == 0:
@@ -123,7 +123,7 @@ def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[d
 
 
 def _gradient(grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
-    """The norm's backward pass as operations of torch: each reads and writes the whole matrix."""
+    """Compute the norm's backward pass by torch: each operation moves the whole matrix."""
     g, values = grad.float(), x.float()
     along = (g * values).sum(-1, keepdim=True) / x.shape[-1]
     return (rho * g - rho**3 * along * values).to(x.dtype)
@@ -142,14 +142,14 @@ def _compiled_gradient(hidden: int) -> Callable[[Tensor, Tensor, Tensor], Tensor
 
 
 def gradients(hidden: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """The norm's backward pass of rows of a length, by contenders."""
+    """Return the norm's backward pass of rows of a length, by contenders."""
     from megatron_lowbit.kernels.norm_grad import norm_grad
 
     return {"kernel": norm_grad, "torch": _gradient, "torch.compile": _compiled_gradient(hidden)}
 
 
 def backward_rows(tokens: int, hidden: int, limits: Ceilings) -> list[dict]:
-    """Times of the norm's backward pass, with those of its bytes at a copy's rate."""
+    """Time the norm's backward pass, beside its bytes at a copy's rate."""
     grad, x = torch.randn(2, tokens, hidden, dtype=torch.bfloat16, device=timing.device()).unbind()
     rho = torch.rand(tokens, 1, device=x.device) + 0.5
     moved = grad.nbytes + 2 * x.nbytes + rho.nbytes
@@ -168,7 +168,7 @@ def backward_rows(tokens: int, hidden: int, limits: Ceilings) -> list[dict]:
 
 
 def _captured(run: Callable[[], Any]) -> Step:
-    """A step that replays a CUDA graph of ``run``, or runs it where there is no GPU."""
+    """Return a step that replays a CUDA graph of ``run``, or runs it without a GPU."""
     if not torch.cuda.is_available():
         return lambda mark: run()
     stream = torch.cuda.Stream()
@@ -182,7 +182,7 @@ def _captured(run: Callable[[], Any]) -> Step:
 
 
 def layer_rows(recipe: str) -> Iterator[dict]:
-    """Times of a layer under a recipe, with either norm."""
+    """Time a layer under a recipe, with either norm."""
     from megatron_lowbit.megatron.pretrain import teardown
 
     with teardown():
@@ -230,7 +230,7 @@ def _layers(model: nn.Module, batch: int, length: int) -> Step:
 
 
 def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Iterator[list[dict]]:
-    """All rows, the kernels' first, case by case."""
+    """Yield all rows, the kernels' first, case by case."""
     for case in cases if "kernel" in parts else ():
         rows = []
         for hidden in HIDDEN:
@@ -249,7 +249,7 @@ def measure(limits: Ceilings, parts: Sequence[str], cases: Sequence[str]) -> Ite
 
 
 def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -> dict:
-    """How many times as fast as ``base`` a contender is, by what the cells differ in."""
+    """Return how many times as fast as ``base`` a contender is, by cell."""
     keys = ("batch", "tokens") if part == "layer" else ("hidden", "tokens")
     found: dict[tuple, dict[str, float]] = {}
     for row in rows:
@@ -261,7 +261,7 @@ def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -
 
 
 def summary(rows: Sequence[dict]) -> Table:
-    """Geometric means over the grid, with the least and the largest."""
+    """Return geometric means over the grid, with the least and the largest."""
     shown = Table("", "over", "cells", "geometric mean", "least", "largest", "of a copy")
     pairs = [
         ("MXNorm", "RMSNorm"),
@@ -289,7 +289,7 @@ def summary(rows: Sequence[dict]) -> Table:
 
 
 def draw(rows: Sequence[dict], file: Path) -> None:
-    """A heat map for each case of the grid: MXNorm's kernel over RMSNorm's."""
+    """Draw a heat map for each case of the grid: MXNorm's kernel over RMSNorm's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -310,7 +310,7 @@ def draw(rows: Sequence[dict], file: Path) -> None:
 
 
 def _kept(args: argparse.Namespace) -> list[dict]:
-    """Rows of the file that this run does not measure."""
+    """Return rows of the file that this run does not measure."""
     if not args.output.is_file():
         return []
     anew = {"kernel": args.cases, "backward": [GRADIENT], "layer": RECIPES}

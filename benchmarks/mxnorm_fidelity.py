@@ -1,4 +1,4 @@
-"""How close MXNorm's estimate of the RMS is to RMSNorm, by number of blocks; and its constants.
+"""Closeness of MXNorm's estimate of the RMS to RMSNorm, by number of blocks; its constants.
 
     python benchmarks/mxnorm_fidelity.py
 
@@ -33,7 +33,7 @@ QUANTIZE = Quantizer(format_by_name("mxfp8-e4m3", scale_rounding="rceil"))
 
 
 def fidelity(blocks: int, p: float) -> dict[str, float]:
-    """r2 of both kinds, over rows of so many blocks."""
+    """Return r2 of both kinds, over rows of so many blocks."""
     draws = torch.Generator().manual_seed(SEED)
     columns = BLOCK * blocks
     x = torch.randn(ELEMENTS // columns, columns, generator=draws)
@@ -49,7 +49,7 @@ def _r2(seen: Tensor, exact: Tensor) -> float:
 
 
 def draw(rows: list[dict]) -> None:
-    """1 - r2 over the number of blocks."""
+    """Return 1 - r2 over the number of blocks."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()

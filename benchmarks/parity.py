@@ -61,7 +61,7 @@ MODELS = {
 
 
 class Layout(NamedTuple):
-    """How many processes make a run, with which arguments, of which model."""
+    """Layout of a run: number of processes, arguments and model."""
 
     processes: int
     options: str
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it does to a layer: leaves it "whole", "split"s it in order, or "spread"s it.
+        """Effect on a layer: leaves it "whole", "split"s it in order, or "spread"s it.
 
         Experts are spread over ranks. So are the rows of a Mamba mixer's first layer, which makes
         five things: a rank has its share of each.
@@ -169,7 +169,7 @@ RECIPES = {
 
 @dataclass
 class Cell:
-    """What a layout's run under a recipe measured, and how far that is from other runs."""
+    """Result of a layout's run under a recipe, and its distance from other runs."""
 
     layout: str
     recipe: str
@@ -179,13 +179,13 @@ class Cell:
     against: Bounds | None = None
 
     def distance(self, losses: Sequence[float], norms: Sequence[float]) -> Bounds:
-        """Relative differences from another run."""
+        """Return relative differences from another run."""
         pairs = zip(self.losses, losses, strict=True)
         loss = max(abs(here - there) / abs(there) for here, there in pairs)
         return Bounds(loss, abs(self.norms[0] - norms[0]) / norms[0])
 
     def complaint(self, layouts: Mapping[str, Layout], recipes: Mapping[str, Recipe]) -> str | None:
-        """What is wrong with it, if something is."""
+        """Return the error of a cell, if it has one."""
         if min(self.norms) <= 0:
             return f"{self.layout} {self.recipe}: a gradient norm is {min(self.norms)}"
         if self.difference is None:
@@ -205,7 +205,7 @@ def measure(
     start: Path,
     work: Path,
 ) -> list[Cell]:
-    """All cells, the single process's first; ``start`` gets the checkpoints that it lacks.
+    """Return all cells, the single process's first; ``start`` gets the checkpoints that it lacks.
 
     Runs with one number of processes share a job: much of the time of a run of its own would go
     into importing torch and compiling. ``common`` are arguments of all runs.
@@ -246,7 +246,7 @@ def _arguments(layout: Layout) -> list[str]:
 
 
 def _start(layout: Layout, common: Sequence[str], start: Path) -> dict:
-    """The run that makes a layout's checkpoint."""
+    """Return the run that makes a layout's checkpoint."""
     optimizer = RESHARDABLE if layout.start != layout.model else []
     save = str(start / layout.start)
     length = ["--train-iters", str(START_ITERATIONS), "--save", save]
@@ -275,7 +275,7 @@ def _launch(processes: int, runs: list[dict], work: Path) -> None:
 
 
 def work_off(job: Path) -> None:
-    """One process's part in a job's runs, one after another."""
+    """Run one process's part in a job's runs, one after another."""
     from megatron_lowbit.megatron.pretrain import main as pretrain
 
     for run in json.loads(job.read_text()):
@@ -290,7 +290,7 @@ def work_off(job: Path) -> None:
 
 
 def table(cells: Sequence[Cell], layouts: Mapping[str, Layout], part: str = "difference") -> str:
-    """Differences as a Markdown table: a row for each layout, a column for each recipe."""
+    """Tabulate differences: a row for each layout, a column for each recipe."""
     recipes = list(dict.fromkeys(cell.recipe for cell in cells))
     shown = {(cell.layout, cell.recipe): getattr(cell, part) for cell in cells}
     lines = ["| layout | processes | " + " | ".join(f"`{name}`" for name in recipes) + " |"]
@@ -329,7 +329,7 @@ def compare(cells: Sequence[Cell], file: Path) -> dict:
 
 
 def write(file: Path, head: dict, cells: Sequence[Cell]) -> None:
-    """The JSON: a line for each cell."""
+    """Write the JSON, a line for each cell."""
     body = ",\n".join(
         f"  {json.dumps({k: v for k, v in asdict(cell).items() if v is not None})}"
         for cell in cells
@@ -365,7 +365,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Layout]:
-    """The layouts asked for, or all that this machine has the devices for."""
+    """Return the layouts asked for, or all that this machine has the devices for."""
     cuda = torch.cuda.is_available()
     devices = torch.cuda.device_count() if cuda else 4
     for name in args.layouts or ():

@@ -38,17 +38,17 @@ class Results:
         }
 
     def rows(self, benchmark: str) -> list[dict]:
-        """All rows, those of the first size first."""
+        """Return all rows, those of the first size first."""
         return self.data[benchmark]["rows"] if benchmark in self.data else []
 
     def sizes(self, benchmark: str) -> list[list[int]]:
-        """The sizes measured; the bars are about the first."""
+        """Return the sizes measured; the bars are about the first."""
         return [
             list(size) for size in dict.fromkeys(tuple(r["size"]) for r in self.rows(benchmark))
         ]
 
     def row(self, benchmark: str, contender: str) -> dict:
-        """A contender's row of the first size, empty where it was not measured or refused."""
+        """Return a contender's row of the first size, empty if it was not measured or refused."""
         found = (row for row in self.rows(benchmark) if row["contender"] == contender)
         row = next(found, {})
         return {} if "refused" in row else row
@@ -62,7 +62,7 @@ class Measured(NamedTuple):
 
 
 class Bar(NamedTuple):
-    """What has to be reached: ``measured`` at least ``target``, or at most."""
+    """Bar to be reached: ``measured`` at least ``target``, or at most."""
 
     what: str
     target: float
@@ -71,7 +71,7 @@ class Bar(NamedTuple):
     unit: str = "×"
 
     def line(self, results: Results) -> str:
-        """A row of the table of bars."""
+        """Return a row of the table of bars."""
         bar = f"{'≥' if self.at_least else '≤'} {self.target:.2f}{self.unit}"
         found = self.measured(results)
         if found is None:
@@ -81,7 +81,7 @@ class Bar(NamedTuple):
         return f"| {self.what} | {bar} | {figure} | {over} | {self.verdict(found)} |"
 
     def verdict(self, found: Measured) -> str:
-        """Met, or missed by how much."""
+        """Return met, or missed by how much."""
         missed = self.target - found.value if self.at_least else found.value - self.target
         if missed <= 0:
             return "met"
@@ -94,7 +94,7 @@ class Bar(NamedTuple):
 def _speed(
     benchmark: str, contender: str, other: str, phase: str, inverse: bool, results: Results
 ) -> Measured | None:
-    """How many times as fast as the other; inverse: as many times its time."""
+    """Return how many times as fast as the other; inverse: as many times its time."""
     row, base = results.row(benchmark, contender), results.row(benchmark, other)
     if not (row and base):
         return None
@@ -160,7 +160,7 @@ BARS = [
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table; None is an empty cell."""
+    """Return A Markdown table; None is an empty cell."""
     lines = [headings, ["---"] * len(headings), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
@@ -180,13 +180,13 @@ def _time(spread: dict) -> str:
 
 
 def _refusals(rows: Iterable[dict]) -> str:
-    """A line for each contender that was not measured."""
+    """Return a line for each contender that was not measured."""
     refused = [f"- {row['contender']}: {row['refused']}" for row in rows if "refused" in row]
     return "\n".join(["Not measured:", "", *refused]) if refused else ""
 
 
 def _origin(data: dict) -> str:
-    """Where and with what a benchmark ran, and what the device reached there."""
+    """Describe where and with what a benchmark ran, and what the device reached there."""
     machine, limits = data["machine"], data["ceilings"]
     gemms = [f"{name} {rate:.0f}" for name, rate in limits["gemm_tflop_per_s"].items()]
     gemms += [f"{name}: {why}" for name, why in limits["refused"].items()]
@@ -201,13 +201,13 @@ def _origin(data: dict) -> str:
 
 
 def bars(results: Results) -> str:
-    """Every bar, what was measured, and whether it is met."""
+    """Return every bar, what was measured, and whether it is met."""
     head = "| | bar | measured | over the counted bound | |\n| --- | --- | --- | --- | --- |"
     return "\n".join([head, *(bar.line(results) for bar in BARS)])
 
 
 def linear(results: Results, picture: str) -> str:
-    """The linear layer: one table of its first size, one of all sizes."""
+    """Describe the linear layer: one table of its first size, one of all sizes."""
     first, *more = results.sizes("linear")
     rows = [row for row in results.rows("linear") if row["size"] == first]
     lines = [
@@ -236,7 +236,7 @@ def linear(results: Results, picture: str) -> str:
 
 
 def _by_size(results: Results, key: str) -> str:
-    """One figure of each contender (a column) at each size (a row)."""
+    """Tabulate one figure of each contender (a column) at each size (a row)."""
     names = list(dict.fromkeys(row["contender"] for row in results.rows("linear")))
     known = {
         (tuple(row["size"]), row["contender"]): row.get(key, {}).get("both")
@@ -250,7 +250,7 @@ def _by_size(results: Results, key: str) -> str:
 
 
 def quantize(results: Results) -> str:
-    """Quantization alone: a table for each size."""
+    """Describe quantization alone: a table for each size."""
     parts = []
     headings = ("", "makes", "ms", "TB/s", "of a copy", "with the amax pass")
     for size in results.sizes("quantize"):
@@ -268,7 +268,7 @@ def quantize(results: Results) -> str:
 
 
 def model(results: Results) -> str:
-    """The whole model."""
+    """Describe the whole model."""
     rows = results.rows("model")
     lines = [
         [
@@ -312,7 +312,7 @@ def draw(results: Results, file: Path) -> None:
 
 
 def body(results: Results, picture: Path) -> str:
-    """What goes between the markers."""
+    """Return the text between the markers."""
     sections = ["## The bars", bars(results)]
     for name, title, write in (
         ("linear", "A linear layer", partial(linear, picture=picture.name)),

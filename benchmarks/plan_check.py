@@ -96,7 +96,7 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> list[str]:
-        """What tells it from other cases."""
+        """Return what tells a case from others."""
         return [self.model, self.recipe, self.layout]
 
 
@@ -112,7 +112,7 @@ class Started(NamedTuple):
 
 
 def cases(tiny: bool) -> list[Case]:
-    """All of them, with presets as files relative to the repository."""
+    """Return all of them, with presets as files relative to the repository."""
     models = TINY if tiny else MODELS
     found = []
     for model, recipe, layout in PLANNED:
@@ -168,7 +168,7 @@ def end(started: Started) -> None:
 
 
 def result(started: Started) -> dict:
-    """What a case that ended measured, or why it failed."""
+    """Return what a case that ended measured, or why it failed."""
     case = started.case
     row = dict(zip(NAME, case.name, strict=True))
     row |= {"gpus": case.gpus, "arguments": case.arguments}
@@ -208,7 +208,7 @@ def tokens_of(arguments: Sequence[str]) -> int:
 def run(
     todo: list[Case], devices: list[str], more: Sequence[str], seconds: float
 ) -> Iterable[dict]:
-    """Rows of the cases as they end, as many at a time as have devices; late ones are not begun."""
+    """Yield rows of the cases as they end, as many at a time as have devices."""
     begin, free, running = time.monotonic(), list(devices), []
     waiting = [case for case in todo if case.gpus <= len(devices)]
     try:

@@ -49,7 +49,7 @@ def planned(
 
 
 def kind_of(name: str) -> str:
-    """The planner's name of a GPU; an unknown one is an H200."""
+    """Return the planner's name of a GPU; an unknown one is an H200."""
     return next((kind for kind in ("h100", "h200", "b200") if kind.upper() in name), "h200")
 
 
@@ -142,7 +142,7 @@ CLUSTERS = {
 
 
 def calculated(preset: str) -> str:
-    """The fastest layout of a preset on each of its clusters."""
+    """Return the fastest layout of a preset on each of its clusters."""
     vocabulary, clusters = CLUSTERS[preset]
     lines = []
     for kind, gpus, recipe in clusters:

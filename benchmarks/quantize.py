@@ -33,7 +33,7 @@ _USES = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad": ("dg
 
 
 class Contender(NamedTuple):
-    """How a quantizer is made for a matrix, and what it makes of the matrix.
+    """Function that makes a quantizer for a matrix, and a description of its result.
 
     ``amax_passes`` are reads of the input beside the one that quantizes.
     """
@@ -45,7 +45,7 @@ class Contender(NamedTuple):
 
 
 def request(recipe: str, role: str, gemm: str) -> Request:
-    """What a recipe asks of a tensor for one of its GEMMs."""
+    """Return a recipe's request for a tensor in one of its GEMMs."""
     precision = middle_precision(recipe).gemms[gemm]
     sides = [precision.lhs, precision.rhs]
     quantizer = sides.pop(GEMM_ROLES[gemm].index(role))
@@ -103,7 +103,7 @@ def _torchao_mx(element: torch.dtype, x: Tensor) -> Callable[[], Any]:
 
 
 def _tiles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The plainest quantizer to 1x128 tiles of E4M3."""
+    """Return the plainest quantizer to 1x128 tiles of E4M3."""
     tiles = x.float().unflatten(-1, (-1, 128))
     scales = tiles.abs().amax(-1, keepdim=True) / 448
     return (tiles / scales).to(torch.float8_e4m3fn).flatten(-2), scales.squeeze(-1)
@@ -135,7 +135,7 @@ CONTENDERS = {
 
 
 def tensors(result: Any) -> Iterator[Tensor]:
-    """All tensors that a result of a quantizer, ours or a peer's, holds."""
+    """Return all tensors that a result of a quantizer, ours or a peer's, holds."""
     if type(result) is Tensor:
         yield result
     elif isinstance(result, tuple):
@@ -150,12 +150,12 @@ def tensors(result: Any) -> Iterator[Tensor]:
 
 
 def stored_bytes(result: Any) -> int:
-    """Bytes that a result takes: each piece of memory once."""
+    """Return bytes that a result takes: each piece of memory once."""
     return sum({t.untyped_storage().data_ptr(): t.nbytes for t in tensors(result)}.values())
 
 
 def run(size: tuple[int, int], names: Sequence[str], limits: Ceilings, seconds: float) -> list:
-    """Rows of one size: time, bytes and rate of each case, or why it refuses."""
+    """Measure one size: time, bytes and rate of each case, or why it refuses."""
     x = torch.randn(size, dtype=torch.bfloat16, device=timing.device())
     written: dict[str, int] = {}
 
@@ -196,7 +196,7 @@ def _row(name: str, x: Tensor, written: int, laps: list[list[float]], limits: Ce
 
 
 def table(rows: Sequence[dict]) -> Table:
-    """What is worth a look while measuring."""
+    """Tabulate the figures that are worth a look while measuring."""
     shown = Table(title=" x ".join(map(str, rows[0]["size"])))
     for heading in ("contender", "makes", "ms", "TB/s", "of a copy", "with amax"):
         shown.add_column(heading)

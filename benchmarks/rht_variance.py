@@ -58,13 +58,13 @@ _ARITHMETIC = REFERENCE if _NO_COMPILER else compiled.arithmetic(type(ALGORITHM_
 
 
 class Case(NamedTuple):
-    """How elements are drawn: a share ``outliers`` of them from N(0, deviation**2)."""
+    """Distribution of elements: a share ``outliers`` of them from N(0, deviation**2)."""
 
     outliers: float
     deviation: float
 
     def draw(self, pairs: int, size: int, seed: int) -> tuple[Tensor, Tensor]:
-        """A and B, (pairs, size) each: the same ones for every method."""
+        """Return a and B, (pairs, size) each: the same ones for every method."""
         key = derive_key(seed, "data", str(self), size)
         random = torch.Generator().manual_seed(key >> 1)
         normal = torch.randn(2, pairs, size, generator=random)
@@ -74,7 +74,7 @@ class Case(NamedTuple):
 
 
 class Method(NamedTuple):
-    """Which elements share a scale, and points of the transform (0: none); None is the vector."""
+    """Elements that share a scale, and points of the transform (0: none); None is the vector."""
 
     scale: int | None
     points: int | None
@@ -104,7 +104,7 @@ class Line:
     bias_in_errors: list[float] = field(default_factory=list)
 
     def exponent(self) -> tuple[float, float]:
-        """Slope of log(variance) over log(size) by weighted least squares, and its error."""
+        """Return slope of log(variance) over log(size) by weighted least squares, and its error."""
         weight = [(v / e) ** 2 for v, e in zip(self.variance, self.error, strict=True)]
         x = [math.log(size) for size in self.sizes]
         mean = sum(w * a for w, a in zip(weight, x, strict=True)) / sum(weight)
@@ -114,7 +114,7 @@ class Line:
         return slope, spread**-0.5
 
     def as_json(self) -> dict:
-        """All of its figures, rounded to what their errors leave meaningful."""
+        """Return all of its figures, rounded to what their errors leave meaningful."""
         slope, error = self.exponent()
         return {
             **self.case._asdict(),
@@ -130,7 +130,7 @@ class Line:
 
 
 def transformed(x: Tensor, points: int, key: int) -> Tensor:
-    """HSx in blocks of ``points``; beyond the 256 there are, H_n is H_(n/256) (x) H_256."""
+    """Compute HSx in blocks of ``points``; beyond 256, H_n is H_(n/256) (x) H_256."""
     if points <= MAX_SIZE:
         return hadamard_transform(x, Hadamard(points, "fresh", "fp32"), key)
     random = torch.Generator().manual_seed(key >> 1)
@@ -142,7 +142,7 @@ def transformed(x: Tensor, points: int, key: int) -> Tensor:
 
 
 def rounded(x: Tensor, scale: int | None, key: int) -> Tensor:
-    """Q(x), dequantized. Blocks of 1x32; or, a vector seen as n rows of 32, one block of n x 32."""
+    """Return Q(x), dequantized, in blocks of 1x32 or one block of n x 32."""
     rows = 1 if scale else x.shape[1] // BLOCK
     quantizer = Quantizer(replace(ALGORITHM_2, block_rows=rows), Rounding.STOCHASTIC)
     blocks = x if scale else x.reshape(-1, BLOCK)
@@ -177,7 +177,7 @@ def measure(line: Line, size: int, pairs: int, draws: int, seed: int) -> None:
 
 
 def run(cases: Sequence[Case], args: argparse.Namespace, console: Console) -> list[Line]:
-    """All lines. A transform longer than the vector is left out, and a line of one point too."""
+    """Return all lines without transforms longer than the vector and lines of one point."""
     lines, work = [], []
     for line in (Line(case, method) for case in cases for method in METHODS):
         sizes = [size for size in args.sizes if (line.method.points or 0) <= size]
@@ -190,7 +190,7 @@ def run(cases: Sequence[Case], args: argparse.Namespace, console: Console) -> li
 
 
 def draw_picture(lines: Sequence[Line], path: Path) -> None:
-    """Variance over vector size, log-log: cases side by side, the two ways of scaling below."""
+    """Draw variance over vector size, log-log: cases side by side, ways of scaling below."""
     deviation = lines[0].case.deviation
     cases = list(dict.fromkeys(x.case for x in lines if x.case.deviation == deviation))
     figure = Figure(figsize=(3.4 * len(cases), 6.4), layout="constrained")
@@ -237,7 +237,7 @@ def _draw_panel(axes: Axes, lines: Iterator[Line]) -> None:
 
 
 def table(lines: Sequence[Line]) -> Table:
-    """The last size's variance per element and the growth exponent of every line."""
+    """Return the last size's variance per element and the growth exponent of every line."""
     size = lines[0].sizes[-1]
     result = Table("p", "deviation", "scale of", "transform", f"variance/b at {size}", "exponent")
     for line in lines:

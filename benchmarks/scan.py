@@ -24,7 +24,7 @@ from megatron_lowbit.megatron.mamba import (
 
 
 class Size(NamedTuple):
-    """Of the inputs and of the mixer."""
+    """Sizes of the inputs and of the mixer."""
 
     batch: int
     tokens: int
@@ -46,7 +46,7 @@ SCANS: dict[str, Callable] = {"torch": torch_scan, "mamba-ssm": triton_scan}
 
 
 class Mixer(NamedTuple):
-    """What a scan takes beside its input."""
+    """Parameters of a scan."""
 
     conv_weight: Tensor
     conv_bias: Tensor
@@ -73,7 +73,7 @@ def _mixer(size: Size) -> Mixer:
 
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
-    """A row for each scan: times, tokens a second, errors; or why it refuses."""
+    """Return a row for each scan: times, tokens a second, errors; or why it refuses."""
     mixer, inner = _mixer(size), size.heads * size.head_dim
     width = 2 * inner + 2 * size.groups * size.states + size.heads
     shape = (size.batch, size.tokens)
@@ -128,7 +128,7 @@ def _results(
 
 
 def table(rows: Sequence[dict]) -> Table:
-    """What is worth a look while measuring."""
+    """Tabulate the figures that are worth a look while measuring."""
     shown = Table(title=str(Size(*rows[0]["size"])))
     for heading in ("scan", "forward ms", "both ms", "tokens/s", "error"):
         shown.add_column(heading)

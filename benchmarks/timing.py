@@ -43,7 +43,7 @@ FLUSH_BYTES = 2**33
 
 
 def device() -> torch.device:
-    """The GPU, or the CPU where there is none."""
+    """Return the GPU, or the CPU where there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -69,7 +69,7 @@ class Stopwatch:
         self.moments.append(moment)
 
     def laps(self) -> list[float]:
-        """Milliseconds between the moments; synchronize before."""
+        """Return milliseconds between the moments; synchronize before."""
         pairs = zip(self.moments, self.moments[1:], strict=False)
         if torch.cuda.is_available():
             return [begin.elapsed_time(end) for begin, end in pairs]
@@ -92,7 +92,7 @@ def measure(
     flush: int = FLUSH_BYTES,
     most: int = MOST,
 ) -> dict[str, list[list[float]]]:
-    """The laps in ms of every repetition of every step.
+    """Time every repetition of every step; return the laps in ms.
 
     Each step is repeated for about ``seconds`` after its warm-up, ``most`` times at most, spread
     over turns in which all contenders come one after another, in another order each time: clocks
@@ -122,7 +122,7 @@ def _repetitions(step: Step, seconds: float, cold: Tensor | None) -> int:
 
 
 def spread(milliseconds: Iterable[float]) -> dict[str, float]:
-    """Median and interquartile range of repetitions."""
+    """Return median and interquartile range of repetitions."""
     values = list(milliseconds)
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return {
@@ -133,7 +133,7 @@ def spread(milliseconds: Iterable[float]) -> dict[str, float]:
 
 
 def build(builders: dict[str, Callable[[], Step]]) -> tuple[dict[str, Step], dict[str, str]]:
-    """The steps that run once, and of the others why they do not."""
+    """Return the steps that run once, and of the others why they do not."""
     steps, refused = {}, {}
     for name, builder in builders.items():
         # Whatever is raised where a contender is absent or does not take the case is its reason.
@@ -149,14 +149,14 @@ def build(builders: dict[str, Callable[[], Step]]) -> tuple[dict[str, Step], dic
 
 
 def reason(error: Exception) -> str:
-    """Why something refuses, in one line that names no folder of this machine."""
+    """Describe why something refuses, in one line that names no folder of this machine."""
     lines = str(error).strip().splitlines()
     text = f"{type(error).__name__}: {lines[0] if lines else ''}".replace(f"{ROOT}/", "")
     return text if len(text) <= 200 else text[:197] + "..."
 
 
 class Ceilings(NamedTuple):
-    """What the device reaches in this run: bytes read and written a second, GEMMs' FLOPs a second.
+    """Measure what the device reaches: bytes a second of a copy, FLOPs a second of GEMMs.
 
     ``refused`` names the GEMMs that the device has not, with the reason.
     """
@@ -166,11 +166,11 @@ class Ceilings(NamedTuple):
     refused: dict[str, str]
 
     def seconds(self, flops: float, gemm: str) -> float | None:
-        """The least time of so many operations in a kind of GEMM; None where it is absent."""
+        """Return the least time of so many operations in a kind of GEMM; None if it is absent."""
         return flops / self.gemms[gemm] if gemm in self.gemms else None
 
     def as_json(self) -> dict:
-        """In TB/s and TFLOP/s."""
+        """Return in TB/s and TFLOP/s."""
         gemms = {name: round(rate / 1e12, 4) for name, rate in self.gemms.items()}
         copy = round(self.copy / 1e12, 4)
         return {"copy_tb_per_s": copy, "gemm_tflop_per_s": gemms, "refused": self.refused}
@@ -201,13 +201,13 @@ def _bf16_gemm(size: int) -> Step:
 
 
 def _fp8_operands(size: int) -> tuple[Tensor, Tensor]:
-    """Row-major times column-major, as the GEMMs take them; E4M3 values of N(0, 1)."""
+    """Return row-major times column-major, as the GEMMs take them; E4M3 values of N(0, 1)."""
     a, b = (torch.randn(size, size, device=device()).to(torch.float8_e4m3fn) for _ in range(2))
     return a, b.t()
 
 
 def _tile_gemm(size: int, rhs_rows: int) -> Step:
-    """lhs in 1x128 tiles, rhs in 1x128 or 128x128 tiles, FP32 sums promoted every 128."""
+    """Return lhs in 1x128 tiles, rhs in 1x128 or 128x128 tiles, FP32 sums promoted every 128."""
     a, b = _fp8_operands(size)
     blocks = size // 128
     # Both layouts are the library's own: outer blocks stored last, 128x128 padded to fours along K.
@@ -221,7 +221,7 @@ def _tile_gemm(size: int, rhs_rows: int) -> Step:
 
 
 def _scaled_gemm(size: int, scales: int) -> Step:
-    """One scale for each row of the operands, or (``scales`` 1) for each tensor."""
+    """Return one scale for each row of the operands, or (``scales`` 1) for each tensor."""
     a, b = _fp8_operands(size)
     scale_a = torch.ones(scales, 1, device=a.device)
     scale_b = scale_a.t().contiguous()
@@ -242,12 +242,12 @@ _GEMMS: dict[str, Callable[[int], Step]] = {
 
 
 def gpu_name() -> str:
-    """The GPU's name, or ``cpu``."""
+    """Return the GPU's name, or ``cpu``."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def description() -> dict[str, str | int]:
-    """The machine, and the versions of everything that takes part."""
+    """Return the machine, and the versions of everything that takes part."""
     packages = {
         "triton": "triton",
         "transformer_engine": "transformer-engine",
@@ -276,7 +276,7 @@ def _driver() -> str:
 
 
 def add_output(parser: argparse.ArgumentParser, benchmark: str) -> None:
-    """The ``--output`` argument: by default a file named after the benchmark and the GPU."""
+    """Add the ``--output`` argument: by default a file named after the benchmark and the GPU."""
     slug = gpu_name().lower().removeprefix("nvidia ").replace(" ", "-")
     parser.add_argument(
         "--output", type=Path, metavar="FILE.json", default=RESULTS / f"{benchmark}-{slug}.json",
@@ -294,7 +294,7 @@ def over_sizes(
     run: Callable[[tuple, Sequence[str], Ceilings, float], list[dict]],
     table: Callable[[Sequence[dict]], Table],
 ) -> None:
-    """The command of a benchmark over sizes: measure, print the tables, write the JSON.
+    """Run the command of a benchmark over sizes: measure, print the tables, write the JSON.
 
     The first of ``sizes`` is the default one, all are the sweep; ``form`` is how one is written.
     """
@@ -327,7 +327,7 @@ def over_sizes(
 
 
 def write(file: Path, limits: Ceilings, rows: list[dict], begin: float, **more) -> None:
-    """The JSON: the machine, the recipes' engine, the ceilings, and a line for each row."""
+    """Write the JSON: the machine, the recipes' engine, the ceilings, and a line for each row."""
     engine = select_engine(device())
     head = {"machine": description(), "engine": f"{engine.name} ({engine.reason})"}
     head |= {"seconds": round(time.monotonic() - begin), "ceilings": limits.as_json(), **more}

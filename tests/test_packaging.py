@@ -1,4 +1,4 @@
-"""What is installed: the commands, the wheel and what is in it, and that it trains by itself."""
+"""Installation: the commands, the wheel and its contents, and that it trains by itself."""
 
 import os
 import re
@@ -75,7 +75,7 @@ def test_a_wrong_argument_is_one_line(name, command):
 
 
 def test_help_of_training():
-    """Of this project's own arguments, and of those without which no run starts."""
+    """Help of this project's own arguments, and of those without which no run starts."""
     parser = front_parser()
     own = next(group for group in parser._action_groups if group.title == "megatron-lowbit")
     assert len(own._group_actions) >= 10

@@ -189,7 +189,7 @@ def _processors(device: torch.device) -> int:
 
 
 def _tag(*values: object) -> int:
-    """Return A tag that is the same for the same values on all ranks, and not 0."""
+    """Return a tag that is the same for the same values on all ranks, and not 0."""
     return 1 + zlib.crc32(repr(values).encode()) % TAGS.value
 
 

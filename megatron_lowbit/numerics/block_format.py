@@ -108,7 +108,7 @@ class BlockFormat(ABC):
 
 
 def blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """View (R, K) as (R/rows, rows, K/columns, columns)."""
+    """Return view (R, K) as (R/rows, rows, K/columns, columns)."""
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 

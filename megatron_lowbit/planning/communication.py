@@ -85,7 +85,7 @@ def part_communication(
 
 
 def _own(between: Link, cluster: Cluster, stride: int) -> float:
-    """Return A rank's own bandwidth to any other: in an all-to-all it has one network card."""
+    """Return a rank's own bandwidth to any other: in an all-to-all it has one network card."""
     gpu = cluster.gpu
     across = between.latency == gpu["network_latency_us"] * 1e-6
     return gpu["network_gb_per_s"] * 1e9 if across else between.bandwidth

@@ -29,7 +29,7 @@ class GPU:
     figures: Mapping[str, Figure]
 
     def __getitem__(self, key: str) -> float:
-        """Return A figure's value, in the unit that ``hardware.yaml`` says."""
+        """Return a figure's value, in the unit that ``hardware.yaml`` says."""
         return self.figures[key].value
 
 

@@ -1,4 +1,4 @@
-"""What measured figures are said to belong to."""
+"""Description of the machine that measured figures belong to."""
 
 import subprocess
 from pathlib import Path

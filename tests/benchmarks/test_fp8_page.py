@@ -29,7 +29,7 @@ def test_the_page_s_figures_are_the_script_s(tmp_path):
 
 
 def cut(value: Fraction, largest: Fraction) -> Fraction:
-    """Value towards zero, to a multiple of 2**-13 of the power of two in ``largest``."""
+    """Return value towards zero, to a multiple of 2**-13 of the power of two in ``largest``."""
     if not largest:
         return value
     unit = Fraction(2) ** (math.frexp(float(abs(largest)))[1] - 1 - 13)

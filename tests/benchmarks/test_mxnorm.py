@@ -24,7 +24,7 @@ def short(monkeypatch):
 
 
 def test_gradients_are_autograd_s():
-    """Of x over its RMS, in float64; the contenders compute in FP32 and round to BF16."""
+    """Gradients of x over its RMS, in float64; contenders compute in FP32 and round to BF16."""
     draws = torch.Generator().manual_seed(1)
     x, grad = (torch.randn(16, 96, generator=draws).bfloat16() for _ in range(2))
     x, grad = x.to(timing.device()), grad.to(timing.device())

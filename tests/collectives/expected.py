@@ -1,4 +1,4 @@
-"""What a call of the operation gives, by the reference, and its bits."""
+"""Results of a call of the operation by the reference, and their bits."""
 
 import torch
 
@@ -7,7 +7,7 @@ from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 
 def expected(xs, residual, norm, gain, quantizer, keep_rows=False):
-    """Sums in the order of ranks, normalized and quantized; and the sums.
+    """Return sums in the order of ranks, normalized and quantized; and the sums.
 
     RMSNorm's rows are quantized in x's dtype, as a layer behind a norm would.
     """
@@ -28,7 +28,7 @@ def expected(xs, residual, norm, gain, quantizer, keep_rows=False):
 
 
 def bits(result) -> list[torch.Tensor]:
-    """The tensors to compare of a result."""
+    """Return the tensors to compare of a result."""
     tensors = [tensor for tensor in (result.normalized, result.total) if tensor is not None]
     if (made := result.quantized) is not None:
         scales = made.scales.view(torch.uint8)

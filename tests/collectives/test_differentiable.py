@@ -65,7 +65,7 @@ def worker(rendezvous: str, rank: int) -> None:
 
 
 def quantized(run: AllReduceNorm, xs: torch.Tensor, rank: int) -> None:
-    """Codes of the sum, which nobody keeps; then in BF16 with rows, into the same tensors."""
+    """Check codes of the sum, which nobody keeps; then in BF16 with rows, into the same tensors."""
     x, quantizer = xs.flatten(1, -2), Quantizer(FORMATS["mxfp8-e4m3"])
     seen = run(x[rank], None, RMSNorm(EPS), None, Request(quantizer), keep_total=False)
     wanted = quantizer(RMSNorm(EPS).normalize(x[0] + x[1]))
@@ -85,7 +85,7 @@ def quantized(run: AllReduceNorm, xs: torch.Tensor, rank: int) -> None:
 
 
 def refused(run: AllReduceNorm, x: torch.Tensor) -> None:
-    """Buffers that are unlike the result, and for what is not made."""
+    """Check buffers that are unlike the result, and for what is not made."""
     for name, buffer in {
         "normalized": torch.empty_like(x, dtype=torch.float32),
         "total": torch.empty_like(x).t(),

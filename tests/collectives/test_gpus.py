@@ -32,7 +32,7 @@ KINDS = [
 
 
 def draw_call(draws, data, ranks):
-    """Tensors of all ranks and arguments of a random call, the same on every rank."""
+    """Return tensors of all ranks and arguments of a random call, the same on every rank."""
 
     def pick(most: int) -> int:
         return int(torch.randint(most, (), generator=draws))
@@ -53,7 +53,7 @@ def draw_call(draws, data, ranks):
 
 
 def agree(run: AllReduceNorm, rank: int) -> None:
-    """Random calls, AGAIN times each, on streams at random: the reference's bits, all times."""
+    """Check random calls, AGAIN times each, on streams at random, against the reference's bits."""
     draws = torch.Generator().manual_seed(11)
     torch.manual_seed(5)  # of the GPU as well: all ranks have the same data
     data = torch.randn(2, 2**23, device="cuda").bfloat16()
@@ -86,7 +86,7 @@ def agree(run: AllReduceNorm, rank: int) -> None:
 
 
 def replay(run: AllReduceNorm, rank: int) -> None:
-    """A captured graph gives the same for new numbers, and grows no memory; buffers grow later."""
+    """Check that a captured graph gives the same for new numbers, and grows no memory."""
     torch.manual_seed(5)
     xs, new = torch.randn(2, run.group.size(), 64, 4096, device="cuda").bfloat16().unbind()
     x, graph, stream = xs[rank].clone(), torch.cuda.CUDAGraph(), torch.cuda.Stream()
@@ -116,7 +116,7 @@ def replay(run: AllReduceNorm, rank: int) -> None:
 
 
 def die(run: AllReduceNorm, rank: int) -> None:
-    """The last rank ends without a word; the others get an error, and no number."""
+    """Check that the others get an error, and no number, if the last rank ends silently."""
     x = torch.ones(8, 1024, device="cuda")
     run(x, None, RMSNorm())
     torch.cuda.synchronize()
@@ -132,7 +132,7 @@ def die(run: AllReduceNorm, rank: int) -> None:
 
 
 def differ(run: AllReduceNorm, rank: int) -> None:
-    """Another shape in one rank: both name both."""
+    """Check that both ranks name both shapes where one has another."""
     rows = (8, 200)[rank]
     run(torch.ones(rows, 1024, device="cuda"), None, RMSNorm())
     torch.cuda.synchronize()

@@ -22,14 +22,14 @@ FORMAT_NAMES = ["mxfp8-e4m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3", "fp8-row-e4m3"
 
 
 def empty(ranks: int) -> int:
-    """Bytes of all buffers, which begin as zeros."""
+    """Return bytes of all buffers, which begin as zeros."""
     from megatron_lowbit.collectives.symmetric_buffer import layout
 
     return ranks * layout(ranks, ROOM)[1]
 
 
 def shared_area(file: str, rank: int, ranks: int):
-    """What ``symmetric_buffer`` gives, over a file."""
+    """Return a symmetric buffer over a file."""
     from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer, layout
 
     data, size = layout(ranks, ROOM)
@@ -50,7 +50,7 @@ def call(buffer, xs, residual, norm, gain=None, name=None, keep=(False, True), p
 
 
 def cases(draws, ranks):
-    """Everything that a call can be asked for, with sizes at random."""
+    """Return everything that a call can be asked for, with sizes at random."""
     for path in ("one-stage", "compact", "gathered"):
         for name in (None, *FORMAT_NAMES):
             for norm in (RMSNorm(), MXNorm()):
@@ -70,7 +70,7 @@ def cases(draws, ranks):
 
 
 def agree(buffer) -> None:
-    """Cases one after another in the same memory: every third with three ranks, others with two."""
+    """Run cases one after another in the same memory: every third with three ranks."""
     draws = torch.Generator().manual_seed(3)
     for number, case in enumerate(cases(draws, buffer.ranks)):
         if (number % 3 == 2) != (buffer.ranks == 3):
@@ -99,7 +99,7 @@ def equal(seen, wanted) -> bool:
 
 
 def die(buffer) -> None:
-    """The last rank does not come to the third call; what is made then is no number."""
+    """Check a third call to which the last rank does not come: the result is no number."""
     from megatron_lowbit.collectives.launch import reason
 
     xs = list(torch.ones(buffer.ranks, 4, 128))
@@ -115,7 +115,7 @@ def die(buffer) -> None:
 
 
 def differ(buffer) -> None:
-    """Another number of rows in one rank: both shapes are named by both, then others."""
+    """Check that both ranks name both shapes where one has other rows, then others."""
     from megatron_lowbit.collectives.launch import reason
 
     rows = (4, 40)[buffer.rank]
@@ -137,7 +137,7 @@ def differ_in_path(buffer) -> None:
 
 
 def give_up(buffer) -> None:
-    """Rank 1 comes when rank 0 no longer waits, and is told at the next call."""
+    """Check that rank 1, which comes when rank 0 no longer waits, is told at the next call."""
     from megatron_lowbit.collectives.launch import reason
 
     xs = list(torch.ones(buffer.ranks, 4, 128))

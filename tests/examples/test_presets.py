@@ -20,7 +20,7 @@ TINY_VOCABULARY = 4096
 
 @dataclass(frozen=True)
 class Published:
-    """What a paper says about a model.
+    """Statement of a paper about a model.
 
     Attributes:
         vocabulary: Padded. The papers do not give it: GPT-2's, Nemotron-H's and Llama's.
@@ -84,7 +84,7 @@ def parse(name: str, *more: str) -> Namespace:
 
 
 def build(name: str, *more: str) -> Stage:
-    """The whole model, which takes no memory."""
+    """Return the whole model, which takes no memory."""
     (stage,) = model_stages(parse(name, *more))
     return stage
 
@@ -170,7 +170,7 @@ def test_a_tiny_twin_is_of_the_same_kind(tiny, large):
 
 
 def parameter_count(args: Namespace, vocabulary: int) -> int:
-    """Parameters of a GPT or hybrid, from its shape alone."""
+    """Return parameters of a GPT or hybrid, from its shape alone."""
     norm = _norm(args)
     tables = 2 if args.untie_embeddings_and_output_weights else 1
     count = tables * vocabulary * args.hidden_size + norm
@@ -207,7 +207,7 @@ def _mlp(args: Namespace) -> int:
 
 
 def _mamba(args: Namespace) -> int:
-    """A Mamba-2 mixer: its linears never have biases, its convolution of 4 tokens has."""
+    """Return A Mamba-2 mixer: its linears never have biases, its convolution of 4 tokens has."""
     heads = args.mamba_num_heads or 2 * args.hidden_size // args.mamba_head_dim
     inner = heads * args.mamba_head_dim
     states = 2 * args.mamba_num_groups * args.mamba_state_dim

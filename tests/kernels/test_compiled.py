@@ -42,7 +42,7 @@ SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(64) + 5) * 7)
 
 
 def recipe_quantizers() -> set[Quantizer]:
-    """What the shipped recipes quantize with, read from their text."""
+    """Return the quantizers of the shipped recipes, read from their text."""
     found = set()
     for path in (ROOT / "recipes").glob("*.yaml"):
         for config in yaml.safe_load(path.read_text())["configs"].values():
@@ -85,13 +85,13 @@ def golden_input(name):
 
 
 def golden_inputs(format):
-    """The golden inputs: one tensor where each block stands alone, else one after another."""
+    """Return the golden inputs: one tensor if each block stands alone, else one after another."""
     inputs = [golden_input(name) for name in INPUTS]
     return inputs if format.tensor_scaled else [torch.cat(inputs)]
 
 
 def bits(x):
-    """Bytes; a NaN without its sign, which differs between torch's own casts."""
+    """Return bytes; a NaN without its sign, which differs between torch's own casts."""
     plain = x.flatten().contiguous()
     if plain.is_floating_point():
         plain = torch.where(plain.float().isnan(), torch.full_like(plain, torch.nan), plain)
@@ -99,7 +99,7 @@ def bits(x):
 
 
 def assert_same(quantizer, x, **options):
-    """The engine's result, once it and its values are found to be the reference's."""
+    """Return the engine's result, once it and its values are found to be the reference's."""
     expected = quantizer(x, **options)
     result, _ = ENGINE.quantize(x, Request(quantizer, **options), None)
     for name in ("codes", "scales", "tensor_scale"):

@@ -139,7 +139,7 @@ CHANGED = {
 
 
 def layer(recipe, engine):
-    """A function that runs a linear layer, forward and backward: Y, dX, dW."""
+    """Return a function that runs a linear layer, forward and backward: Y, dX, dW."""
     overrides = CHANGED.get(recipe, ())
     recipe = load_recipe(recipe.partition(" ")[0], overrides)
     precision = recipe.precision_for(Layer("decoder.layers.5.mlp.linear_fc1", 5, 30))

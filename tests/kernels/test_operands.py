@@ -1,4 +1,4 @@
-"""What GEMMs get: the same numbers as the codes and scales, exactly or counted."""
+"""Operands of GEMMs: the same numbers as the codes and scales, exactly or counted."""
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ def values(rows=48, columns=200, spread=2.0):
 
 
 def numbers(operand) -> torch.Tensor:
-    """An operand's FP32 numbers."""
+    """Return an operand's FP32 numbers."""
     scale = 1.0 if operand.tensor_scale is None else operand.tensor_scale
     return operand.values.float() * scale
 
 
 def folding(operand):
-    """What folding makes, and how many values it rounded."""
+    """Fold; return the operand and how many values were rounded."""
     inexact = torch.zeros((), dtype=torch.int64, device=DEVICE)
     return fold(operand, inexact), int(inexact)
 

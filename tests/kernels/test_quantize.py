@@ -39,7 +39,7 @@ TRANSFORMS = (Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Had
 
 
 def values(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Many magnitudes, and a block of zeros."""
+    """Draw many magnitudes, and a block of zeros."""
     generator = torch.Generator().manual_seed(rows)
     x, spread = (torch.randn(rows, columns, generator=generator) for _ in range(2))
     x = (x * torch.exp(2 * spread)).to(dtype)
@@ -56,14 +56,14 @@ def check_same(made: QuantizedTensor, expected: QuantizedTensor) -> None:
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """Bytes; all NaN alike: their sign and payload differ between devices."""
+    """Return bytes; all NaN alike: their sign and payload differ between devices."""
     if x.is_floating_point():
         x = torch.where(x.float().isnan(), torch.full_like(x, torch.nan), x)
     return x.flatten().contiguous().view(torch.uint8)
 
 
 def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> None:
-    """Both sides, with random words of their own; the row side's from other row numbers."""
+    """Check both sides, with random words of their own; the row side's from other row numbers."""
     draws = (None, None)
     if quantizer.rounding is Rounding.STOCHASTIC:
         draws = (Draw(2**63 + 12345, rows=3 * torch.arange(len(x))), Draw(77777777777))

@@ -43,7 +43,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """Why there can be no cluster here; None where there can."""
+    """Return why there can be no cluster here; None where there can."""
     absent = [name for name in DAEMONS if shutil.which(name, path=_PATH) is None]
     if absent:
         return f"no {', '.join(absent)} (Debian: apt-get install munge slurmctld slurmd)"
@@ -96,19 +96,19 @@ class Cluster:
         self._stop()
 
     def run(self, *command: str, **environment: str) -> str:
-        """What one of Slurm's commands prints; "" where it fails."""
+        """Return what one of Slurm's commands prints; "" where it fails."""
         result = subprocess.run(
             command, env=self._environment | environment, capture_output=True, text=True
         )
         return result.stdout.strip() if result.returncode == 0 else ""
 
     def job(self, number: str) -> dict[str, str]:
-        """What is known of a job: JobState, Restarts, Reason, ..."""
+        """Return the known facts of a job: JobState, Restarts, Reason, ..."""
         fields = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(field.partition("=")[::2] for field in fields)
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the ends of the daemons' logs."""
         return "\n".join(
             f"{path.name}: {path.read_text(errors='replace')[-2000:]}"
             for path in sorted(self.folder.glob("*.log"))

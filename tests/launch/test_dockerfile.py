@@ -21,7 +21,7 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def _stages() -> dict[str, list[tuple[str, str]]]:
-    """The (instruction, arguments) of each stage, by its name, in the file's order."""
+    """Return the (instruction, arguments) of each stage, by its name, in the file's order."""
     lines = (ROOT / "Dockerfile").read_text().splitlines()
     text = "\n".join(line for line in lines if not line.lstrip().startswith("#"))
     stages: dict[str, list[tuple[str, str]]] = {}

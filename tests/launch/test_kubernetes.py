@@ -28,7 +28,7 @@ CONTAINER = POD["containers"][0]
 
 
 def parsed():
-    """What torchrun makes of the container's arguments, its node's number filled in."""
+    """Parse the container's arguments as torchrun does, its node's number filled in."""
     arguments = [a.replace("$(JOB_COMPLETION_INDEX)", "1") for a in CONTAINER["args"]]
     return get_args_parser().parse_args(arguments)
 
@@ -80,7 +80,7 @@ def test_a_failure_starts_all_again():
 
 
 def command_of(index: int, port: int, training: list[str]) -> list[str]:
-    """One node's command in the manifest, on this machine, with other arguments for training."""
+    """Run one node's command of the manifest on this machine, with other training arguments."""
     here = {"--nproc-per-node": "1", "--master-addr": "127.0.0.1"}
     here |= {"--node-rank": str(index), "--master-port": str(port)}
     script = CONTAINER["args"].index("pretrain_gpt.py")

@@ -46,7 +46,7 @@ def test_without_a_container(run, tmp_path):
 
 
 def test_in_a_container(run, tmp_path):
-    """Of pyxis: this folder and the checkpoints' at their own paths, and what else is needed."""
+    """Mounts of pyxis: this folder and the checkpoints' at their own paths, and the rest."""
     arguments = run(IMAGE="image.sqsh", MOUNTS="/data:/data")
     here, folder = str(tmp_path), str(tmp_path / "checkpoints")
     assert "--container-image=image.sqsh" in arguments

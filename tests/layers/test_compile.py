@@ -28,7 +28,7 @@ class Linear(nn.Module):
 
 
 def train(model, compiled):
-    """Outputs and gradients of two passes."""
+    """Return outputs and gradients of two passes."""
     torch.manual_seed(5)
     model.zero_grad()
     x = torch.randn(32, 64).requires_grad_()
@@ -50,7 +50,7 @@ def check(model, **options):
 
 
 def mxnorm(x, weight, **options):
-    """MXNorm's linear layer, with a gain of ones."""
+    """Return mXNorm's linear layer, with a gain of ones."""
     return mxnorm_linear(x, torch.ones(x.shape[-1]), weight, **options)
 
 

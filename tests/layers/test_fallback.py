@@ -62,7 +62,7 @@ def test_the_broken_product_is_high_precisions(name, broken, bad):
 
 
 def next_precision(name, settings):
-    """The config of a recipe that quantizes."""
+    """Return the config of a recipe that quantizes."""
     recipe = load_recipe(name, settings)
     return next(c for key, c in recipe.configs.items() if key != "bf16")
 

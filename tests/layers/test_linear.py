@@ -40,14 +40,14 @@ def randn(*shape, seed=0, dtype=torch.float32):
 
 
 def leaves(m=(48,), n=32, k=64, dtype=torch.float32):
-    """x, weight, bias as leaves, and a gradient of y."""
+    """Return x, weight, bias as leaves, and a gradient of y."""
     tensors = [randn(*m, k, seed=1), randn(n, k, seed=2) / k**0.5, randn(n, seed=3)]
     x, weight, bias = (t.to(dtype).requires_grad_() for t in tensors)
     return x, weight, bias, randn(*m, n, seed=4, dtype=dtype)
 
 
 def run(x, weight, precision, dy, bias=None, **options):
-    """(y, dX, dW[, db])."""
+    """Return (y, dX, dW[, db])."""
     context = LinearContext(precision, **{"engine": ENGINE, "key": KEY} | options)
     y = lowbit_linear(x, weight, context, bias=bias)
     inputs = [x, weight] + ([bias] if bias is not None else [])
@@ -91,17 +91,17 @@ def test_no_tokens():
 
 
 def product(lhs, rhs):
-    """Independent GEMM: float64 on dequantized values."""
+    """Multiply independently: float64 on dequantized values."""
     return lhs.dequantize().double() @ rhs.dequantize().double().t()
 
 
 def zero_pad(x, multiple=16):
-    """Padded to whole blocks of tokens, which the transform spreads over."""
+    """Pad to whole blocks of tokens, which the transform spreads over."""
     return F.pad(x, (0, -x.shape[1] % multiple))
 
 
 def by_hand(x, weight, dy, precision):
-    """Y, dX, dW in float64 from explicitly quantized operands; the six are the recipe's own."""
+    """Return Y, dX, dW in float64 from operands that the recipe's own quantizers make."""
     x, weight, dy = (t.detach().reshape(-1, t.shape[-1]) for t in (x, weight, dy))
 
     def q(gemm, role, t):
@@ -146,7 +146,7 @@ def test_quantized_products(precision, m, n, k):
 
 
 def test_the_recipe_is_what_section_4_says():
-    """What ``by_hand`` reads from the recipe, spelled out once."""
+    """The quantizers that ``by_hand`` reads from the recipe, spelled out once."""
     nearest, stochastic = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
     rows, square = FORMATS["nvfp4"], FORMATS["nvfp4-2d"]
     assert (

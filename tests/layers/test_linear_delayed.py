@@ -45,20 +45,20 @@ def run(x, weight, dy, how, state):
 
 
 def amaxes(x, weight, dy):
-    """The six operands' own, in the order of OPERANDS."""
+    """Return the six operands' own, in the order of OPERANDS."""
     of = {"input": x, "weight": weight, "grad": dy}
     return torch.stack([of[role].detach().abs().max() for _, role in OPERANDS])
 
 
 def fp8(t, amax, largest):
-    """Plain per-tensor FP8: t * (largest / amax) cast, saturating, and back."""
+    """Quantize plainly to per-tensor FP8: t * (largest / amax) cast, saturating, and back."""
     scale = torch.tensor(largest) / amax
     codes = (t.detach() * scale).clamp(-largest, largest).to(DTYPES[largest])
     return codes.float() * (1.0 / scale)
 
 
 def by_hand(x, weight, dy, of):
-    """Y, dX, dW with each operand scaled by the amax that ``of`` has for it."""
+    """Return Y, dX, dW with each operand scaled by the amax that ``of`` has for it."""
     tensors = {"input": x, "weight": weight, "grad": dy}
     q = {
         operand: fp8(tensors[operand[1]], amax, MAXES[operand[1]])
@@ -72,7 +72,7 @@ def by_hand(x, weight, dy, of):
 
 
 def assert_close(results, expected):
-    """FP32 sums of at most 56 terms; another amax anywhere changes far more."""
+    """Compare to FP32 sums of at most 56 terms; another amax anywhere changes far more."""
     for result, right in zip(results, expected, strict=True):
         torch.testing.assert_close(result, right, rtol=1e-5, atol=1e-4)
 

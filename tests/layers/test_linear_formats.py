@@ -196,7 +196,7 @@ def test_a_tensor_scale_that_tiles_do_not_have_makes_no_difference():
 
 
 def narrow_sum(lhs, rhs, every):
-    """lhs . rhs^T, BF16 sums of ``every`` products, added in FP32."""
+    """Return lhs . rhs^T, BF16 sums of ``every`` products, added in FP32."""
     total = torch.zeros(lhs.shape[0], rhs.shape[0])
     for chunk in torch.arange(lhs.shape[1]).split(every):
         inner = torch.zeros_like(total)

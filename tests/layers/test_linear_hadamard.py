@@ -60,7 +60,7 @@ def exact(x, weight, dy):
 
 
 def everywhere(transform, format=EXACT) -> LinearPrecision:
-    """The transform on all three GEMMs."""
+    """Return the transform on all three GEMMs."""
     quantizer = Quantizer(format)
     gemm = GemmPrecision(quantizer, quantizer, transform)
     return LinearPrecision(gemm, gemm, gemm)
@@ -121,7 +121,7 @@ def test_quantized_products_under_fresh_signs(name):
 
 
 def keys_of(precision, **options):
-    """The sign keys that each GEMM's operands are quantized with."""
+    """Return the sign keys that each GEMM's operands are quantized with."""
     keys = []
 
     def quantize(x, row, col, amaxes):

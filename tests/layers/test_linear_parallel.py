@@ -80,7 +80,7 @@ class Recorder(ReferenceEngine):
 
 
 def run(x, weight, dy, how, shards=UNSHARDED, history=None):
-    """(y, dX, dW) and the operands of fprop, dgrad, wgrad."""
+    """Return (y, dX, dW) and the operands of fprop, dgrad, wgrad."""
     x, weight = (t.detach().contiguous().requires_grad_() for t in (x, weight))
     seen = Recorder()
     context = LinearContext(how, seen, KEY, shards=shards, amax_history=history)
@@ -90,7 +90,7 @@ def run(x, weight, dy, how, shards=UNSHARDED, history=None):
 
 
 def whole(tokens, *batch):
-    """x, weight, dY of the unsharded layer: amax differs from shard to shard on every axis."""
+    """Return x, weight, dY of the unsharded layer; shards differ in amax on every axis."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(tokens, *batch, K, generator=generator)
     weight = torch.randn(N, K, generator=generator) / K**0.5
@@ -104,21 +104,21 @@ def whole(tokens, *batch):
 
 
 def features(total):
-    """This rank's global features, in two pieces, as a gated first linear has them."""
+    """Return this rank's global features, in two pieces, as a gated first linear has them."""
     piece = total // (2 * RANKS)
     starts = torch.tensor([dist.get_rank(), dist.get_rank() + RANKS]) * piece
     return (starts[:, None] + torch.arange(piece)).flatten()
 
 
 def close(result, expected, tolerance):
-    """Within ``tolerance`` of the largest value: FP32 sums of up to 128 terms in another order."""
+    """Check ``tolerance`` of the largest value: FP32 sums of up to 128 terms in another order."""
     assert result.shape == expected.shape, (result.shape, expected.shape)
     error = (result - expected).abs().max() / expected.abs().max()
     assert error <= tolerance, f"relative error {error:.3g}"
 
 
 def same(result, expected, rows=slice(None), columns=slice(None)):
-    """Bit for bit some rows and columns of ``expected``: codes, scales and the tensor scale too."""
+    """Compare bit for bit with rows and columns of ``expected``: codes, scales and tensor scale."""
     if isinstance(expected, QuantizedTensor):
         assert result.format == expected.format
         assert torch.equal(result.tensor_scale, expected.tensor_scale), "another tensor scale"
@@ -257,14 +257,14 @@ def row_parallel_stochastic():
 
 @check
 def sequence_parallel_gathers_codes():
-    """32 local tokens: whole blocks, so codes travel."""
+    """Check 32 local tokens: whole blocks, so codes travel."""
     for how in PRECISIONS.values():
         sequence_parallel(how, 64, 1e-6, True)
 
 
 @check
 def fp8_tensors():
-    """One scale for the whole tensor, with which codes travel under sequence parallelism."""
+    """Check one scale for the whole tensor, with which codes travel under sequence parallelism."""
     for how in (FP8, FP8_STOCHASTIC):
         column_parallel(how, 1e-6, exact=True)
         row_parallel(how, 1e-6, exact=True)
@@ -274,7 +274,7 @@ def fp8_tensors():
 
 @check
 def fp8_rows():
-    """Rows of fprop and wgrad are whole on every rank; dgrad's end where a shard does."""
+    """Check that rows of fprop and wgrad are whole on every rank; dgrad's end with a shard."""
     for tokens in (64, 34):
         x, weight, dy = whole(tokens)
         mine, first = features(N), dist.get_rank() * tokens // RANKS
@@ -304,7 +304,7 @@ def transforms():
 
 @check
 def delayed_scaling_of_the_group():
-    """Every rank records the whole tensor's amaxes, and scales by them in the next step."""
+    """Check that ranks record the whole tensor's amaxes, and scale by them in the next step."""
     x, weight, dy = whole(48)
     mine = features(N)
     alone, ours = (AmaxHistory(len(OPERANDS), 16, x.device) for _ in range(2))
@@ -331,7 +331,7 @@ def sequence_parallel_with_a_batch_axis():
 
 @check
 def sequence_parallel_ragged():
-    """24 and 17 local tokens: wgrad's blocks cross ranks, so its input is gathered as it is."""
+    """Check 24 and 17 local tokens: wgrad's blocks cross ranks, so its input is gathered."""
     for tokens in (48, 34):
         for how in PRECISIONS.values():
             sequence_parallel(how, tokens, 1e-6, True)
@@ -339,7 +339,7 @@ def sequence_parallel_ragged():
 
 @check
 def sequence_parallel_input_amax_is_the_groups_anyway():
-    """With tensor_scale=shard too: gathered codes have one tensor scale."""
+    """Check tensor_scale=shard: gathered codes have one tensor scale."""
     x, weight, dy = whole(64)
     mine = features(N)
     local = slice(dist.get_rank() * 32, dist.get_rank() * 32 + 32)
@@ -351,7 +351,7 @@ def sequence_parallel_input_amax_is_the_groups_anyway():
 
 @check
 def tensor_scale_of_the_shard():
-    """tensor_scale=shard: a rank's operands are scaled by its own amax, here not the group's."""
+    """Check tensor_scale=shard: operands are scaled by the rank's own amax, not the group's."""
     x, weight, dy = whole(48)
     column, row = features(N), features(K)
     split = [
@@ -376,7 +376,7 @@ def tensor_scale_of_the_shard():
 
 @check
 def sequence_parallel_saves_local_codes():
-    """Half a byte an element of this rank's tokens, not of all."""
+    """Check that half a byte an element of this rank's tokens is saved, not of all."""
     x, weight, _ = whole(256)
     mine = features(N)
     local = x[dist.get_rank() * 128 :][:128].contiguous().requires_grad_()
@@ -403,7 +403,7 @@ def sequence_parallel_saves_local_codes():
 
 @check
 def other_numbers_give_other_bits():
-    """The checks above can fail: numbers counted from zero draw other bits."""
+    """Check that the checks above can fail: numbers counted from zero draw other bits."""
     x, weight, dy = whole(48)
     mine = features(N)
     _, full = run(x, weight, dy, GROUP)
@@ -413,7 +413,7 @@ def other_numbers_give_other_bits():
 
 
 def work(rank, store, out):
-    """One rank: every check in order, its traceback or null by name."""
+    """Run every check of one rank in order; write its traceback or null by name."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     report = {}
@@ -430,7 +430,7 @@ def work(rank, store, out):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What each rank reports; a check that a rank never came to is missing there."""
+    """Reports of each rank; a check that a rank never came to is missing there."""
     folder = tmp_path_factory.mktemp("ranks")
     processes = [
         subprocess.Popen(

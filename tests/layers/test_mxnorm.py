@@ -37,7 +37,7 @@ def precision(recipe):
 
 
 def leaves(tokens=96, hidden=256, features=80, seed=0):
-    """x, gain, weight, bias, and the gradient of the output."""
+    """Return x, gain, weight, bias, and the gradient of the output."""
     draws = torch.Generator().manual_seed(seed)
     shapes = [(tokens, hidden), (hidden,), (features, hidden), (features,), (tokens, features)]
     found = [torch.randn(shape, generator=draws) for shape in shapes]

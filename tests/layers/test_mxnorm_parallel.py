@@ -18,7 +18,7 @@ RECIPES = {
 
 
 def layer(recipe, tensors, grad, shards=UNSHARDED):
-    """Y, dX, dgain, dW."""
+    """Return Y, dX, dgain, dW."""
     settings = RECIPES[recipe]
     precision = next(c for c in load_recipe(recipe, settings).configs.values() if c.quantized)
     tensors = [tensor.detach().contiguous().requires_grad_() for tensor in tensors]

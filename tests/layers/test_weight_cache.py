@@ -20,7 +20,7 @@ def tensors():
 
 
 def run(recipe, overrides, cache, microbatches=2):
-    """Results of all microbatches, and how often the weight was quantized."""
+    """Return results of all microbatches, and how often the weight was quantized."""
     x, weight, dy = tensors()
     times, results = 0, []
 

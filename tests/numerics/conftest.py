@@ -1,4 +1,4 @@
-"""What several test files of the formats share: golden inputs, and a scalar rounding to a grid."""
+"""Shared parts of the format tests: golden inputs, and a scalar rounding to a grid."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def golden_name(request) -> str:
 
 
 def magnitudes(exponent_bits: int, mantissa_bits: int, largest: float) -> np.ndarray:
-    """Every finite magnitude of a format in code order, from its fields."""
+    """Return every finite magnitude of a format in code order, from its fields."""
     bias = 2 ** (exponent_bits - 1) - 1
     values = []
     for code in range(2 ** (exponent_bits + mantissa_bits)):
@@ -58,7 +58,7 @@ GRIDS = {
 
 
 def nearest_codes(scaled: np.ndarray, element) -> np.ndarray:
-    """Codes of float64 values: the nearest grid value, the even code at a midpoint, saturating."""
+    """Encode float64 values: the nearest grid value, the even code at a midpoint, saturating."""
     grid = GRIDS[element.name]
     middle = (grid[1:] + grid[:-1]) / 2
     magnitude = np.abs(scaled)

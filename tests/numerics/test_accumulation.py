@@ -14,7 +14,7 @@ LENGTHS = (512, 1024, 2048, 4096)
 
 
 def rounded(value: float, mantissa_bits: int) -> float:
-    """To the nearest binary number of that many fraction bits, half to even, in float64."""
+    """Return to the nearest binary number of that many fraction bits, half to even, in float64."""
     fraction, exponent = math.frexp(value)
     return math.ldexp(round(math.ldexp(fraction, mantissa_bits + 1)), exponent - mantissa_bits - 1)
 
@@ -73,7 +73,7 @@ def operands(length: int, one_sign: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def relative_error(length: int, one_sign: bool, inner: str, promote_every: int | None) -> float:
-    """Of the norm of an 8 x 8 product, against float64."""
+    """Return the error of the norm of an 8 x 8 product, against float64."""
     a, b = operands(length, one_sign)
     exact = a.double() @ b.double().t()
     result = gemm(a, b, accumulation=Accumulation(inner, promote_every)).double()

@@ -65,7 +65,7 @@ def test_zeros(format):
 
 
 def largest_error(format) -> float:
-    """Of one element, as a share of its block's amax: half the widest step of the grid, or a clip.
+    """Bound an element's error, as a share of its block's amax: half a step, or a clip.
 
     The scale may be larger than need be: twice (MX, pow2) or, for NVFP4, a half step of E4M3,
     1/16, which it may also be too small.
@@ -138,7 +138,7 @@ def check_amax(format, amax):
 @pytest.mark.parametrize("format", EVERY, ids=str)
 @pytest.mark.parametrize("rounding", Rounding)
 def test_an_infinity_or_nan_makes_nan_of_what_shares_its_scale(format, rounding):
-    """Of its block, or of the whole tensor; the other blocks keep their bits."""
+    """NaN of its block, or of the whole tensor; the other blocks keep their bits."""
     x = randn(160, 384, seed=7)
     draw = Draw(1) if rounding is Rounding.STOCHASTIC else None
     finite = Quantizer(format, rounding)(x, draw=draw)

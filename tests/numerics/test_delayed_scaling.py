@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def derived(recorded: list[float], current: float, scaling: DelayedScaling) -> float:
-    """What the documentation says, on a list of the amaxes of finished steps, oldest first."""
+    """Compute the documented rule on a list of the amaxes of finished steps, oldest first."""
     window = recorded[-scaling.length :]
     if len(recorded) < scaling.just_in_time:
         return current

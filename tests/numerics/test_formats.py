@@ -29,7 +29,7 @@ FINITE = {"e2m1": 8, "e2m3": 32, "e3m2": 32, "e4m3": 127, "e5m2": 124}
 
 
 def grid_of(format) -> list[Fraction]:
-    """Every finite magnitude, in code order, from sign-exponent-mantissa fields."""
+    """Return every finite magnitude, in code order, from sign-exponent-mantissa fields."""
     values = []
     for code in range(FINITE[format.name]):
         exponent, mantissa = divmod(code, 2**format.mantissa_bits)
@@ -43,7 +43,7 @@ def grid_of(format) -> list[Fraction]:
 
 
 def fp32(values) -> torch.Tensor:
-    """Exact values as FP32; fails where FP32 cannot hold one."""
+    """Return exact values as FP32; fails where FP32 cannot hold one."""
     tensor = torch.tensor([float(v) for v in values], dtype=torch.float64)
     assert torch.equal(tensor.float().double(), tensor)
     return tensor.float()

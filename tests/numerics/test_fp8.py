@@ -61,7 +61,7 @@ def test_every_golden_array_is_used(golden):
 
 
 def random_tiles(seed: int, rows: int, columns: int, lowest: int = -152) -> torch.Tensor:
-    """Each 128x128 tile and each row of it elsewhere between both ends of FP32; some zero."""
+    """Draw each 128x128 tile and each row of it elsewhere between both ends of FP32; some zero."""
     rng = np.random.default_rng(seed)
     shape = (rows, columns // 128, 128)
     row = rng.integers(0, 12, (rows, columns // 128, 1))
@@ -150,7 +150,7 @@ def test_scalar_scales_at_every_exponent(format):
 
 
 def torchao_functions() -> dict:
-    """torchao's eager tile quantizers, from its source: importing the module needs Triton."""
+    """Return torchao's eager tile quantizers from its source, whose import needs Triton."""
     package = find_spec("torchao").submodule_search_locations[0]
     path = Path(package) / "prototype" / "blockwise_fp8_training" / "kernels.py"
     wanted = ("torch_blockwise_scale_act_quant_lhs", "torch_blockwise_scale_weight_quant")

@@ -17,7 +17,7 @@ def bytes_of(x: torch.Tensor) -> np.ndarray:
 
 
 def rows_of_every_magnitude(seed: int, columns: int = 173) -> torch.Tensor:
-    """A row for each binade of FP32, subnormal ones too, and two rows of zeros."""
+    """Return a row for each binade of FP32, subnormal ones too, and two rows of zeros."""
     rng = np.random.default_rng(seed)
     exponent = np.arange(-149, 128)[:, None] - rng.integers(0, 20, (277, columns))
     x = rng.choice([-1, 1], exponent.shape) * np.ldexp(rng.uniform(1, 2, exponent.shape), exponent)
@@ -28,7 +28,7 @@ def rows_of_every_magnitude(seed: int, columns: int = 173) -> torch.Tensor:
 
 
 def scalar_scales(amax: np.ndarray, largest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and their inverses, by numpy's FP32 division; a reciprocal saturates."""
+    """Return scales and their inverses, by numpy's FP32 division; a reciprocal saturates."""
     with np.errstate(over="ignore", under="ignore", divide="ignore"):
         scales = (amax / F32(largest)).astype(F32)
         inverse = np.minimum(F32(1) / scales, FLT_MAX)

@@ -13,7 +13,7 @@ def randn(*shape, seed):
 
 
 def values_of(x):
-    """float64 values, decoded here from codes and scales."""
+    """Return float64 values, decoded here from codes and scales."""
     if not isinstance(x, QuantizedTensor):
         return x.double()
     codes = torch.stack([x.codes & 15, x.codes >> 4], dim=-1).flatten(1).long()

@@ -16,7 +16,7 @@ SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def matrix(hadamard: Hadamard) -> torch.Tensor:
-    """diag(s) @ H / sqrt(n) in float64, H by Sylvester's rule: (-1)**popcount(i & j)."""
+    """Return diag(s) @ H / sqrt(n) in float64, H by Sylvester's rule: (-1)**popcount(i & j)."""
     n = hadamard.size
     h = torch.tensor([[(-1.0) ** bin(i & j).count("1") for j in range(n)] for i in range(n)])
     signs = torch.tensor(hadamard.sign_vector(), dtype=torch.float64)

@@ -63,7 +63,7 @@ def torchao_mx(x: torch.Tensor, format: str, rounding: str) -> tuple[np.ndarray,
 
 
 def random_blocks(seed: int, rows: int = 96) -> torch.Tensor:
-    """Rows of four blocks over the whole of FP32, some zero, subnormal or at a power of two."""
+    """Draw rows of four blocks over the whole of FP32, some zero, subnormal or powers of two."""
     rng = np.random.default_rng(seed)
     exponent = rng.integers(-152, 129, (rows, 4, 1)) - rng.integers(0, 12, (rows, 4, 32))
     x = rng.choice([-1, 1], exponent.shape) * np.ldexp(rng.uniform(1, 2, exponent.shape), exponent)
@@ -82,7 +82,7 @@ def random_blocks(seed: int, rows: int = 96) -> torch.Tensor:
 
 
 def log2_rounds_onto_an_integer(amax: np.ndarray, largest: float) -> np.ndarray:
-    """Where torchao's RCEIL errs: its FP32 log2 of a quotient above a power of two is exact."""
+    """Return True if torchao's RCEIL errs: its FP32 log2 of a quotient is exact there."""
     quotient = torch.from_numpy(amax) / torch.full((), largest)
     log2 = torch.log2(quotient)
     mantissa = np.frexp(quotient.numpy())[0]
@@ -141,7 +141,7 @@ def test_torchao_scales_by_something_else_at_byte_zero(rounding, divisor):
 
 
 def exact_scale_byte(amax: np.float32, element, rounding: str) -> int:
-    """The rule on the exact value of amax; floor and ceil of log2 from the Fraction itself."""
+    """Apply the rule to the exact value of amax; floor and ceil of log2 from the Fraction."""
     if amax == 0:
         return 0
 

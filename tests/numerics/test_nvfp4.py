@@ -40,7 +40,7 @@ def bytes_of(x: torch.Tensor) -> np.ndarray:
 
 
 def encode_scale(amax: np.float32) -> np.float32:
-    """S_enc, as the golden implementation's global amax gives it."""
+    """Return s_enc, as the golden implementation's global amax gives it."""
     if amax == 0:
         return F32(1)
     with np.errstate(over="ignore"):
@@ -49,7 +49,7 @@ def encode_scale(amax: np.float32) -> np.float32:
 
 
 def nearest_code(grid: np.ndarray, magnitude: float) -> int:
-    """Code of the nearest grid value, at a midpoint the even one; float64 is exact here."""
+    """Return code of the nearest grid value, at a midpoint the even one; float64 is exact here."""
     low = int(np.searchsorted(grid, magnitude, side="right")) - 1
     if low == len(grid) - 1:
         return low
@@ -60,7 +60,7 @@ def nearest_code(grid: np.ndarray, magnitude: float) -> int:
 
 
 def slow_nvfp4(x: np.ndarray, block_rows: int):
-    """Codes (R, K) and scale codes (R, K/16), one FP32 operation at a time on scalars."""
+    """Return codes (R, K) and scale codes (R, K/16), one FP32 operation at a time on scalars."""
     rows, columns = x.shape
     codes = np.zeros((rows, columns), np.uint8)
     scales = np.zeros((rows, columns // 16), np.uint8)
@@ -259,7 +259,7 @@ def test_stochastic_codes(format):
 
 
 def philox_uniform(key: int, rows: int, columns: int) -> np.ndarray:
-    """Philox4x32-10 in numpy's uint64, one word an element."""
+    """Return Philox4x32-10 in numpy's uint64, one word an element."""
     mask = np.uint64(0xFFFFFFFF)
     row, col = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
     c = [(col // 4).astype(np.uint64), row.astype(np.uint64), 0 * row.astype(np.uint64)]

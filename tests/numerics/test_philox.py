@@ -25,7 +25,7 @@ def words(text: str) -> list[int]:
 
 
 def philox_in_integers(counter: list[int], key: list[int]) -> list[int]:
-    """The published algorithm on Python's integers."""
+    """Return the published algorithm on Python's integers."""
     c, k = list(counter), list(key)
     for _ in range(10):
         left, right = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -36,7 +36,7 @@ DRAWS = 2048
 
 
 def random_numbers(source: str, columns: int) -> torch.Tensor:
-    """(DRAWS, columns) in [0, 1): ours, or torch's own."""
+    """Return (DRAWS, columns) in [0, 1): ours, or torch's own."""
     if source == "torch":
         return torch.rand(DRAWS, columns, generator=torch.Generator().manual_seed(columns))
     words = Draw(derive_key("stochastic", columns)).key_words(torch.device("cpu"))
@@ -74,7 +74,7 @@ DRAWS_OF_A_KEY = 20
 def product_errors(
     a: torch.Tensor, b: torch.Tensor, keys: int, hadamard: Hadamard | None, **options
 ) -> torch.Tensor:
-    """Mean error of ``gemm(Q(a), Q(b))`` over draws, in standard errors, (M, N).
+    """Return mean error of ``gemm(Q(a), Q(b))`` over draws, in standard errors, (M, N).
 
     For each key, one sign vector for both operands and 20 draws: copies of the rows, which the
     random bits tell apart. Given the signs the product is unbiased and the draws independent.
@@ -103,7 +103,7 @@ def product_errors(
 
 
 def gradient_like(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two operands of K = 128 with an amplitude for each block, and each block's amax large.
+    """Return two operands of K = 128 with an amplitude for each block, and each block's amax large.
 
     The largest of a block is 1.9 times a power of two: what FLOOR clips without 3/4.
     """

@@ -98,7 +98,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """What a fused RMSNorm keeps on a GPU; a CPU's keeps FP32 copies (derivatives.yaml)."""
+    """Stand-in that keeps what a fused RMSNorm does on a GPU (derivatives.yaml)."""
 
     @staticmethod
     def forward(ctx, x, shape, weight, eps):
@@ -108,7 +108,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 
 class _FusedRope(torch.autograd.Function):
-    """What Transformer Engine's RoPE keeps: nothing of its input."""
+    """Stand-in for Transformer Engine's RoPE, which keeps nothing of its input."""
 
     @staticmethod
     def forward(ctx, t, freqs, interleaved=False):
@@ -116,7 +116,7 @@ class _FusedRope(torch.autograd.Function):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """What Transformer Engine's attention keeps: contiguous operands, the result, a sum a head."""
+    """Stand-in that keeps operands, result, a sum a head, as Transformer Engine does."""
 
     @staticmethod
     def forward(ctx, query, key, value):

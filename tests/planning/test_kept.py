@@ -1,4 +1,4 @@
-"""What forward keeps for backward against what it saves: bytes counted by autograd's own hooks."""
+"""Planned bytes that forward keeps for backward, against those that autograd's hooks count."""
 
 import json
 from pathlib import Path

@@ -59,7 +59,7 @@ VALUES = st.recursive(
 
 @st.composite
 def damaged_texts(draw):
-    """A shipped file with bytes changed."""
+    """Return a shipped file with bytes changed."""
     data = draw(st.sampled_from(sorted(TEXTS.values()))).encode()
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -71,7 +71,7 @@ def damaged_texts(draw):
 
 @st.composite
 def changed_recipes(draw):
-    """A shipped recipe with values replaced, keys renamed, and parts repeated by aliases."""
+    """Return a shipped recipe with values replaced, keys renamed, and parts repeated by aliases."""
     raw = copy.deepcopy(draw(st.sampled_from(list(RAW.values()))))
     for _ in range(draw(st.integers(1, 3))):
         parent, node = None, raw

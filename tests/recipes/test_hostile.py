@@ -16,7 +16,7 @@ def matcher(fields):
 
 
 def aliases(first, following, depth):
-    """Lines of which each repeats the one before, several times."""
+    """Return lines of which each repeats the one before, several times."""
     lines = [f"a0: &a0 {first}"]
     for number in range(1, depth):
         lines.append(f"a{number}: &a{number} " + following.replace("*", f"*a{number - 1}"))
@@ -93,7 +93,7 @@ def test_refused_overrides(override, parts):
 
 
 def shown(argv):
-    """The message that a command ends with."""
+    """Return the message that a command ends with."""
     with pytest.raises(UserError) as caught:
         main(argv)
     message = str(caught.value)

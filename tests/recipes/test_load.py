@@ -34,7 +34,7 @@ def nvfp4(*overrides) -> LinearPrecision:
 
 
 def load_edited(tmp_path, edit, overrides=()):
-    """The shipped nvfp4 recipe, changed by ``edit``, read back from a file."""
+    """Return the shipped nvfp4 recipe, changed by ``edit``, read back from a file."""
     raw = copy.deepcopy(SHIPPED)
     edit(raw)
     path = tmp_path / "mine.yaml"
@@ -248,7 +248,7 @@ def test_an_override_that_breaks_what_the_next_one_sets(overrides):
 
 
 def put(path, value):
-    """An edit that sets one entry."""
+    """Return an edit that sets one entry."""
 
     def edit(raw):
         *parents, last = path.split(".")

@@ -39,14 +39,14 @@ GEMMS_OF = [
 
 
 def low(name, *overrides) -> LinearPrecision:
-    """The one config of a shipped recipe that quantizes; the others stay in high precision."""
+    """Return the one config of a shipped recipe that quantizes."""
     configs = load_recipe(name, overrides).configs.values()
     (found,) = (config for config in configs if config != HIGH_PRECISION)
     return found
 
 
 def changed(precision, of, change) -> LinearPrecision:
-    """The precision with ``change(quantizer)`` for each (GEMM, role) that is quantized."""
+    """Return the precision with ``change(quantizer)`` for each (GEMM, role) that is quantized."""
     gemms = {}
     for gemm, (left, right) in GEMM_ROLES.items():
         before = precision.gemms[gemm]
@@ -65,7 +65,7 @@ def every_gemm(precision, **fields) -> LinearPrecision:
 
 @pytest.mark.parametrize("name, gemm", GEMMS_OF)
 def test_a_transform_on_any_gemm(name, gemm):
-    """Of every size, with each kind of signs, on this GEMM alone; and off again."""
+    """Transforms of every size, with each kind of signs, on this GEMM alone; and off again."""
     base = low(name)
     for size in (32, 64, 128, 256):
         for signs in ("fixed", "fresh", "none", 7):

@@ -1,4 +1,4 @@
-"""What ``--recipe-set`` refuses: in one line, with the key and what would be right."""
+"""Refusals of ``--recipe-set``: one line, with the key and what would be right."""
 
 import pytest
 

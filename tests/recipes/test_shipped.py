@@ -1,4 +1,4 @@
-"""What each shipped recipe says, operand by operand, against a table written from its source."""
+"""Shipped recipes, operand by operand, against a table written from their sources."""
 
 import pytest
 
@@ -20,7 +20,7 @@ HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=None)
 
 
 def says(quantizer) -> str:
-    """Everything a quantizer does: element, block, scaling options, rounding."""
+    """Return everything a quantizer does: element, block, scaling options, rounding."""
     if quantizer is None:
         return "high"
     form = quantizer.format
@@ -92,7 +92,7 @@ KEPT = {  # blocks of the published model -> what stays in high precision, from 
 
 
 def quantized(recipe: Recipe, blocks: int) -> tuple[set[int], set[LinearPrecision]]:
-    """Blocks in high precision, and the precisions that the others have, in a GPT."""
+    """Return blocks in high precision, and the precisions that the others have, in a GPT."""
     layers = model_layers(None, blocks)
     recipe.check_matchers(layers)
     by_block = {}

@@ -25,7 +25,7 @@ def cells(recipe, layers):
 
 
 def shown(*arguments, capsys):
-    """What a command prints, line by line, box drawing taken away."""
+    """Return what a command prints, line by line, without box drawing."""
     show.main(arguments)
     lines = capsys.readouterr().out.splitlines()
     return [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in lines]

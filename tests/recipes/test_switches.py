@@ -24,7 +24,7 @@ NVFP4, MXFP8, TILE, BF16 = (load_recipe(n) for n in ("nvfp4", "mxfp8", "fp8-tile
 
 
 def switched(*switches, base="nvfp4", overrides=()) -> Recipe:
-    """A shipped recipe with switches ``s0``, ``s1``, ..., each given as YAML."""
+    """Return a shipped recipe with switches ``s0``, ``s1``, ..., each given as YAML."""
     given = [f"switches.s{i}={switch}" for i, switch in enumerate(switches)]
     return load_recipe(base, [*given, *overrides])
 
@@ -34,7 +34,7 @@ def precisions(recipe) -> list[LinearPrecision]:
 
 
 def parts(forward, backward) -> list[LinearPrecision]:
-    """fprop of one recipe, dgrad and wgrad of another, layer by layer."""
+    """Return fprop of one recipe, dgrad and wgrad of another, layer by layer."""
     return [
         LinearPrecision(f.fprop, b.dgrad, b.wgrad)
         for f, b in zip(precisions(forward), precisions(backward), strict=True)

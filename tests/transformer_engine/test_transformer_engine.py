@@ -128,7 +128,7 @@ def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
 
 
 def test_nothing_of_it_is_imported_without_a_request():
-    """Where it is installed, Megatron-LM imports Transformer Engine itself; our layers wait."""
+    """Megatron-LM imports Transformer Engine itself if it is installed; our layers wait."""
     code = """
 import sys
 from megatron_lowbit.megatron import pretrain, recipe_hook
