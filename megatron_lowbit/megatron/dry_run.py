@@ -4,12 +4,10 @@ Megatron-LM's own model builders build one rank of each pipeline stage on torch'
 tensors have no memory. Torch's fake process group stands in for the other ranks.
 """
 
-import dataclasses
 import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +21,6 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
-from megatron.training.models.gpt import default_layer_spec
 from megatron.training.training import destroy_global_state
 
 from megatron_lowbit.console import plain_console
@@ -163,8 +160,6 @@ def build(args: Namespace) -> tuple[RecipeHook | None, list[torch.nn.Module]]:
     """Build this rank's model chunks on the meta device, and apply the recipe to their layers."""
     config = model_config_of(args)
     config.transformer.init_model_with_meta_device = True
-    if args.multi_latent_attention and args.transformer_impl == "local":
-        config.transformer_layer_spec = partial(_layer_spec, config.transformer_layer_spec)
     config.finalize()
     builder = config.get_builder_cls()(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -198,36 +193,6 @@ class _OnMeta(TorchFunctionMode):
         if "device" in kwargs or getattr(function, "__name__", "") in _FACTORIES:
             kwargs["device"] = "meta"
         return function(*args, **kwargs)
-
-
-class _NoCoreAttention(torch.nn.Module):
-    """Placeholder for core attention, which has no parameters."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-
-def _layer_spec(spec: Any, model_config: Any, vp_stage: int | None = None) -> Any:
-    """Return a layer spec without core attention.
-
-    Megatron-LM's local core attention does not accept the arguments that its own multi-latent
-    attention passes.
-    """
-    build_spec = spec or default_layer_spec
-    return _without_core_attention(build_spec(model_config, vp_stage))
-
-
-def _without_core_attention(spec: Any) -> Any:
-    if isinstance(spec, list):
-        return [_without_core_attention(entry) for entry in spec]
-    if not dataclasses.is_dataclass(spec) or isinstance(spec, type):
-        return spec
-    fields = {
-        f.name: _without_core_attention(getattr(spec, f.name)) for f in dataclasses.fields(spec)
-    }
-    if "core_attention" in fields:
-        fields["core_attention"] = _NoCoreAttention
-    return dataclasses.replace(spec, **fields)
 
 
 def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Parameters:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.bad_iterations import skip_bad_iterations
 from megatron_lowbit.megatron.failures import (
     translate_assertions,
@@ -50,7 +51,8 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
         skip_bad_iterations(args),
         teardown(),
         translate_assertions(),
-        upstream_command_line(args),
+        # Megatron-LM's fault tolerance parses the command line again.
+        command_line(args.upstream_command_line),
     ):
         run(args)
 
@@ -180,17 +182,6 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     picture = metrics.with_name("loss.png")
     plot_loss({Path(name).stem: metrics}, picture)
     print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
-
-
-@contextmanager
-def upstream_command_line(args: Namespace) -> Iterator[None]:
-    """Set ``sys.argv`` to Megatron-LM's arguments, which its fault tolerance parses again."""
-    before = sys.argv
-    sys.argv = [before[0], *args.upstream_command_line]
-    try:
-        yield
-    finally:
-        sys.argv = before
 
 
 @contextmanager

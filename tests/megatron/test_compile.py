@@ -4,8 +4,9 @@ import json
 import shlex
 
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.linear import local_linears
-from megatron_lowbit.megatron.pretrain import run, teardown, upstream_command_line
+from megatron_lowbit.megatron.pretrain import run, teardown
 
 ARGUMENTS = """
     --num-layers 1 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
@@ -20,7 +21,7 @@ ARGUMENTS = """
 
 def losses(folder, *hooks):
     args = parse_arguments([*shlex.split(ARGUMENTS), "--save", str(folder)])
-    with teardown(), upstream_command_line(args):
+    with teardown(), command_line(args.upstream_command_line):
         run(args, hooks)
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [(line["lm_loss"], line["grad_norm"]) for line in lines]

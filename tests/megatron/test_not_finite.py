@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.linear import local_linears
-from megatron_lowbit.megatron.pretrain import run, teardown, upstream_command_line
+from megatron_lowbit.megatron.pretrain import run, teardown
 
 ARGUMENTS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
@@ -50,7 +51,7 @@ def train(recipe: str, backward: bool, *more: str) -> None:
         return chunks
 
     args = parse_arguments([*shlex.split(ARGUMENTS), "--precision-recipe", *recipe.split(), *more])
-    with teardown(), upstream_command_line(args):
+    with teardown(), command_line(args.upstream_command_line):
         run(args, [spoil])
 
 

@@ -50,18 +50,14 @@ class _Row:
 
 
 _TE = "it needs Transformer Engine, and that a GPU"
-_GRAPH = "CUDA graphs need a GPU"
-_FSDP = "Megatron FSDP and FSDP2 need a GPU"
 _KERNEL = "its fused kernel needs a GPU"
+_GRAPH = "CUDA graphs need a GPU"
 _DISPATCH = "its dispatcher needs a GPU"
-_WRITER = "the process that writes checkpoints beside training copies from a GPU"
-_STREAMS = "it overlaps CUDA streams"
-_OFFLOAD = "everything is in the CPU's memory already"
-_FP32 = "a CPU computes in FP32, BF16 and FP16 are slow there"
-_OPTIMIZER = "the precision-aware optimizer is Transformer Engine's"
+_FSDP = "Megatron FSDP and FSDP2 need a GPU"
+_NCCL = "NCCL needs GPUs"
 
-_UNSUPPORTED = (
-    _Row("--distributed-backend", "NCCL needs GPUs", ("nccl",), ("--distributed-backend", "gloo")),
+_REPLACED = (
+    _Row("--distributed-backend", _NCCL, ("nccl",), ("--distributed-backend", "gloo")),
     _Row(
         "--transformer-impl", _TE, ("transformer_engine", "inference_optimized"),
         ("--transformer-impl", "local"),
@@ -70,99 +66,85 @@ _UNSUPPORTED = (
         ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
         ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
     )),
-    _Row("--bf16", _FP32),
-    _Row("--fp16", _FP32),
-    _Row("--fp16-lm-cross-entropy", _FP32),
-    _Row("--fp32-residual-connection", "residuals are FP32 without it"),
-    _Row("--grad-reduce-in-bf16", "gradients are FP32 there, as the parameters are"),
     _Row(
         "--async-strategy", "nvidia-resiliency-ext copies from a GPU", ("nvrx",),
         ("--async-strategy", "mcore"),
     ),
-    _Row("--async-save", _WRITER),
-    _Row("--use-persistent-ckpt-worker", _WRITER),
     _Row(
         "--rerun-mode", "it looks for faults of GPUs", ("validate_results", "report_stats"),
         ("--rerun-mode", "disabled"),
     ),
-    # Attention and fused kernels
     _Row("--attention-backend", _KERNEL, ("flash", "fused", "local")),
-    _Row("--use-flash-attn", _KERNEL),
-    _Row("--flash-attention-version", _KERNEL),
-    _Row("--cross-entropy-loss-fusion", _KERNEL),
-    _Row("--cross-entropy-fusion-impl", _KERNEL),
-    _Row("--use-fused-weighted-squared-relu", _KERNEL),
-    _Row("--fused-residual-rmsnorm", _TE),
-    _Row("--use-te-activation-func", _TE),
-    _Row("--use-transformer-engine-op-fuser", _TE),
-    _Row("--te-rng-tracker", _TE),
-    _Row("--log-max-attention-logit", _TE),
-    _Row("--te-precision-config-file", _TE),
     _Row("--dsa-kernel-backend", _KERNEL, ("tilelang", "cudnn")),
-    # CUDA graphs
     _Row("--cuda-graph-impl", _GRAPH, ("local", "transformer_engine", "full_iteration")),
-    _Row("--cuda-graph-modules", _GRAPH),
-    _Row("--cuda-graph-scope", _GRAPH),
-    _Row("--cuda-graph-warmup-steps", _GRAPH),
-    _Row("--inference-cuda-graph-scope", _GRAPH),
-    _Row("--enable-cuda-graph", _GRAPH),
-    _Row("--external-cuda-graph", _GRAPH),
-    _Row("--optimizer-cuda-graph", _GRAPH),
-    # Experts
-    _Row("--moe-grouped-gemm", _KERNEL),
-    _Row("--moe-permute-fusion", _KERNEL),
-    _Row("--moe-router-fusion", _KERNEL),
     _Row(
         "--moe-token-dispatcher-type", _DISPATCH, ("flex",),
         ("--moe-token-dispatcher-type", "alltoall"),
     ),
-    _Row("--moe-enable-deepep", _DISPATCH),
-    _Row("--moe-flex-dispatcher-backend", _DISPATCH),
-    _Row("--moe-flex-dispatcher-num-sms", _DISPATCH),
-    _Row("--moe-deepep-num-sms", _DISPATCH),
-    _Row("--moe-hybridep-num-sms", _DISPATCH),
-    _Row("--moe-permute-fusion-into-hybridep", _DISPATCH),
-    _Row("--moe-shared-expert-overlap", _STREAMS),
-    _Row("--overlap-moe-expert-parallel-comm", _STREAMS),
-    _Row("--overlap-dispatch-backward-with-experts-wgrad", _STREAMS),
-    # Communication and scheduling
-    _Row("--tp-comm-overlap", _TE),
-    _Row("--delay-wgrad-compute", _TE),
-    _Row("--defer-embedding-wgrad-compute", "it needs the fused accumulation of gradients"),
-    _Row("--wgrad-deferral-limit", "it needs the fused accumulation of gradients"),
-    _Row("--pipeline-model-parallel-comm-backend", "gloo is all there is"),
-    _Row("--nccl-communicator-config-path", "NCCL needs GPUs"),
-    _Row("--high-priority-stream-groups", "a CPU has no streams"),
-    _Row("--use-nccl-ub", "NCCL needs GPUs"),
-    _Row("--use-sharp", "NCCL needs GPUs"),
-    # Sharded parameters
     _Row("--use-megatron-fsdp", _FSDP, (), ("--use-distributed-optimizer",)),
-    _Row("--use-torch-fsdp2", _FSDP),
     _Row(
         "--ckpt-format", _FSDP, ("fsdp_dtensor", "torch_dcp"), ("--ckpt-format", "torch_dist"),
     ),
-    _Row("--data-parallel-sharding-strategy", _FSDP),
-    _Row("--outer-dp-sharding-strategy", _FSDP),
-    _Row("--fsdp-double-buffer", _FSDP),
-    _Row("--fsdp-manual-registration", _FSDP),
-    _Row("--init-model-with-meta-device", _FSDP),
-    # Memory and the optimizer
-    _Row("--fine-grained-activation-offloading", _OFFLOAD),
-    _Row("--offload-modules", _OFFLOAD),
-    _Row("--delay-offload-until-cuda-graph", _OFFLOAD),
-    _Row("--cpu-offloading-num-layers", _OFFLOAD),
-    _Row("--optimizer-cpu-offload", _OFFLOAD),
-    _Row("--use-precision-aware-optimizer", _OPTIMIZER),
-    _Row("--main-grads-dtype", _OPTIMIZER),
-    _Row("--main-params-dtype", _OPTIMIZER),
-    _Row("--exp-avg-dtype", _OPTIMIZER),
-    _Row("--exp-avg-sq-dtype", _OPTIMIZER),
-    # Measurements of a GPU
-    _Row("--gpu-sniff-test-interval", "there is no GPU to test"),
-    _Row("--log-energy", "NVML measures GPUs"),
-    _Row("--nvtx-ranges", "Nsight Systems shows them for GPUs"),
-    _Row("--record-memory-history", "it records the CUDA allocator"),
 )  # fmt: skip
+"""Arguments that are replaced, or of which a CPU supports some values."""
+
+_REMOVED = {
+    "a CPU computes in FP32, BF16 and FP16 are slow there": "--bf16 --fp16 --fp16-lm-cross-entropy",
+    "residuals are FP32 without it": "--fp32-residual-connection",
+    "gradients are FP32 there, as the parameters are": "--grad-reduce-in-bf16",
+    "the process that writes checkpoints beside training copies from a GPU":
+        "--async-save --use-persistent-ckpt-worker",
+    _KERNEL: """
+        --use-flash-attn --flash-attention-version --cross-entropy-loss-fusion
+        --cross-entropy-fusion-impl --use-fused-weighted-squared-relu
+        --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
+    """,
+    _TE: """
+        --fused-residual-rmsnorm --use-te-activation-func --use-transformer-engine-op-fuser
+        --te-rng-tracker --log-max-attention-logit --te-precision-config-file
+        --tp-comm-overlap --delay-wgrad-compute
+    """,
+    _GRAPH: """
+        --cuda-graph-modules --cuda-graph-scope --cuda-graph-warmup-steps
+        --inference-cuda-graph-scope --enable-cuda-graph --external-cuda-graph
+        --optimizer-cuda-graph
+    """,
+    _DISPATCH: """
+        --moe-enable-deepep --moe-flex-dispatcher-backend --moe-flex-dispatcher-num-sms
+        --moe-deepep-num-sms --moe-hybridep-num-sms --moe-permute-fusion-into-hybridep
+    """,
+    "it overlaps CUDA streams": """
+        --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
+        --overlap-dispatch-backward-with-experts-wgrad
+    """,
+    "it needs the fused accumulation of gradients":
+        "--defer-embedding-wgrad-compute --wgrad-deferral-limit",
+    "gloo is all there is": "--pipeline-model-parallel-comm-backend",
+    _NCCL: "--nccl-communicator-config-path --use-nccl-ub --use-sharp",
+    "a CPU has no streams": "--high-priority-stream-groups",
+    _FSDP: """
+        --use-torch-fsdp2 --data-parallel-sharding-strategy --outer-dp-sharding-strategy
+        --fsdp-double-buffer --fsdp-manual-registration --init-model-with-meta-device
+    """,
+    "everything is in the CPU's memory already": """
+        --fine-grained-activation-offloading --offload-modules --delay-offload-until-cuda-graph
+        --cpu-offloading-num-layers --optimizer-cpu-offload
+    """,
+    "the precision-aware optimizer is Transformer Engine's": """
+        --use-precision-aware-optimizer --main-grads-dtype --main-params-dtype --exp-avg-dtype
+        --exp-avg-sq-dtype
+    """,
+    "there is no GPU to test": "--gpu-sniff-test-interval",
+    "NVML measures GPUs": "--log-energy",
+    "Nsight Systems shows them for GPUs": "--nvtx-ranges",
+    "it records the CUDA allocator": "--record-memory-history",
+}  # fmt: skip
+"""Arguments that are removed, by the reason."""
+
+_UNSUPPORTED = (
+    *_REPLACED,
+    *(_Row(flag, reason) for reason, flags in _REMOVED.items() for flag in flags.split()),
+)
 
 
 def adapt_to_cpu(args: Namespace, given: GivenArguments) -> list[str]:

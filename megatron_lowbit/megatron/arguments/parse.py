@@ -154,6 +154,17 @@ def _count_samples(args: Namespace, given: GivenArguments) -> str:
 
 
 @contextmanager
+def command_line(tokens: Sequence[str]) -> Iterator[None]:
+    """Set the arguments in ``sys.argv``, which Megatron-LM parses."""
+    before = sys.argv
+    sys.argv = [before[0], *tokens]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
 def _world_size(ranks: int | None) -> Iterator[None]:
     """Set the environment's number of ranks for Megatron-LM; None leaves it unchanged."""
     before = os.environ.get("WORLD_SIZE")
@@ -177,11 +188,10 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import unset_global_variables
 
-    before = sys.argv
-    sys.argv = [before[0], *tokens]
     args = None
     try:
-        parsed = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        with command_line(tokens):
+            parsed = parse_and_validate_args(extra_args_provider=add_own_arguments)
         if not parsed.dry_run:
             check_samples(parsed)
         args = parsed
@@ -198,7 +208,6 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         # Megatron-LM computes with some values before it checks them.
         raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
     finally:
-        sys.argv = before
         if args is None:
             # Those that are set by now would prevent another run in this process.
             unset_global_variables()

@@ -81,31 +81,26 @@ _EQUIVALENTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("nvfp4", "e2m1"): ("nvfp4", ()),
 }
 """Equivalent recipe of this project for Megatron-LM's recipe and format, with its overrides."""
-_BLOCKS = "bf16_blocks of the recipe take its place"
-_OWN_WEIGHTS = "it is about weights that Transformer Engine stores quantized"
-_DEPENDENT = {
-    "--fp8-format": "the recipe takes its place",
-    "--fp4-format": "the recipe takes its place",
-    "--fp8-recipe": "the recipe takes its place",
-    "--fp4-recipe": "the recipe takes its place",
-    "--first-last-layers-bf16": _BLOCKS,
-    "--num-layers-at-start-in-bf16": _BLOCKS,
-    "--num-layers-at-end-in-bf16": _BLOCKS,
-    "--fp8-amax-history-len": "amax_history of fp8-delayed takes its place",
-    "--fp8-amax-compute-algo": "amax_history of fp8-delayed takes its place",
-    "--no-fp8-wgrad": "wgrad of fp8-delayed takes its place",
-    "--fp8-margin": "the recipes' scales have no margin",
-    "--fp8-interval": "the recipes update scales in every iteration",
-    "--fp8-output-proj": "the recipes leave the output layer in high precision",
-    "--fp8-param-gather": _OWN_WEIGHTS,
-    "--fp4-param-gather": _OWN_WEIGHTS,
-    "--keep-fp8-transpose-cache": _OWN_WEIGHTS,
-    "--reuse-grad-buf-for-mxfp8-param-ag": _OWN_WEIGHTS,
-    "--fp8-quantizer-factory": "only a custom recipe of Megatron-LM reads it",
-    "--fp4-quantizer-factory": "only a custom recipe of Megatron-LM reads it",
-    "--moe-router-padding-for-fp8": "the recipes pad no tokens",
-    "--moe-router-padding-for-quantization": "the recipes pad no tokens",
-}
+_REPLACED = {
+    "the recipe takes its place": "--fp8-format --fp4-format --fp8-recipe --fp4-recipe",
+    "bf16_blocks of the recipe take its place":
+        "--first-last-layers-bf16 --num-layers-at-start-in-bf16 --num-layers-at-end-in-bf16",
+    "amax_history of fp8-delayed takes its place":
+        "--fp8-amax-history-len --fp8-amax-compute-algo",
+    "wgrad of fp8-delayed takes its place": "--no-fp8-wgrad",
+    "the recipes' scales have no margin": "--fp8-margin",
+    "the recipes update scales in every iteration": "--fp8-interval",
+    "the recipes leave the output layer in high precision": "--fp8-output-proj",
+    "it is about weights that Transformer Engine stores quantized": """
+        --fp8-param-gather --fp4-param-gather --keep-fp8-transpose-cache
+        --reuse-grad-buf-for-mxfp8-param-ag
+    """,
+    "only a custom recipe of Megatron-LM reads it":
+        "--fp8-quantizer-factory --fp4-quantizer-factory",
+    "the recipes pad no tokens":
+        "--moe-router-padding-for-fp8 --moe-router-padding-for-quantization",
+}  # fmt: skip
+_DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in flags.split()}
 """Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
 _SILENT = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
