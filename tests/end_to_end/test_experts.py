@@ -43,7 +43,8 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
             # are spread over ranks: the state of one does not load as the other's.
             jobs[f"{name} {ranks}"] = (
                 *EXPERTS, *options, "--expert-model-parallel-size", ranks, "--no-load-optim",
-                "--train-iters", 4, "--load", save, "--save", save, "--save-interval", 1,
+                "--train-iters", 3 + (name == "delayed"), "--load", save, "--save", save,
+                "--save-interval", 1,
             )  # fmt: skip
     for layout, options in {"one": (), "split": SPLIT}.items():
         save = start_from(start, 2, tmp_path / f"tensor parallel {layout}")

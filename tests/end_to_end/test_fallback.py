@@ -9,6 +9,7 @@ from tiny_run import HYBRID, done, metrics, refused
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.megatron import recipe_hook
 from megatron_lowbit.megatron.fallbacks import METRIC
+from megatron_lowbit.megatron.layer_state import LayerState
 
 RUN = ("--fp8-recipe", "fp8-tile", "--train-iters", 4, "--log-interval", 2)
 GUARDED = ("--recipe-set", "fallback=bf16")
@@ -82,10 +83,27 @@ def test_counted_from_a_switch_on(pretrain_here, monkeypatch, guarded, tmp_path)
     assert fprop[0] == 0 and fprop[1] > 0
 
 
+def test_a_rank_without_fallbacks_takes_part_in_the_count(
+    pretrain_here, monkeypatch, guarded, tmp_path
+):
+    """The other ranks wait for its part of the sum."""
+    set_precision = LayerState.set_precision
+
+    def without(state, precision):
+        set_precision(state, precision)
+        state.fallbacks = None
+
+    monkeypatch.setattr(LayerState, "set_precision", without)
+    run = ("--precision-recipe", guarded("*"), "--train-iters", 1, "--save", tmp_path / "run")
+    done(pretrain_here(*run))
+    fprop = [m[f"{METRIC}/fprop"] for m in metrics(tmp_path / "run") if f"{METRIC}/fprop" in m]
+    assert fprop == [0]
+
+
+@pytest.mark.slow
 def test_counted_where_one_stage_has_no_fallback(pretrain_ranks, guarded, tmp_path):
     """The first of two pipeline stages is in BF16 throughout."""
-    save = tmp_path / "run"
-    layers = guarded("decoder.layers.1.*")
+    save, layers = tmp_path / "run", guarded("decoder.layers.1.*")
     pp2 = ("--pipeline-model-parallel-size", 2, "--num-layers", 2, "--train-iters", 1)
     pretrain_ranks({"pp2": (*pp2, "--precision-recipe", layers, "--save", save)})
     assert [m[f"{METRIC}/fprop"] for m in metrics(save) if f"{METRIC}/fprop" in m] == [0]

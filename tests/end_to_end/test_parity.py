@@ -7,11 +7,8 @@ import pytest
 from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
-# Experts are in test_experts.py.
-FAST_LAYOUTS = {
-    name: LAYOUTS[name]
-    for name in ("TP2+SP", "PP2-interleaved", "DP2-distributed", "PP2-mtp", "PP2-hybrid")
-}
+# One of each kind; experts are in test_experts.py.
+FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2-interleaved", "DP2-distributed")}
 FAST_RECIPES = {"nvfp4-group": RECIPES["nvfp4-group"]}
 # Compared with each other, on one process.
 SIGNS = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers import linear, lowbit_linear
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.recipes import load_recipe
 
@@ -54,8 +54,14 @@ def mxnorm(x, weight, **options):
     return mxnorm_linear(x, torch.ones(x.shape[-1]), weight, **options)
 
 
+@pytest.fixture
+def reference(monkeypatch):
+    """Let layers take the reference engine, which compiles nothing itself."""
+    monkeypatch.setattr(linear, "select_engine", lambda device: REFERENCE)
+
+
 @pytest.mark.parametrize("product", [lowbit_linear, mxnorm])
-def test_a_model(product):
+def test_a_model(product, reference):
     """The compiler's own arithmetic stays out: relu and addition have one result."""
     torch.manual_seed(0)
     layers = Linear(64, 128), nn.ReLU(), Linear(128, 64, product)
@@ -68,7 +74,7 @@ def test_the_default_backend_and_engine():
     check(nn.Sequential(Linear(64, 128), nn.ReLU(), Linear(128, 64)))
 
 
-def test_no_break_allowed_is_an_error():
+def test_no_break_allowed_is_an_error(reference):
     model = Linear(64, 32)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="lowbit_linear"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.randn(16, 64))
