@@ -1,4 +1,4 @@
-"""A tiny dataset, and three ways to run pretrain_gpt.py on it."""
+"""Fixtures with a tiny dataset, and three ways to run pretrain_gpt.py on it."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# A tokenizer that is no folder here is not looked for elsewhere, again and again.
+# Do not look up a missing tokenizer folder on the Hugging Face hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
@@ -35,7 +35,7 @@ def launch(command: list[str]) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A folder with ``data.bin``, ``data.idx`` and ``tokenizer/``."""
+    """Folder with ``data.bin``, ``data.idx`` and ``tokenizer/``."""
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder)
     return folder
@@ -49,13 +49,13 @@ def no_pictures():
 
 @pytest.fixture(scope="module")
 def memory() -> dict:
-    """Where the runs are, once they were made."""
+    """Folders of the runs so far."""
     return {}
 
 
 @pytest.fixture
 def pretrain_here(corpus, capsys):
-    """Runs a script's main in this process: seconds faster, for what needs no new one."""
+    """Function that runs a script's main in this process, which is seconds faster."""
 
     def run(*arguments: object) -> Result:
         with pytest.raises(SystemExit) as ended:
@@ -68,7 +68,7 @@ def pretrain_here(corpus, capsys):
 
 @pytest.fixture
 def pretrain_command(corpus):
-    """Runs pretrain_gpt.py as a command of its own, in one process or by torchrun."""
+    """Function that runs pretrain_gpt.py as a command, in one process or by torchrun."""
 
     def run(*arguments: object, processes: int = 1) -> subprocess.CompletedProcess:
         launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
@@ -80,10 +80,10 @@ def pretrain_command(corpus):
 
 @pytest.fixture
 def pretrain_ranks(corpus, tmp_path):
-    """Makes several runs, {name: arguments}, one after another in the same processes.
+    """Function of {name: arguments} that makes several runs in the same processes.
 
-    Returns the folder of NAME.RANK.pt, the amax histories that each rank had; see ``tiny_run``.
-    The runs named in ``refused`` must end in bad input on all ranks, and no others.
+    It returns the folder of NAME.RANK.pt, the amax histories of each rank; see ``tiny_run``.
+    Exactly the runs named in ``refused`` must be refused, on all ranks.
     """
 
     def run(runs: dict[str, tuple], refused: tuple[str, ...] = (), processes: int = 2) -> Path:

@@ -1,6 +1,6 @@
-"""A pretraining run with a gradient that is not finite: ``faulty_run.py ITERATION ...``.
+"""Pretraining run with a gradient that is not finite: ``faulty_run.py ITERATION ...``.
 
-What follows are the arguments of the run. The iteration is counted from 1.
+The iteration is counted from 1. The arguments of the run follow it.
 """
 
 import sys
@@ -15,7 +15,7 @@ from megatron_lowbit.megatron.steps import steps_of
 
 
 def spoiled(args: Namespace, faulty: int):
-    """Return a hook that lets a gradient be NaN in an iteration."""
+    """Return a hook that sets a gradient to NaN in an iteration."""
 
     def hook(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         now = []

@@ -1,7 +1,7 @@
-"""One rank of a torchrun job that makes several runs one after another: ``rank_of_runs.py JOB``.
+"""Rank of a torchrun job that makes several runs one after another: ``rank_of_runs.py JOB``.
 
-Most of the time of a run of its own would go into importing torch. Megatron-LM's checkpoint writers
-start processes that import this file anew: it imports nothing else.
+A process for each run would spend most of its time importing torch. Megatron-LM's checkpoint
+writers start processes that import this file, which therefore imports nothing else.
 """
 
 import sys

@@ -84,7 +84,7 @@ TWO = ["--fp8-recipe", "fp8-tile", "--fp4-recipe", "mxfp4-backward"]
     ],
 )
 def test_recipes_that_do_not_fit(pretrain_here, tmp_path, arguments, words):
-    """Nothing is left behind, not even the folder to save to."""
+    """A refused run leaves no files, not even the folder to save to."""
     save = tmp_path / "run"
     error = refused(pretrain_here(*arguments, "--train-iters", 1, "--save", save))
     for word in words:
@@ -93,7 +93,7 @@ def test_recipes_that_do_not_fit(pretrain_here, tmp_path, arguments, words):
 
 
 def test_switch_whose_rule_matches_nothing(pretrain_here, tmp_path):
-    """Found at the start, not when the switch comes."""
+    """The rule is checked at the start, not at the switch."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
         "name: mine\nconfigs: {low: {input: {format: nvfp4}}}\nmatchers:\n"

@@ -1,4 +1,4 @@
-"""A run whose newest checkpoint is damaged or dangerous: refused in one line, or gone back from."""
+"""Runs whose newest checkpoint is damaged or malicious: refusal, or an older checkpoint."""
 
 import io
 import os
@@ -21,7 +21,7 @@ NEWEST = "iter_0000006"
 
 @pytest.fixture
 def whole(memory, pretrain_here, tmp_path_factory) -> Path:
-    """A run of six iterations that keeps two checkpoints."""
+    """Folder of a run of six iterations that keeps two checkpoints."""
     if not memory:
         save = memory["whole"] = tmp_path_factory.mktemp("whole") / "run"
         done(pretrain_here(*RUN, "--train-iters", 6, "--save", save, "--save-keep-last", 2))
@@ -30,13 +30,13 @@ def whole(memory, pretrain_here, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def save(whole, tmp_path) -> Path:
-    """A copy of it, to damage."""
+    """Copy of the folder, for damage."""
     return shutil.copytree(whole, tmp_path / "run")
 
 
 @pytest.fixture
 def resume(pretrain_here, save):
-    """Goes on for two more iterations."""
+    """Function that resumes for two more iterations."""
     return lambda *more: pretrain_here(
         *RUN, "--train-iters", 8, "--load", save, "--save", save, *more
     )
@@ -101,7 +101,7 @@ def test_an_empty_tracker_is_mended(save, resume):
 
 
 class Evil:
-    """A pickle of it creates a folder where it is loaded."""
+    """Object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -111,7 +111,7 @@ class Evil:
 
 
 def plant(checkpoint: Path, place: str, evil: Evil) -> Path:
-    """Plant a pickle in a checkpoint; return the file that holds it."""
+    """Insert a malicious pickle into a checkpoint; return its file."""
     if place == "metadata":
         (checkpoint / ".metadata").write_bytes(pickle.dumps(evil))
         return checkpoint / ".metadata"
@@ -137,7 +137,7 @@ def plant(checkpoint: Path, place: str, evil: Evil) -> Path:
 @pytest.mark.parametrize("recorded", [True, False], ids=["with a record", "without"])
 @pytest.mark.parametrize("place", ["metadata", "common.pt", "common_state", "rng_state"])
 def test_a_planted_pickle_is_refused_and_does_not_run(save, resume, tmp_path, place, recorded):
-    """Also where its checksum is on record, as whoever plants one would see to."""
+    """An attacker would also record the checksum."""
     trace = tmp_path / "trace"
     (save / NEWEST / "lowbit.json").unlink()
     file = plant(save / NEWEST, place, Evil(trace))
@@ -149,7 +149,7 @@ def test_a_planted_pickle_is_refused_and_does_not_run(save, resume, tmp_path, pl
 
 
 def test_a_disk_that_is_full_leaves_the_checkpoint_before(save, resume, pretrain_command):
-    """A limit on file size stands for it: the kernel refuses the write in the middle of a file."""
+    """A limit on file size has the same effect: the kernel refuses a write within a file."""
     import resource
     import subprocess
 

@@ -1,4 +1,4 @@
-"""Delayed scaling in a run: what its amax histories survive, and what must not change them."""
+"""Delayed scaling in a run: amax histories across resumption, layouts and evaluation."""
 
 from itertools import pairwise
 
@@ -25,13 +25,13 @@ FORWARD, GRADIENTS = [0, 1, 5], [2, 4]
 
 
 def equal(one: dict, other: dict) -> bool:
-    """Whether two sets of histories are the same to the bit."""
+    """Return True if two sets of histories are the same to the bit."""
     return one.keys() == other.keys() and all(torch.equal(one[path], other[path]) for path in one)
 
 
 @pytest.fixture
 def whole(memory, pretrain_here, tmp_path_factory):
-    """(folder, histories by iteration) of six iterations, saved after each one."""
+    """Pair (folder, histories by iteration) of a run of six iterations that saves each."""
     if not memory:
         folder = tmp_path_factory.mktemp("delayed") / "whole"
         with recorded_histories() as recorded:
@@ -42,7 +42,7 @@ def whole(memory, pretrain_here, tmp_path_factory):
 
 @pytest.fixture
 def train(pretrain_here, tmp_path):
-    """Runs NAME with delayed scaling: (steps, histories by iteration)."""
+    """Function that runs NAME with delayed scaling and returns (steps, histories by iteration)."""
 
     def run(name: str, *arguments, recipe=FP8) -> tuple[dict, dict]:
         save = tmp_path / name
@@ -55,7 +55,7 @@ def train(pretrain_here, tmp_path):
 
 
 def test_a_step_appends_its_amaxes(whole, train):
-    """They shift in from the right; the gradient of dgrad is wgrad's, the input fprop's."""
+    """Amaxes enter on the right. GEMMs share the amaxes of gradient and input."""
     histories = [whole[1][iteration][FC1] for iteration in range(7)]
     assert (histories[0] == -1).all()
     for old, new in pairwise(histories):
@@ -69,7 +69,7 @@ def test_a_step_appends_its_amaxes(whole, train):
 
 
 def test_scales_come_from_the_history_once_it_is_long_enough(whole, train):
-    """The first two steps take each tensor's own amax, as tensorwise scaling does for ever."""
+    """The first two steps use each tensor's own amax, like tensorwise scaling."""
     tensorwise, _ = train("tensorwise", "--train-iters", 3, recipe=TENSORWISE)
     delayed = steps(whole[0])
     assert [delayed[step] == tensorwise[step] for step in (1, 2, 3)] == [True, True, False]
@@ -77,7 +77,7 @@ def test_scales_come_from_the_history_once_it_is_long_enough(whole, train):
 
 @pytest.mark.parametrize(("iteration", "launcher"), [(2, "pretrain_command"), (4, "pretrain_here")])
 def test_resumes_to_the_bit(whole, request, tmp_path, iteration, launcher):
-    """In a process of its own and in this one."""
+    """The resumed run is in another process, or in this one."""
     pretrain, (folder, recorded) = request.getfixturevalue(launcher), whole
     saved = saved_histories(folder / f"iter_{iteration:07d}")
     assert len(saved) == 16
@@ -89,7 +89,7 @@ def test_resumes_to_the_bit(whole, request, tmp_path, iteration, launcher):
 
 
 def test_a_run_without_histories_leaves_those_of_a_checkpoint(whole, pretrain_here, tmp_path):
-    """It goes on, and with other steps: what the test of resuming compares can differ."""
+    """The run resumes with other steps, so that the test of resumption can fail."""
     save = start_from(whole[0], 2, tmp_path / "tensorwise")
     done(pretrain_here(*TENSORWISE, "--train-iters", 3, "--load", save, "--save", save))
     assert steps(save)[3] != steps(whole[0])[3]
@@ -127,7 +127,7 @@ def test_a_history_of_another_length_is_refused_and_the_fix_named(
 
 
 def test_what_the_kept_steps_suffice_for_may_change(whole, train, tmp_path):
-    """From 2 steps to 4 of just-in-time scaling: steps 3 and 4 take each tensor's own amax."""
+    """Steps 3 and 4 also scale just in time after the change, by each tensor's own amax."""
     for name in ("longer", "tensorwise"):
         start_from(whole[0], 2, tmp_path / name)
     goes_on = ("--train-iters", 5, "--load")
@@ -144,14 +144,14 @@ def test_what_the_kept_steps_suffice_for_may_change(whole, train, tmp_path):
     ids=["evaluation", "full recomputation"],
 )
 def test_leaves_losses_and_histories_as_they_are(whole, train, arguments):
-    """Neither a forward pass without a backward one nor a second one counts."""
+    """Neither evaluation nor recomputation adds amaxes."""
     actual, recorded = train("again", "--train-iters", 4, *arguments)
     assert actual == {k: v for k, v in steps(whole[0]).items() if k <= 4}
     assert all(equal(recorded[iteration], whole[1][iteration]) for iteration in range(5))
 
 
 def test_a_step_is_an_optimizer_step_not_a_microbatch(whole, train):
-    """Four microbatches record what two of twice the size do: the largest, in one entry."""
+    """Four microbatches record the same maximum in one entry as two of twice the size."""
     _, split = train("split", "--train-iters", 1, "--micro-batch-size", 1)
     for path, entries in whole[1][1].items():
         assert torch.equal(split[1][path] >= 0, entries >= 0)
@@ -195,7 +195,7 @@ matchers:
 def test_two_ranks_load_and_keep_the_histories_of_one(
     whole, pretrain_here, pretrain_ranks, train, tmp_path
 ):
-    """Each layout goes on from one process's checkpoint, its ranks' histories staying equal.
+    """Each layout resumes from one process's checkpoint, with equal histories on both ranks.
 
     They stay equal to that process's, too. Gradients of two data-parallel ranks are twice as
     large, for each rank divides its loss by one microbatch instead of two. Only tensor parallelism

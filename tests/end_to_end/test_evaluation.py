@@ -1,4 +1,4 @@
-"""Validation without quantization by default, in the recipe's precision if asked for."""
+"""Validation without quantization, or in the recipe's precision."""
 
 import pytest
 from tiny_run import done, metrics, steps

@@ -1,4 +1,4 @@
-"""Mixture of experts: expert parallelism against none, from one checkpoint; what is refused."""
+"""Mixture of experts: expert parallelism compared with one process, and refusals."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ PARITY = {
 
 @pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
-    """(folder of the runs' folders ``NAME EP``, folder of the histories that ranks had)."""
+    """Pair (folder of the runs' folders ``NAME EP``, folder of the ranks' histories)."""
     if memory:
         return memory["runs"]
     start = tmp_path / "start"
@@ -64,7 +64,7 @@ def test_expert_parallelism_agrees(runs, name):
 
 
 def test_tensor_parallelism_agrees(runs):
-    """With the group's scales the same tokens are quantized to the same bits."""
+    """Ranks share the group's scales, so that tokens are quantized to the same bits."""
     one, split = (steps(runs[0] / f"tensor parallel {layout}")[3] for layout in ("one", "split"))
     assert split[0] == pytest.approx(one[0], rel=1e-5)
     assert split[1] == pytest.approx(one[1], rel=1e-4)
@@ -100,7 +100,7 @@ def test_histories_belong_to_global_experts(runs):
 
 
 def test_experts_without_tokens(pretrain_here, tmp_path):
-    """A microbatch has 32 tokens: of 40 experts some get none."""
+    """A microbatch has 32 tokens for 40 experts, some of which get none."""
     many = ("--num-layers", 1, "--num-experts", 40, "--moe-ffn-hidden-size", 32,
             "--moe-router-topk", 1, "--moe-router-pre-softmax", "--micro-batch-size", 1,
             "--global-batch-size", 1, "--train-iters", 2, "--save", tmp_path)  # fmt: skip

@@ -1,4 +1,4 @@
-"""--fused-allreduce-norm on a CPU: the losses of the layers it replaces."""
+"""Losses with --fused-allreduce-norm on a CPU compared with separate layers."""
 
 import pytest
 from tiny_run import losses
@@ -11,7 +11,7 @@ RECOMPUTED = ("--recompute-granularity", "full", "--recompute-method", "uniform"
 
 @pytest.mark.slow
 def test_the_same_losses(pretrain_ranks, tmp_path):
-    """By the layers it replaces from its checkpoint on."""
+    """The separate layers resume from the fused run's checkpoint."""
     runs = {
         "plain": TWO,
         "half": (*TWO, *FUSED, "--exit-interval", 2),
@@ -26,7 +26,7 @@ def test_the_same_losses(pretrain_ranks, tmp_path):
 
 @pytest.mark.slow
 def test_the_same_losses_under_a_recipe(pretrain_ranks, tmp_path):
-    """Codes of rows that are the same up to the last bits of the norm, which flip some codes."""
+    """The norms differ in their last bits, which changes some codes."""
     # MXFP8's blocks are 32 wide: the tiny model's rows hold two.
     recipe = ("--precision-recipe", "mxfp8")
     runs = {"plain": (*TWO, *recipe), "fused": (*TWO, *recipe, "--fused-allreduce-norm")}

@@ -1,4 +1,4 @@
-"""A long run's memory does not grow. The file is its own worker, since a process is measured."""
+"""Constant memory of a long run. This file is also the measured process."""
 
 import json
 import subprocess
@@ -27,13 +27,13 @@ def test_memory_stays_flat_for_5000_iterations(tmp_path):
 
 @pytest.mark.gpu
 def test_memory_stays_flat_with_asynchronous_saves(tmp_path):
-    """The second half of a run that saves 20 times."""
+    """The test measures the second half of a run that saves 20 times."""
     growth = growth_of_a_run(tmp_path, 1000, "--num-layers", 2, "--save-interval", 50, *ASYNC)
     assert growth < 5
 
 
 def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> float:
-    """Return the KB an iteration by which a run's resident memory grew in its second half."""
+    """Return the growth of a run's resident memory in its second half, in KB per iteration."""
     given = (*COMMON, "--train-iters", iterations, "--save", folder / "run", *extra)
     command = [sys.executable, __file__, *arguments_for(folder, given)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -46,7 +46,7 @@ def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> float:
 
 
 def worker(arguments: list[str]) -> None:
-    """Run, and print the KB that were resident before each iteration."""
+    """Run, and print the resident memory in KB before each iteration."""
     resident: list[int] = []
 
     def watch(chunks: list, args: object) -> list:
@@ -60,7 +60,7 @@ def worker(arguments: list[str]) -> None:
 
 
 def resident_kb() -> int:
-    """Return what this process holds in memory now."""
+    """Return the resident memory of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
 

@@ -1,4 +1,4 @@
-"""Hybrids as a user trains them: recipes, layouts through checkpoints, exact resume."""
+"""Training of hybrids: recipes, changes of layout, exact resumption."""
 
 import pytest
 from tiny_run import HYBRID, done, losses, start_from, steps
@@ -34,7 +34,7 @@ def test_it_learns(recipe, pretrain_here, tmp_path):
 
 @pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
-    """A chain of runs, each in another layout, and a run that none of them interrupts."""
+    """Folders of a chain of runs in different layouts, and of an uninterrupted run."""
     if memory:
         return memory["folder"]
     model = (*HYBRID, *DISTRIBUTED, "--lr", 1e-3, "--save-interval", 2)

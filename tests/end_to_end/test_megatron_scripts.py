@@ -1,4 +1,4 @@
-"""The arguments of Megatron-LM's example scripts, with a tiny model, on this machine."""
+"""Arguments of Megatron-LM's example scripts, with a tiny model."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""MXNorm as a user switches it on: training, RMSNorm's checkpoints, what does not fit."""
+"""Runs with MXNorm: training, RMSNorm's checkpoints, refusals."""
 
 import pytest
 from tiny_run import HYBRID, done, losses, refused, saved_tensors

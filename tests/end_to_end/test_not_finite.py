@@ -1,4 +1,4 @@
-"""A gradient that is not finite: Megatron-LM ends the run, or it goes back and skips its data."""
+"""Runs with a gradient that is not finite: the end, or a restart without its data."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def train(corpus: Path, save: Path, *more: object):
 
 
 def test_megatron_lm_ends_the_run(corpus, tmp_path):
-    """With an error and its place; what was saved before stays, and nothing bad is saved."""
+    """The error has its place. Earlier checkpoints stay, and no invalid one is saved."""
     result = train(corpus, tmp_path)
     assert result.returncode == 1
     assert "Unexpected result nan" in result.stderr and "iteration" in result.stderr
@@ -27,7 +27,7 @@ def test_megatron_lm_ends_the_run(corpus, tmp_path):
 
 
 def test_it_goes_back_and_skips_the_data(corpus, pretrain_here, tmp_path):
-    """As a run does that is told to skip the iteration from its start."""
+    """The result equals that of a run with --iterations-to-skip from its start."""
     result = train(corpus, tmp_path / "faulty", "--skip-bad-iterations", 2)
     done(result)
     assert "iteration 4: loss or gradients are not finite: back to the last" in result.stdout

@@ -1,4 +1,4 @@
-"""Layouts against one process, from one checkpoint: the same steps, to the bounds of the table."""
+"""Parallel layouts compared with one process within the bounds of a table."""
 
 from pathlib import Path
 
@@ -29,13 +29,13 @@ def run(layouts: dict, recipes: dict, data: list, folder: Path, iterations: int)
 
 @pytest.fixture(scope="module")
 def data(corpus) -> list[str]:
-    """Arguments of the tiny data."""
+    """Arguments for the tiny data."""
     model = ["--tokenizer-model", str(corpus / "tokenizer"), "--num-workers", "0"]
     return ["--data-path", str(corpus / "data"), "--tokenizer-type", "HuggingFaceTokenizer", *model]
 
 
 def check(cells: dict, layouts: dict, recipes: dict) -> None:
-    """Check that no cell exceeds its bounds, and none was left uncompared."""
+    """Check that every cell was compared and is within its bounds."""
     compared = {place for place, cell in cells.items() if cell.difference is not None}
     assert compared == {(layout, recipe) for layout in layouts for recipe in recipes}
     complaints = [cell.complaint(layouts, recipes) for cell in cells.values()]
@@ -43,14 +43,14 @@ def check(cells: dict, layouts: dict, recipes: dict) -> None:
 
 
 def test_layouts_agree(data, tmp_path):
-    """The first step after the checkpoint."""
+    """The first step after the checkpoint is compared."""
     cells = run(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], tmp_path, iterations=1)
     check(cells, FAST_LAYOUTS, FAST_RECIPES)
 
 
 @pytest.mark.slow
 def test_other_signs_exceed_the_bounds(data, tmp_path):
-    """Where no layer is split; where one is, tests/layers compares the quantized bits."""
+    """Only layouts without split layers are compared; tests/layers compares the bits of others."""
     layouts = {"recompute-selective": LAYOUTS["recompute-selective"]}
     cells = run(layouts, SIGNS, [*data, *FAST], tmp_path, iterations=1)
     fresh, fixed = (cells["single-dense", name] for name in SIGNS)

@@ -1,4 +1,4 @@
-"""A run whose blend of datasets changes: it ends at the transition, and goes on with other data."""
+"""Runs whose blend of datasets changes, with an end and a resumption at the transition."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ WEB, CODE = range(10, 100), range(200, 290)
 
 @pytest.fixture
 def datasets(tmp_path):
-    """Two datasets that have no token in common."""
+    """Two datasets without common tokens."""
     for name, ids in (("web", WEB), ("code", CODE)):
         builder = IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.uint16)
         for _ in range(40):
@@ -28,7 +28,7 @@ def datasets(tmp_path):
 
 @pytest.fixture
 def tokens_seen(monkeypatch):
-    """A list of the first token of each sample that a run loads."""
+    """First tokens of the samples that a run loads."""
     seen: list[int] = []
     original = forward_step._check_ids
 
@@ -41,7 +41,7 @@ def tokens_seen(monkeypatch):
 
 
 def test_each_phase_has_its_blend(pretrain_here, datasets, tokens_seen, tmp_path):
-    """The schedule of the learning rate goes on through both."""
+    """The learning rate's schedule covers both phases."""
     web, code = datasets
     run = ("--save", tmp_path / "run", "--load", tmp_path / "run")
     for blend, most in (((0.9, web, 0.1, code), WEB), ((0.1, web, 0.9, code), CODE)):

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py as a user runs it: it learns, evaluates, and leaves what it promises."""
+"""Runs of pretrain_gpt.py: loss, evaluation and output files."""
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import done, losses, metrics, steps
@@ -43,7 +43,7 @@ def test_evaluation_changes_nothing(pretrain_here, tmp_path):
 
 
 def test_finetuning_begins_with_the_model_at_iteration_0(pretrain_here, tmp_path):
-    """With a rate of 0 the model stays what it was: its loss on the data that trained it."""
+    """A learning rate of 0 keeps the model and thus its loss on the training data."""
     first, second = tmp_path / "first", tmp_path / "second"
     done(pretrain_here(*NVFP4, "--train-iters", 3, "--save", first))
     load = ("--load", first, "--finetune", "--lr", 0)

@@ -1,4 +1,4 @@
-"""Every shipped recipe trains: down to a lower loss, with the arithmetic that its table shows."""
+"""Training with every shipped recipe: loss, arithmetic, and the printed table."""
 
 import math
 from pathlib import Path
@@ -37,7 +37,7 @@ LENGTH = 6
 
 @pytest.fixture
 def trained(memory, pretrain_here, tmp_path):
-    """Trains a row, or remembers it: (standard output, steps)."""
+    """Function that trains a row once and returns (standard output, steps)."""
 
     def train(name: str) -> tuple[str, dict]:
         if name not in memory:
@@ -61,7 +61,7 @@ def test_every_shipped_recipe_is_here():
 
 @pytest.mark.parametrize("name", ROWS)
 def test_trains_to_a_lower_loss(trained, name):
-    """It starts near the uniform distribution's loss and ends clearly below."""
+    """The loss begins near that of a uniform distribution."""
     _, quantized, shown = ROWS[name]
     output, curve = trained(name)
     assert f"{quantized} of 16 linear layers quantized" in output
@@ -73,7 +73,7 @@ def test_trains_to_a_lower_loss(trained, name):
 
 
 def test_no_two_rows_compute_the_same(trained):
-    """Forward quantization shows in the first loss, backward quantization in its gradient."""
+    """Forward quantization changes the first loss, backward quantization its gradient."""
     curves = {name: trained(name)[1] for name in ROWS}
     assert len({tuple(curve.values()) for curve in curves.values()}) == len(ROWS)
     first = {name: curve[1][0] for name, curve in curves.items()}
@@ -82,7 +82,7 @@ def test_no_two_rows_compute_the_same(trained):
 
 
 def test_delayed_scaling_starts_as_tensorwise_scaling(trained):
-    """Until as many steps are recorded as it waits for, and no longer."""
+    """Both are equal until the history has the configured number of steps."""
     delayed, tensorwise = (trained(name)[1] for name in ("fp8-delayed", "fp8-tensorwise"))
     assert [delayed[step] == tensorwise[step] for step in delayed] == [True] * 4 + [False] * 2
 
@@ -91,7 +91,7 @@ def test_delayed_scaling_starts_as_tensorwise_scaling(trained):
     ("megatron", "own"), [("blockwise", "fp8-tile"), ("tensorwise", "fp8-tensorwise")]
 )
 def test_megatron_lm_spelling(trained, pretrain_here, tmp_path, megatron, own):
-    """Same table, same losses."""
+    """Both spellings have the same table and losses."""
     _, curve = run(pretrain_here, f"--fp8-recipe {megatron}", 2, tmp_path / "run")
     expected = trained(own)[1]
     assert curve == {step: expected[step] for step in (1, 2)}

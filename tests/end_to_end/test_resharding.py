@@ -1,4 +1,4 @@
-"""A checkpoint saved in one layout loads in any other, its optimizer's state included, to the bit.
+"""Loading checkpoints in other layouts, with the optimizer's state, to the bit.
 
 A run that loads the iteration it should end at trains nothing, and saves again in its own layout:
 so checkpoints are passed on here. The vocabulary is padded alike in all layouts.
@@ -44,7 +44,7 @@ REFUSED = "context parallel"
 
 @pytest.fixture
 def chain(pretrain_here, pretrain_ranks, tmp_path) -> Path:
-    """The folder of folders of the chain of layouts."""
+    """Folder with the folders of a chain of layouts."""
     model = (*MODEL, *DISTRIBUTED)
     done(pretrain_here(*model, "--save", tmp_path / "single"))
     pretrain_ranks(
@@ -59,7 +59,7 @@ def chain(pretrain_here, pretrain_ranks, tmp_path) -> Path:
 
 @pytest.fixture
 def runs(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
-    """The folder of folders of all other runs."""
+    """Folder with the folders of all other runs."""
     if memory:
         return memory["folder"]
     jobs = {}
@@ -83,7 +83,7 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path) -> Path:
 
 
 def passed_on(folder: Path, model: tuple, source: str, name: str, layout: tuple) -> tuple:
-    """Return the run that loads the checkpoint in folder ``source`` and saves it in ``name``."""
+    """Return arguments of a run that loads folder ``source`` and saves ``name``."""
     return (*model, *layout, "--load", folder / source, "--save", folder / name)
 
 
@@ -92,7 +92,7 @@ def content(folder: Path, iteration: int = ITERATIONS) -> dict[str, torch.Tensor
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Return the keys under which two checkpoints do not have the same bits."""
+    """Return the keys of tensors with different bits in two checkpoints."""
     return [
         key
         for key in sorted(one.keys() | other.keys())
@@ -125,7 +125,7 @@ def test_training_goes_on_in_other_layouts(runs, optimizer):
 
 
 def test_a_checkpoint_does_not_depend_on_overlapped_communication(runs):
-    """Without the gather that saving forces, each rank would hold old parameters of the other's.
+    """Each rank would save old parameters of the other rank without a gather before it.
 
     No evaluation, which gathers too, comes before the first of these.
     """
@@ -139,7 +139,7 @@ def test_latent_attention_trains_in_a_pipeline(runs):
 
 
 def test_context_parallelism_is_refused_in_one_line(runs, memory):
-    """By Megatron-LM's own local attention."""
+    """Megatron-LM's local attention refuses it."""
     for rank in range(2):
         message = (memory["refused"] / f"{REFUSED}.{rank}.error").read_text()
         assert "Context parallelism is only supported by TEDotProductAttention" in message

@@ -1,4 +1,4 @@
-"""A run resumed from a checkpoint repeats the uninterrupted one to the bit, in every way to train.
+"""Resumed runs repeat uninterrupted ones to the bit, with all training features.
 
 Losses and gradient norms are compared as metrics.jsonl has them. Random states, the order of the
 data, stochastic rounding and optimizers all have a part in them.
@@ -46,7 +46,7 @@ SAVED = 3
 
 @pytest.fixture
 def train(memory, pretrain_here, tmp_path_factory) -> Callable[[str], Path]:
-    """Makes a whole run, or remembers it: saves in the middle and at the end."""
+    """Function that makes a whole run once, with checkpoints in the middle and at the end."""
 
     def run(way: str) -> Path:
         if way not in memory:
@@ -62,7 +62,7 @@ def whole(save: Path) -> tuple:
 
 
 def rest(source: Path, save: Path) -> tuple:
-    """The arguments of a run that goes on from the checkpoint in the middle of another."""
+    """Return arguments of a run that resumes from the middle of another."""
     start_from(source, SAVED, save)
     return "--train-iters", LENGTH, "--load", save, "--save", save
 
@@ -86,14 +86,14 @@ def test_one_process(train, pretrain_here, tmp_path, way):
 
 
 def test_another_process(train, pretrain_command, tmp_path):
-    """Nothing that a process keeps takes part."""
+    """The result does not depend on the state of a process."""
     way = "nvfp4 with dropout"
     done(pretrain_command(*WAYS[way], *rest(train(way), tmp_path / "rest")))
     check(tmp_path / "rest", train(way))
 
 
 def test_without_the_checkpoints_states_nothing_is_repeated(train, pretrain_here, tmp_path):
-    """The comparison can fail: with other random numbers, and without amax histories."""
+    """Other random numbers, or no amax histories, change the steps."""
     for way, other in (
         ("nvfp4", (*NVFP4, "--seed", 4321)),
         ("delayed scaling", ("--fp8-recipe", "fp8-tensorwise")),
@@ -105,7 +105,7 @@ def test_without_the_checkpoints_states_nothing_is_repeated(train, pretrain_here
 
 @pytest.mark.parametrize("kind", [FULL, SELECTIVE], ids=["full", "selective"])
 def test_recomputation_replays_rounding_and_dropout(train, pretrain_here, tmp_path, kind):
-    """Losses and gradients are those of a run that recomputes nothing."""
+    """Losses and gradients equal those of a run without recomputation."""
     way = "full recomputation" if kind == FULL else "selective recomputation"
     assert steps(train(way)) == steps(train("nvfp4 with dropout"))
 
@@ -130,7 +130,7 @@ RANKS = {
 
 
 def test_two_ranks(pretrain_ranks, tmp_path):
-    """All runs in one job; a run's folder is copied after it, so first all whole runs."""
+    """One job makes all whole runs before their folders are copied."""
     pretrain_ranks({way: (*RANKS[way], *whole(tmp_path / way)) for way in RANKS})
     (tmp_path / "2-ranks").rename(tmp_path / "whole")
     pretrain_ranks(

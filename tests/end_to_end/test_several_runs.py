@@ -1,4 +1,4 @@
-"""A process that trains several times, as studies and these tests do."""
+"""Several runs in one process, as in studies and in these tests."""
 
 import os
 
@@ -14,7 +14,7 @@ def test_a_run_takes_its_process_groups_with_it(pretrain_here):
 
 
 def test_experts_in_more_layers_than_before(pretrain_here):
-    """Megatron-LM's record of auxiliary losses has as many layers as the run that began it."""
+    """Megatron-LM allocates its record of auxiliary losses for the layers of the first run."""
     experts = ("--num-experts", 2, "--moe-ffn-hidden-size", 32, "--moe-aux-loss-coeff", 0.01,
                "--moe-router-load-balancing-type", "aux_loss", "--train-iters", 1)  # fmt: skip
     for layers in (1, 2):

@@ -1,4 +1,4 @@
-"""What a run survives: being killed, also while it saves, being told to stop, and what it does not.
+"""Runs that are killed, also during a save, or stopped by a signal.
 
 A killed run is started again with the same command, as a launcher would.
 """
@@ -29,7 +29,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval",
 
 
 def start(corpus: Path, save: Path, *arguments: object, ranks: int = 1) -> subprocess.Popen:
-    """Start a run, which prints to a file beside ``save``: nobody empties a pipe meanwhile."""
+    """Start a run that prints to a file beside ``save``; a pipe would fill up."""
     given = (*NVFP4, "--save", save, "--load", save, *arguments)
     save.parent.mkdir(parents=True, exist_ok=True)
     launcher = [*TORCHRUN, str(ranks)] if ranks > 1 else []
@@ -65,13 +65,13 @@ def wait_until(process: subprocess.Popen, save: Path, reached: Callable[[], bool
 
 
 def kill(process: subprocess.Popen) -> None:
-    """Kill a run and the processes that it started, as the loss of a machine does."""
+    """Kill a run and the processes that it started, like the loss of a machine."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def named(save: Path) -> int:
-    """Return the iteration that the tracker file names; what a start mends it to if it is empty."""
+    """Return the iteration in the tracker file; if it is empty, the one that a start writes."""
     tracker = save / TRACKER
     text = tracker.read_text().strip() if tracker.exists() else "0"
     return int(text) if text else last_saved(save) or 0
@@ -83,7 +83,7 @@ def saved_above(save: Path, iteration: int) -> Callable[[], bool]:
 
 @pytest.fixture
 def uninterrupted(memory, pretrain_here, tmp_path_factory) -> Path:
-    """The folder of a run that nothing befell, made in this process."""
+    """Folder of an uninterrupted run in this process."""
     if not memory:
         memory["save"] = tmp_path_factory.mktemp("uninterrupted") / "save"
         done(pretrain_here(*NVFP4, "--save", memory["save"]))
@@ -91,7 +91,7 @@ def uninterrupted(memory, pretrain_here, tmp_path_factory) -> Path:
 
 
 def check_same(save: Path, uninterrupted: Path, last: int) -> None:
-    """Compare what a run has made with what it should have; it was killed last after ``last``."""
+    """Compare a run's files with the uninterrupted run's; the last kill came after ``last``."""
     made, whole = steps(save), steps(uninterrupted)
     # The last iterations before the loss of a machine may have been saved and not yet written down.
     assert made == {step: whole[step] for step in made}
@@ -103,7 +103,7 @@ def check_same(save: Path, uninterrupted: Path, last: int) -> None:
 def check_killed(
     corpus: Path, save: Path, uninterrupted: Path, kills: int, *options: object
 ) -> None:
-    """Kill a run again and again, and compare what it has made once it may finish."""
+    """Kill a run repeatedly, let it finish, and compare its files."""
     print("moments", seed := random.randrange(1 << 30))
     draws, last = random.Random(seed), named(save)
     for _ in range(kills):
@@ -119,7 +119,7 @@ def check_killed(
 
 
 def go_back(uninterrupted: Path, save: Path) -> None:
-    """Make the folder of a run that goes on from iteration 1 and then saves all others anew.
+    """Make the folder of a run that resumes from iteration 1 and saves the others again.
 
     Those of before hold something else: iteration 1 under other names.
     """
@@ -130,7 +130,7 @@ def go_back(uninterrupted: Path, save: Path) -> None:
 
 
 def check_killed_while_indexing(corpus: Path, save: Path, kills: int, *options: object) -> None:
-    """Kill a run while it builds the indices of its samples."""
+    """Kill a run during the construction of sample indices."""
     cache = save.with_name("cache")
     for _ in range(kills):
         process = start(corpus, save, *options, "--data-cache-path", cache)
@@ -140,9 +140,9 @@ def check_killed_while_indexing(corpus: Path, save: Path, kills: int, *options: 
 
 
 def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
-    """Also while it saves: it goes on from a whole checkpoint, and nothing differs in the end.
+    """The run may be killed during a save. It resumes from a complete checkpoint.
 
-    Iterations are saved anew, over checkpoints that a run went back from.
+    Iterations are saved again, over checkpoints from before the resumption.
     """
     save = tmp_path / "save"
     go_back(uninterrupted, save)
@@ -176,7 +176,7 @@ def test_killed_while_it_builds_indices(corpus, tmp_path, uninterrupted):
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
-    """Return the processes of torchrun's ranks, in the order of their start."""
+    """Return the processes of torchrun's ranks in the order of their start."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
     return sorted(pid for pid, command in commands.items() if b"pretrain_gpt.py" in command)
@@ -184,7 +184,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 @pytest.mark.slow
 def test_one_of_two_ranks_is_killed(corpus, tmp_path):
-    """torchrun ends the other one and starts both again."""
+    """The launcher ends the other rank and restarts both."""
     whole, save = tmp_path / "whole" / "save", tmp_path / "save"
     finish(start(corpus, whole, ranks=2), whole)
     print("moments", seed := random.randrange(1 << 30))
@@ -216,7 +216,7 @@ time.sleep(120)
 def test_a_folder_that_another_run_saves_into(
     corpus, tmp_path, pretrain_here, pretrain_ranks, ranks
 ):
-    """Refused on all ranks, before anything in it is touched."""
+    """All ranks refuse it before they change the folder."""
     save = tmp_path / "save"
     save.mkdir()
     (save / "metrics.jsonl").write_text(json.dumps({"iteration": 9, "lm_loss": 1.0}) + "\n")
@@ -240,7 +240,7 @@ def test_a_folder_that_another_run_saves_into(
 
 
 def test_told_to_stop(corpus, tmp_path, pretrain_here, uninterrupted):
-    """By Megatron-LM's signal handler: saved and ended with code 0, to go on from there."""
+    """Megatron-LM's signal handler saves a checkpoint and exits with code 0."""
     save = tmp_path / "save"
     process = start(corpus, save, "--exit-signal-handler")
     wait_until(process, save, saved_above(save, 1))

@@ -1,4 +1,4 @@
-"""Precision switches in a run: when they come, what they change, and resuming around them."""
+"""Precision switches in a run: their iterations, effects, and resumption around them."""
 
 import re
 from collections.abc import Callable
@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture
 def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Path]:
-    """Runs the whole length, saving every iteration; runs from the start are made once."""
+    """Function that runs all iterations and saves each; runs from the start are cached."""
 
     def run(name: str, *arguments, after: tuple[Path, int] | None = None) -> Path:
         if after is None and arguments in memory:
@@ -63,14 +63,14 @@ def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Pa
 
 
 def switched(case: str) -> tuple:
-    """The arguments of a run with a switch."""
+    """Return arguments of a run with a switch."""
     base, switch, _ = CASES[case]
     return ("--precision-recipe", base, "--recipe-set", f"switches.heal={{{switch}}}")
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_run_without_it_until_it_comes(train, case):
-    """From then on the losses and gradients are others, and both moments are announced."""
+    """After the switch, losses and gradients differ. Start and switch are printed."""
     base, switch, _ = CASES[case]
     run, plain = train("switched", *switched(case)), train("plain", "--precision-recipe", base)
     same = [steps(run)[step] == steps(plain)[step] for step in steps(plain)]
@@ -87,7 +87,7 @@ def test_equals_the_run_without_it_until_it_comes(train, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_computes_what_it_switched_to(train, case):
-    """Like a run of just that, from the checkpoint at the switch: same steps to the bit."""
+    """A run of the second recipe from the checkpoint at the switch has the same steps."""
     run = train("switched", *switched(case))
     other = train("other", *CASES[case][2], after=(run, AFTER))
     assert steps(other) == {k: v for k, v in steps(run).items() if k > AFTER}
@@ -102,7 +102,7 @@ AROUND = [(case, AFTER) for case in CASES] + [
 
 @pytest.mark.parametrize(("case", "iteration"), AROUND)
 def test_resumes_to_the_bit_around_it(train, case, iteration):
-    """Also at the switch itself; a line at the start says which recipe is in force."""
+    """Runs resume before, at and after the switch, and print the current recipe."""
     run = train("switched", *switched(case))
     resumed = train("resumed", *switched(case), after=(run, iteration))
     assert steps(resumed) == {k: v for k, v in steps(run).items() if k > iteration}
@@ -122,7 +122,7 @@ def test_resumes_to_the_bit_around_it(train, case, iteration):
     [("to delayed scaling", [4, 5, 6]), ("from delayed scaling", [1, 2, 3, 4, 5, 6])],
 )
 def test_checkpoints_hold_the_histories_that_the_next_step_needs(train, case, with_histories):
-    """A layer whose backward pass goes on with delayed scaling goes on with its history."""
+    """A layer whose backward pass keeps delayed scaling keeps its history."""
     run = train("switched", *switched(case))
     recorded = [
         step
@@ -133,7 +133,7 @@ def test_checkpoints_hold_the_histories_that_the_next_step_needs(train, case, wi
 
 
 def test_two_switches_apply_in_order(train):
-    """Forward first, the rest later: bf16 in the end."""
+    """The forward pass switches first, the rest later."""
     run = train(
         "twice", "--precision-recipe", NVFP4,
         "--recipe-set", "switches.first={iteration: 2, to: bf16, part: forward}",

@@ -1,4 +1,4 @@
-"""Every command of docs/troubleshooting.md gives the error that the page shows below it."""
+"""Commands of docs/troubleshooting.md and the errors that the page shows."""
 
 import re
 import shlex
@@ -20,7 +20,7 @@ def test_every_command_is_found():
 
 @pytest.mark.parametrize(("more", "line"), SHOWN, ids=[more for more, _ in SHOWN])
 def test_commands_give_what_is_shown(more, line, corpus, tmp_path, monkeypatch, capsys):
-    """A small dataset stands in the place of the page's."""
+    """A small dataset replaces the page's."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "tokenizer").symlink_to(corpus / "tokenizer")

@@ -1,4 +1,4 @@
-"""Without a recipe a run is Megatron-LM's own, to the bit; with one, any script of its can have it.
+"""Runs without a recipe equal Megatron-LM's to the bit; recipes in other scripts.
 
 Dropout is on, as it is upstream unless an argument turns it off: its random numbers count too.
 """
@@ -47,7 +47,7 @@ def recorded(board: Path) -> dict[str, list[tuple[int, float]]]:
 
 @pytest.fixture
 def arguments(corpus, tmp_path) -> Callable[..., list[str]]:
-    """Makes a command line; what is logged goes to the folder NAME."""
+    """Function that builds a command line, with logs in the folder NAME."""
 
     def make(name: str, *extra: object) -> list[str]:
         board = ("--tensorboard-dir", tmp_path / name)
@@ -58,7 +58,7 @@ def arguments(corpus, tmp_path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def main_of(monkeypatch):
-    """Runs a main that reads ``sys.argv`` and leaves meeting the other ranks to the launcher."""
+    """Function that runs a main with ``sys.argv`` and the launcher's environment variables."""
 
     def run(main: Callable[[], object], argv: list[str]) -> None:
         with socket.socket() as taken:
@@ -89,7 +89,7 @@ datasets.is_distributed = True
 
 
 def forward_step(data, model):
-    """Run one microbatch, as Megatron-LM's own script does where nothing is parallel."""
+    """Run one microbatch like Megatron-LM's own script without parallelism."""
     assert mpu.get_model_parallel_group().size() == 1
     batch = next(data)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -104,7 +104,7 @@ def forward_step(data, model):
 
 
 def megatron_lm() -> None:
-    """Pretrain by Megatron-LM alone, with neither hooks nor arguments of this project."""
+    """Train by Megatron-LM alone, without hooks and arguments of this project."""
     use_prebuilt_dataset_helpers()
     args = parse_and_validate_args()
     config = gpt_config_from_args(args)
@@ -113,7 +113,7 @@ def megatron_lm() -> None:
 
 
 def without_own(argv: list[str]) -> list[str]:
-    """Leave out this project's arguments, each of which has one value here."""
+    """Remove this project's arguments, each of which has one value here."""
     at = [number for number, word in enumerate(argv) if word == "--quantization-engine"]
     return [word for number, word in enumerate(argv) if number not in {*at, *(n + 1 for n in at)}]
 
@@ -132,7 +132,7 @@ def test_without_quantization_a_run_is_megatron_lms(
 
 
 def test_dropout_counts(pretrain_here, tmp_path):
-    """The comparisons of this page can fail."""
+    """Runs with and without dropout differ, so that the comparisons can fail."""
     for name, dropout in (("on", DROPOUT), ("off", ())):
         done(pretrain_here(*RUN, *dropout, "--tensorboard-dir", tmp_path / name))
     assert recorded(tmp_path / "on") != recorded(tmp_path / "off")

@@ -1,4 +1,4 @@
-"""A checkpoint in a layout whose vocabulary is padded to another size, and back, to the bit."""
+"""Checkpoints in layouts that pad the vocabulary to different sizes, to the bit."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Quantized weights are kept over the microbatches of a step and made anew after it."""
+"""Caching of quantized weights over the microbatches of a step."""
 
 import pytest
 from tiny_run import done, losses

@@ -1,4 +1,4 @@
-"""Runs of the pretraining scripts on a tiny model: command line, and what they leave behind."""
+"""Runs of the pretraining scripts on a tiny model: command lines and results."""
 
 import gc
 import json
@@ -32,7 +32,7 @@ from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.steps import steps_of
 
 ROOT = Path(__file__).parents[2]
-# One thread: a tiny model gains nothing from more, and waits for them on a busy machine.
+# More threads would slow a tiny model down on a busy machine.
 PATHS = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(PATHS), "OMP_NUM_THREADS": "1"}
 MODEL = shlex.split("""
@@ -59,7 +59,7 @@ Histories = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run left: the fields of subprocess.CompletedProcess that tests read."""
+    """Result of a finished run, with fields of subprocess.CompletedProcess."""
 
     returncode: int
     stdout: str
@@ -68,14 +68,14 @@ class Result:
 
 @contextmanager
 def without_pictures() -> Iterator[None]:
-    """Leave out the picture that a run draws at its end."""
+    """Skip the picture at the end of a run, inside the context."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "_draw_loss", lambda args, metrics: None)
         yield
 
 
 def write_corpus(folder: Path) -> None:
-    """Write ``data.bin``, ``data.idx`` and ``tokenizer/``, from sentences of made-up words."""
+    """Write ``data.bin``, ``data.idx`` and ``tokenizer/`` for random text."""
     generator = random.Random(0)
     words = ["".join(generator.choices("aeioubdfklmnprst", k=6)) for _ in range(300)]
     weights = [1 / rank for rank in range(1, 301)]
@@ -88,10 +88,10 @@ def write_corpus(folder: Path) -> None:
 
 
 def arguments_for(corpus: Path, extra: tuple) -> list[str]:
-    """Return the tiny model on the tiny data, and then ``extra``.
+    """Return arguments of the tiny model and data, followed by ``extra``.
 
-    A hybrid's pattern takes the place of the number of layers, latent attention that of groups of
-    queries, and --mock-data that of the data.
+    A hybrid's pattern replaces the number of layers, latent attention replaces groups of queries,
+    and --mock-data replaces the data.
     """
     attention = () if LATENT[0] in extra else GROUPED
     data = [] if "--mock-data" in extra else ["--data-path", str(corpus / "data")]
@@ -101,17 +101,17 @@ def arguments_for(corpus: Path, extra: tuple) -> list[str]:
 
 
 def run_script(arguments: list[str]) -> None:
-    """Run what the script does that a user would give these arguments."""
+    """Run the main function of the script that suits the arguments."""
     pretrain.main(arguments, hybrid=HYBRID[0] in arguments)
 
 
 def done(result) -> None:
-    """Check that a run ended well."""
+    """Check that a run succeeded."""
     assert result.returncode == 0, result.stderr[-3000:]
 
 
 def refused(result) -> str:
-    """Return the one error line of a command that must have been refused."""
+    """Return the only error line of a command, which must have been refused."""
     assert result.returncode == 2, result.stderr[-2000:]
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, result.stderr[-2000:]
@@ -131,7 +131,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def steps(folder: Path) -> dict[int, tuple[float, float]]:
-    """Return (training loss, gradient norm) by iteration; each iteration is there once."""
+    """Return (training loss, gradient norm) by iteration, which must be unique."""
     logged = [m for m in metrics(folder) if "lm_loss" in m]
     found = {m["iteration"]: (m["lm_loss"], m["grad_norm"]) for m in logged}
     assert len(found) == len(logged)
@@ -139,7 +139,7 @@ def steps(folder: Path) -> dict[int, tuple[float, float]]:
 
 
 def start_from(source: Path, iteration: int, folder: Path) -> Path:
-    """Make a new run's folder whose newest checkpoint is one of another run's."""
+    """Copy a checkpoint into the folder of a new run, as its newest one."""
     name = f"iter_{iteration:07d}"
     shutil.copytree(source / name, folder / name)
     (folder / TRACKER).write_text(str(iteration))
@@ -147,7 +147,7 @@ def start_from(source: Path, iteration: int, folder: Path) -> Path:
 
 
 def saved_tensors(checkpoint: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return a checkpoint's whole tensors by their keys; what no shard covers is NaN."""
+    """Return a checkpoint's whole tensors by key, with NaN where no shard has values."""
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     tensors = {
         key: torch.full(entry.size, torch.nan).to(entry.properties.dtype)
@@ -166,7 +166,7 @@ def saved_histories(checkpoint: Path) -> Histories:
 
 @contextmanager
 def recorded_histories() -> Iterator[dict[int, Histories]]:
-    """While runs are made: this rank's amax histories before each iteration's first pass."""
+    """Record this rank's amax histories at the beginning of each iteration, inside the context."""
     recorded: dict[int, Histories] = {}
 
     def watch(chunks: list, args: Namespace) -> list:
@@ -192,9 +192,9 @@ def _histories(chunks: list) -> Histories:
 
 
 def make_runs(job: Path) -> None:
-    """Make every run of a JSON file {name: arguments}; leave NAME.RANK.pt: its histories.
+    """Make every run of a JSON file {name: arguments}; write its histories to NAME.RANK.pt.
 
-    Of a run that is refused, NAME.RANK.error: the message.
+    NAME.RANK.error has the message of a run that is refused.
     """
     torch.set_num_threads(1)
     gc.freeze()  # modules: each run collects garbage at its end

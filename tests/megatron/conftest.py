@@ -1,4 +1,4 @@
-"""A world of one process, for what asks megatron.core for its groups or random states."""
+"""Fixture with megatron.core's process groups and random states for one process."""
 
 import pytest
 import torch

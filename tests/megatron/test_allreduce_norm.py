@@ -1,4 +1,4 @@
-"""The cast of the fused all-reduce, handed to the linear layer behind the norm."""
+"""Codes of the fused all-reduce as the input of the linear layer after the norm."""
 
 import pytest
 import torch
@@ -20,13 +20,13 @@ CPU = torch.device("cpu")
 
 
 def run(x, residual, norm, gain, request, keep_normalized, out):
-    """The operation on one rank."""
+    """Compute the fused operation for one rank."""
     return fill(out, Result(*all_reduce_norm(None, x, residual, norm, gain, request)))
 
 
 @pytest.fixture
 def layer(monkeypatch):
-    """Makes (function that adds and normalizes, norm, linear layer) under a recipe."""
+    """Build (addition and normalization, norm, linear layer) with a recipe."""
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: None)
 
     def make(recipe, *overrides, evaluates=False):
@@ -49,7 +49,7 @@ def add(function, dtype=torch.bfloat16):
 @pytest.mark.parametrize("recipe", ["fp8-tile", "fp8-row", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_codes_are_those_of_the_rows(layer, recipe, dtype):
-    """The layer gives the bits that it gives of the rows, forward and backward."""
+    """Codes and rows give the same bits, forward and backward."""
     function, norm, linear = layer(recipe)
     norm.to(dtype)
     y = norm(add(function, dtype))
@@ -65,7 +65,7 @@ def test_codes_are_those_of_the_rows(layer, recipe, dtype):
 
 
 def test_a_sum_made_without_gradients_is_normalized_again(layer):
-    """The last sum of a recomputed part: what was handed for it is not in its graph."""
+    """Recomputation gives the last sum another graph, of which the result is no part."""
     function, norm, _ = layer("fp8-tile")
     draws = torch.Generator().manual_seed(4)
     leaves = [torch.randn(2, 1, 128, generator=draws).requires_grad_() for _ in range(2)]
@@ -91,7 +91,7 @@ def test_another_tensor_is_quantized_by_the_layer(layer):
     y = norm(add(function))
     other = y.clone()
     assert linear.layer_state.operand_of(other) is other
-    # What was handed is for the next input alone.
+    # The result applies to the next input only.
     assert linear.layer_state.operand_of(y) is y
 
 
@@ -115,7 +115,7 @@ def test_evaluations_in_high_precision_have_no_codes(layer):
 
 
 def test_delayed_scaling_leaves_the_cast_to_the_layer(layer):
-    """NVFP4's tensor scale from earlier steps: the layer records the amaxes."""
+    """The layer has to record the amaxes for NVFP4's tensor scale of later steps."""
     function, norm, linear = layer("nvfp4", "amax_history={length: 4}")
     state = linear.layer_state
     y = norm(add(function))

@@ -1,4 +1,4 @@
-"""Local layers where Apex is installed, by a stand-in for it: Apex itself needs a GPU."""
+"""Local layers with Apex, by a substitute: Apex itself needs a GPU."""
 
 import copy
 import json
@@ -46,7 +46,7 @@ def wgrad_gemm_accum_fp32(input, grad, main_grad):
     main_grad.add_(grad.t() @ input)
 """,
 }
-"""What Megatron-LM imports of Apex, with the signatures that it calls."""
+"""Modules that Megatron-LM imports from Apex, with the signatures that it calls."""
 # The fusion is Megatron-LM's default, which this project switches off on a CPU.
 RUN = """
 import json
@@ -81,7 +81,7 @@ def steps(folder: Path) -> list[tuple[float, float]]:
 
 
 def test_apex_changes_no_bits_and_no_quantized_wgrad(tmp_path, monkeypatch):
-    """Apex's kernel adds the weight gradients of layers in high precision, and of no others."""
+    """Apex's kernel accumulates weight gradients of layers in high precision only."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     pretrain.main([*ARGUMENTS.split(), "--save", str(tmp_path / "without")])
     for name, source in APEX.items():
@@ -102,7 +102,7 @@ def test_apex_changes_no_bits_and_no_quantized_wgrad(tmp_path, monkeypatch):
 
 @pytest.fixture
 def apex_norm(monkeypatch):
-    """Megatron-LM's norm of Apex, as it is on a GPU once a run has begun."""
+    """Megatron-LM's norm of Apex after the beginning of a run on a GPU."""
     monkeypatch.delattr(FusedLayerNorm, "__new__")  # the CPU's
     monkeypatch.setattr(fused_layer_norm, "HAVE_FUSED_LAYER_NORM", True)
     use_torch_rms_norm()

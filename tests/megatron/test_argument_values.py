@@ -1,4 +1,4 @@
-"""Numbers, patterns and folders that Megatron-LM's arguments cannot have end in one line."""
+"""Invalid numbers, patterns and folders in Megatron-LM's arguments are refused in one line."""
 
 import itertools
 import shlex
@@ -34,7 +34,7 @@ def parser():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick(parser):
-    """Build the parser once, and keep the environment."""
+    """Build the parser once, and restore the environment."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments, "front_parser", lambda: parser)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -45,7 +45,7 @@ def quick(parser):
 
 @contextmanager
 def limited() -> Iterator[None]:
-    """Stop whatever takes too long; by the processor's time, for machines are busy."""
+    """Stop code that takes too long, measured in processor time since machines are busy."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"more than {SECONDS} s")
@@ -60,7 +60,7 @@ def limited() -> Iterator[None]:
 
 
 def refusal(argv: list[str]) -> str | None:
-    """Return the line by which a command line is refused; None where it is accepted."""
+    """Return the error line of a command line; None if it is accepted."""
     try:
         with limited():
             arguments.parse_arguments(argv)
@@ -247,7 +247,7 @@ def test_many_command_lines(parser, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_each_number_with_each_bad_value(parser):
-    """Every numeric argument alone; combined with nothing but the tiny model."""
+    """Each numeric argument is added alone to the tiny model."""
     numeric = [a.option_strings[0] for a in parser._actions if a.type in (int, float)]
     for flag, value in itertools.product(numeric, ("-1", "0", "nan", "9" * 25)):
         refusal([*TINY, flag, value])

@@ -1,4 +1,4 @@
-"""Command line of the pretraining programs, from the given arguments to Megatron-LM's own."""
+"""Command line of the pretraining programs and its translation to Megatron-LM's arguments."""
 
 import argparse
 import os
@@ -344,7 +344,7 @@ def test_completion_scripts(shell, capsys):
 
 
 def test_a_second_parser_reads_no_source_code(monkeypatch):
-    """Megatron-LM takes the help of its arguments from there."""
+    """Megatron-LM reads the help of its arguments from source code."""
     help_text = arguments.front_parser().format_help()
     assert "Number of transformer layers in a transformer block." in " ".join(help_text.split())
     monkeypatch.setattr(argument_utils.inspect, "getsource", None)
@@ -352,7 +352,7 @@ def test_a_second_parser_reads_no_source_code(monkeypatch):
 
 
 def test_what_the_rotary_fusion_lacks_names_its_argument():
-    """Local layers on a GPU without Transformer Engine."""
+    """The error occurs for local layers on a GPU without Transformer Engine."""
     fields = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
     with pytest.raises(ValueError) as refused:
         TransformerConfig(**fields, apply_rope_fusion=True)

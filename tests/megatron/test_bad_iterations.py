@@ -1,4 +1,4 @@
-"""--skip-bad-iterations: what is noted, what is skipped, and when a run gives up."""
+"""--skip-bad-iterations: recorded iterations, skipped iterations, and the end of a run."""
 
 import json
 import multiprocessing
@@ -21,12 +21,12 @@ NOT_FINITE = RuntimeError("Rank 0: Unexpected result nan on iteration #7")
 
 
 class Started(BaseException):
-    """In the place of the process that takes this one's."""
+    """Exception in place of a restarted process."""
 
 
 @pytest.fixture
 def started(monkeypatch) -> list:
-    """Takes down the commands that this process would have become."""
+    """Commands with which this process would have been replaced."""
     commands = []
 
     def become(program: str, command: list[str]) -> None:
@@ -136,7 +136,7 @@ def test_one_process_notes_it_and_starts_itself_again(tmp_path, started, capsys)
 
 
 def test_several_ranks_note_it_and_end(tmp_path, started):
-    """torchrun, or who requeues the job, starts all of them again."""
+    """The launcher has to restart all ranks."""
     args = arguments(tmp_path, world_size=2, rank=1)
     message = "iteration 7: loss or gradients are not finite: noted; started again, the run skips"
     with pytest.raises(TrainingError, match=message), skip_bad_iterations(args):
@@ -166,7 +166,7 @@ def test_other_errors_pass(tmp_path, started, error):
 
 
 def test_megatron_lm_still_says_what_is_looked_for(tmp_path, started):
-    """Its error in disabled rerun mode, from its own state machine."""
+    """The error of its state machine in disabled rerun mode has the expected text."""
     from megatron_lowbit.megatron.pretrain import teardown
 
     # isort: split

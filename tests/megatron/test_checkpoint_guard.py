@@ -1,4 +1,4 @@
-"""Checkpoints are verified before they are loaded, and recorded once they are saved."""
+"""Verification of checkpoints before loading, and their records after saving."""
 
 import os
 import pickle
@@ -35,7 +35,7 @@ def seal(path: Path) -> Path:
 
 @pytest.fixture
 def saved(write_checkpoint, tmp_path) -> Path:
-    """A folder with checkpoints of iterations 1, 2 and 3, all on record."""
+    """Folder with recorded checkpoints of iterations 1, 2 and 3."""
     directory = tmp_path / "saved"
     for number in (1, 2, 3):
         seal(write_checkpoint(files.iteration_directory(directory, number)))
@@ -50,7 +50,7 @@ def arguments(load: Path | None, **changes: object) -> Namespace:
 
 
 def choose(load: Path, **changes: object) -> tuple[int | None, int | None]:
-    """Return the iteration chosen, and what Megatron-LM is told of it."""
+    """Return the chosen iteration and Megatron-LM's ``ckpt_step``."""
     args = arguments(load, **changes)
     return choose_checkpoint(args), args.ckpt_step
 
@@ -130,7 +130,7 @@ def test_it_goes_back_from_a_damaged_tracker_to_the_newest(saved, tracker, capsy
 
 
 def test_it_does_not_go_forward(saved):
-    """Whoever sets the tracker file back has a reason to."""
+    """A user may have set the tracker file to an older iteration."""
     files.write_tracker(saved, 2)
     assert choose(saved, load_latest_valid=True) == (2, 2)
     turn_bit(saved / "iter_0000002" / SHARD)
@@ -148,7 +148,7 @@ def test_nothing_valid_to_go_back_to(saved):
 
 @pytest.mark.parametrize("latest_valid", [False, True])
 def test_an_empty_tracker_is_mended(saved, latest_valid, capsys):
-    """Megatron-LM empties the file before it writes into it."""
+    """Megatron-LM truncates the file before it writes the new iteration."""
     (saved / "iter_0000003" / SHARD).unlink()
     (saved / files.TRACKER).write_text("")
     assert choose(saved, load_latest_valid=latest_valid)[0] == 2
@@ -190,7 +190,7 @@ def test_without_a_document_lengths_are_compared(saved, capsys):
 
 
 class Evil:
-    """A pickle of it makes a folder where it is loaded."""
+    """Object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -202,7 +202,7 @@ class Evil:
 @pytest.mark.parametrize("recorded", [False, True])
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_a_planted_pickle_does_not_run(saved, tmp_path, name, recorded):
-    """Also where its checksum fits, as whoever plants it would see to."""
+    """An attacker would also record the checksum."""
     path, trace = saved / "iter_0000003", tmp_path / "trace"
     if name == "common.pt":
         torch.save({"iteration": Evil(trace)}, path / name)
@@ -236,7 +236,7 @@ def recorder(directory: Path, keep_last: int | None = None) -> Recorder:
 
 
 def step(recorder: Recorder, iteration: int) -> None:
-    """Begin a step, and wait for what it records."""
+    """Begin a step, and wait for its records."""
     recorder.begin_step(iteration, True)
     if recorder._thread is not None:
         recorder._thread.join()
@@ -244,7 +244,7 @@ def step(recorder: Recorder, iteration: int) -> None:
 
 @pytest.fixture
 def save(saved, write_checkpoint):
-    """Saves an iteration as Megatron-LM does: in the folder that is there."""
+    """Function that saves an iteration as Megatron-LM does, into an existing folder."""
 
     def save(recording: Recorder, iteration: int) -> Path:
         path = files.iteration_directory(saved, iteration)
@@ -257,7 +257,7 @@ def save(saved, write_checkpoint):
 
 
 def is_recorded(path: Path) -> bool:
-    """Tell whether a checkpoint has a record, which then must fit its files."""
+    """Return True if a checkpoint has a record; check that it matches the files."""
     if not (path / files.DOCUMENT).exists():
         return False
     recorded = files.read_document(path)["files"]
@@ -367,7 +367,7 @@ def test_a_failure_to_record_is_printed(saved, save, monkeypatch, capsys):
 
 @pytest.mark.parametrize("ending", ["killed", "closed", "saved"])
 def test_what_a_run_went_back_from_is_not_vouched_for(saved, save, ending):
-    """The tracker file goes on naming it until something new is saved."""
+    """The tracker file names the damaged checkpoint until the next save."""
     shutil.rmtree(saved / "iter_0000002")
     turn_bit(saved / "iter_0000003" / SHARD)
     assert choose(saved, load_latest_valid=True) == (1, 1)
@@ -409,7 +409,7 @@ def test_an_older_checkpoint_goes_once_the_new_one_is_there(saved, save, ending)
 
 @pytest.mark.parametrize("left", ["nothing", "a shard", "all but its configuration"])
 def test_a_save_that_was_killed_leaves_the_older_checkpoint(saved, write_checkpoint, capsys, left):
-    """As it was, with its record; there may be no other."""
+    """The older checkpoint may be the only one, and keeps its record."""
     for number in (1, 2):
         shutil.rmtree(saved / f"iter_000000{number}")
     path = saved / "iter_0000003"
@@ -446,7 +446,7 @@ def test_a_save_in_the_background_keeps_the_older_checkpoint_until_it_ends(saved
 
 
 def test_two_saves_of_an_iteration_in_a_row(saved, save):
-    """As where a batch that grows begins at an iteration that is saved anyway."""
+    """Megatron-LM saves twice if the batch size changes at the interval of saves."""
     recording = recorder(saved)
     save(recording, 3)
     (saved / "iter_0000003" / "second").write_text("")
@@ -482,14 +482,14 @@ def test_a_linked_checkpoint_keeps_its_files(saved, save, tmp_path):
 
 @pytest.fixture
 def upstream_saves(monkeypatch) -> list:
-    """Calls of Megatron-LM's own function."""
+    """Recorded calls of Megatron-LM's own function."""
     calls: list = []
     monkeypatch.setattr(training, "save_checkpoint", lambda *args, **_: calls.append(args))
     return calls
 
 
 def chunk_with_steps() -> torch.nn.Module:
-    """A model whose steps are counted by nobody."""
+    """Return a model whose steps are not counted."""
     chunk = torch.nn.Linear(1, 1)
     chunk.lowbit_steps = SimpleNamespace(listeners=[])
     return chunk
@@ -515,7 +515,7 @@ def test_the_guard_verifies_then_records(saved, write_checkpoint, upstream_saves
 
 
 def test_what_a_run_has_logged_is_written_before_a_save(saved, monkeypatch):
-    """A killed run that goes on from the checkpoint has every iteration in its file once."""
+    """After a resumption, the file has every iteration once."""
     writer = MetricsWriter(saved, None, log_interval=4, tokens=1)
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
     found: list = []

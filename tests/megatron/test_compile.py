@@ -1,4 +1,4 @@
-"""torch.compile of Megatron-LM's local linear layers under a recipe: losses are the eager ones."""
+"""Local linear layers under torch.compile have the losses of eager ones."""
 
 import json
 import shlex
@@ -34,5 +34,5 @@ def compile_linears(chunks):
 
 
 def test_losses(tmp_path):
-    """Each microbatch has random numbers of its own: a key that a trace kept would show."""
+    """Each microbatch has its own random numbers; a traced constant key would change losses."""
     assert losses(tmp_path / "compiled", compile_linears) == losses(tmp_path / "eager")

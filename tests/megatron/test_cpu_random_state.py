@@ -1,4 +1,4 @@
-"""The state of torch's CPU generator: its seed and its draws, apart."""
+"""Seed and draws in the state of torch's CPU generator."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron_lowbit.megatron.cpu.random_state import with_seed
 
 @pytest.fixture(autouse=True)
 def default_generator():
-    """The tests' own state, which goes in the end."""
+    """Generator with seed 3, whose state is restored after the test."""
     before = torch.get_rng_state()
     torch.manual_seed(3)
     yield

@@ -1,4 +1,4 @@
-"""megatron.core on a CPU: what it sees of torch, its random states, recomputation."""
+"""CPU runtime: torch as megatron sees it, random states, recomputation."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def called_from(module: str, code: str) -> object:
-    """The value of an expression evaluated as if it stood in ``module``."""
+    """Return the value of an expression, evaluated in the name of ``module``."""
     return eval(code, {"__name__": module, "torch": torch})
 
 
@@ -100,7 +100,7 @@ def test_tracker_keeps_named_states_apart():
 
 
 def test_initial_seed_is_the_callers_inside_a_named_state():
-    """The CPU generator's seed names the microbatch, also where megatron draws for dropout."""
+    """The CPU generator's seed is the microbatch's key, also while megatron draws for dropout."""
     tensor_parallel.model_parallel_cuda_manual_seed(11)
     for key in (5, 2**63 - 1):
         torch.default_generator.manual_seed(key)
@@ -133,7 +133,7 @@ def test_forks_nest():
 
 @pytest.mark.parametrize("key", [0, 1, 2**62 + 12345, 2**63 - 1])
 def test_recomputation_replays_the_forwards_key(key):
-    """Quantizers read ``torch.initial_seed()`` in forward: backward must see the same number."""
+    """Forward and its recomputation in backward must see the same ``torch.initial_seed()``."""
     seen = []
 
     def layer(x):
@@ -171,7 +171,7 @@ def test_the_microbatchs_key_is_what_recomputation_replays():
 
 
 def test_models_import_without_triton():
-    """torch's CPU wheels bring none, and megatron's Mamba mixer asks for it."""
+    """Torch's CPU wheels lack Triton, which megatron's Mamba mixer imports."""
     code = "import sys; sys.modules['triton'] = None; import megatron_lowbit.megatron.pretrain; "
     code += "import megatron_lowbit.megatron.hybrid, megatron_lowbit.megatron.recipe_hook"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -189,7 +189,7 @@ def test_models_import_without_triton():
     ],
 )
 def test_only_megatron_finds_a_device(question, module, answer):
-    """torch's compiler asks some of it, too, and must see what is there."""
+    """Torch's compiler calls some of these functions, and must get the actual results."""
     assert called_from(module, question) == answer
     if "get_device" in question:
         with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
@@ -209,7 +209,7 @@ def test_what_timers_and_memory_reports_ask():
 
 
 def test_data_loaders_leave_the_shared_generator_alone():
-    """Megatron-LM iterates over its loaders anew when a run is resumed."""
+    """Megatron-LM starts a new iteration over its loaders when a run is resumed."""
     assert training.build_pretraining_data_loader.__wrapped__(None, 0) is None
     assert training.build_pretraining_data_loader(None, 0) is None
     build = with_own_generator(lambda: torch.utils.data.DataLoader([1, 2, 3]))
@@ -219,7 +219,7 @@ def test_data_loaders_leave_the_shared_generator_alone():
 
 
 def test_a_device_context_knows_the_factories():
-    """transformers builds models so, in a process that may have made no such context before."""
+    """Transformers builds models in such a context, which may be the first in the process."""
     code = """
 import megatron_lowbit.megatron, torch
 with torch.device("meta"):

@@ -78,7 +78,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
 
 
 def train(steps: int, *sides: tuple[torch.optim.Optimizer, list[torch.nn.Parameter]]) -> None:
-    """Give the parameters of all sides the same gradients, and step."""
+    """Update the parameters of all optimizers with the same gradients."""
     draws = torch.Generator().manual_seed(2)
     for _ in range(steps):
         for number in range(len(sides[0][1])):
@@ -114,7 +114,7 @@ def test_adam_counts_steps_in_its_groups():
 
 
 def test_adam_goes_on_from_its_state():
-    """Also where the step comes back as a tensor, as from a checkpoint."""
+    """The step in a checkpoint is a tensor."""
     whole, half = parameters(), parameters()
     adam, before = GroupStepAdam(whole, lr=0.1), GroupStepAdam(half, lr=0.1)
     train(2, (adam, whole), (before, half))

@@ -1,4 +1,4 @@
-"""A run's datasets: Megatron-LM's own, of the tokens that are there, or refused as too small."""
+"""Datasets of a run: their tokens, and refusals of datasets that are too small."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def write_dataset(prefix, first_token: int = 0, documents: int = 39) -> str:
 
 @pytest.fixture
 def datasets(monkeypatch, capsys):
-    """Builds the datasets of a command line, as Megatron-LM has them built."""
+    """Function that builds the datasets of a command line by Megatron-LM."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
     def build(line: str, *samples: int) -> tuple:
@@ -93,7 +93,7 @@ def test_a_blend_keeps_the_weights(datasets, tmp_path):
     ],
 )
 def test_a_part_without_documents_is_refused(datasets, prefix, split, samples, part):
-    """Megatron-LM would count its epochs for ever."""
+    """Megatron-LM would count its epochs in an endless loop."""
     with pytest.raises(UserError, match=part):
         datasets(f"--data-path {prefix} --split {split}", *samples)
 
@@ -134,7 +134,7 @@ def test_datasets_without_weights_are_read_once(datasets, prefix):
 
 @pytest.fixture
 def short(tmp_path) -> str:
-    """A dataset of one document with 10 tokens, fewer than the 17 of one sample."""
+    """Dataset of one document with 10 tokens, fewer than the 17 of one sample."""
     builder = IndexedDatasetBuilder(str(tmp_path / "short.bin"), dtype=np.uint16)
     builder.add_document(np.arange(10), [10])
     builder.finalize(str(tmp_path / "short.idx"))

@@ -1,4 +1,4 @@
-"""``--dry-run``: parameters against models that are really built, and what it prints and writes."""
+"""``--dry-run``: parameters compared with those of actual models, and the output."""
 
 import shlex
 from argparse import Namespace

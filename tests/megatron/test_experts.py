@@ -1,4 +1,4 @@
-"""Experts on several ranks: their global numbers, replicas, and keys of their random numbers."""
+"""Experts on several ranks: global numbers, replicas, and random keys."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 
 @pytest.fixture
 def place(monkeypatch):
-    """Puts this process in a place of Megatron-LM's layout, given by its functions' answers."""
+    """Function that sets this process's position in Megatron-LM's layout."""
 
     def put(**answers: object) -> None:
         for name, answer in answers.items():
@@ -26,7 +26,7 @@ def place(monkeypatch):
 
 @pytest.fixture
 def key_of(place):
-    """A layer's key in a microbatch, by its rank in the expert group and among the replicas."""
+    """Function of the ranks in the expert group and among replicas: a layer's random key."""
 
     def key(expert_rank: int, replica: int, is_expert: bool, replicas=4, microbatch=2) -> int:
         place(
@@ -93,7 +93,7 @@ def test_places_among_replicas(place):
 
 
 class Block(torch.nn.Module):
-    """A block of Megatron-LM, which knows its global number, from 1."""
+    """Block of Megatron-LM with its global number, from 1."""
 
     def __init__(self, layer_number: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Hybrids of local layers: their stack, and the mixer on this project's scan against FP64."""
+"""Hybrids of local layers: their stack, and the mixer compared with FP64."""
 
 import shlex
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="builds a model 
 
 @pytest.fixture(scope="module")
 def model_config():
-    """The model's configuration, in a world of one process."""
+    """Configuration of the model for one process."""
     with pytest.MonkeyPatch.context() as patch, teardown():
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         config = model_config_of(parse_arguments(shlex.split(MODEL)))
@@ -58,7 +58,7 @@ def model(model_config):
 
 
 def recurrence(mixer, hidden):
-    """A mixer's output in FP64, written down from the paper: hidden (s, b, h) to the same."""
+    """Compute a mixer's output (s, b, h) in FP64 by the paper's formulas."""
     weights = {name: p.detach().double() for name, p in mixer.named_parameters()}
     z, x, b, c, dt = (hidden @ weights["in_proj.weight"].t()).split(
         [INNER, INNER, GROUPS * STATES, GROUPS * STATES, HEADS], dim=-1

@@ -1,4 +1,4 @@
-"""Arguments that Megatron-LM parses and ignores have their effect."""
+"""Arguments that Megatron-LM parses and ignores are applied."""
 
 import shlex
 from argparse import Namespace
@@ -25,7 +25,7 @@ def arguments(**changes: object) -> Namespace:
 
 @pytest.fixture
 def config() -> SimpleNamespace:
-    """What Megatron-LM makes of any arguments."""
+    """Model configuration, as Megatron-LM builds it for any arguments."""
     transformer = SimpleNamespace(activation_func=torch.nn.functional.gelu)
     return SimpleNamespace(rope_scaling_factor=8.0, transformer=transformer)
 

@@ -1,4 +1,4 @@
-"""A disk that fills up and memory that does not suffice end a run in one line."""
+"""A full disk and insufficient memory end a run in one line."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line of valid JSON an iteration, whatever the numbers, and resumable."""
+"""Lines of metrics.jsonl: valid JSON for all numbers, and resumption."""
 
 import json
 import math
@@ -14,7 +14,7 @@ TOKENS = 512
 
 
 class Board:
-    """In the place of TensorBoard's writer: remembers the calls."""
+    """Substitute of TensorBoard's writer that records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -24,7 +24,7 @@ class Board:
 
 
 class Clock:
-    """Seconds, as told."""
+    """Clock with settable seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -41,14 +41,14 @@ def clock(monkeypatch) -> Clock:
 
 
 def writer(folder: Path, board: Board | None = None, interval: int = 1, start: int = 0):
-    """A writer at the beginning of training, as Megatron-LM begins it."""
+    """Build a writer in the state at the beginning of training."""
     made = MetricsWriter(folder, board, interval, TOKENS)
     made.add_text("args", "text", global_step=start)
     return made
 
 
 def train(writer: MetricsWriter, iteration: int, loss: float = 2.5) -> None:
-    """Write what Megatron-LM writes at an iteration."""
+    """Write an iteration's scalars as Megatron-LM does."""
     writer.add_scalar("learning-rate", 3e-4, iteration)
     writer.add_scalar("learning-rate vs samples", 3e-4, 8 * iteration)
     writer.add_scalar("lm loss", torch.tensor([loss]), iteration)
@@ -85,7 +85,7 @@ def test_each_iteration_is_one_line(tmp_path):
 
 
 def test_lines_are_written_at_log_intervals(tmp_path):
-    """So that no iteration in between waits for the GPU."""
+    """Reading a scalar waits for the GPU."""
     made = writer(tmp_path, interval=4)
     for iteration in range(1, 5):
         train(made, iteration)
@@ -97,7 +97,7 @@ def test_lines_are_written_at_log_intervals(tmp_path):
 
 
 def test_the_first_value_of_a_name_stays(tmp_path):
-    """Megatron-LM gives the test set's loss the validation's name, at the last iteration."""
+    """Megatron-LM logs the test loss under the validation's name at the last iteration."""
     made = writer(tmp_path)
     train(made, 1)
     made.add_scalar("lm loss validation", 2.75, 1)
@@ -107,7 +107,7 @@ def test_the_first_value_of_a_name_stays(tmp_path):
 
 
 def test_what_is_flushed_is_in_the_file(tmp_path, clock):
-    """Before a checkpoint is saved; evaluation of the same iteration may come after that."""
+    """Values of the same iteration may follow a flush, as from an evaluation after a save."""
     made = writer(tmp_path, interval=4)
     for iteration in (1, 2):
         train(made, iteration)

@@ -1,4 +1,4 @@
-"""Infinite activations and gradients: Megatron-LM's checks see them, the log says where."""
+"""Infinite activations and gradients: Megatron-LM's checks, and their place in the log."""
 
 import shlex
 
@@ -22,7 +22,7 @@ MLP = "decoder.layers.1.mlp"
 
 
 class Infinity(torch.autograd.Function):
-    """Identity with one infinite value: of the input, or of its gradient."""
+    """Identity with one infinite value in the input or in its gradient."""
 
     @staticmethod
     def forward(ctx, x, backward: bool):
@@ -41,7 +41,7 @@ def _with_infinity(x):
 
 
 def train(recipe: str, backward: bool, *more: str) -> None:
-    """Two iterations with an infinity in the last MLP: fc2's input, or that input's gradient."""
+    """Run two iterations with an infinity in fc2's input of the last MLP, or in its gradient."""
 
     def spoil(chunks):
         linear = local_linears(chunks[0])[f"{MLP}.linear_fc2"]

@@ -60,7 +60,7 @@ def make_runs(folder: Path, model: str, *more: str) -> None:
 
 
 def lines(folder: Path) -> dict[int, dict[str, float]]:
-    """The lines of metrics.jsonl by iteration."""
+    """Return the lines of metrics.jsonl by iteration."""
     text = (folder / "metrics.jsonl").read_text()
     return {line.pop("iteration"): line for line in map(json.loads, text.splitlines())}
 
@@ -70,7 +70,7 @@ def steps(folder: Path) -> list[tuple[float, float]]:
 
 
 def logged(folder: Path) -> dict[int, dict[str, float]]:
-    """Figures by iteration, without the metric's name."""
+    """Return figures by iteration, without the metric's name."""
     found = {
         iteration: {
             name.removeprefix("quantization/"): value
@@ -116,7 +116,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
-    """Gains begin as ones, and eps takes 1% of the first one's. MXNorm estimates from 4 blocks."""
+    """Gains begin as 1; eps lowers the first norm's RMS by 1%; MXNorm estimates from 4 blocks."""
     parts, more = NORMS[name]
     model = "dense" if name == "mxnorm" else name
     board = ("--tensorboard-dir", tmp_path / "board", "--log-quantization-error-interval", 2)
@@ -153,7 +153,7 @@ def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
 
 
 def test_the_feature_that_is_largest_over_tokens():
-    """Squares 4, 36, 9 over two tokens each: 36 of a mean of 49 / 3."""
+    """The features' mean squares are 4, 36 and 9, of which the mean is 49 / 3."""
     x = torch.tensor([[2.0, 6.0, -3.0], [-2.0, -6.0, 3.0]]).view(2, 1, 3)
     ratio, feature = largest_feature(x)
     assert ratio.item() == pytest.approx((36 / (49 / 3)) ** 0.5) and feature == 1

@@ -1,4 +1,4 @@
-"""What a recipe refuses in a script of one's own, before anything is built."""
+"""Arguments that a recipe refuses before the model is built."""
 
 from argparse import Namespace
 

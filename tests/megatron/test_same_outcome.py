@@ -1,4 +1,4 @@
-"""An error of one rank ends the others, too."""
+"""Agreement of ranks on errors."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ FOLDER = Path("/somewhere")
 
 @pytest.fixture
 def other_rank(monkeypatch):
-    """Lets this process be one of two ranks; takes what the other reports, returns what it gets."""
+    """Function that makes this process one of two ranks, given the other's report."""
 
     def play(report: tuple[bool, str] | None) -> list:
         told = []

@@ -1,4 +1,4 @@
-"""tools/sensitivity.py: ranks a checkpoint's layers, and its recipe trains."""
+"""Ranking of a checkpoint's layers by tools/sensitivity.py, and training with its recipe."""
 
 import runpy
 import shlex
