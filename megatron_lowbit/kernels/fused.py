@@ -15,6 +15,7 @@ from megatron_lowbit.kernels.operands import Transposed, Values, fold
 from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, Format, Route, route
 from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference_gemm
+from megatron_lowbit.numerics import quantize_both as reference_quantize
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
@@ -45,8 +46,11 @@ class FusedEngine(Engine):
     ) -> tuple[GpuOperand | None, GpuOperand | None]:
         """Quantize both sides in one pass, each as its GEMM takes it.
 
-        Codes of square blocks that serve both sides are made once.
+        Codes of square blocks that serve both sides are made once. Formats without a kernel of
+        their scales are quantized by the reference.
         """
+        if not all(r is None or r.quantizer.format.scale_kernel for r in (row, col)):
+            return reference_quantize(x, row, col, amaxes)
         exact = [r is not None and self._is_exact(r, x.dtype) for r in (row, col)]
         values = [
             is_exact and not r.needs_codes for is_exact, r in zip(exact, (row, col), strict=True)

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.kernels import scales
 from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
 from megatron_lowbit.kernels.fp8_tiles import fp8_tiles_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
@@ -28,16 +29,11 @@ from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
-from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor, FP8Tile
-from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
-from megatron_lowbit.numerics.block_formats.mx import MX
-from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.formats import E4M3
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
+from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.philox import WORDS, Draw
 
-_SCALE_ROUNDINGS = {"floor": scales.FLOOR, "rceil": scales.RCEIL, "ceil": scales.CEIL,
-                    "even": scales.EVEN}  # fmt: skip
 _LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""
 _NOTHING = (0, None, None, None, None, 0, None, None, 0)
@@ -237,7 +233,7 @@ def _codes(
     """
     new = partial(torch.empty, device=tensor_scale.device)
     codes = new((rows, padded // 2 if format.element.bits == 4 else padded), dtype=torch.uint8)
-    shape, dtype = _scales_of(format, rows, padded)
+    shape, dtype = format.scale_shape(rows, padded), format.scale_dtype
     codes = codes.view(format.element.dtype or torch.uint8)
     if tiles and format.block_rows == 1:
         scales = new(shape[::-1], dtype=dtype).t()
@@ -251,8 +247,8 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
     format = quantizer.format
     function, options = _scale_function(format)
     points = 0
-    # Points store a scale for each row, which FP8 tiles do not have.
-    if format.block > 1 and not isinstance(format, FP8Tile):
+    # Points store a scale for each row.
+    if format.block > 1 and format.repeats_scales:
         points = max(format.block, hadamard.size if hadamard else 0)
     return Side(
         scales=function,
@@ -268,36 +264,13 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
     )
 
 
-def _scale_function(format: BlockFormat) -> tuple[Callable, tuple]:
-    """Return a format's scale function and its options."""
-    match format:
-        case NVFP4():
-            return scales.nvfp4_scales, element(E4M3)
-        case MX():
-            rounding = _SCALE_ROUNDINGS[format.scale_rounding].value
-            emax = format.element.max_exponent
-            return scales.mx_scales, (rounding, int(format.three_quarters), emax)
-        case FP8Tile():
-            return scales.fp8_tile_scales, (int(format.scale_format == "pow2"),)
-        case FP8Tensor():
-            return scales.fp8_tensor_scales, (int(format.scale_format == "pow2"),)
-        case FP8Row():
-            return scales.fp8_row_scales, (0,)
-    raise NotImplementedError(f"no kernel for format {format.name}")
-
-
-def _scales_of(format: BlockFormat, rows: int, columns: int) -> tuple[tuple[int, int], torch.dtype]:
-    """Return shape and dtype of the stored block scales."""
-    match format:
-        case FP8Tensor():
-            return (rows, 0), torch.float32
-        case FP8Row():
-            return (rows, 1), torch.float32
-        case FP8Tile():
-            return (cdiv(rows, format.block_rows), columns // format.block), torch.float32
-        case MX():
-            return (rows, columns // format.block), torch.uint8
-    return (rows, columns // format.block), torch.float8_e4m3fn
+def _scale_function(format: BlockFormat) -> tuple[Callable, Any]:
+    """Return the Triton function of a format's scales, and its options."""
+    module, _, name = (format.scale_kernel or "").partition(":")
+    options = format.kernel_options
+    if isinstance(options, ElementFormat):
+        options = element(options)
+    return getattr(import_module(module), name), options
 
 
 @cache

@@ -11,7 +11,6 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
 from megatron_lowbit.numerics.block_formats.mx import MX
-from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E2M1, E5M2
 
 Format = BlockFormat | None
@@ -61,13 +60,7 @@ def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool
 
 
 def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    return all(_is_exact_in_bf16(format) for format in (lhs, rhs))
-
-
-def _is_exact_in_bf16(format: Format) -> bool:
-    if isinstance(format, FP8Tile):
-        return format.scale_format == "pow2"
-    return format is None or isinstance(format, NVFP4 | MX | FP8Tensor)
+    return all(format is None or format.exact_in_bf16 for format in (lhs, rhs))
 
 
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)

@@ -20,6 +20,12 @@ class BlockFormat(ABC):
     that is ``row_scaled`` has a scale for each row in place of blocks: ``block`` is then 1.
     ``scale_bits`` is the width of a block scale. ``OPTIONS`` names the fields that a recipe may
     set, with their values, the default first.
+
+    A GPU quantizes a format in eager torch unless ``scale_kernel`` names a Triton function of its
+    scales, as ``module:function`` (see ``kernels/scales.py``), which gets ``kernel_options``.
+    ``scale_dtype`` is then the dtype of stored scales; square blocks repeat theirs for each row if
+    ``repeats_scales``. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
+    others in FP32, where no faster route takes them (``kernels/routes.py``).
     """
 
     name: str
@@ -31,6 +37,9 @@ class BlockFormat(ABC):
     row_scaled: ClassVar[bool] = False
     scale_bits: ClassVar[int]
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
+    scale_kernel: ClassVar[str | None] = None
+    scale_dtype: ClassVar[torch.dtype] = torch.uint8
+    repeats_scales: ClassVar[bool] = True
 
     @abstractmethod
     def encode(
@@ -65,13 +74,29 @@ class BlockFormat(ABC):
 
     @property
     def square(self) -> bool:
-        """Test whether the transpose of a quantized tensor is the quantized transpose."""
+        """True if the transpose of a quantized tensor is the quantized transpose."""
         return self.block_rows == self.block and not self.row_scaled
 
     @property
     def bits_per_element(self) -> float:
         """Bits an element costs a tensor core: its own and its share of the block scale."""
         return self.element.bits + self.scale_bits / self.block
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """True if an element times its block scale is a BF16 number."""
+        return False
+
+    @property
+    def kernel_options(self) -> Any:
+        """Constants for ``scale_kernel``: a tuple of integers, or an element format."""
+        return ()
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Return the shape of the stored scales of (rows, columns), whole blocks along columns."""
+        if self.block == 1:
+            return rows, int(self.row_scaled)
+        return rows if self.repeats_scales else -(-rows // self.block_rows), columns // self.block
 
     @property
     def options(self) -> dict[str, Any]:
@@ -108,7 +133,7 @@ class BlockFormat(ABC):
 
 
 def blocks(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Return view (R, K) as (R/rows, rows, K/columns, columns)."""
+    """View (R, K) as (R/rows, rows, K/columns, columns)."""
     return x.view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
 
 

@@ -138,10 +138,23 @@ result = {
     "transpose": square.transpose().dequantize(),
     "empty": m.quantize(torch.empty(0, 64), "mxint8").dequantize(),
 }
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.numerics import Quantizer, Request, format_by_name
+request = Request(Quantizer(format_by_name("mxint8")))
+left, _ = FusedEngine((9, 0)).quantize(x, request, None)
+result["on a GPU"] = left.dequantize()
+result["product"] = FusedEngine((9, 0)).gemm(left, left)
 torch.save(result, "result.pt")
 """,
     )
     return torch.load(extended / "result.pt")
+
+
+def test_a_gpu_needs_no_kernel(quantized):
+    """Its engine quantizes by the reference, and multiplies what it dequantizes."""
+    row = quantized["on a GPU"]
+    assert torch.equal(row, quantized["values"])
+    torch.testing.assert_close(quantized["product"], row @ row.T)
 
 
 def test_quantize_nearest(quantized):

@@ -53,13 +53,26 @@ class FP8Tile(BlockFormat):
     block: int = TILE  # type: ignore[misc]  # the other formats' is their class's
 
     scale_bits = 32
+    scale_kernel = "megatron_lowbit.kernels.scales:fp8_tile_scales"
+    scale_dtype = torch.float32
+    repeats_scales = False
     # A program of the kernels holds a tile; one of 256x256 is too large.
     OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2"), "block": (TILE, 64, 32, 16)}
 
     @property
     def bits_per_element(self) -> float:
-        """A tile's scale is stored once."""
+        """Bits an element costs a tensor core; a tile's scale is stored once."""
         return self.element.bits + self.scale_bits / (self.block_rows * self.block)
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """True if an element times its tile's scale is a BF16 number."""
+        return self.scale_format == "pow2"
+
+    @property
+    def kernel_options(self) -> tuple[int]:
+        """Constants for ``scale_kernel``: 1 for power-of-two scales."""
+        return (int(self.scale_format == "pow2"),)
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
@@ -92,7 +105,19 @@ class FP8Tensor(BlockFormat):
     block = 1
     tensor_scaled = True
     scale_bits = 0
+    scale_kernel = "megatron_lowbit.kernels.scales:fp8_tensor_scales"
+    scale_dtype = torch.float32
     OPTIONS: ClassVar = {"scale_format": ("fp32", "pow2")}
+
+    @property
+    def kernel_options(self) -> tuple[int]:
+        """Constants for ``scale_kernel``: 1 for power-of-two scales."""
+        return (int(self.scale_format == "pow2"),)
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """True: an element times its scale is a BF16 number."""
+        return True
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None

@@ -29,7 +29,7 @@ from megatron_lowbit.numerics.block_format import (
     finite_amax,
     for_each_row,
 )
-from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+from megatron_lowbit.numerics.formats import E2M1, E4M3, ElementFormat, decode, encode
 
 BLOCK = 16
 _FLT_MAX = torch.finfo(torch.float32).max
@@ -46,6 +46,18 @@ class NVFP4(BlockFormat):
     block = BLOCK
     tensor_scaled = True
     scale_bits = 8
+    scale_kernel = "megatron_lowbit.kernels.scales:nvfp4_scales"
+    scale_dtype = torch.float8_e4m3fn
+
+    @property
+    def kernel_options(self) -> ElementFormat:
+        """Element format of the scales, for ``scale_kernel``."""
+        return E4M3
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """True: an element times its scale is a BF16 number."""
+        return True
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
