@@ -99,9 +99,10 @@ def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
     for number in range(args.pipeline_model_parallel_size):
         with rank_of_stage(args, number):
             hook, chunks = build(args)
-            found = [state.plan.layer for state in layer_states(chunks)]
-        layers += found
-        stages.append(Stage(_blocks(chunks), count_parameters(args, chunks), found))
+            stage_layers = [state.plan.layer for state in layer_states(chunks)]
+        layers += stage_layers
+        blocks = sum(len(chunk.decoder.layers) for chunk in chunks)
+        stages.append(Stage(blocks, count_parameters(args, chunks), stage_layers))
         first = first or (hook, chunks)
     hook, chunks = first
     if hook is not None:
@@ -223,24 +224,15 @@ def _is_copy(args: Namespace, name: str, parameter: torch.nn.Parameter) -> bool:
 def parameter_table(args: Namespace, stages: Sequence[Stage]) -> Table:
     """Build a table of the parameters on one rank of each pipeline stage."""
     whole = sum(stage.parameters.whole for stage in stages)
-    layout = [
-        f"{name} {size}"
-        for name, size in (
-            ("TP", args.tensor_model_parallel_size),
-            ("CP", args.context_parallel_size),
-            ("EP", args.expert_model_parallel_size),
-            ("PP", args.pipeline_model_parallel_size),
-            ("DP", args.data_parallel_size),
-        )
-    ]
-    table = Table(title=f"{whole:,} parameters; {args.world_size} ranks: {', '.join(layout)}")
+    layout = (
+        f"TP {args.tensor_model_parallel_size}, CP {args.context_parallel_size}, "
+        f"EP {args.expert_model_parallel_size}, PP {args.pipeline_model_parallel_size}, "
+        f"DP {args.data_parallel_size}"
+    )
+    table = Table(title=f"{whole:,} parameters; {args.world_size} ranks: {layout}")
     for heading in ("pipeline stage", "blocks", "parameters on a rank", "of them experts'"):
         table.add_column(heading, justify="right")
     for number, (blocks, parameters, _) in enumerate(stages):
         cells = number, blocks, parameters.rank, parameters.experts
         table.add_row(*(f"{cell:,}" for cell in cells))
     return table
-
-
-def _blocks(chunks: list[torch.nn.Module]) -> int:
-    return sum(len(chunk.decoder.layers) for chunk in chunks)

@@ -92,23 +92,20 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     )
+    experts = get_moe_module_spec(
+        use_te=False,
+        num_experts=config.num_moe_experts or 1,  # not built for patterns without experts
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    moe = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
+    )
     return ModuleSpec(
         LocalHybridStack,
         submodules=HybridStackSubmodules(
             mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
-            moe_layer=ModuleSpec(MoETransformerLayer, submodules=_experts(config)),
+            moe_layer=ModuleSpec(MoETransformerLayer, submodules=moe),
         ),
-    )
-
-
-def _experts(config: TransformerConfig) -> TransformerLayerSubmodules:
-    experts = get_moe_module_spec(
-        use_te=False,
-        num_experts=config.num_moe_experts or 1,  # not built for patterns without experts
-        moe_grouped_gemm=config.moe_grouped_gemm,
-    )
-    return TransformerLayerSubmodules(
-        pre_mlp_layernorm=WrappedTorchNorm, mlp=experts, mlp_bda=get_bias_dropout_add
     )

@@ -89,13 +89,13 @@ def choose_checkpoint(args: Namespace) -> int | None:
                 others = files.alternatives(directory, besides=iteration)
                 if files.replaced_directory(path).exists():
                     others += (
-                        f"; a start with --save {directory} puts back what a killed run set aside"
+                        f"; a start with --save {directory} restores what a killed run set aside"
                     )
                 raise UserError(f"{error} ({others})") from error
             _print(f"--load-latest-valid: skipped {path.name}: {error}")
             skipped = error
             continue
-        if skipped is not None or args.load_latest_valid:
+        if args.load_latest_valid:
             args.ckpt_step = iteration  # Megatron-LM's argument for a given iteration
         return iteration
     if skipped is not None:

@@ -60,17 +60,13 @@ def use_best_scan() -> str:
     if torch.cuda.is_available() and _HAVE_MAMBA_SSM:
         if mamba_mixer.causal_conv1d_fn is not None:
             return "mamba-ssm, convolution and scan fused"
-        _install(partial(convolve_and_scan, scan=triton_scan))
+        mamba_mixer.mamba_split_conv1d_scan_combined = partial(convolve_and_scan, scan=triton_scan)
         return "mamba-ssm's scan (causal-conv1d is not installed: torch's convolution)"
     reason = "mamba-ssm is not installed" if torch.cuda.is_available() else "no GPU here"
     mamba_mixer.HAVE_MAMBA_SSM = True  # The mixer needs only the functions replaced here.
     mamba_mixer.ExtendedRMSNorm = GatedNorm
-    _install(partial(convolve_and_scan, scan=torch_scan))
+    mamba_mixer.mamba_split_conv1d_scan_combined = partial(convolve_and_scan, scan=torch_scan)
     return f"torch ({reason})"
-
-
-def _install(function: Any) -> None:
-    mamba_mixer.mamba_split_conv1d_scan_combined = function
 
 
 def convolve_and_scan(

@@ -161,27 +161,21 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
     if obstacle is None and not other_recipe:
         require(not args.recipe_set, "--recipe-set: Megatron-LM's own code runs "
                 f"--{bits}-format {format_}, not a recipe of this project")  # fmt: skip
-        line = (
-            f"precision: Megatron-LM's own {name} {bits.upper()} ({format_}), through Transformer"
-        )
-        return Precision(lines=(f"{line} Engine, as --{bits}-format asks",))
+        code = f"Megatron-LM's own {name} {bits.upper()} ({format_})"
+        line = f"precision: {code}, through Transformer Engine, as --{bits}-format asks"
+        return Precision(lines=(line,))
     obstacle = obstacle or "FP8 forward and FP4 backward are a combination that only recipes have"
-    for flag, what in (
-        (f"--{bits}-recipe custom", name == "custom"),
-        ("--te-precision-config-file", "--te-precision-config-file" in given),
-    ):
-        require(
-            not what, f"{flag} is for Megatron-LM's own code, which cannot run here: {obstacle}"
-        )
+    unavailable = f"is for Megatron-LM's own code, which cannot run here: {obstacle}"
+    require(name != "custom", f"--{bits}-recipe custom {unavailable}")
+    flag = "--te-precision-config-file"
+    require(flag not in given, f"{flag} {unavailable}")
     own, changes = _EQUIVALENTS[name, format_]
-    changes = (*_history(args, name), *changes, *_bf16_blocks(args, own))
+    sides = [(own, (*_history(args, name), *changes, *_bf16_blocks(args, own)))]
     reason = f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
-    if not other_recipe:
-        return _with_recipes(args, given, (own,), changes, reason)
-    require(other_recipe != "custom", "recipe custom cannot be combined with another")
-    other = MEGATRON_NAMES.get(other_recipe, other_recipe)
-    other_changes = _bf16_blocks(args, other) if args.first_last_layers_bf16 else ()
-    sides = [(own, changes), (other, other_changes)]
+    if other_recipe:
+        require(other_recipe != "custom", "recipe custom cannot be combined with another")
+        other = MEGATRON_NAMES.get(other_recipe, other_recipe)
+        sides.append((other, _bf16_blocks(args, other) if args.first_last_layers_bf16 else ()))
     if args.fp4:
         sides.reverse()
     recipes = tuple(recipe for recipe, _ in sides)
