@@ -61,4 +61,5 @@ def steps_of(args: Namespace, chunks: list[Any]) -> Steps:
     """Return the counter of a model's chunks; the first call creates it."""
     if not hasattr(chunks[0], "lowbit_steps"):
         chunks[0].lowbit_steps = Steps(args, chunks)
-    return chunks[0].lowbit_steps
+    steps: Steps = chunks[0].lowbit_steps
+    return steps

@@ -423,7 +423,7 @@ def test_a_save_that_was_killed_leaves_the_older_checkpoint(saved, write_checkpo
     if left == "a shard":
         (path / files.METADATA).unlink()
     if left != "all but its configuration":
-        assert f"a start with --save {saved} puts back" in refusal(saved)
+        assert f"a start with --save {saved} restores" in refusal(saved)
     files.settle_replaced(saved)
     assert capsys.readouterr().out == (
         f"{path}: put back, since a killed run did not finish its replacement\n"

@@ -174,7 +174,7 @@ def adapt_to_cpu(args: Namespace, given: GivenArguments) -> list[str]:
 
 def needs_one_connection(args: Namespace) -> bool:
     """Return True if Megatron-LM demands ``CUDA_DEVICE_MAX_CONNECTIONS=1``, even on a CPU."""
-    return args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1
+    return bool(args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1)
 
 
 def _apply(row: _Row, args: Namespace, given: GivenArguments) -> str | None:

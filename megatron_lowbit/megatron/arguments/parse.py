@@ -191,7 +191,7 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     args = None
     try:
         with command_line(tokens):
-            parsed = parse_and_validate_args(extra_args_provider=add_own_arguments)
+            parsed: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
         if not parsed.dry_run:
             check_samples(parsed)
         args = parsed

@@ -85,7 +85,7 @@ def _splits_on_cpu(tensor: Any, as_numpy: bool = False, **_: Any) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
-def _with_uneven_parts(collective: Callable[..., Any], uneven: Callable[..., Any]) -> Callable:
+def _with_uneven_parts(collective: Callable[..., Any], uneven: Callable[..., Any]) -> Any:
     """Wrap megatron's collective along the first axis, since gloo supports only equal parts."""
 
     def call(x: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> Any:

@@ -31,7 +31,7 @@ class GroupStepAdam(torch.optim.Adam):
         torch.optim.Optimizer.__setstate__(self, state)
 
     @torch.no_grad()
-    def step(self, closure: Callable | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Update the parameters by torch's Adam."""
         if closure is not None:
             raise ValueError("closure: not supported, as in Transformer Engine's Adam")

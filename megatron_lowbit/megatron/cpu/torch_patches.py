@@ -80,7 +80,7 @@ class _Stream:
         return True
 
 
-class _NoMemoryStatistics(dict):
+class _NoMemoryStatistics(dict[str, int]):
     """Statistics of a CUDA allocator that has allocated nothing."""
 
     def __missing__(self, key: str) -> int:
