@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request, quantize_both
-from megatron_lowbit.numerics.philox import uniform
 from megatron_lowbit.numerics.quantizer import Arithmetic
+from megatron_lowbit.numerics.randomness import uniform
 
 _VERSIONS = 256
 

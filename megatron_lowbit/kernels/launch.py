@@ -32,7 +32,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
-from megatron_lowbit.numerics.philox import WORDS, Draw
+from megatron_lowbit.numerics.randomness import WORDS, Draw
 
 _LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""

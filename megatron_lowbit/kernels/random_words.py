@@ -1,4 +1,4 @@
-"""Device functions: the random words of stochastic rounding, as ``numerics/philox.py`` says."""
+"""Device functions: the random words of stochastic rounding, as ``numerics/randomness.py`` says."""
 
 import triton
 import triton.language as tl

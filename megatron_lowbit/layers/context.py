@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers.fallback import recompute_unless_finite
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
-from megatron_lowbit.numerics import Amaxes, AmaxHistory, Request, Rounding, derive_key
+from megatron_lowbit.numerics import Amaxes, AmaxHistory, Request, Rounding
+from megatron_lowbit.numerics.randomness import sign_key
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
 
 
@@ -91,19 +92,19 @@ class LinearContext:
         quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
         if quantizer is None:
             return None
-        transform, draw, sign_key = precision.hadamard, None, 0
+        transform, draw, signs = precision.hadamard, None, 0
         if quantizer.rounding is Rounding.STOCHASTIC:
             points = transform.size if transform else 1
             draw = self.shards.draw(self.key, gemm, role, rows, points)
         if transform is not None and transform.signs == "fresh":
-            sign_key = derive_key(self.key, "signs", gemm)  # both operands take the same
+            signs = sign_key(self.key, gemm)
         left = role == GEMM_ROLES[gemm][0]
         partner = precision.rhs if left else precision.lhs
         dequantized_later = precision.accumulation is not None or precision.rhs_of_fprop
         return Request(
             quantizer,
             hadamard=transform,
-            sign_key=sign_key,
+            sign_key=signs,
             draw=draw,
             partner=None if partner is None else partner.format,
             needs_codes=needs_codes or dequantized_later,

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lowbit.numerics import Draw, QuantizedTensor, derive_key
-from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.numerics import Draw, QuantizedTensor
+from megatron_lowbit.numerics.randomness import WORDS, operand_key
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 _ROLES = ("input", "weight", "grad")
@@ -66,7 +66,8 @@ class Shards:
             quads = columns[::WORDS] // WORDS
             padding = torch.arange(-columns.numel() % points // WORDS, device=quads.device)
             quads = torch.cat([quads, quads[-1:] + 1 + padding]) if len(padding) else quads
-        return Draw(derive_key(key, list(GEMM_ROLES).index(gemm), _ROLES.index(role)), rows, quads)
+        operand = operand_key(key, list(GEMM_ROLES).index(gemm), _ROLES.index(role))
+        return Draw(operand, rows, quads)
 
 
 UNSHARDED = Shards()

@@ -12,7 +12,7 @@ from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
-from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.numerics.randomness import WORDS, layer_key
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
@@ -81,7 +81,7 @@ class LayerState:
 
     def microbatch_key(self) -> int:
         """Return the key of this layer's random numbers in the present microbatch."""
-        return derive_key(microbatch_key(self.is_expert), self._key)
+        return layer_key(microbatch_key(self.is_expert), self._key)
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

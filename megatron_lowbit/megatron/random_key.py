@@ -14,9 +14,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core import parallel_state
 
 from megatron_lowbit.megatron.cpu.random_state import with_seed
-from megatron_lowbit.numerics.philox import derive_key
-
-_KEY_MASK = 2**63 - 1  # torch.initial_seed() is read as a signed number by some callers
+from megatron_lowbit.numerics import randomness
 
 
 def set_microbatch_key(seed: int, iteration: int, microbatch: int) -> None:
@@ -37,7 +35,7 @@ def set_microbatch_key(seed: int, iteration: int, microbatch: int) -> None:
     replicas = parallel_state.get_expert_data_parallel_world_size()
     number = microbatch * replicas + parallel_state.get_expert_data_parallel_rank()
     context = parallel_state.get_context_parallel_rank()
-    key = derive_key(seed, iteration, number, context) & _KEY_MASK
+    key = randomness.microbatch_key(seed, iteration, number, context)
     key ^= parallel_state.get_expert_model_parallel_rank()
     torch.set_rng_state(with_seed(torch.get_rng_state(), key))
 

@@ -4,7 +4,6 @@ from megatron_lowbit.numerics.block_formats import FORMATS
 from megatron_lowbit.numerics.delayed_scaling import AmaxHistory, DelayedScaling
 from megatron_lowbit.numerics.gemm import Accumulation, gemm
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
-from megatron_lowbit.numerics.philox import Draw, derive_key
 from megatron_lowbit.numerics.quantizer import (
     Amaxes,
     Operand,
@@ -17,6 +16,7 @@ from megatron_lowbit.numerics.quantizer import (
     quantize_both,
     tensor_amaxes,
 )
+from megatron_lowbit.numerics.randomness import Draw, derive_key
 
 __all__ = [
     "FORMATS",

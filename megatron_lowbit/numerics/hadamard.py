@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.numerics.philox import Draw, derive_key, uniform
+from megatron_lowbit.numerics.randomness import Draw, derive_key, uniform
 
 FIXED_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector that Transformer Engine fixes for its 16-point transform."""

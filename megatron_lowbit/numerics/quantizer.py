@@ -15,7 +15,7 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats import FORMATS
 from megatron_lowbit.numerics.formats import ElementFormat, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
-from megatron_lowbit.numerics.philox import Draw, uniform
+from megatron_lowbit.numerics.randomness import Draw, uniform
 
 
 class Rounding(Enum):
@@ -44,7 +44,7 @@ class Arithmetic(NamedTuple):
     """The elementwise work of quantization, for an engine to replace by fused equals.
 
     ``encode`` and ``decode`` take a format and then the arguments of its methods of that name;
-    ``uniform`` is :func:`megatron_lowbit.numerics.philox.uniform`.
+    ``uniform`` is :func:`megatron_lowbit.numerics.randomness.uniform`.
     """
 
     encode: Callable[..., tuple[Tensor, Tensor, Tensor]]

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_lowbit.numerics import Accumulation, DelayedScaling, Hadamard, Quantizer, Rounding
-from megatron_lowbit.numerics.philox import WORDS
+from megatron_lowbit.numerics.randomness import WORDS
 
 GEMM_ROLES = {
     "fprop": ("input", "weight"),

@@ -26,7 +26,7 @@ from megatron_lowbit.numerics import (
     format_by_name,
     gemm,
 )
-from megatron_lowbit.numerics.philox import uniform
+from megatron_lowbit.numerics.randomness import uniform
 
 pytestmark = pytest.mark.skipif(
     compiled.missing_compiler() is not None, reason=str(compiled.missing_compiler())

@@ -10,7 +10,7 @@ from megatron_lowbit.numerics.hadamard import (
     Hadamard,
     hadamard_transform,
 )
-from megatron_lowbit.numerics.philox import derive_key, philox4x32
+from megatron_lowbit.numerics.randomness import derive_key, philox4x32
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 

@@ -27,7 +27,7 @@ from megatron_lowbit.numerics.formats import (
     encode,
     round_to_grid,
 )
-from megatron_lowbit.numerics.philox import uniform
+from megatron_lowbit.numerics.randomness import uniform
 
 ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2)
 INTERVALS = {"e2m1": 7, "e2m3": 31, "e3m2": 31, "e4m3": 126, "e5m2": 123}

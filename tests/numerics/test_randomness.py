@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 
-from megatron_lowbit.numerics.philox import Draw, derive_key, philox4x32, uniform
+from megatron_lowbit.numerics.randomness import Draw, derive_key, philox4x32, uniform
 
 MASK = 0xFFFFFFFF
 

@@ -1,11 +1,17 @@
-"""The random bits of stochastic rounding: Philox4x32-10, a pure function of key and position.
+"""Random bits of a run, from its seed down to the word of an element: pure functions throughout.
 
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    microbatch_key(seed, iteration, microbatch, ...)     one forward and backward pass
+    layer_key(microbatch_key, layer)                     one linear layer in it
+    operand_key(layer_key, gemm, role)                   one operand of one of its GEMMs
+    sign_key(layer_key, gemm)                            fresh signs of a GEMM's transform
+    Draw(operand_key, rows, quads)                       rows and columns of the whole operand
+    uniform(key, rows, quads)                            a number in [0, 1) for each element
 
-The key names the rounding (seed, iteration, microbatch, rank, layer, GEMM, role). The counter is
-an element's place in the whole, unsharded operand, block axis last: element ``(row, col)`` uses
-word ``col % 4`` of the Philox block at counter ``(col // 4, row, 0, 0)``. A tensor-parallel shard
-therefore draws the bits that the same elements draw on one device.
+A resumed, resharded, recomputed or captured run draws the same bits. The words are those of
+Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+The counter is an element's place in the whole, unsharded operand, block axis last: element
+``(row, col)`` uses word ``col % 4`` of the Philox block at counter ``(col // 4, row, 0, 0)``. A
+tensor-parallel shard therefore draws the bits that the same elements draw on one device.
 """
 
 import hashlib
@@ -35,6 +41,34 @@ def derive_key(*parts: int | str) -> int:
         else:
             digest.update(struct.pack("<Q", part & _MASK_64))
     return int.from_bytes(digest.digest(), "little")
+
+
+def microbatch_key(seed: int, iteration: int, microbatch: int, context: int = 0) -> int:
+    """Return the key (63 bits) of a microbatch.
+
+    Args:
+        seed: of the run.
+        iteration: finished iterations.
+        microbatch: number in the global batch, whichever rank has it.
+        context: context-parallel rank, which holds other tokens of the same sequences.
+    """
+    # torch.initial_seed(), which carries it, is read as a signed number by some callers.
+    return derive_key(seed, iteration, microbatch, context) & (2**63 - 1)
+
+
+def layer_key(microbatch: int, layer: int) -> int:
+    """Return a layer's key in a microbatch; ``layer`` is :func:`derive_key` of its path."""
+    return derive_key(microbatch, layer)
+
+
+def operand_key(layer: int, gemm: int, role: int) -> int:
+    """Return the key of an operand's draws, by the numbers of its GEMM and its role."""
+    return derive_key(layer, gemm, role)
+
+
+def sign_key(layer: int, gemm: str) -> int:
+    """Return the key of fresh signs, which both operands of a GEMM share."""
+    return derive_key(layer, "signs", gemm)
 
 
 @dataclass(frozen=True)
