@@ -28,7 +28,7 @@ def test_memory_stays_flat_for_5000_iterations(tmp_path):
 @pytest.mark.gpu
 def test_memory_stays_flat_with_asynchronous_saves(tmp_path):
     """The test measures the second half of a run that saves 20 times."""
-    growth = growth_of_a_run(tmp_path, 1000, "--num-layers", 2, "--save-interval", 50, *ASYNC)
+    growth = growth_of_a_run(tmp_path, 2000, "--num-layers", 2, "--save-interval", 100, *ASYNC)
     assert growth < 5
 
 
