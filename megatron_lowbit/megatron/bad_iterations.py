@@ -29,7 +29,7 @@ def check_arguments(args: Namespace) -> None:
     require(args.skip_bad_iterations > 0, f"{option}: must be positive")
     require(
         args.save is not None and args.save == args.load,
-        f"{option} needs --save and --load, of the same folder",
+        f"{option} needs --save and --load with the same folder",
     )
     require(args.check_for_nan_in_loss_and_grad, f"{option} needs loss and gradients checked")
     require(
@@ -68,8 +68,8 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
             ) from error
         _record(notes, [*bad, failed])
         if args.world_size > 1:
-            raise TrainingError(f"{trouble}: noted; started again, the run skips it") from error
-        print(f"{trouble}: back to the last checkpoint, without its data", flush=True)
+            raise TrainingError(f"{trouble}: recorded; a restarted run skips it") from error
+        print(f"{trouble}: restarting from the last checkpoint without its data", flush=True)
         sys.stdout.flush()
         # Worker processes for checkpoints and data would outlive exec and keep the output open.
         for process in multiprocessing.active_children():

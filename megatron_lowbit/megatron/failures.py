@@ -86,6 +86,6 @@ def translate_machine_limits(args: Namespace) -> Iterator[None]:
         message = in_one_line(error)
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY_TEXT in message:
             raise UserError(
-                f"the run does not fit into memory, --dry-run says what it needs: {message}"
+                f"the run does not fit into memory, --dry-run estimates what it needs: {message}"
             ) from error
         raise

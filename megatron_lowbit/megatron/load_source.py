@@ -99,9 +99,7 @@ def choose_checkpoint(args: Namespace) -> int | None:
             args.ckpt_step = iteration  # Megatron-LM's argument for a given iteration
         return iteration
     if skipped is not None:
-        raise UserError(
-            f"{directory}: no valid checkpoint to go back to; the last tried: {skipped}"
-        )
+        raise UserError(f"{directory}: no valid checkpoint; the last one tried: {skipped}")
     return None
 
 
@@ -144,7 +142,7 @@ def _mend_empty_tracker(directory: Path) -> None:
     last = files.last_saved(directory)
     if last is not None:
         files.write_tracker(directory, last)
-        _print(f"{tracker}: empty, as a killed save leaves it; it names {last} again")
+        _print(f"{tracker}: empty after a killed save; restored to {last}")
 
 
 def verify_checkpoint(path: Path) -> None:

@@ -30,7 +30,7 @@ def test_it_goes_back_and_skips_the_data(corpus, pretrain_here, tmp_path):
     """The result equals that of a run with --iterations-to-skip from its start."""
     result = train(corpus, tmp_path / "faulty", "--skip-bad-iterations", 2)
     done(result)
-    assert "iteration 4: loss or gradients are not finite: back to the last" in result.stdout
+    assert "iteration 4: loss or gradients are not finite: restarting" in result.stdout
     assert json.loads((tmp_path / "faulty" / "bad_iterations.json").read_text()) == [4]
     done(pretrain_here(*RUN, "--iterations-to-skip", 4, "--save", tmp_path / "told"))
     told = steps(tmp_path / "told")

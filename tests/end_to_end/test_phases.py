@@ -56,4 +56,4 @@ def test_each_phase_has_its_blend(pretrain_here, datasets, tokens_seen, tmp_path
 
 def test_phases_need_one_batch_size(pretrain_here):
     ramp = ("--rampup-batch-size", 2, 2, 8)
-    assert "never changes" in refused(pretrain_here(*PHASES, "--mock-data", *ramp))
+    assert "constant --global-batch-size" in refused(pretrain_here(*PHASES, "--mock-data", *ramp))

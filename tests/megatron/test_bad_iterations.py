@@ -60,10 +60,10 @@ def note(folder: Path, *iterations: int) -> None:
     [
         ({"skip_bad_iterations": 0}, "--skip-bad-iterations 0: must be positive"),
         ({"skip_bad_iterations": -1}, "--skip-bad-iterations -1: must be positive"),
-        ({"save": None}, "needs --save and --load, of the same folder"),
-        ({"load": None}, "needs --save and --load, of the same folder"),
-        ({"load": "elsewhere"}, "needs --save and --load, of the same folder"),
-        ({"save": None, "load": None}, "needs --save and --load, of the same folder"),
+        ({"save": None}, "needs --save and --load with the same folder"),
+        ({"load": None}, "needs --save and --load with the same folder"),
+        ({"load": "elsewhere"}, "needs --save and --load with the same folder"),
+        ({"save": None, "load": None}, "needs --save and --load with the same folder"),
         ({"check_for_nan_in_loss_and_grad": False}, "needs loss and gradients checked"),
         ({"rerun_mode": "validate_results"}, "needs --rerun-mode disabled"),
     ],
@@ -130,7 +130,7 @@ def test_one_process_notes_it_and_starts_itself_again(tmp_path, started, capsys)
     # Iterations are counted from 1; the sixth was done.
     assert read_notes(tmp_path / NOTES) == [3, 7]
     assert started == [(sys.executable, sys.orig_argv)]
-    said = "iteration 7: loss or gradients are not finite: back to the last checkpoint"
+    said = "iteration 7: loss or gradients are not finite: restarting from the last checkpoint"
     assert said in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == [NOTES]
 
@@ -138,7 +138,7 @@ def test_one_process_notes_it_and_starts_itself_again(tmp_path, started, capsys)
 def test_several_ranks_note_it_and_end(tmp_path, started):
     """The launcher has to restart all ranks."""
     args = arguments(tmp_path, world_size=2, rank=1)
-    message = "iteration 7: loss or gradients are not finite: noted; started again, the run skips"
+    message = "iteration 7: loss or gradients are not finite: recorded; a restarted run skips"
     with pytest.raises(TrainingError, match=message), skip_bad_iterations(args):
         raise NOT_FINITE
     assert read_notes(tmp_path / NOTES) == [7] and started == []

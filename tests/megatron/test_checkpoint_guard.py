@@ -141,7 +141,7 @@ def test_nothing_valid_to_go_back_to(saved):
     for number in (1, 2, 3):
         (saved / f"iter_000000{number}" / SHARD).unlink()
     error = refusal(saved, load_latest_valid=True)
-    assert error.startswith(f"{saved}: no valid checkpoint to go back to; the last tried: ")
+    assert error.startswith(f"{saved}: no valid checkpoint; the last one tried: ")
     assert error.endswith(f"{saved}/iter_0000001/{SHARD}: missing")
     assert refusal(saved).endswith(f"iter_0000003/{SHARD}: missing (complete: none)")
 
@@ -153,7 +153,7 @@ def test_an_empty_tracker_is_mended(saved, latest_valid, capsys):
     (saved / files.TRACKER).write_text("")
     assert choose(saved, load_latest_valid=latest_valid)[0] == 2
     assert named(saved) == "2"
-    assert "empty, as a killed save leaves it; it names 2 again" in capsys.readouterr().out
+    assert "empty after a killed save; restored to 2" in capsys.readouterr().out
 
 
 def test_an_empty_tracker_is_not_mended_to_what_a_run_went_back_from(saved, save):

@@ -119,7 +119,7 @@ _REMOVED = {
     """,
     "it needs the fused accumulation of gradients":
         "--defer-embedding-wgrad-compute --wgrad-deferral-limit",
-    "gloo is all there is": "--pipeline-model-parallel-comm-backend",
+    "only gloo is available": "--pipeline-model-parallel-comm-backend",
     _NCCL: "--nccl-communicator-config-path --use-nccl-ub --use-sharp",
     "a CPU has no streams": "--high-priority-stream-groups",
     _FSDP: """

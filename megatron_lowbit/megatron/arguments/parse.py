@@ -140,7 +140,7 @@ def _count_samples(args: Namespace, given: GivenArguments) -> str:
     batch = args.global_batch_size
     require(
         batch is not None and "--rampup-batch-size" not in given,
-        "--phase-transition-iterations needs a --global-batch-size that never changes",
+        "--phase-transition-iterations needs a constant --global-batch-size",
     )
     changed = []
     for part in ("train", "lr-decay", "lr-warmup", "lr-wsd-decay"):

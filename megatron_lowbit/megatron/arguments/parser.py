@@ -91,8 +91,8 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     )  # fmt: skip
     group.add_argument(
         "--skip-bad-iterations", type=int, metavar="N",
-        help="after a loss or gradient that is not finite, go back to the last checkpoint and skip "
-        "the iteration, at most N times (default: the run ends)",
+        help="after a loss or gradient that is not finite, restart from the last checkpoint "
+        "without the iteration's data, at most N times (default: the run ends)",
     )  # fmt: skip
     return parser
 

@@ -164,7 +164,7 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
         code = f"Megatron-LM's own {name} {bits.upper()} ({format_})"
         line = f"precision: {code}, through Transformer Engine, as --{bits}-format asks"
         return Precision(lines=(line,))
-    obstacle = obstacle or "FP8 forward and FP4 backward are a combination that only recipes have"
+    obstacle = obstacle or "only recipes combine FP8 forward with FP4 backward"
     unavailable = f"is for Megatron-LM's own code, which cannot run here: {obstacle}"
     require(name != "custom", f"--{bits}-recipe custom {unavailable}")
     flag = "--te-precision-config-file"
