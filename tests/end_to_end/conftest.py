@@ -14,10 +14,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 from tiny_run import (
-    ENVIRONMENT,
     ROOT,
     Result,
     arguments_for,
+    launch,
     run_script,
     without_pictures,
     write_corpus,
@@ -27,10 +27,6 @@ from megatron_lowbit.errors import exit_on_user_error
 
 RANK = Path(__file__).with_name("rank_of_runs.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-
-
-def launch(command: list[str]) -> subprocess.CompletedProcess:
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture(scope="session")

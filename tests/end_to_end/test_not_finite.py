@@ -4,8 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from conftest import launch
-from tiny_run import arguments_for, done, steps
+from tiny_run import arguments_for, done, launch, steps
 
 FAULTY = Path(__file__).with_name("faulty_run.py")
 RUN = ("--fp4-recipe", "nvfp4", "--train-iters", 5, "--save-interval", 1)

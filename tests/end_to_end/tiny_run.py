@@ -6,6 +6,7 @@ import os
 import random
 import shlex
 import shutil
+import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,6 +104,11 @@ def arguments_for(corpus: Path, extra: tuple) -> list[str]:
 def run_script(arguments: list[str]) -> None:
     """Run the main function of the script that suits the arguments."""
     pretrain.main(arguments, hybrid=HYBRID[0] in arguments)
+
+
+def launch(command: list[str]) -> subprocess.CompletedProcess:
+    """Run a command in the environment of the tests."""
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def done(result) -> None:
