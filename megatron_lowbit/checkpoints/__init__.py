@@ -1,1 +1,1 @@
-"""Files of a checkpoint: verification, safe reading, inspection."""
+"""Reading and writing of whole checkpoints, above the Megatron-LM integration."""

@@ -1,4 +1,4 @@
-"""What a torch_dist checkpoint of Megatron-LM holds beside tensors, in one object of its files.
+"""Common state of a torch_dist checkpoint of Megatron-LM: everything that is not a tensor.
 
 The common state is a dictionary: ``args`` (the run's arguments), ``iteration``,
 ``checkpoint_version``, ``content_metadata``, and the states of scheduler and optimizer that are no
@@ -17,8 +17,8 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 import megatron.core  # noqa: F401  it tells torch which of its classes are safe to load
 
-from megatron_lowbit.checkpoints.pickles import Reader, load_restricted
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage.pickles import Reader, load_restricted
 
 KEY = "common_state/shard_0_1"
 LEGACY = "common.pt"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.conversion.checkpoints import Checkpoint, open_checkpoint
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.megatron_writer import (
@@ -22,6 +21,7 @@ from megatron_lowbit.conversion.megatron_writer import (
 from megatron_lowbit.conversion.model_arguments import described_by
 from megatron_lowbit.conversion.partial import progress, whole
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage import files
 
 FILE_BYTES = 5 * 10**9
 

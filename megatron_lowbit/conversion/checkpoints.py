@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lowbit.checkpoints import files
-from megatron_lowbit.checkpoints.pickles import check_lengths
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.model_arguments import model_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
+from megatron_lowbit.storage import files
+from megatron_lowbit.storage.pickles import check_lengths
 
 EMBEDDING = "embedding.word_embeddings.weight"
 

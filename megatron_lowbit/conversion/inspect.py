@@ -5,11 +5,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.conversion.checkpoints import open_checkpoint
 from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.conversion.model_arguments import described_by
 from megatron_lowbit.errors import printable
+from megatron_lowbit.storage import files
 
 Row = dict[str, Any]
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_lowbit.checkpoints.common_state import read_common_state
-from megatron_lowbit.checkpoints.pickles import Reader
 from megatron_lowbit.conversion.plan import Place
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.storage.pickles import Reader
 
 _HISTORIES = "amax_history."
 _STATES = ("optimizer.", "chained_")

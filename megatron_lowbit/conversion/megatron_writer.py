@@ -25,10 +25,10 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.checkpoints.common_state import KEY, as_object
 from megatron_lowbit.conversion.partial import Partial, in_files
 from megatron_lowbit.conversion.plan import Place
+from megatron_lowbit.storage import files
 
 Span = tuple[int, int]
 """Place of a piece in its file: first byte, number of bytes."""

@@ -15,10 +15,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.megatron.same_outcome import error_behind
+from megatron_lowbit.storage import files
 
 JOURNAL = ".finished.jsonl"
 

@@ -20,12 +20,12 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.training import get_tensorboard_writer, training
 
-from megatron_lowbit.checkpoints import files
-from megatron_lowbit.checkpoints.lock import FolderLock
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.load_source import choose_checkpoint
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.storage import files
+from megatron_lowbit.storage.lock import FolderLock
 
 
 class CheckpointGuard:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_lowbit.checkpoints import files
-from megatron_lowbit.checkpoints.pickles import check_lengths, check_objects, saved_tensors
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.same_outcome import same_outcome
+from megatron_lowbit.storage import files
+from megatron_lowbit.storage.pickles import check_lengths, check_objects, saved_tensors
 
 _READING = "read the checkpoint in"
 

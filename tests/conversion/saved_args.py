@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.checkpoints.common_state import read_common_state
+from megatron_lowbit.storage import files
 
 
 def change_args(path: Path, **changes: Any) -> None:

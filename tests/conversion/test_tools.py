@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from saved_args import change_args
 from training_runs import MODEL, losses, train
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.conversion.average import average
 from megatron_lowbit.conversion.checkpoints import chosen_iterations, open_checkpoint
 from megatron_lowbit.conversion.convert import to_hugging_face
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage import files
 
 
 @pytest.fixture(scope="module")

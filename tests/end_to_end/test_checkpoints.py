@@ -12,7 +12,7 @@ from tiny_run import done, refused, steps
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from megatron_lowbit.checkpoints import files
+from megatron_lowbit.storage import files
 
 RUN = ("--fp8-recipe", "fp8-delayed", "--save-interval", 2)
 FILES = ("__0_0.distcp", ".metadata", "metadata.json", "lowbit.json")

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 from tiny_run import ENVIRONMENT, HYBRID, ROOT, arguments_for, done, refused, steps
 
-from megatron_lowbit.checkpoints.files import TRACKER, last_saved, write_tracker
-from megatron_lowbit.checkpoints.lock import LOCK, FolderLock
+from megatron_lowbit.storage.files import TRACKER, last_saved, write_tracker
+from megatron_lowbit.storage.lock import LOCK, FolderLock
 
 LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,

@@ -23,7 +23,6 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_lowbit.checkpoints.files import TRACKER
 from megatron_lowbit.data.corpus import preprocess
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError
@@ -31,6 +30,7 @@ from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.storage.files import TRACKER
 
 ROOT = Path(__file__).parents[2]
 # More threads would slow a tiny model down on a busy machine.

@@ -17,11 +17,11 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.training import global_vars, training
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
 from megatron_lowbit.megatron.load_source import choose_checkpoint, verify_checkpoint
 from megatron_lowbit.megatron.metrics import MetricsWriter
+from megatron_lowbit.storage import files
 
 pytestmark = pytest.mark.usefixtures("single_process")
 

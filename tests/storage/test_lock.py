@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.checkpoints.lock import LOCK, FolderLock
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage.lock import LOCK, FolderLock
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from megatron_lowbit.checkpoints.lock import FolderLock
+from megatron_lowbit.storage.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 child = os.fork()
 if child:
@@ -30,7 +30,7 @@ time.sleep(60)
 AGAIN = """
 import os, sys
 from pathlib import Path
-from megatron_lowbit.checkpoints.lock import FolderLock
+from megatron_lowbit.storage.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]))
 if len(sys.argv) == 2:
     os.execv(sys.executable, [*sys.orig_argv, "again"])

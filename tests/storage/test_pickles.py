@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_lowbit.checkpoints.common_state import read_common_state, read_object
-from megatron_lowbit.checkpoints.pickles import Reader, check_lengths, check_objects, saved_tensors
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage.pickles import Reader, check_lengths, check_objects, saved_tensors
 
 SHARD = "__0_0.distcp"
 COMMON = "common_state/shard_0_1"

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.checkpoints.pickles import check_lengths
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object
+from megatron_lowbit.storage.pickles import check_lengths
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DOCUMENT = "lowbit.json"
@@ -34,14 +34,14 @@ _DIGITS = 18
 
 
 def iteration_directory(directory: Path, iteration: int) -> Path:
-    """Where DIR keeps this iteration."""
+    """Return the folder of an iteration in DIR."""
     return directory / f"iter_{iteration:07d}"
 
 
 def latest_iteration(directory: str | Path) -> int | None:
-    """The iteration that DIR's tracker file names; None where there is no tracker file.
+    """Return the iteration that DIR's tracker file names, or None if DIR has no tracker file.
 
-    Raises UserError where the file holds anything but a decimal number.
+    Raises UserError if the file holds anything but a decimal number.
     """
     tracker, text = Path(directory) / TRACKER, _tracker_text(directory)
     if text is None:
@@ -75,7 +75,7 @@ def _tracker_text(directory: str | Path) -> str | None:
 
 
 def iterations(directory: Path) -> list[int]:
-    """The iterations that DIR has a folder of, oldest first: complete or not, ours or not."""
+    """Return the iterations that have a folder in DIR, complete or not, in ascending order."""
     numbers = [int(path.name[5:]) for path in directory.glob("iter_*") if _is_numbered(path)]
     return sorted(number for number in numbers if iteration_directory(directory, number).is_dir())
 
@@ -98,7 +98,7 @@ def last_saved(directory: Path) -> int | None:
 
 
 def alternatives(directory: Path, besides: int | None = None) -> str:
-    """The complete checkpoints of DIR and the argument that takes one, for an error message."""
+    """Return the part of an error message that lists the complete checkpoints of DIR."""
     complete = [number for number in complete_iterations(directory) if number != besides]
     names = [iteration_directory(directory, number).name for number in complete[-_SHOWN:]]
     if not names:
@@ -135,7 +135,10 @@ def write_document(directory: Path, document: dict[str, Any]) -> None:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """lowbit.json of a checkpoint; UserError where it is missing, damaged or of another version."""
+    """Read lowbit.json of a checkpoint.
+
+    Raises UserError if it is missing, damaged or of another version.
+    """
     file = path / DOCUMENT
     if not path.is_dir():
         raise UserError(f"{path}: missing")
@@ -240,10 +243,10 @@ def restore_replaced(final: Path) -> bool:
 
 
 def delete_older(directory: Path, saved: int, keep: int) -> None:
-    """Of DIR's complete checkpoints up to ``saved`` leave the newest ``keep``.
+    """Delete all complete checkpoints of DIR up to ``saved`` except the newest ``keep``.
 
     Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
-    complete checkpoint. A failure is printed, not raised: the training it would end is well.
+    complete checkpoint. A failure is printed instead of raised, so that training continues.
     """
     delete_hidden(directory)
     older = [number for number in complete_iterations(directory) if number < saved]

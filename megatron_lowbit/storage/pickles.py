@@ -20,7 +20,7 @@ from megatron_lowbit.errors import UserError
 
 
 class _SavedPath(PurePosixPath):
-    """Where the checkpoint was written. A class of its own: a pickle may set class attributes."""
+    """Path of a saved checkpoint. A separate class, because a pickle may set class attributes."""
 
 
 _KNOWN = {
@@ -76,7 +76,7 @@ class Reader(FileSystemReader):
         return metadata
 
     def read_tensor(self, place: torch_filesystem._StorageInfo) -> torch.Tensor:
-        """One piece of a tensor, on the CPU, without a copy of it beside."""
+        """Read one stored chunk of a tensor to the CPU without an additional copy."""
         path = Path(self.path) / place.relative_path
         try:
             with open(path, "rb") as file:
@@ -156,7 +156,7 @@ def load_restricted(path: Path, content: bytes) -> Any:
 
 
 def _refuse(path: Path, error: Exception) -> NoReturn:
-    """The texts of torch's errors are pages long, and advise to load the file all the same."""
+    """Raise a one-line UserError: torch's own messages are long and advise unsafe loading."""
     if isinstance(error, pickle.UnpicklingError):
         lines = str(error).splitlines() or [""]
         raise UserError(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.checkpoints import files
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage import files
 
 SHARD = "__0_0.distcp"
 FILES = (SHARD, ".metadata", "metadata.json")

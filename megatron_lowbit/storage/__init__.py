@@ -1,0 +1,1 @@
+"""Low-level helpers for checkpoint folders: file names, checksums, locks, safe unpickling."""
