@@ -19,7 +19,7 @@ from megatron_lowbit.conversion.megatron_writer import (
     write_iteration,
 )
 from megatron_lowbit.conversion.model_arguments import described_by
-from megatron_lowbit.conversion.partial import progress, whole
+from megatron_lowbit.conversion.resumable_output import progress, resumable_output
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
 
@@ -59,7 +59,7 @@ def average(
     common = COMMON | kept | {
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
-    with whole(output, force, task) as partial, progress(len(pieces)) as done:
+    with resumable_output(output, force, task) as partial, progress(len(pieces)) as done:
         write_iteration(partial, partial.path, common, by_size(pieces, FILE_BYTES), done)
     return list(iterations)
 

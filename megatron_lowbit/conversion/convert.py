@@ -21,13 +21,13 @@ from megatron_lowbit.conversion.megatron_writer import (
     write_iteration,
 )
 from megatron_lowbit.conversion.model_arguments import argument_file, saved_arguments
-from megatron_lowbit.conversion.partial import progress, whole
 from megatron_lowbit.conversion.pieces import check_names, made, piece
 from megatron_lowbit.conversion.plan import Family, Rule, as_named
 from megatron_lowbit.conversion.quantization_report import finish
 from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization
 from megatron_lowbit.conversion.quantized import made as made_quantized
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
+from megatron_lowbit.conversion.resumable_output import progress, resumable_output
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries, read_object
 
@@ -61,7 +61,7 @@ def to_megatron(
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(family.model)}
     task = {"task": "to-megatron", "source": str(source.absolute()), "config": folder.config,
             "files": folder.files(), "file_bytes": file_bytes}  # fmt: skip
-    with whole(output, force, task) as partial, progress(len(pieces)) as done:
+    with resumable_output(output, force, task) as partial, progress(len(pieces)) as done:
         write_iteration(partial, partial.path, common, by_size(pieces, file_bytes), done)
         carry(source, partial.path / BESIDE, family.config)
         (partial.path / MODEL_ARGUMENTS).write_text(argument_file(family))
@@ -130,7 +130,7 @@ def to_hugging_face(
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
             "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
             "dtype": dtype, "shard_bytes": shard_bytes}  # fmt: skip
-    with whole(output, force, task) as partial, progress(len(tensors_to_come)) as done:
+    with resumable_output(output, force, task) as partial, progress(len(tensors_to_come)) as done:
         write_tensors(partial, tensors_to_come, shard_bytes, done)
         carry(carried, partial.path, config)
         if plan is not None:

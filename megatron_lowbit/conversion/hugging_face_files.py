@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lowbit.conversion.partial import Partial, in_files
+from megatron_lowbit.conversion.resumable_output import ResumableOutput, in_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, is_inside, read_object
 
@@ -128,7 +128,7 @@ def _computed(names: Iterable[str]) -> set[str]:
 
 
 def write_tensors(
-    partial: Partial, tensors: Iterable[Made], shard_bytes: int, done: Callable[[], None]
+    partial: ResumableOutput, tensors: Iterable[Made], shard_bytes: int, done: Callable[[], None]
 ) -> None:
     """Write weights into a folder, one after another, in files of at most ``shard_bytes`` each.
 

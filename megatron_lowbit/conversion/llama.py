@@ -7,8 +7,8 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
-from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue
 from megatron_lowbit.conversion.plan import MOST_LAYERS, Family, Place, Rule, check_model
+from megatron_lowbit.conversion.tensor_transforms import Cut, Join, QueryKeyValue
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 

@@ -26,8 +26,8 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from megatron_lowbit.checkpoints.common_state import KEY, as_object
-from megatron_lowbit.conversion.partial import Partial, in_files
 from megatron_lowbit.conversion.plan import Place
+from megatron_lowbit.conversion.resumable_output import ResumableOutput, in_files
 from megatron_lowbit.storage import files
 
 Span = tuple[int, int]
@@ -102,7 +102,7 @@ def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
 
 
 def write_iteration(
-    partial: Partial,
+    partial: ResumableOutput,
     parent: Path,
     common: dict[str, Any],
     contents: dict[str, list[Piece]],

@@ -3,8 +3,8 @@
 from typing import Any
 
 from megatron_lowbit.conversion import llama
-from megatron_lowbit.conversion.joins import Join
 from megatron_lowbit.conversion.plan import MOST_EXPERTS, Family, Place, Rule, check_model
+from megatron_lowbit.conversion.tensor_transforms import Join
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 

@@ -8,9 +8,9 @@ import reprlib
 from itertools import accumulate, pairwise
 from typing import Any
 
-from megatron_lowbit.conversion.joins import Cut, Join, QueryKeyValue, Share
 from megatron_lowbit.conversion.llama import query_groups
 from megatron_lowbit.conversion.plan import MOST_LAYERS, Family, Place, Rule, check_model
+from megatron_lowbit.conversion.tensor_transforms import Cut, Join, QueryKeyValue, Share
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 

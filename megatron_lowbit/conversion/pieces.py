@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.conversion.hugging_face_files import CONFIG, WEIGHT_DTYPES, Folder, Made
-from megatron_lowbit.conversion.joins import Cut
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.megatron_writer import Piece, piece_at
 from megatron_lowbit.conversion.plan import Family, Rule
+from megatron_lowbit.conversion.tensor_transforms import Cut
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 

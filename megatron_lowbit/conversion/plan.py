@@ -7,7 +7,7 @@ Hugging Face tensors that it is made of.
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from megatron_lowbit.conversion.joins import Join
+from megatron_lowbit.conversion.tensor_transforms import Join
 from megatron_lowbit.errors import UserError
 
 MOST_LAYERS = 2**10
@@ -26,8 +26,8 @@ class Place(NamedTuple):
 class Rule(NamedTuple):
     """Part of a tensor of Megatron-LM, as a join of Hugging Face's tensors ``names``.
 
-    Rules of one tensor's shares (:class:`~megatron_lowbit.conversion.joins.Share`) have the same
-    ``names`` and follow one another, in order of the rows.
+    The rules of one tensor's shares (:class:`~megatron_lowbit.conversion.tensor_transforms.Share`)
+    have the same ``names`` and follow one another in the order of the rows.
     """
 
     place: Place

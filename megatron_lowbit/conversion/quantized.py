@@ -1,4 +1,4 @@
-"""Which weights an export quantizes, and how: as the training recipe has them in fprop.
+"""Quantized export of the weights that the training recipe quantizes in fprop.
 
 A weight is quantized whole, as Megatron holds it, by the recipe's own quantizer: with the blocks,
 the amax and so the bits of training. Its parts of Hugging Face's are rows of it, and take along
@@ -17,10 +17,10 @@ from torch import Tensor
 from megatron_lowbit.conversion import pieces
 from megatron_lowbit.conversion.checkpoints import Checkpoint
 from megatron_lowbit.conversion.hugging_face_files import Made
-from megatron_lowbit.conversion.joins import Join
 from megatron_lowbit.conversion.layouts import LAYOUTS, Layout
 from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.plan import Place, Rule
+from megatron_lowbit.conversion.tensor_transforms import Join
 from megatron_lowbit.errors import require
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat

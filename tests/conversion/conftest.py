@@ -1,4 +1,4 @@
-"""Where the tests find each other's helpers, and the tools."""
+"""Tests of conversions; adds the folders of helpers and tools to the import path."""
 
 import sys
 from pathlib import Path

@@ -14,7 +14,7 @@ import torch
 from small_llama import write_llama
 
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.conversion.partial import JOURNAL, Partial
+from megatron_lowbit.conversion.resumable_output import JOURNAL, ResumableOutput
 from megatron_lowbit.errors import UserError
 
 DIRECTIONS = ("to-megatron", "to-hugging-face")
@@ -40,14 +40,14 @@ def conversion(folder: Path, direction: str) -> Callable[..., object]:
 
 def stop(patch: pytest.MonkeyPatch, how: Callable[[], None]) -> None:
     """Call ``how`` when one file more is written, but not yet known to be finished."""
-    finish, count = Partial.finish, iter(range(FINISHED + 1))
+    finish, count = ResumableOutput.finish, iter(range(FINISHED + 1))
 
     def finish_or_stop(self, *rest):
         if next(count) == FINISHED:
             how()
         finish(self, *rest)
 
-    patch.setattr(Partial, "finish", finish_or_stop)
+    patch.setattr(ResumableOutput, "finish", finish_or_stop)
 
 
 def raising(error: BaseException) -> Callable[[], None]:

@@ -1,6 +1,6 @@
-"""Joining several tensors of one naming to one of another, and splitting it again, exactly.
+"""Exact, invertible transforms between Hugging Face's tensors and Megatron-LM's.
 
-Shapes follow from shapes, so that they are known before any tensor is read.
+The shape of a result follows from the shapes of its parts, before any tensor is read.
 """
 
 from collections.abc import Sequence

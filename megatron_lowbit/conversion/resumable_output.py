@@ -1,4 +1,4 @@
-"""A folder that is written file by file, and appears under its name once it is whole.
+"""Output folder that is written file by file and renamed to its final name once complete.
 
 Until then it is a hidden folder beside it, with a journal of its finished files. An interruption
 (Ctrl-C, a kill, a full disk) leaves it there, and the same work started again makes only the rest.
@@ -23,7 +23,7 @@ from megatron_lowbit.storage import files
 JOURNAL = ".finished.jsonl"
 
 
-class Partial:
+class ResumableOutput:
     """Folder ``path`` with a note on each of its finished files."""
 
     def __init__(self, path: Path, task: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Partial:
 
 
 @contextmanager
-def whole(output: Path, force: bool, task: dict[str, Any]) -> Iterator[Partial]:
+def resumable_output(output: Path, force: bool, task: dict[str, Any]) -> Iterator[ResumableOutput]:
     """Provide a folder to write into, which becomes ``output`` if all goes well.
 
     After an interruption its finished files are kept for the next call with an equal ``task``,
@@ -72,7 +72,7 @@ def whole(output: Path, force: bool, task: dict[str, Any]) -> Iterator[Partial]:
     require(force or not output.exists(), f"{output} exists; --force replaces it")
     path = output.with_name(f".{output.name}.partial")
     try:
-        partial = Partial(path, task)
+        partial = ResumableOutput(path, task)
         if len(partial):
             print(f"{output}: going on where it was interrupted, {len(partial)} files are there")
         yield partial
