@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
@@ -184,6 +185,17 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
 
 
+def stop_data_workers() -> None:
+    """End the processes of data loaders, which a failed run's traceback keeps alive.
+
+    With ``--exit-signal-handler`` they ignore the signal by which Python ends its children, and
+    Python would wait for them for ever.
+    """
+    for found in gc.get_objects():
+        if type(found) is _MultiProcessingDataLoaderIter:
+            found._shutdown_workers()
+
+
 @contextmanager
 def teardown() -> Iterator[None]:
     """Remove process groups and Megatron-LM's global state on exit."""
@@ -198,6 +210,8 @@ def teardown() -> Iterator[None]:
             raise
     finally:
         failed = sys.exc_info()[0] is not None
+        if failed:
+            stop_data_workers()
         destroy_global_state()
         destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
         if torch.distributed.is_initialized():
