@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import traceback
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.megatron.arguments.parse import in_one_line
 from megatron_lowbit.megatron.same_outcome import error_behind
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -20,17 +20,6 @@ _DISK_FULL_TEXT = "unexpected pos"
 """Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
 _NO_MEMORY_TEXT = "can't allocate memory"
 """Part of torch's message on a CPU, which is no MemoryError."""
-
-
-def in_one_line(error: Exception) -> str:
-    """Return the message of an exception of Megatron-LM; without a message, the failed check."""
-    message = " ".join(str(error).split())
-    if not message:
-        check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
-        message = f"Megatron-LM demands {check}"
-    if "apply_rope_fusion" in message:  # a field of the configuration, true by default
-        message += " Or give --no-rope-fusion."
-    return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)
 
 
 @contextmanager

@@ -33,24 +33,6 @@ def use_prebuilt_dataset_helpers() -> None:
     utils.compile_helpers = lambda: None
 
 
-def read_sources_once() -> None:
-    """Reuse the help texts that Megatron-LM's parsers read from source code."""
-    from megatron.training.argument_utils import ArgumentGroupFactory
-
-    upstream = ArgumentGroupFactory._get_field_docstrings
-    if hasattr(upstream, "__wrapped__"):
-        return
-    docstrings: dict[type, dict[str, str]] = {}
-
-    @wraps(upstream)
-    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
-        if kind not in docstrings:
-            docstrings[kind] = upstream(factory, kind)
-        return dict(docstrings[kind])
-
-    ArgumentGroupFactory._get_field_docstrings = read_once
-
-
 def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]:
     """Apply ``--rope-scaling-factor`` and ``--openai-gelu`` to a model's configuration.
 

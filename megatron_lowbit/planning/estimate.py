@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
-import megatron_lowbit.megatron  # noqa: F401  before megatron
+import megatron_lowbit.megatron.cpu  # noqa: F401  before megatron
 
 # isort: split
 from megatron.training.training import num_floating_point_operations

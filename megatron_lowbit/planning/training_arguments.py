@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from megatron_lowbit.command_line import GivenArguments, expand_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import needs_one_connection
+from megatron_lowbit.megatron.arguments.parse import in_one_line
 from megatron_lowbit.megatron.arguments.parser import (
     add_recipe_arguments,
     describe_unknown,
     front_parser,
 )
 from megatron_lowbit.megatron.arguments.precision import Machine, choose_precision
-from megatron_lowbit.megatron.failures import in_one_line
 
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args

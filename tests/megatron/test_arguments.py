@@ -14,9 +14,8 @@ from megatron_lowbit.command_line import GivenArguments, expand_files
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import arguments
 from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
-from megatron_lowbit.megatron.arguments.parse import _NEVER
+from megatron_lowbit.megatron.arguments.parse import _NEVER, in_one_line
 from megatron_lowbit.megatron.arguments.parser import show_help
-from megatron_lowbit.megatron.failures import in_one_line
 
 # isort: split
 from megatron.core.transformer import TransformerConfig

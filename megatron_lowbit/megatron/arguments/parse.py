@@ -1,7 +1,9 @@
 """Parsing of a command line: checks, translation for this machine, Megatron-LM's validation."""
 
 import os
+import re
 import sys
+import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,6 @@ from megatron_lowbit.megatron.arguments.parser import (
 )
 from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, choose_precision
 from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
-from megatron_lowbit.megatron.failures import in_one_line
 
 COMMAND = "pretrain"
 """Name under which the help of the pretraining programs is cached."""
@@ -211,3 +212,14 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
         if args is None:
             # Those that are set by now would prevent another run in this process.
             unset_global_variables()
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the message of an exception of Megatron-LM; without a message, the failed check."""
+    message = " ".join(str(error).split())
+    if not message:
+        check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+        message = f"Megatron-LM demands {check}"
+    if "apply_rope_fusion" in message:  # a field of the configuration, true by default
+        message += " Or give --no-rope-fusion."
+    return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)

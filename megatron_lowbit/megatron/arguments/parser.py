@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from functools import partial
+from functools import partial, wraps
 from typing import NoReturn
 
 from megatron_lowbit.command_line import (
@@ -24,7 +24,6 @@ from megatron_lowbit.command_line import (
     print_help,
 )
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
-from megatron_lowbit.megatron.upstream_gaps import read_sources_once
 
 _OWN_GROUPS = ("dry run", "megatron-lowbit")
 
@@ -105,7 +104,7 @@ def front_parser() -> CommandParser:
     """
     from megatron.training.arguments import add_megatron_arguments
 
-    read_sources_once()
+    _read_sources_once()
     parser = CommandParser(
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
         "@FILE reads arguments from FILE, which may have comments.",
@@ -185,3 +184,21 @@ def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
         finally:
             temporary.unlink(missing_ok=True)
     print_help(text)
+
+
+def _read_sources_once() -> None:
+    """Reuse the help texts that Megatron-LM's parsers read from source code."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    upstream = ArgumentGroupFactory._get_field_docstrings
+    if hasattr(upstream, "__wrapped__"):
+        return
+    docstrings: dict[type, dict[str, str]] = {}
+
+    @wraps(upstream)
+    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
+        if kind not in docstrings:
+            docstrings[kind] = upstream(factory, kind)
+        return dict(docstrings[kind])
+
+    ArgumentGroupFactory._get_field_docstrings = read_once
