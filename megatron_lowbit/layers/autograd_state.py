@@ -21,7 +21,7 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TENSOR
-    names = _field_names(type(value))
+    names = _field_names(type(value))  # type: ignore[arg-type]  # a type is hashable
     if names is None:
         return value
     return type(value), [flatten(getattr(value, name), tensors) for name in names]

@@ -3,7 +3,7 @@
 Shared by this project's linear layers and by Transformer Engine's, which bring a loop of their own.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +75,17 @@ class LinearContext:
             Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
             its transpose.
         """
-        requests = [
+        by_row, by_col = (
             None if gemm is None else self.request(gemm, role, len(x), gemm in needs_codes)
             for gemm in (row, col)
-        ]
+        )
         if col == row:
-            requests[1] = requests[0]
-        if not any(requests):
+            by_col = by_row
+        if by_row is None and by_col is None:
             return x, x.t()
-        amaxes = self._scale_amaxes(x, role, (row, col), requests)
-        by_row, by_col = self.engine.quantize(x, *requests, amaxes)
-        return x if requests[0] is None else by_row, x.t() if requests[1] is None else by_col
+        amaxes = self._scale_amaxes(x, role, row, col, (by_row, by_col))
+        left, right = self.engine.quantize(x, by_row, by_col, amaxes)
+        return x if by_row is None else left, x.t() if by_col is None else right
 
     def request(self, gemm: str, role: str, rows: int, needs_codes: bool = False) -> Request | None:
         """Return how an operand of so many rows is quantized; None for high precision."""
@@ -114,19 +114,21 @@ class LinearContext:
         self,
         x: Tensor,
         role: str,
-        gemms: tuple[str | None, str | None],
-        requests: Sequence[Request | None],
+        row: str | None,
+        col: str | None,
+        requests: tuple[Request | None, Request | None],
     ) -> Amaxes:
         """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
-        shared = [gemm is not None and self.shares_amax(gemm, role) for gemm in gemms]
-        if not any(shared):
+        if not any(gemm and self.shares_amax(gemm, role) for gemm in (row, col)):
             return None, None
-        row, col = self.engine.amaxes(x, *requests)
-        if shared[0]:
-            row = self.scale_amax(gemms[0], role, row)
-        if gemms[0] == gemms[1]:
-            return row, row
-        return row, self.scale_amax(gemms[1], role, col) if shared[1] else col
+        by_row, by_col = self.engine.amaxes(x, *requests)
+        if row and by_row is not None and self.shares_amax(row, role):
+            by_row = self.scale_amax(row, role, by_row)
+        if row == col:
+            return by_row, by_row
+        if col and by_col is not None and self.shares_amax(col, role):
+            by_col = self.scale_amax(col, role, by_col)
+        return by_row, by_col
 
     def shares_amax(self, gemm: str, role: str) -> bool:
         """Return True if a tensor scale depends on more than the local tensor."""

@@ -62,7 +62,7 @@ class _LowbitLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
         tensors = iter(ctx.saved_tensors)
@@ -121,7 +121,7 @@ def lowbit_linear(
     # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
     # that a function of its own has made.
     x2d = source.reshape(math.prod(source.shape[:-1]), source.shape[-1])
-    y: Tensor = _LowbitLinear.apply(x2d, weight, bias, context, operand)
+    y: Tensor = _LowbitLinear.apply(x2d, weight, bias, context, operand)  # type: ignore[no-untyped-call]
     leading = (-1, *source.shape[1:-1]) if context.shards.sequence_parallel else source.shape[:-1]
     return y.view(*leading, weight.shape[0])
 

@@ -61,7 +61,7 @@ class _MXNormLinear(torch.autograd.Function):
         return y.view(*leading, weight.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
         x, rho, gain, *tensors = ctx.saved_tensors
@@ -69,7 +69,7 @@ class _MXNormLinear(torch.autograd.Function):
         needs_product = needs_gain or needs_weight
         grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
         by_row, by_col = quantize_grad(context, grad, needs_x, needs_product)
-        inner = handle = product = None
+        inner = handle = None
         if needs_x:
             dgrad_weight = unflatten(ctx.dgrad_weight, iter(tensors))
             if dgrad_weight is None:
@@ -77,6 +77,7 @@ class _MXNormLinear(torch.autograd.Function):
             inner, handle = reduce_dgrad(
                 context.shards, context.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
             )
+        product = torch.empty(0)  # not read where no gradient needs it
         if needs_product:
             product = _product(context, by_col, x.float() * rho)
         if handle is not None:
@@ -102,6 +103,7 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
         rho = norm.inverse_rms(x, norm_block(precision))
         return quantize_gathered(context, "fprop", x.float() * rho), rho
     request = context.request("fprop", "input", len(x), needs_codes=split)
+    assert request is not None, "norm_block raises for an input in high precision"
     amax = None
     if context.shares_amax("fprop", "input"):
         own = context.engine.normalized_amax(x, norm, request)
@@ -157,5 +159,5 @@ def mxnorm_linear(
     """
     context = context_of(context, x)
     norm_block(context.precision)
-    y: Tensor = _MXNormLinear.apply(x, gain, weight, bias, context, norm)
+    y: Tensor = _MXNormLinear.apply(x, gain, weight, bias, context, norm)  # type: ignore[no-untyped-call]
     return y

@@ -1,6 +1,7 @@
 """Tensor parallelism of one linear layer's operands: shards, global numbers, collectives."""
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,10 @@ class Shards:
 UNSHARDED = Shards()
 
 
-def gather_rows(x: Tensor | QuantizedTensor, group: dist.ProcessGroup) -> Tensor | QuantizedTensor:
+_Rows = TypeVar("_Rows", Tensor, QuantizedTensor)
+
+
+def gather_rows(x: _Rows, group: dist.ProcessGroup | None) -> _Rows:
     """Concatenate the ranks' rows: (R, K) to (ranks * R, K). Codes travel as codes."""
     if isinstance(x, QuantizedTensor):
         shape = (x.shape[0] * dist.get_world_size(group), x.shape[1])
@@ -82,14 +86,14 @@ def gather_rows(x: Tensor | QuantizedTensor, group: dist.ProcessGroup) -> Tensor
     return _all_gather(x, group).flatten(0, 1)
 
 
-def gather_columns(x: QuantizedTensor, group: dist.ProcessGroup) -> QuantizedTensor:
+def gather_columns(x: QuantizedTensor, group: dist.ProcessGroup | None) -> QuantizedTensor:
     """Concatenate the ranks' columns, whole blocks each: (R, K) to (R, ranks * K)."""
     shape = (x.shape[0], x.shape[1] * dist.get_world_size(group))
     codes, scales = (_all_gather(t, group).transpose(0, 1).flatten(1) for t in (x.codes, x.scales))
     return QuantizedTensor(codes, scales, x.tensor_scale, x.format, shape)
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Gather x as (ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
     sent = x.contiguous()
     if x.element_size() == 1:
@@ -97,4 +101,5 @@ def _all_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = dist.get_world_size(group)
     received = sent.new_empty((ranks * sent.shape[0], *sent.shape[1:]))
     dist.all_gather_into_tensor(received, sent, group=group)
-    return received.view(x.dtype).unflatten(0, (ranks, -1))
+    gathered: Tensor = received.view(x.dtype).unflatten(0, (ranks, -1))
+    return gathered

@@ -52,7 +52,8 @@ def ssd(
 def _chunks(x: Tensor, missing: int, size: int) -> Tensor:
     """Split (batch, length, ...) into (batch, chunk, size, ...), with zeros at the end."""
     padding = (0, 0) * (x.dim() - 2) + (0, missing)
-    return F.pad(x, padding).unflatten(1, (-1, size))
+    chunks: Tensor = F.pad(x, padding).unflatten(1, (-1, size))
+    return chunks
 
 
 def _segment_sums(x: Tensor) -> Tensor:
@@ -103,6 +104,6 @@ def grouped_rms_norm(
     dtype, x = x.dtype, x.float()
     if gate is not None:
         x = x * F.silu(gate.float())
-    groups = x.unflatten(-1, (-1, group_size))
+    groups: Tensor = x.unflatten(-1, (-1, group_size))
     groups = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + eps)
     return (groups.flatten(-2) * weight.float()).to(dtype)

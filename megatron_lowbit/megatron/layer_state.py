@@ -76,7 +76,7 @@ class LayerState:
         )
 
     def forget_weight(self) -> None:
-        """Have the weight quantized anew: it has changed."""
+        """Discard the quantized weight: the weight has changed."""
         self.weight_cache.operands = None
 
     def microbatch_key(self) -> int:
@@ -100,7 +100,7 @@ def device_of(module: torch.nn.Module) -> torch.device:
 def split_features(
     path: str, split: int, parts: int, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor | None:
-    """Global numbers (int64) of this rank's ``split`` features; None where nothing is split.
+    """Return the global numbers (int64) of this rank's ``split`` features; None if unsplit.
 
     They come in ``parts``, each split over the group: a gated fc1 holds its share of the gate, then
     its share of the up projection.

@@ -1,4 +1,4 @@
-"""This project's quantizers and GEMMs inside Transformer Engine's modules, by its CustomRecipe.
+"""Quantizers and GEMMs of this project inside Transformer Engine's modules, by its CustomRecipe.
 
 A module asks a factory for a quantizer for each of its operands, and hands what they make of
 tensors to the ``qgemm`` of the left one. Source: transformer_engine/pytorch/custom_recipes and

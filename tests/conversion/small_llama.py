@@ -16,7 +16,7 @@ CONFIG = {
 
 
 def shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Every tensor's."""
+    """Return the shape of every tensor."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
     query, key = (config[name] * config["head_dim"]
                   for name in ("num_attention_heads", "num_key_value_heads"))  # fmt: skip

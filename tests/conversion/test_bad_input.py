@@ -1,4 +1,4 @@
-"""What is wrong with a source is said in one line, before anything is written."""
+"""Errors of a source are one line, before anything is written."""
 
 import json
 import pickle

@@ -42,7 +42,7 @@ def loss(folder: Path, ids: torch.Tensor) -> float:
 
 
 def test_validation_loss_is_the_exported_models(write_tokens, tmp_path):
-    """Of one epoch of the validation set: every sample once, in whatever order.
+    """Every sample of one epoch of the validation set once, in whatever order.
 
     The vocabulary needs no padding: Megatron-LM's loss counts rows without tokens, too.
     """

@@ -33,7 +33,7 @@ LLAMA3 = {
 
 
 def llama_model():
-    """Untied, with scaled frequencies."""
+    """Build an untied Llama with scaled frequencies."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(LlamaConfig(**SIZES, **DRAWN, rope_parameters=LLAMA3))
@@ -61,7 +61,7 @@ def gpt2_model():
 
 
 def nemotron_h_model():
-    """Twenty tokens are three of its scan's chunks. Its pattern looks like an option: -M*M--."""
+    """Build a Nemotron-H: 20 tokens are three chunks of its scan; its pattern is -M*M--."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     kinds = ["mlp", "linear_attention", "full_attention", "linear_attention", "mlp", "mlp"]
@@ -151,7 +151,7 @@ def test_there_and_back(name, sources, tmp_path):
 
 @pytest.mark.parametrize(("name", "tensor", "pipeline"), CASES)
 def test_the_same_logits(name, tensor, pipeline, sources, logits):
-    """Of transformers and of this project's model, in FP32."""
+    """Return the logits of transformers and of this project's model, in FP32."""
     expected = torch.load(sources[name] / "logits.pt")
     seen = torch.load(logits / f"{name} {tensor} {pipeline}.pt")
     assert (seen - expected).abs().max() <= 1e-5 * expected.abs().max()
@@ -305,7 +305,7 @@ def test_nothing_is_overwritten(llama, tmp_path):
 
 
 def every_case(folder: Path) -> None:
-    """The logits of every case, on four ranks. Each is a fork: most of the time goes to imports."""
+    """Return the logits of every case on four ranks, forks of one process with all imports."""
     import megatron_lowbit.conversion.megatron_model  # noqa: F401  before forking
 
     config = LaunchConfig(
@@ -323,7 +323,7 @@ def worker(folder: Path) -> None:
 
 
 def converted_logits(checkpoint: Path, tensor: int, pipeline: int) -> torch.Tensor | None:
-    """Of a checkpoint's model over so many ranks: whole, on the last of them."""
+    """Compute a checkpoint's logits over so many ranks: whole, on the last of them."""
     from megatron.core import parallel_state
 
     from megatron_lowbit.conversion.megatron_model import loaded_model

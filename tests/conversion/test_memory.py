@@ -56,7 +56,7 @@ def worker(folder: Path) -> None:
 
 
 def peak(convert, *arguments) -> int:
-    """Bytes that a call had resident at once above what was before."""
+    """Return the bytes that a call had resident at once above what was before."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = status("VmRSS")
     convert(*arguments)
@@ -64,7 +64,7 @@ def peak(convert, *arguments) -> int:
 
 
 def status(name: str) -> int:
-    """Of this process, in bytes."""
+    """Return the resident memory of this process, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
 

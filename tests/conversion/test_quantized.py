@@ -36,7 +36,7 @@ matchers: {experts: {type: glob, pattern: "*.experts.*", config: low, enabled: t
 
 
 def checkpoint(folder: Path, model) -> Path:
-    """Of a model of transformers'; beside it its own files."""
+    """Return the files of a model of transformers', beside the model."""
     model.save_pretrained(folder / "source")
     to_megatron(folder / "source", folder / "checkpoint")
     return folder / "checkpoint"
@@ -60,7 +60,7 @@ def mixtral(tmp_path_factory) -> Path:
 
 
 def export(source: Path, output: Path, layout: str, *recipes: str, changes=(), **options):
-    """Its tensors, config.json and report."""
+    """Return its tensors, config.json and report."""
     to_hugging_face(source, output, quantized=QuantizedAs(layout, recipes, changes), **options)
     documents = (json.loads((output / f).read_text()) for f in ("config.json", REPORT))
     return weights(output), *documents
@@ -77,7 +77,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def trained(source: Path, layer: int, format: str, **options) -> dict[str, torch.Tensor]:
-    """A Llama layer's weights as its GEMMs see them: Megatron's tensors quantized whole."""
+    """Return a Llama layer's weights as its GEMMs see them: Megatron's tensors quantized whole."""
     tensors = Tensors(source / "iter_0000000")
     names = {"self_attention.linear_qkv": ("q", "k", "v"), "self_attention.linear_proj": ("o",),
              "mlp.linear_fc1": ("gate", "up"), "mlp.linear_fc2": ("down",)}  # fmt: skip
@@ -270,7 +270,7 @@ def test_gpt_oss(mixtral, tmp_path):
     ],
 )  # fmt: skip
 def test_there_and_back(request, tmp_path, layout, recipe, model):
-    """What is imported is BF16; with powers of two for scales, quantized anew it stays."""
+    """The imported model is BF16; quantized anew with power-of-two scales it stays the same."""
     if recipe == "experts":
         recipe = str(tmp_path / "experts.yaml")
         Path(recipe).write_text(EXPERTS_ONLY)
@@ -375,7 +375,7 @@ def test_unknown_quantization_is_refused(llama, tmp_path):
 
 @pytest.mark.slow
 def test_verify_compares_logits(mixtral, tmp_path):
-    """Of the dequantized export, and of this project's model, whose layers quantize weights."""
+    """Logits of the dequantized export equal this project's model, which quantizes weights."""
     root = Path(__file__).parents[2]
     command = [sys.executable, "tools/convert_checkpoint.py", "to-hugging-face", str(mixtral),
                str(tmp_path / "out"), "--quantized", "modelopt",

@@ -31,7 +31,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def conversion(folder: Path, direction: str) -> Callable[..., object]:
-    """Takes the output, and the most bytes of a file."""
+    """Take the output, and the most bytes of a file."""
     if direction == "to-megatron":
         return lambda output, most=9_000: to_megatron(folder / "source", output, file_bytes=most)
     convert = bind(to_hugging_face, folder / "there")
@@ -70,14 +70,14 @@ def killed(convert: Callable[[Path], object], output: Path) -> Path:
 
 
 def noted(partial: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of change of the files that the journal has."""
+    """Return inode and time of change of the files that the journal has."""
     lines = (partial / JOURNAL).read_text().splitlines()[1:]
     stats = {name: (partial / name).stat() for name in (json.loads(line)["file"] for line in lines)}
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Content by name, but for the number that torch draws for each of its ``.metadata``."""
+    """Return content by name, but for the number that torch draws for its ``.metadata``."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")

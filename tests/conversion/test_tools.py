@@ -30,7 +30,7 @@ def saved(tmp_path_factory) -> Path:
 
 
 def everything(path: Path) -> dict[str, torch.Tensor]:
-    """The model's tensors."""
+    """Return the model's tensors."""
     tensors = Tensors(path)
     return {
         key: tensors.read_part(key, [0] * len(entry.size), entry.size)

@@ -87,7 +87,7 @@ def test_a_larger_vocabulary_and_the_checkpoint_s_own_arguments(tmp_path):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_a_trained_model_in_transformers(name, tmp_path):
-    """What Megatron-LM saved has the same logits in both, with no more tokens than were trained."""
+    """Megatron-LM's checkpoint has the same logits in both, with as many tokens as trained."""
     arguments, recipe = TRAINED[name]
     run, folder = tmp_path / "run", tmp_path / "converted"
     train(*arguments, "--train-iters", 2, "--save", run, "--precision-recipe", recipe)

@@ -26,6 +26,6 @@ def train(*arguments: object) -> None:
 
 
 def losses(save: Path) -> dict[int, float]:
-    """Training loss by iteration, of the run that saved there."""
+    """Return the training loss by iteration of the run that saved there."""
     lines = map(json.loads, (save / "metrics.jsonl").read_text().splitlines())
     return {line["iteration"]: line["lm_loss"] for line in lines if "lm_loss" in line}

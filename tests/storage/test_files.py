@@ -291,7 +291,7 @@ def test_a_directory_takes_the_place_of_another(saved):
 
 
 class Killed(BaseException):
-    """What stands for a SIGKILL."""
+    """Stand-in for a SIGKILL."""
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

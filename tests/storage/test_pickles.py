@@ -38,7 +38,7 @@ def checkpoint(write_checkpoint, tmp_path) -> Path:
 
 @pytest.fixture
 def trace(tmp_path) -> Path:
-    """What a pickle that runs leaves behind."""
+    """Trace that a pickle leaves behind when it runs."""
     return tmp_path / "trace"
 
 
