@@ -17,11 +17,11 @@ from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.planning import report
+from megatron_lowbit.planning.activation_memory import SCANS
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate, estimate
 from megatron_lowbit.planning.hardware import gpu, kinds
-from megatron_lowbit.planning.kept import SCANS
 from megatron_lowbit.planning.layouts import Candidate, candidates, given
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.model import check_plannable, layers, stages

@@ -4,6 +4,7 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
+from megatron_lowbit.planning.activation_memory import activation_bytes, quantized_weight_bytes
 from megatron_lowbit.planning.compute import (
     BF16,
     FP32,
@@ -11,7 +12,6 @@ from megatron_lowbit.planning.compute import (
     experts_of,
     weight_gradient_bytes,
 )
-from megatron_lowbit.planning.kept import kept, quantized_weight_bytes
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import Linear, Parameters, Part
 from megatron_lowbit.planning.routing import takes_values
@@ -92,7 +92,7 @@ def rank_memory(
             step, each = quantized_weight_bytes(linear, tensor, as_values)
             held["quantized weights"] += number * times * step
             microbatch["quantized weights"] += number * times * each
-        for name, size in kept(args, part, tokens, device.scan).items():
+        for name, size in activation_bytes(args, part, tokens, device.scan).items():
             microbatch[name] += number * size
     local = tokens // tensor if args.sequence_parallel else tokens
     stream = local * args.hidden_size * BF16
@@ -144,7 +144,7 @@ def _layer_backward(args: Namespace, parts: Counter[Part], device: Device) -> Co
     for part in parts:
         rows = tokens * args.moe_router_topk if part.kind == "experts" else tokens
         needed = _linear_backward(part.first, rows, tensor, device)
-        keeps = kept(args, part, tokens, device.scan)
+        keeps = activation_bytes(args, part, tokens, device.scan)
         behind = keeps.get("activation", 0.0) + keeps.get("scan", 0.0)
         # In front of it, the activation's gradient and its input's are there at once.
         wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]

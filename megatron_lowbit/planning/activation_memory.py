@@ -18,7 +18,9 @@ CHUNK = 128
 SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
 
 
-def kept(args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element: int = 2) -> Bytes:
+def activation_bytes(
+    args: Namespace, part: Part, tokens: int, scan: str = SCANS[0], element: int = 2
+) -> Bytes:
     """Return the bytes that one part keeps of a microbatch of ``tokens`` on one rank.
 
     Tensor and sequence parallelism go by the arguments, ``scan`` is one of ``SCANS``. ``element``:

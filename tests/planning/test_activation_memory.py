@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from built import parse, saved_bytes
 
-from megatron_lowbit.planning.kept import kept, quantized_weight_bytes
+from megatron_lowbit.planning.activation_memory import activation_bytes, quantized_weight_bytes
 from megatron_lowbit.planning.model import Linear, stages
 from megatron_lowbit.recipes import Layer, load_recipe
 
@@ -51,7 +51,7 @@ def planned(args, parts) -> float:
     tokens = args.micro_batch_size * args.seq_length
     total = 0.0
     for part, number in parts.items():
-        total += number * sum(kept(args, part, tokens, scan="torch").values())
+        total += number * sum(activation_bytes(args, part, tokens, scan="torch").values())
         for linear in part[1:]:
             weight = quantized_weight_bytes(linear, args.tensor_model_parallel_size, True)[1]
             total += number * weight
@@ -136,7 +136,7 @@ def test_a_llama_layer_in_bf16_counted_by_hand():
     args = parse(f"{LLAMA} --num-layers 1")
     args.transformer_impl = "transformer_engine"
     (parts,) = stages(args, load_recipe("bf16"))
-    found = [kept(args, part, 256) for part in parts]
+    found = [activation_bytes(args, part, 256) for part in parts]
     token = {
         "norms": 2 * (256 * 2 + 4),
         "linear inputs": (256 + 256 + 640) * 2,  # of qkv, fc1 and fc2; proj's is attention's
