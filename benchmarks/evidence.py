@@ -1,6 +1,6 @@
 """Keep what studies gave, and write their tables and pictures into docs/evidence.md.
 
-    python tools/ablate.py examples/studies/nvfp4.yaml --output runs/nvfp4 --gpus 0 1 2 3 -- ...
+    lowbit-study run examples/studies/nvfp4.yaml --output runs/nvfp4 --gpus 0 1 2 3 -- ...
     python benchmarks/evidence.py runs/nvfp4
 
 A folder has its study's name. Its finished runs go into benchmarks/results/studies.json, in the
@@ -31,7 +31,7 @@ from megatron_lowbit.analysis.comparison import (
     gaps,
 )
 from megatron_lowbit.analysis.loss_curve import LossCurve, colors, read_losses
-from megatron_lowbit.analysis.study import Study, jobs_of, read_study
+from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "studies.json"

@@ -36,6 +36,20 @@ def convert() -> NoReturn:
     exit_on_user_error(main)
 
 
+def checkpoint() -> NoReturn:
+    """Run ``lowbit-checkpoint``."""
+    from megatron_lowbit.conversion.checkpoint_command import main
+
+    exit_on_user_error(main)
+
+
+def study() -> NoReturn:
+    """Run ``lowbit-study``."""
+    from megatron_lowbit.study.command import main
+
+    exit_on_user_error(main)
+
+
 def plan() -> NoReturn:
     """Run ``lowbit-plan``."""
     from megatron_lowbit.planning.command import main

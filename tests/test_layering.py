@@ -11,7 +11,7 @@ ORDER = (
     "errors", "command_line", "console", "folders", "json_files",
     "numerics", "kernels", "recipes", "layers", "collectives", "transformer_engine",
     "storage", "megatron/cpu", "megatron/arguments", "data", "analysis", "planning",
-    "megatron", "checkpoints", "conversion", "commands",
+    "megatron", "study", "checkpoints", "conversion", "commands",
 )  # fmt: skip
 
 

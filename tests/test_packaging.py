@@ -68,6 +68,22 @@ def test_help(name, command):
     assert code == 0 and output.startswith("usage: ")
 
 
+def test_torch_waits():
+    """Importing the package, its errors, or printing a light command's help does not load torch."""
+    light = ["tokenizer", "preprocess", "checkpoint", "study"]
+    code = f"""
+import contextlib, io, sys
+import megatron_lowbit, megatron_lowbit.errors
+from megatron_lowbit import commands
+sys.argv = ["lowbit", "--help"]
+for name in {light}:
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        getattr(commands, name)()
+    assert "torch" not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_wrong_argument_is_one_line(name, command):
     code, _, errors = command(name, "--no-such-argument")

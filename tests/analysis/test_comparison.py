@@ -2,7 +2,6 @@
 
 import json
 import math
-import runpy
 import statistics
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import pytest
 
 from megatron_lowbit.analysis.comparison import compare, final_loss, gap_curve, read_contenders
 from megatron_lowbit.errors import UserError
-
-main = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "compare_runs.py"))["main"]
+from megatron_lowbit.study.command import main
 
 
 @pytest.fixture
@@ -83,7 +81,8 @@ def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):
     base, *others = compare(read_contenders(runs))
     assert base.perplexity == pytest.approx(4) and base.perplexity_spread == pytest.approx(2**0.5)
     assert all(math.isnan(row.perplexity) for row in others)
-    main([f"{name}={folder}" for name, folder in runs] + ["--output", str(tmp_path / "out")])
+    named = [f"{name}={folder}" for name, folder in runs]
+    main(["compare", *named, "--output", str(tmp_path / "out")])
     assert "4.000 ± 1.414" in capsys.readouterr().out
     assert "<td>4.000 ± 1.414</td>" in (tmp_path / "out" / "comparison.html").read_text()
 
@@ -123,11 +122,11 @@ def test_gap_curves(write_run):
 
 def test_the_command(write_run, tmp_path, capsys):
     first, second = write_run("a", 1.0), write_run("b", 1.01)
-    main([f"<bf16>={first}", str(second), "--output", str(tmp_path / "out")])
+    main(["compare", f"<bf16>={first}", str(second), "--output", str(tmp_path / "out")])
     shown = capsys.readouterr().out
     assert "gap to <bf16>" in shown and "+1.00%" in shown
     page = (tmp_path / "out" / "comparison.html").read_text()
     assert "gap to &lt;bf16&gt;" in page and "data:image/png;base64,iVBOR" in page
     assert (tmp_path / "out" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match=r"none/?.*cannot be read"):
-        main([str(tmp_path / "none")])
+        main(["compare", str(tmp_path / "none")])

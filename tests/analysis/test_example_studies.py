@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.analysis.study import jobs_of, read_study
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.recipes import load_recipes
+from megatron_lowbit.study.definition import jobs_of, read_study
 
 # isort: split
 from megatron.training.training import destroy_global_state

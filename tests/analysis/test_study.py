@@ -2,7 +2,6 @@
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.analysis.study import jobs_of, read_study
 from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.study.command import main
+from megatron_lowbit.study.definition import jobs_of, read_study
 
-TOOL = Path(__file__).parents[2] / "tools" / "ablate.py"
-main = runpy.run_path(str(TOOL))["main"]
+RUN = "from megatron_lowbit.commands import study; study()"
 TRAINING = """
 import json, signal, sys, time
 from pathlib import Path
@@ -67,7 +66,7 @@ def lines(folder: Path) -> list[dict]:
 def test_every_run_of_every_seed(study, tmp_path, capsys):
     """At once; compared in the study's order; a second time nothing runs, nor other arguments."""
     file, output = study(base="--scale 2", other="--scale 2.1"), tmp_path / "out"
-    command = [str(file), "--output", str(output), "--at-once", "3", "--", "--more", "x"]
+    command = ["run", str(file), "--output", str(output), "--at-once", "3", "--", "--more", "x"]
     main(command)
     folders = {f"{name}-{seed}" for name in ("base", "other") for seed in (1, 2)}
     assert {path.name for path in output.iterdir() if path.is_dir()} == folders
@@ -88,7 +87,7 @@ def test_a_run_that_fails(study, tmp_path):
     """The others end; run again, it alone begins anew."""
     file, output = study(good="--scale 2", bad="--scale 2 --code 3"), tmp_path / "out"
     with pytest.raises(TrainingError, match=r"2 of 4 runs failed: bad \(.*bad-1/output.log\)"):
-        main([str(file), "--output", str(output)])
+        main(["run", str(file), "--output", str(output)])
     assert len(lines(output / "good-2")) == 40
     assert json.loads((output / "good-2" / "study.json").read_text())["finished"]
     assert not json.loads((output / "bad-2" / "study.json").read_text())["finished"]
@@ -100,7 +99,7 @@ BRANCH = "branch: {trunk: base, iteration: 30, runs: {changed: --scale 2.2}}"
 def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
     """After the trunk of their seed, which saves there and keeps its checkpoints until then."""
     file, output = study(base="--scale 2", branch=BRANCH), tmp_path / "out"
-    main([str(file), "--output", str(output), "--at-once", "3"])
+    main(["run", str(file), "--output", str(output), "--at-once", "3"])
     for seed in (1, 2):
         command = json.loads((output / f"base-{seed}" / "study.json").read_text())["command"]
         assert command[-4:] == ["--save-interval", "30", "--seed", str(seed)]
@@ -114,14 +113,14 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
 def test_a_branch_fails_with_its_trunk(study, tmp_path):
     file, output = study(base="--scale 2 --code 3", branch=BRANCH), tmp_path / "out"
     with pytest.raises(TrainingError, match="4 of 4 runs failed"):
-        main([str(file), "--output", str(output)])
+        main(["run", str(file), "--output", str(output)])
     assert not (output / "changed-1").exists()
 
 
 def test_an_interrupted_study_goes_on(study, tmp_path):
     """Ctrl-C stops the run with a checkpoint; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
-    command = [sys.executable, str(TOOL), str(file), "--output", str(output)]
+    command = [sys.executable, "-c", RUN, "run", str(file), "--output", str(output)]
     # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     first = subprocess.Popen(

@@ -4,8 +4,6 @@ import json
 import shutil
 from pathlib import Path
 
-import average_checkpoints
-import inspect_checkpoint
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,6 +11,7 @@ from saved_args import change_args
 from training_runs import MODEL, losses, train
 
 from megatron_lowbit.conversion.average import average
+from megatron_lowbit.conversion.checkpoint_command import main as checkpoint_main
 from megatron_lowbit.conversion.checkpoints import chosen_iterations, open_checkpoint
 from megatron_lowbit.conversion.convert import to_hugging_face
 from megatron_lowbit.conversion.megatron_files import Tensors
@@ -41,7 +40,7 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
 def test_the_average(saved, tmp_path, capsys):
     """FP32 means of the model, for --finetune and for Hugging Face's format."""
     mean_folder = tmp_path / "mean"
-    average_checkpoints.main([str(saved), str(mean_folder), "--last", "2"])
+    checkpoint_main(["average", str(saved), str(mean_folder), "--last", "2"])
     assert "the mean of iterations 2, 4" in capsys.readouterr().out
     paths = [saved / "iter_0000002", saved / "iter_0000004", mean_folder / "iter_0000004"]
     first, last, mean = map(everything, paths)
@@ -96,7 +95,7 @@ def test_inspection(saved, tmp_path, capsys):
         ("second", saved / "iter_0000002"),
         ("converted", tmp_path / "converted"),
     ):
-        inspect_checkpoint.main([str(path), "--json"])
+        checkpoint_main(["inspect", str(path), "--json"])
         found[name] = json.loads(capsys.readouterr().out)
     newest = found["newest"]
     assert [found[name]["iteration"] for name in found] == [4, 2, None]
@@ -112,12 +111,22 @@ def test_inspection(saved, tmp_path, capsys):
     row = rows["decoder.layers.mlp.linear_fc1.weight"]
     assert (row["shape"], row["pieces"], row["piece_shapes"]) == ([4, 256, 64], 8, [[1, 128, 64]])
     assert row["bytes"] == 4 * 256 * 64 * 4
-    inspect_checkpoint.main([str(saved)])
+    checkpoint_main(["inspect", str(saved)])
     text = capsys.readouterr().out
     assert "iteration 4" in text and "8 x [1, 128, 64]" in text and "hidden_size: 64" in text
     assert "amax histories: " in text and "recipe: fp8-delayed" in text
     with pytest.raises(UserError, match="neither a checkpoint directory"):
-        inspect_checkpoint.main([str(tmp_path)])
+        checkpoint_main(["inspect", str(tmp_path)])
+
+
+def test_verification(saved, tmp_path, capsys):
+    checkpoint_main(["verify", str(saved)])
+    assert "files are as they were saved" in capsys.readouterr().out
+    damaged = shutil.copytree(saved, tmp_path / "damaged")
+    file = next((damaged / "iter_0000004").glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=file.name):
+        checkpoint_main(["verify", str(damaged)])
 
 
 def test_checkpoints_of_megatron_lm_alone(saved, tmp_path):

@@ -214,7 +214,7 @@ def test_python_compiles(page: Path):
     [
         "python tools/plot_los.py",
         "python tools/plot_loss.py --out x",
-        "python tools/ablate.py a.yaml --output x -- --lrr 1",
+        "lowbit-study run a.yaml --output x -- --lrr 1",
         "lowbit-pretrain --lr-decay-style cubic",
         "lowbit-recipes shw nvfp4",
         "torchrun --nproc-per-node 2 pretrain_gpt.py @examples/none.args",

@@ -1,16 +1,12 @@
-"""Ranking of a checkpoint's layers by tools/sensitivity.py, and training with its recipe."""
+"""Ranking of a checkpoint's layers by lowbit-study sensitivity, and training with its recipe."""
 
-import runpy
 import shlex
-from pathlib import Path
 
 import pytest
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import pretrain
-
-TOOL = Path(__file__).parents[2] / "tools" / "sensitivity.py"
-main = runpy.run_path(str(TOOL))["main"]
+from megatron_lowbit.study.command import main
 
 ARGUMENTS = shlex.split("""
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
@@ -35,7 +31,7 @@ def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
     capsys.readouterr()
 
     tool = ["--recipe", "nvfp4", "--batches", "2", "--keep", "0.2", "--output", str(recipe)]
-    main([*tool, "--", *training, "--load", str(run), "--fp4-recipe", "nvfp4"])
+    main(["sensitivity", *tool, "--", *training, "--load", str(run), "--fp4-recipe", "nvfp4"])
     shown = capsys.readouterr().out
     rows = [line for line in shown.splitlines() if "│ decoder.layers." in line]
     assert len(rows) == 16
@@ -63,4 +59,4 @@ def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
 )
 def test_what_does_not_fit(arguments, named):
     with pytest.raises(UserError, match=named):
-        main(arguments)
+        main(["sensitivity", *arguments])

@@ -1,17 +1,13 @@
-r"""Find the linear layers that a recipe hurts most, and write a recipe that keeps them in BF16.
+"""Sensitivity of a checkpoint's linear layers to a recipe.
 
-Example: python tools/sensitivity.py --recipe nvfp4 --keep 0.15 --output mine.yaml -- \
-             @examples/gpt-30m.args --load runs/bf16 --data-path data/text \
-             --tokenizer-type HuggingFaceTokenizer --tokenizer-model data/tokenizer
-
-What follows -- is as in training; its precision, schedule and --save are not used. All linear
-layers are quantized as the recipe says, its rules by position left out; layers are ranked by the
-relative errors of their output and of their weight gradient, added. Weights stay as they are.
+All linear layers are quantized as the recipe says, its rules by position left out; layers are
+ranked by the relative errors of their output and of their weight gradient, added. Weights stay as
+they are.
 """
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,14 +15,9 @@ from typing import Any, NamedTuple
 import yaml
 from rich.table import Table
 
-from megatron_lowbit.command_line import (
-    CommandParser,
-    GivenArguments,
-    expand_files,
-    split_at_dashes,
-)
+from megatron_lowbit.command_line import GivenArguments, expand_files
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import exit_on_user_error, require
+from megatron_lowbit.errors import require
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 
 OUTPUT, WEIGHT_GRADIENT = "fprop/error", "wgrad/error"
@@ -101,24 +92,29 @@ class Sensitivity:
         }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, show, and write what the command line names."""
-    own, training = split_at_dashes(argv)
-    parser = CommandParser(description=__doc__)
-    parser.add_argument("--recipe", required=True, metavar="NAME_OR_FILE", help="recipe to measure")
-    parser.add_argument("--batches", type=int, default=4, help="number of batches to measure")
-    parser.add_argument(
-        "--keep", type=float, default=0.15, help="largest share of the weights to keep"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
-    args = parser.parse_args(own)
-    require(0 <= args.keep <= 1, f"--keep {args.keep:g}: a share of the weights is 0 to 1")
-    require(args.batches > 0, f"--batches {args.batches}: must be positive")
+def rank_layers(
+    recipe: str, batches: int, share: float, output: Path | None, training: list[str]
+) -> None:
+    """Measure a checkpoint's layers, print their ranks, and write a recipe that spares the worst.
+
+    Args:
+        recipe: name or file of the recipe to measure.
+        batches: number of batches to measure.
+        share: largest share of the weights to keep in BF16.
+        output: file of the recipe, or None for the table alone.
+        training: arguments of training, ``--load`` among them; its precision, schedule and
+            ``--save`` are not used.
+
+    Raises:
+        UserError: an argument is invalid.
+    """
+    require(0 <= share <= 1, f"--keep {share:g}: a share of the weights is 0 to 1")
+    require(batches > 0, f"--batches {batches}: must be positive")
     require("--load" in training, "give training's arguments, --load among them, after --")
-    with _everywhere(args.recipe) as recipe:
-        found, is_first_rank = _measure(training, recipe, args.batches)
+    with _everywhere(recipe) as everywhere:
+        found, is_first_rank = _measure(training, everywhere, batches)
     if is_first_rank:
-        _report(args, found)
+        _report(recipe, share, output, found)
 
 
 @contextmanager
@@ -149,26 +145,22 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     return sensitivity.layers(), args.rank == 0
 
 
-def _report(args: argparse.Namespace, found: dict[str, Layer]) -> None:
+def _report(recipe: str, share: float, output: Path | None, found: dict[str, Layer]) -> None:
     scores = {path: layer.score for path, layer in found.items()}
     sizes = {path: layer.weights for path, layer in found.items()}
-    kept = most_sensitive(scores, sizes, args.keep)
+    spared = most_sensitive(scores, sizes, share)
     shown = Table("layer", "output", "weight gradient", "share of weights", "kept")
     whole = sum(sizes.values())
     for path in sorted(scores, key=lambda path: -scores[path]):
         layer = found[path]
         cells = (f"{layer.output:.4f}", f"{layer.weight_gradient:.4f}",
                  f"{100 * layer.weights / whole:.2f}%")  # fmt: skip
-        shown.add_row(path, *cells, "BF16" if path in kept else "")
+        shown.add_row(path, *cells, "BF16" if path in spared else "")
     plain_console(120).print(shown)
-    if args.output is None:
+    if output is None:
         return
-    recipe = keeping(args.recipe, kept)
-    recipe["name"] = args.output.stem
-    recipe["description"] = f"{args.recipe} with its {len(kept)} most sensitive layers in BF16"
-    args.output.write_text(yaml.safe_dump(recipe, sort_keys=False, width=100))
-    print(args.output)
-
-
-if __name__ == "__main__":
-    exit_on_user_error(main)
+    document = keeping(recipe, spared)
+    document["name"] = output.stem
+    document["description"] = f"{recipe} with its {len(spared)} most sensitive layers in BF16"
+    output.write_text(yaml.safe_dump(document, sort_keys=False, width=100))
+    print(output)

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from megatron_lowbit.analysis.study import Job, is_finished, launch_command, mark
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.json_files import Entries, parse_json
+from megatron_lowbit.study.definition import Job, is_finished, launch_command, mark
 
 _LOG, _METRICS = "output.log", "metrics.jsonl"
 _LOOK_S = 0.5

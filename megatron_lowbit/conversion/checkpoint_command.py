@@ -1,0 +1,64 @@
+"""Inspect, verify and average checkpoints.
+
+    lowbit-checkpoint inspect RUN [--json]
+    lowbit-checkpoint verify RUN
+    lowbit-checkpoint average RUN OUTPUT --last 5
+    lowbit-checkpoint average RUN OUTPUT --iterations 800 900 1000
+
+RUN is a --save directory (its newest checkpoint) or one iteration of it; inspect takes Hugging
+Face's folders, too. A checkpoint loads in any parallel layout, so that none needs resharding.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowbit.command_line import command_parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the subcommand that the command line names."""
+    parser = command_parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    inspect = commands.add_parser("inspect", help="print tensors, files, model and recipe")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    verify = commands.add_parser("verify", help="compare the files with their checksums")
+    average = commands.add_parser("average", help="average the models of several checkpoints")
+    for command, start in ((inspect, _inspect), (verify, _verify), (average, _average)):
+        command.add_argument("source", type=Path, metavar="RUN", help="folder that --save wrote")
+        command.set_defaults(start=start)
+    average.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+    which = average.add_mutually_exclusive_group(required=True)
+    which.add_argument("--last", type=int, metavar="N", help="average the last N complete ones")
+    which.add_argument(
+        "--iterations", type=int, nargs="+", default=[], metavar="ITERATION", help="average these"
+    )
+    average.add_argument("--force", action="store_true", help="replace OUTPUT")
+    args = parser.parse_args(argv)
+    args.start(args)
+
+
+def _inspect(args: argparse.Namespace) -> None:
+    from megatron_lowbit.conversion.inspect import inspect, report
+
+    found = inspect(args.source)
+    print(json.dumps(found) if args.json else "\n".join(report(found)))
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from megatron_lowbit.conversion.checkpoints import open_checkpoint
+    from megatron_lowbit.errors import require
+
+    checkpoint = open_checkpoint(args.source)
+    require(checkpoint.files is not None, f"{checkpoint.path}: has no lowbit.json with checksums")
+    print(f"{checkpoint.path}: {len(checkpoint.files or ())} files are as they were saved")
+
+
+def _average(args: argparse.Namespace) -> None:
+    from megatron_lowbit.conversion.average import average
+    from megatron_lowbit.conversion.checkpoints import chosen_iterations
+
+    iterations = chosen_iterations(args.source, args.last, args.iterations)
+    average(args.source, iterations, args.output, args.force)
+    print(f"{args.output}: the mean of iterations {', '.join(map(str, iterations))}")

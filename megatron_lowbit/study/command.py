@@ -1,0 +1,113 @@
+r"""Run studies, compare runs, and find the layers that a recipe hurts most.
+
+    lowbit-study run examples/studies/mxfp4-backward.yaml --output runs/mxfp4-backward \
+        -- --data-path data/text --tokenizer-model data/tokenizer
+    lowbit-study compare bf16=runs/bf16-1 bf16=runs/bf16-2 nvfp4=runs/nvfp4-1 nvfp4=runs/nvfp4-2
+    lowbit-study sensitivity --recipe nvfp4 --keep 0.15 --output mine.yaml \
+        -- @examples/gpt-30m.args --load runs/bf16 --data-path data/text
+
+Arguments after -- are those of training.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowbit.command_line import command_parser, split_at_dashes
+from megatron_lowbit.console import plain_console
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the subcommand that the command line names."""
+    own, training = split_at_dashes(argv)
+    parser = command_parser(description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_run(commands)
+    _add_compare(commands)
+    _add_sensitivity(commands)
+    args = parser.parse_args(own)
+    args.start(args, training)
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("run", help="run a grid of runs and seeds, then compare them")
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="as in examples/studies")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="FOLDER",
+        help="folder of runs and comparison; an interrupted study continues there",
+    )  # fmt: skip
+    parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
+    parser.add_argument("--at-once", type=int, default=1, help="number of runs on a GPU")
+    parser.add_argument("--keep-checkpoints", action="store_true", help="keep those of ended runs")
+    parser.set_defaults(start=_run)
+
+
+def _run(args: argparse.Namespace, training: list[str]) -> None:
+    from megatron_lowbit.analysis.comparison import read_contenders
+    from megatron_lowbit.study.definition import jobs_of, read_study
+    from megatron_lowbit.study.runner import run
+
+    study = read_study(args.study)
+    jobs = jobs_of(study, args.output, training)
+    run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints)
+    contenders = read_contenders([(job.name, job.folder) for job in jobs])
+    contenders.sort(key=lambda contender: study.names.index(contender.name))
+    _show(contenders, args.output, args.study.stem)
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "compare", help="compare runs with a baseline: losses, gaps with their noise, speed"
+    )
+    parser.add_argument(
+        "runs", nargs="+", metavar="[NAME=]RUN",
+        help="folder of a run; runs of one name are seeds, the first name is the baseline",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="folder for comparison.png and .html"
+    )
+    parser.add_argument("--title", default="Runs compared", help="title of the page")
+    parser.set_defaults(start=_compare)
+
+
+def _compare(args: argparse.Namespace, _: list[str]) -> None:
+    from megatron_lowbit.analysis.comparison import read_contenders
+
+    _show(read_contenders([named(run) for run in args.runs]), args.output, args.title)
+
+
+def named(argument: str) -> tuple[str, Path]:
+    """Split ``[NAME=]PATH`` into name and path; without a name the folder gives it."""
+    name, found, path = argument.partition("=")
+    if found and not Path(argument).exists():
+        return name, Path(path)
+    whole = Path(argument).absolute()
+    return (whole.name if whole.is_dir() else whole.parent.name), Path(argument)
+
+
+def _show(contenders: list, output: Path | None, title: str) -> None:
+    from megatron_lowbit.analysis.comparison_page import table, write_page
+
+    plain_console(120).print(table(contenders))
+    if output is not None:
+        write_page(contenders, output, title)
+        print(output / "comparison.html")
+
+
+def _add_sensitivity(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "sensitivity", help="rank a checkpoint's layers by error; write a recipe that spares them"
+    )
+    parser.add_argument("--recipe", required=True, metavar="NAME_OR_FILE", help="recipe to measure")
+    parser.add_argument("--batches", type=int, default=4, help="number of batches to measure")
+    parser.add_argument(
+        "--keep", type=float, default=0.15, help="largest share of the weights to keep"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE.yaml", help="recipe to write")
+    parser.set_defaults(start=_sensitivity)
+
+
+def _sensitivity(args: argparse.Namespace, training: list[str]) -> None:
+    from megatron_lowbit.study.sensitivity import rank_layers
+
+    rank_layers(args.recipe, args.batches, args.keep, args.output, training)
