@@ -262,8 +262,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--summary", type=Path, metavar="FILE.json", help="of another run")
-    parser.add_argument("--picture", type=Path, metavar="FILE.png", help="with --summary")
+    parser.add_argument(
+        "--summary", type=Path, metavar="FILE.json", help="summarize the results of another run"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="picture to draw, with --summary"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     args = parser.parse_args(argv)
     console = Console(width=120)

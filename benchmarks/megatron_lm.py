@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--iterations", type=int, default=26)
-    parser.add_argument("--stop", action="store_true", help="at the first error")
+    parser.add_argument("--stop", action="store_true", help="stop at the first error")
     parser.add_argument("--only", nargs="*", help="parts of names")
     parser.add_argument("--repeat", type=int, default=1, help="go through the cases so often")
     parser.add_argument("--seconds", type=float, default=570, help="start no case after these")

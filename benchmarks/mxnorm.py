@@ -326,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parts, cases = ("kernel", "backward", "layer"), [*CASES, "NVFP4"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
-    parser.add_argument("--summary", action="store_true", help="of what --output has")
+    parser.add_argument("--summary", action="store_true", help="summarize the results in --output")
     timing.add_output(parser, "mxnorm")
     args = parser.parse_args(argv)
     console = Console(width=130)

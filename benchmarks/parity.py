@@ -348,7 +348,9 @@ def _parser() -> argparse.ArgumentParser:
         "--layouts", nargs="+", choices=LAYOUTS, metavar="NAME", help="default: all that fit"
     )
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="NAME")
-    parser.add_argument("--iterations", type=int, default=3, help="of each run (default: 3)")
+    parser.add_argument(
+        "--iterations", type=int, default=3, help="iterations of each run (default: 3)"
+    )
     parser.add_argument("--start", type=Path, metavar="DIR", help="checkpoints: read, or made here")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep all figures")
     parser.add_argument("--document", type=Path, metavar="FILE.md", help="keep the table")

@@ -332,7 +332,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gpu", default="h200", help="as in the files' names (default: h200)")
+    parser.add_argument(
+        "--gpu", default="h200", help="GPU in the names of the result files (default: h200)"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "performance.md")
     args = parser.parse_args(argv)

@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
-    parser.add_argument("--gpus", type=int, help="at most so many (default: all)")
+    parser.add_argument("--gpus", type=int, help="largest number of GPUs to use (default: all)")
     parser.add_argument(
         "--seconds", type=float, default=200, help="after which no case is begun (default: 200)"
     )

@@ -267,10 +267,14 @@ def _parser() -> argparse.ArgumentParser:
             name, type=kind, nargs="+", metavar=metavar, default=default,
             help=f"{text} (default: {listed})",
         )  # fmt: skip
-    parser.add_argument("--pairs", type=int, default=4096, help="of vectors (default: 4096)")
+    parser.add_argument(
+        "--pairs", type=int, default=4096, help="number of pairs of vectors (default: 4096)"
+    )
     parser.add_argument("--draws", type=int, default=4, help="roundings a pair (default: 4)")
     parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="number of torch's threads (default: 1)"
+    )
     parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE.json")
     parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE.png")
     return parser

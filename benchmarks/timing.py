@@ -312,7 +312,9 @@ def over_sizes(
     chosen.add_argument("--sweep", action="store_true", help=f"{len(sizes)} sizes")
     chosen.add_argument("--sizes", nargs="+", type=size, metavar=form)
     parser.add_argument("--contenders", nargs="+", choices=names, default=names)
-    parser.add_argument("--seconds", type=float, default=0.15, help="of each contender and size")
+    parser.add_argument(
+        "--seconds", type=float, default=0.15, help="seconds to measure each contender and size"
+    )
     add_output(parser, benchmark)
     args = parser.parse_args(argv)
     begin, console, rows = time.monotonic(), Console(width=150), []

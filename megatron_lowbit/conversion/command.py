@@ -24,11 +24,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     there = commands.add_parser("to-megatron", help="safetensors to torch_dist")
     back = commands.add_parser("to-hugging-face", help="torch_dist to safetensors")
     for command in (there, back):
-        command.add_argument("source", type=Path, metavar="SOURCE", help="what is converted")
+        command.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
         command.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
         command.add_argument("--force", action="store_true", help="replace OUTPUT")
         command.add_argument(
-            "--shard-bytes", type=int, default=SHARD_BYTES, help="the most bytes in a file"
+            "--shard-bytes", type=int, default=SHARD_BYTES, help="largest number of bytes in a file"
         )
         command.add_argument(
             "--verify", action="store_true", help="compare logits of both sides, on the CPU"
@@ -37,8 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--verify-tokens", type=int, nargs="+", default=[], metavar="ID",
             help="token ids for --verify (default: 1 to 8)",
         )  # fmt: skip
-    back.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they are)")
-    back.add_argument("--carry", type=Path, metavar="FOLDER", help="its tokenizer comes along")
+    back.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")
+    back.add_argument(
+        "--carry", type=Path, metavar="FOLDER", help="folder whose tokenizer is copied to OUTPUT"
+    )
     back.add_argument(
         "--vocab-size", type=int, metavar="N",
         help="rows of the vocabulary to keep (default: training's --vocab-size, or else all, with "
@@ -49,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     back.add_argument(
         "--recipe", nargs="+", default=[], metavar="NAME_OR_FILE",
-        help="for --quantized (default: training's); of two the first gives fprop",
+        help="recipe for --quantized (default: training's); the first of two is for fprop",
     )  # fmt: skip
     back.add_argument(
         "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
-        help="of that recipe, as in training (repeatable)",
+        help="change a field of that recipe, as in training (repeatable)",
     )  # fmt: skip
     args = parser.parse_args(argv)
     if args.command == "to-megatron":

@@ -141,7 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, required=True, help="all of them")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="that NVLink joins")
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
-    parser.add_argument("--scan", choices=SCANS, default=SCANS[0], help="which scan hybrids run")
+    parser.add_argument("--scan", choices=SCANS, default=SCANS[0], help="scan of hybrids")
     parser.add_argument(
         "--as-given", action="store_true", help="only the layout that training's arguments ask for"
     )

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run ``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
     args = _parser().parse_args(argv)
     if args.command == "list":
-        table = Table("recipe", "what")
+        table = Table("recipe", "description")
         for name in shipped_recipes():
             table.add_row(name, load_recipe(name).description)
     else:
@@ -59,13 +59,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = command_parser(prog="lowbit-recipes", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the recipes that come with the package")
-    show = commands.add_parser("show", help="a recipe, layer by layer and GEMM by GEMM")
+    commands.add_parser("list", help="list the recipes that come with the package")
+    show = commands.add_parser("show", help="show a recipe layer by layer and GEMM by GEMM")
     show.add_argument("recipe", metavar="NAME_OR_FILE", help="a recipe of the list, or a YAML file")
     show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
     show.add_argument(
         "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
-        help="as in training (repeatable)",
+        help="change a field of the recipe, as in training (repeatable)",
     )  # fmt: skip
     show.add_argument("--model", metavar="FILE", help="a model's arguments, as in examples/")
     _add_shape(show)
@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-layers", type=int, default=12, help="of a GPT")
+    parser.add_argument("--num-layers", type=int, default=12, help="number of layers of a GPT")
     parser.add_argument(
         "--hybrid-layer-pattern",
         "--hybrid-override-pattern",  # Megatron-LM's deprecated name
@@ -84,7 +84,7 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--normalization", metavar="NAME", help="MXNorm is shown where it is active"
     )
     parser.add_argument(
-        "--first-last-layers-bf16", action="store_true", help="in place of the recipe's own blocks"
+        "--first-last-layers-bf16", action="store_true", help="replace the recipe's own BF16 blocks"
     )
     for name, end in (("start", "first"), ("end", "last")):
         parser.add_argument(

@@ -204,7 +204,7 @@ def test_where_mxnorm_is_active(capsys):
 def test_list(capsys):
     lines = shown("list", capsys=capsys)
     found = {line[1]: line[2] for line in lines if len(line) > 2}
-    assert found.pop("recipe") == "what"
+    assert found.pop("recipe") == "description"
     assert found == {name: load_recipe(name).description for name in shipped_recipes()}
 
 
