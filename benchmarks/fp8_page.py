@@ -31,7 +31,7 @@ LENGTH, OUTPUTS = 4096, 16
 STEP, FRACTION_BITS = 32, 13
 """Products that a tensor core adds at once, and bits below the largest one's that it keeps."""
 UNIT = 2.0**-7
-"""What codes are multiplied by for sums in FP8: the largest number is about 4 then."""
+"""Factor of the codes for sums in FP8: the largest number is about 4 then."""
 INNER = {"tensor core": "14 bits", "bf16": "BF16", "fp8": "FP8"}
 """Accumulators, and their names in the table."""
 INTERVALS = (None, 1024, 512, 256, 128, 64, 32)
@@ -49,7 +49,7 @@ SCALES = {
     **{f"{n}x{n}": tiles(n, square=True) for n in (256, 128, 64, 32)},
     **{f"1x{n}": tiles(n) for n in (256, 128, 64, 32, 16)},
 }
-"""What shares a scale, and the format."""
+"""Elements that share a scale, and the format."""
 
 
 def normal(seed: int, *shape: int) -> Tensor:

@@ -65,7 +65,7 @@ FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-
 SELECTIVE = "--recompute-granularity selective"
 ASYNC = "--async-save --async-strategy mcore --use-persistent-ckpt-worker"
 RESUMED = "--num-layers 2 --vocab-size 8000 --deterministic-mode"
-"""Of cases that compare losses: small checkpoints, and no atomic additions in attention."""
+"""Arguments of cases that compare losses: small checkpoints, no atomic additions in attention."""
 
 
 class Case(NamedTuple):

@@ -35,7 +35,7 @@ from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[1]
 ITERATIONS, COUNTED = 12, 6
-"""Of so many iterations the last are counted: the first ones compile kernels."""
+"""Iterations of a run, and the last ones that count: the first ones compile kernels."""
 PATIENCE_S = 120
 
 MODELS = {

@@ -5,13 +5,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_lowbit.layers import lowbit_linear
-    from megatron_lowbit.numerics import quantize
+    from megatron_lowbit.numerics import QuantizedTensor, quantize
     from megatron_lowbit.recipes import Recipe, load_recipe
 
-__all__ = ["Recipe", "load_recipe", "lowbit_linear", "quantize"]
+__all__ = ["QuantizedTensor", "Recipe", "load_recipe", "lowbit_linear", "quantize"]
 
-_HOMES = {"Recipe": "recipes", "load_recipe": "recipes", "lowbit_linear": "layers",
-          "quantize": "numerics"}  # fmt: skip
+_HOMES = {
+    "QuantizedTensor": "numerics",
+    "Recipe": "recipes",
+    "load_recipe": "recipes",
+    "lowbit_linear": "layers",
+    "quantize": "numerics",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,7 @@ from megatron_lowbit.analysis.spike_score import spike_score
 from megatron_lowbit.errors import UserError
 
 FINAL_SHARE = 1 / 20
-"""Of the logged iterations: what the final loss is a mean of."""
+"""Share of the logged iterations that the final loss is the mean of."""
 
 
 class Contender(NamedTuple):

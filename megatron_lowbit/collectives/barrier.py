@@ -21,10 +21,10 @@ PROGRAMS = tl.constexpr(1024)
 BARRIERS = tl.constexpr(512)
 """The most barriers of a program in a call."""
 TAG_BITS = tl.constexpr(23)
-"""Of a word; those above number barriers, enough for 2^31 calls. No call has the tag 0."""
+"""Bits of the tag in a word; those above number barriers, enough for 2^31 calls. No tag is 0."""
 TAGS = tl.constexpr((1 << TAG_BITS.value) - 1)
 LATE, OTHER, BROKEN = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
-"""What can be wrong: a rank did not come; came with another call; had found something wrong."""
+"""Failures: a rank did not come; came with another call; had failed before."""
 
 BEGUN, WRONG, CLOCKS = (tl.constexpr(word) for word in range(3))
 """Words of a rank's own state: PROGRAMS for each call so far; whether something is wrong; and a

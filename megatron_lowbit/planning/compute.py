@@ -21,9 +21,9 @@ BF16, FP32 = 2, 4
 Seconds = Counter[str]
 """Seconds by what takes them."""
 _SCAN_FORWARD = 0.37
-"""Of the scan's forward and backward time: mamba-ssm's and torch's in scan-h200.json."""
+"""Forward share of the scan's time, mamba-ssm's and torch's in scan-h200.json."""
 _SMALL_HEADS = 0.67
-"""What attention with heads below 128 channels reaches of its rate with 128; cuDNN's, published."""
+"""Rate of attention with heads below 128 channels, relative to 128; cuDNN's, published."""
 
 
 class Passes(NamedTuple):
@@ -46,7 +46,7 @@ class Device(NamedTuple):
     transformer_engine: bool
     scan: str
     accumulate: bool = True
-    """Whether weight gradients are added to FP32 main gradients."""
+    """True if weight gradients are added to FP32 main gradients."""
 
     def moved(self, count: float) -> float:
         """Return seconds that a kernel takes which reads and writes so many bytes."""

@@ -82,7 +82,7 @@ CASES = [
     ("gpt-2", 1, 1), ("gpt-2", 2, 1), ("gpt-2", 1, 2),
     ("nemotron-h", 1, 1), ("nemotron-h", 2, 1), ("nemotron-h", 1, 2),
 ]  # fmt: skip
-"""Which model over how many tensor- and pipeline-parallel ranks."""
+"""Models over numbers of tensor- and pipeline-parallel ranks."""
 
 
 @pytest.fixture(scope="module")

@@ -98,7 +98,7 @@ READ = {
     "mxfp4": ("mxfp4-2d", {"scale_rounding": "rceil"}, [1]),
     "mxfp8": ("mxfp8-e4m3", {"scale_rounding": "rceil"}, [0, 1, 2]),
 }
-"""Of recipes: the weight's format, its options and the layers that are not BF16."""
+"""Recipes: the weight's format, its options and the layers that are not BF16."""
 
 
 @pytest.mark.parametrize("recipe", READ)

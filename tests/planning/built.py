@@ -179,6 +179,7 @@ def saved_bytes(
         init_num_microbatches_calculator(0, None, size, size, 1)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             model(tokens, positions, attention_mask=None, labels=tokens)
+        destroy_num_microbatches_calculator()  # a later run in this process makes its own
         cached: list[torch.Tensor] = []
         for state in layer_states([model]):
             for operand in state.weight_cache.operands or ():
