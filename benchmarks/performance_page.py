@@ -3,16 +3,15 @@
     python benchmarks/performance_page.py
 
 Reads benchmarks/results/{linear,quantize,model}-GPU.json, as many of them as there are, and
-replaces what stands between the page's markers: the bars and whether they are met, a table for each
-benchmark, and a picture of the linear layer's times.
+replaces what stands between the page's markers: a table for each benchmark, and a picture of the
+linear layer's times.
 """
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -22,10 +21,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- performance: made by `make performance-page` -->", "<!-- /performance -->"
 MISSING = "not measured yet"
 PHASES = ("forward", "backward", "both")
-QUANTIZED = (
-    "fp8-tile grad", "fp8-tile weight", "mxfp8 grad", "mxfp4-backward grad", "nvfp4 grad",
-    "nvfp4 input", "nvfp4 weight",
-)  # fmt: skip
 
 
 class Results:
@@ -42,7 +37,7 @@ class Results:
         return self.data[benchmark]["rows"] if benchmark in self.data else []
 
     def sizes(self, benchmark: str) -> list[list[int]]:
-        """Return the sizes measured; the bars are about the first."""
+        """Return the sizes measured."""
         return [
             list(size) for size in dict.fromkeys(tuple(r["size"]) for r in self.rows(benchmark))
         ]
@@ -54,109 +49,7 @@ class Results:
         return {} if "refused" in row else row
 
 
-class Measured(NamedTuple):
-    """A bar's figure, and how far the time behind it is over the counted bound, if there is one."""
-
-    value: float
-    over_bound: float | None = None
-
-
-class Bar(NamedTuple):
-    """Bar to be reached: ``measured`` at least ``target``, or at most."""
-
-    what: str
-    target: float
-    measured: Callable[[Results], Measured | None]
-    at_least: bool = True
-    unit: str = "×"
-
-    def line(self, results: Results) -> str:
-        """Return a row of the table of bars."""
-        bar = f"{'≥' if self.at_least else '≤'} {self.target:.2f}{self.unit}"
-        found = self.measured(results)
-        if found is None:
-            return f"| {self.what} | {bar} | {MISSING} | | |"
-        over = "" if found.over_bound is None else f"{found.over_bound:.2f}×"
-        figure = f"{found.value:.3f}{self.unit}"
-        return f"| {self.what} | {bar} | {figure} | {over} | {self.verdict(found)} |"
-
-    def verdict(self, found: Measured) -> str:
-        """Return met, or missed by how much."""
-        missed = self.target - found.value if self.at_least else found.value - self.target
-        if missed <= 0:
-            return "met"
-        text = f"missed by {missed / self.target:.1%}"
-        if found.over_bound is not None and found.over_bound <= 1.05:
-            return f"within 5% of the counted bound; {text}"
-        return text
-
-
-def _speed(
-    benchmark: str, contender: str, other: str, phase: str, inverse: bool, results: Results
-) -> Measured | None:
-    """Return how many times as fast as the other; inverse: as many times its time."""
-    row, base = results.row(benchmark, contender), results.row(benchmark, other)
-    if not (row and base):
-        return None
-    ratio = base[phase]["median_ms"] / row[phase]["median_ms"]
-    over = row.get("over_bound")
-    over = over.get(phase) if isinstance(over, dict) else over
-    return Measured(1 / ratio if inverse else ratio, over)
-
-
-def _faster(benchmark: str, contender: str, other: str, phase: str = "both") -> Callable:
-    return partial(_speed, benchmark, contender, other, phase, False)
-
-
-def _value(benchmark: str, contender: str, key: str, results: Results) -> Measured | None:
-    row = results.row(benchmark, contender)
-    return Measured(row[key]) if key in row else None
-
-
 KEPT = "kept_bytes_per_input_element"
-BARS = [
-    Bar("FP8-tile linear over BF16", 1.5, _faster("linear", "fp8-tile", "BF16")),
-    Bar("FP8-tile linear over TE blockwise", 1.08, _faster("linear", "fp8-tile", "TE blockwise")),
-    Bar("FP8-tile, square, linear over BF16", 1.5, _faster("linear", "fp8-tile, square", "BF16")),
-    Bar(
-        "FP8-tile, square, linear over TE blockwise", 1.08,
-        _faster("linear", "fp8-tile, square", "TE blockwise"),
-    ),
-    Bar(
-        "MXFP4 backward of a linear over BF16's", 1.6,
-        _faster("linear", "mxfp4-backward", "BF16", "backward"),
-    ),
-    Bar(
-        "NVFP4 linear, time against BF16's", 1.15,
-        partial(_speed, "linear", "nvfp4", "BF16", "both", True), at_least=False,
-    ),
-    Bar(
-        "NVFP4 in TE, linear, over TE's reference quantizer", 100.0,
-        _faster("linear", "nvfp4 in TE", "TE nvfp4 reference"),
-    ),
-    Bar(
-        "NVFP4 in TE, linear, time against the local layer's", 1.25,
-        partial(_speed, "linear", "nvfp4 in TE", "nvfp4", "both", True), at_least=False,
-    ),
-    *(
-        Bar(
-            f"quantize, {case}: share of a copy's bandwidth", 0.85,
-            partial(_value, "quantize", case, "of_copy_with_amax"), unit="",
-        )
-        for case in QUANTIZED
-    ),
-    Bar("model, FP8-tile over TE BF16", 1.4, _faster("model", "fp8-tile", "TE BF16")),
-    Bar("model, MXFP4 backward over TE BF16", 1.0, _faster("model", "mxfp4-backward", "TE BF16")),
-    Bar("model, NVFP4 over TE BF16", 0.9, _faster("model", "nvfp4", "TE BF16")),
-    Bar(
-        "NVFP4 linear, bytes kept an input element", 0.6,
-        partial(_value, "linear", "nvfp4", KEPT), at_least=False, unit="",
-    ),
-    Bar(
-        "FP8-tile linear, bytes kept an input element", 1.05,
-        partial(_value, "linear", "fp8-tile", KEPT), at_least=False, unit="",
-    ),
-]  # fmt: skip
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -198,12 +91,6 @@ def _origin(data: dict) -> str:
         f"{limits['copy_tb_per_s']:.2f} TB/s, read and written; GEMMs in TFLOP/s: "
         f"{', '.join(gemms)}."
     )
-
-
-def bars(results: Results) -> str:
-    """Return every bar, what was measured, and whether it is met."""
-    head = "| | bar | measured | over the counted bound | |\n| --- | --- | --- | --- | --- |"
-    return "\n".join([head, *(bar.line(results) for bar in BARS)])
 
 
 def linear(results: Results, picture: str) -> str:
@@ -313,7 +200,7 @@ def draw(results: Results, file: Path) -> None:
 
 def body(results: Results, picture: Path) -> str:
     """Return the text between the markers."""
-    sections = ["## The bars", bars(results)]
+    sections = []
     for name, title, write in (
         ("linear", "A linear layer", partial(linear, picture=picture.name)),
         ("quantize", "Quantization alone", quantize),
