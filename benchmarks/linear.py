@@ -22,7 +22,7 @@ from timing import Ceilings, Step
 from torch import Tensor, nn
 
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, Quantizer
 from megatron_lowbit.recipes import (
     OPERANDS,
@@ -106,15 +106,9 @@ def with_recipe(name: str, size: Size) -> Built:
         history = AmaxHistory(len(OPERANDS), precision.history_length, weight.device)
         # Of as many steps as count: scales come from the history, as in all but the first steps.
         history.entries.fill_(5.0)
-    forward = partial(
-        lowbit_linear,
-        weight=weight,
-        precision=precision,
-        key=1234,
-        engine=select_engine(weight.device),
-        amax_history=history,
-    )
-    return Built(forward, weight)
+    engine = select_engine(weight.device)
+    context = LinearContext(precision, engine, key=1234, amax_history=history)
+    return Built(partial(lowbit_linear, weight=weight, context=context), weight)
 
 
 def _transformer_engine(recipe: str | None, size: Size) -> Built:

@@ -212,6 +212,8 @@ def test_lowbit_linear(page, extended):
         + page.usage
         + """
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import LinearContext
 def dense(t, name):
     return quantize(t.detach(), name).dequantize()
 torch.testing.assert_close(y, dense(x, "mxint8") @ dense(weight, "mxint8-2d").T)
@@ -222,10 +224,10 @@ for low, high in zip((x, weight), exact):
     assert 0 < error < 0.03, error
 def results(engine):
     a, b = (t.detach().requires_grad_() for t in (x, weight))
-    y = lowbit_linear(a, b, precision, key=5, engine=engine)
+    y = lowbit_linear(a, b, LinearContext(precision, engine, 5))
     y.square().mean().backward()
     return y, a.grad, b.grad
-for one, other in zip(results(None), results(ReferenceEngine("test"))):
+for one, other in zip(results(select_engine(x.device)), results(ReferenceEngine("test"))):
     assert torch.equal(one, other)
 """,
     )

@@ -1,0 +1,17 @@
+"""The benchmark of a linear layer: its recipes run, on a CPU as well."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import linear
+from timing import Ceilings
+
+
+def test_recipes_run():
+    """With one scale from a history, and with random numbers."""
+    names = ["BF16", "fp8-delayed", "mxfp4-backward"]
+    rows = linear.run(linear.Size(64, 64, 64), names, Ceilings(4.0e12, {}, {}), 1e-6)
+    assert [row["contender"] for row in rows] == names
+    assert all(row["both"]["median_ms"] > 0 for row in rows)
