@@ -91,7 +91,7 @@ def _of_megatron(
     arguments = [
         *shlex.split(argument_file(family), comments=True),
         "--padded-vocab-size", str(rows), "--seq-length", str(tokens.shape[1]),
-        "--quantization-engine", "reference",
+        "--quantization-engine", "reference", "--eval-precision", "recipe",
     ]  # fmt: skip
     with loaded_model(checkpoint, arguments, recipe) as model, torch.no_grad():
         place = next(model.parameters()).device
