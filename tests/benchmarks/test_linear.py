@@ -8,7 +8,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import linear
 from timing import Ceilings
 
-
 LIMITS = Ceilings(4.0e12, {"bf16": 1e14, "fp8 per row": 1e14, "fp8 per tensor": 1e14}, {})
 
 
