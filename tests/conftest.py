@@ -78,3 +78,16 @@ def write_checkpoint():
         return path
 
     return write
+
+
+@pytest.fixture
+def saved(write_checkpoint, tmp_path) -> Path:
+    """A folder with checkpoints of iterations 1, 2 and 3, all on record."""
+    from megatron_lowbit.storage import files
+
+    directory = tmp_path / "saved"
+    for number in (1, 2, 3):
+        path = write_checkpoint(files.iteration_directory(directory, number))
+        files.write_document(path, {"files": files.checksums(path)})
+    files.write_tracker(directory, 3)
+    return directory

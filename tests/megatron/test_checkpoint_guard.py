@@ -28,21 +28,6 @@ pytestmark = pytest.mark.usefixtures("single_process")
 SHARD = "__0_0.distcp"
 
 
-def seal(path: Path) -> Path:
-    files.write_document(path, {"files": files.checksums(path)})
-    return path
-
-
-@pytest.fixture
-def saved(write_checkpoint, tmp_path) -> Path:
-    """Folder with recorded checkpoints of iterations 1, 2 and 3."""
-    directory = tmp_path / "saved"
-    for number in (1, 2, 3):
-        seal(write_checkpoint(files.iteration_directory(directory, number)))
-    files.write_tracker(directory, 3)
-    return directory
-
-
 def arguments(load: Path | None, **changes: object) -> Namespace:
     values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None,
               "non_persistent_ckpt_type": None}  # fmt: skip
@@ -209,7 +194,7 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path, name, recorded):
     else:
         (path / name).write_bytes(pickle.dumps(Evil(trace)))
     if recorded:
-        seal(path)
+        files.write_document(path, {"files": files.checksums(path)})
     else:
         (path / files.DOCUMENT).unlink()
     assert refusal(saved).startswith(f"{path / name}: refused: ")
