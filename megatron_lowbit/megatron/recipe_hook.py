@@ -43,7 +43,7 @@ from megatron_lowbit.megatron.upstream_gaps import (
     use_prebuilt_dataset_helpers,
     use_torch_rms_norm,
 )
-from megatron_lowbit.recipes import Layer, LinearPrecision, Progress, Recipe, load_recipes
+from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
 
 
@@ -68,7 +68,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    precisions = list(_precisions(recipe))
+    precisions = list(recipe.precisions())
     if any(precision.quantized for precision in precisions):
         _check(args)
     if any(precision.falls_back for precision in precisions):
@@ -78,13 +78,6 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.mxnorm:
         use_mxnorm_spec(model_config)
     model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
-
-
-def _precisions(recipe: Recipe) -> Iterable[LinearPrecision]:
-    """Yield every precision that linear layers may have in a run, before and after switches."""
-    for _, phase in recipe.phases():
-        for part in (phase, phase.backward):
-            yield from part.configs.values() if part else ()
 
 
 def _check(args: Namespace) -> None:
@@ -140,7 +133,7 @@ class RecipeHook:
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
         # All ranks count together, also where this one's layers have no fallback, or none yet.
-        if any(precision.falls_back for precision in _precisions(self.recipe)):
+        if any(precision.falls_back for precision in self.recipe.precisions()):
             count_fallbacks(args, chunks)
         log_quantization_errors(args, chunks)
         if is_rank0():

@@ -21,7 +21,7 @@ from megatron_lowbit.megatron.arguments.parser import (
     describe_unknown,
     front_parser,
 )
-from megatron_lowbit.megatron.arguments.precision import Machine, choose_precision
+from megatron_lowbit.megatron.arguments.precision import Machine, translate_precision
 
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args
@@ -63,26 +63,13 @@ class TrainingArguments:
             self._fill("--max-position-embeddings", str(args.seq_length))
         if not args.fp16:
             self._fill("--bf16")
-        self._choose_precision(args)
+        translate_precision(args, self._given, _RECIPES, default=("bf16",))
         self._parser = argparse.ArgumentParser(allow_abbrev=False)
         add_recipe_arguments(add_megatron_arguments(self._parser))
 
     def _fill(self, flag: str, *values: str) -> None:
         if flag not in self._given:
             self._given.add(flag, *values)
-
-    def _choose_precision(self, args: Namespace) -> None:
-        given = self._given
-        if args.normalization == "MXNorm":
-            given.remove("--normalization")
-            given.add("--normalization", "RMSNorm")
-            self._fill("--mxnorm")
-        precision = choose_precision(args, given, _RECIPES)
-        for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
-            given.remove(flag)
-        given.add("--precision-recipe", *(precision.recipes or ("bf16",)))
-        for override in precision.overrides:
-            given.add("--recipe-set", override)
 
     def remove(self, *flags: str) -> None:
         """Leave arguments out from now on."""

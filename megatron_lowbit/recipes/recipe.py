@@ -1,6 +1,6 @@
 """A recipe: named precisions, and the ordered matchers that give each linear layer one of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from typing import Any, Literal
@@ -114,6 +114,12 @@ class Recipe:
             behind = [switch for switch in self.switches if switch.reached(progress)]
             found.append((behind, self.at(progress)))
         return found
+
+    def precisions(self) -> Iterator[LinearPrecision]:
+        """Yield every precision that layers may have in a run, before and after switches."""
+        for _, phase in self.phases():
+            for part in (phase, phase.backward):
+                yield from part.configs.values() if part else ()
 
     def check_matchers(self, layers: Sequence[Layer]) -> None:
         """Check that each matcher matches some linear layer of a model.

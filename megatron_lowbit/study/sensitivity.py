@@ -131,6 +131,7 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
     # As slow as training to import.
     from megatron_lowbit.megatron import pretrain
     from megatron_lowbit.megatron.arguments import front_parser, parse_arguments
+    from megatron_lowbit.megatron.failures import translate_assertions
 
     given = GivenArguments(front_parser(), expand_files(training))
     for flag in UNUSED:
@@ -140,7 +141,7 @@ def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, 
              "--exit-on-missing-checkpoint"]  # fmt: skip
     args = parse_arguments([*given.tokens(), *fixed])
     sensitivity = Sensitivity(args)
-    with pretrain.teardown(), pretrain.translate_assertions():
+    with pretrain.teardown(), translate_assertions():
         pretrain.run(args, [sensitivity])
     return sensitivity.layers(), args.rank == 0
 

@@ -17,7 +17,7 @@ from megatron_lowbit.megatron.arguments.parser import (
     front_parser,
     show_help,
 )
-from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, choose_precision
+from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, translate_precision
 from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
 
 COMMAND = "pretrain"
@@ -105,22 +105,11 @@ def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list
         # Megatron-LM opens its writers while it parses the arguments.
         for flag in ("--tensorboard-dir", "--wandb-project"):
             given.remove(flag)
-    if args.normalization == "MXNorm":
-        given.remove("--normalization")
-        given.add("--normalization", "RMSNorm")
-        if not args.mxnorm:
-            given.add("--mxnorm")
     check_layers(args, machine)
-    precision = choose_precision(args, given, machine)
+    precision = translate_precision(args, given, machine)
     for flag in ("--mxnorm", "--fused-allreduce-norm"):
         needed = flag not in given or bool(precision.recipes)
         require(needed, f"{flag} needs a recipe, such as bf16")
-    for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
-        given.remove(flag)
-    if precision.recipes:
-        given.add("--precision-recipe", *precision.recipes)
-    for override in precision.overrides:
-        given.add("--recipe-set", override)
     lines = list(precision.lines)
     if "--eval-interval" not in given:
         given.add("--eval-interval", str(_NEVER))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_lowbit.command_line import GivenArguments
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes import HIGH_PRECISION, Recipe, load_recipes
+from megatron_lowbit.recipes import HIGH_PRECISION, load_recipes
 from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
 
 INSTALL_TRANSFORMER_ENGINE = (
@@ -107,6 +107,30 @@ _SILENT = ("--fp8-recipe", "--fp4-recipe")
 _UPSTREAM_ONLY = (
     "--fp4-recipe", "--fp8-recipe", "--fp8-format", "--fp4-format", "--te-precision-config-file",
 )  # fmt: skip
+
+
+def translate_precision(
+    args: Namespace, given: GivenArguments, machine: Machine, default: tuple[str, ...] = ()
+) -> Precision:
+    """Write the chosen precision into the given arguments, in place of Megatron-LM's flags.
+
+    Args:
+        args, given, machine: as for :func:`choose_precision`, which is called.
+        default: recipes where no argument names one.
+    """
+    if args.normalization == "MXNorm":
+        given.remove("--normalization")
+        given.add("--normalization", "RMSNorm")
+        if not args.mxnorm:
+            given.add("--mxnorm")
+    precision = choose_precision(args, given, machine)
+    for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
+        given.remove(flag)
+    if recipes := precision.recipes or default:
+        given.add("--precision-recipe", *recipes)
+    for override in precision.overrides:
+        given.add("--recipe-set", override)
+    return precision
 
 
 def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
@@ -247,7 +271,7 @@ def _with_recipes(
     overrides = (*overrides, *args.recipe_set)
     recipe = load_recipes(recipes, overrides)
     require(
-        not args.moe_grouped_gemm or not _quantizes(recipe),
+        not args.moe_grouped_gemm or all(one == HIGH_PRECISION for one in recipe.precisions()),
         "grouped GEMMs under a recipe are not supported yet: leave out --moe-grouped-gemm",
     )
     left_out = tuple(flag for flag in _DEPENDENT if flag in given)
@@ -262,11 +286,3 @@ def _with_recipes(
         if flag not in _SILENT
     ]
     return Precision(recipes, overrides, left_out, tuple(lines))
-
-
-def _quantizes(recipe: Recipe) -> bool:
-    """Return True if a recipe, or one that it switches to, quantizes any GEMM."""
-    others = [recipe.backward, *(switch.recipe for switch in recipe.switches)]
-    return any(config != HIGH_PRECISION for config in recipe.configs.values()) or any(
-        other is not None and _quantizes(other) for other in others
-    )
