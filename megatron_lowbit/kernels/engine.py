@@ -98,23 +98,8 @@ class ReferenceEngine(Engine):
     """The reference arithmetic in eager torch, on any device."""
 
     name = "reference"
-
-    def quantize(
-        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
-    ) -> tuple[Any, Any]:
-        """Quantize by :func:`megatron_lowbit.numerics.quantize_both`."""
-        return quantize_both(x, row, col, amaxes)
-
-    def gemm(
-        self,
-        lhs: Any,
-        rhs: Any,
-        bias: Tensor | None = None,
-        accumulation: Accumulation | None = None,
-        out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Multiply by :func:`megatron_lowbit.numerics.gemm`."""
-        return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
+    quantize = staticmethod(quantize_both)
+    gemm = staticmethod(reference_gemm)
 
     def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
         """Describe the product, which is the same for all formats."""

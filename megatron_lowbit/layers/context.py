@@ -75,12 +75,13 @@ class LinearContext:
             Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
             its transpose.
         """
-        by_row, by_col = (
-            None if gemm is None else self.request(gemm, role, len(x), gemm in needs_codes)
-            for gemm in (row, col)
-        )
+        by_row = by_col = None
+        if row is not None:
+            by_row = self.request(row, role, len(x), row in needs_codes)
         if col == row:
             by_col = by_row
+        elif col is not None:
+            by_col = self.request(col, role, len(x), col in needs_codes)
         if by_row is None and by_col is None:
             return x, x.t()
         amaxes = self._scale_amaxes(x, role, row, col, (by_row, by_col))
@@ -122,11 +123,11 @@ class LinearContext:
         if not any(gemm and self.shares_amax(gemm, role) for gemm in (row, col)):
             return None, None
         by_row, by_col = self.engine.amaxes(x, *requests)
-        if row and by_row is not None and self.shares_amax(row, role):
+        if row and by_row is not None:
             by_row = self.scale_amax(row, role, by_row)
-        if row == col:
+        if col == row:
             return by_row, by_row
-        if col and by_col is not None and self.shares_amax(col, role):
+        if col and by_col is not None:
             by_col = self.scale_amax(col, role, by_col)
         return by_row, by_col
 

@@ -130,4 +130,5 @@ def context_of(context: LinearContext | LinearPrecision, x: Tensor) -> LinearCon
     """Return the context of a call with input x, which is in training where autograd records."""
     if isinstance(context, LinearPrecision):
         context = LinearContext(context, select_engine(x.device), draw_key(context))
-    return replace(context, training=torch.is_grad_enabled())
+    training = torch.is_grad_enabled()
+    return context if context.training == training else replace(context, training=training)

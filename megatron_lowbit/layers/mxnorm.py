@@ -77,15 +77,18 @@ class _MXNormLinear(torch.autograd.Function):
             inner, handle = reduce_dgrad(
                 context.shards, context.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
             )
-        product = torch.empty(0)  # not read where no gradient needs it
-        if needs_product:
-            product = _product(context, by_col, x.float() * rho)
+        product = _product(context, by_col, x.float() * rho) if needs_product else None
         if handle is not None:
             handle.wait()
+        gain_grad = wgrad = None
+        if product is not None and needs_gain:
+            gain_grad = _gain_grad(context.shards, product, weight).to(gain.dtype)
+        if product is not None and needs_weight:
+            wgrad = deliver_wgrad(context, weight, (product * gain.float()).to)
         return (
             context.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
-            _gain_grad(context.shards, product, weight).to(gain.dtype) if needs_gain else None,
-            deliver_wgrad(context, weight, (product * gain.float()).to) if needs_weight else None,
+            gain_grad,
+            wgrad,
             grad.sum(dim=0) if ctx.has_bias and needs_bias else None,
             None,
             None,
