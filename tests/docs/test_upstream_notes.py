@@ -39,6 +39,7 @@ CITED = {
     "schedules.py:27": "from megatron.core.transformer.moe.paged_stash import",
     "arguments.py:1741": "if not args.use_persistent_ckpt_worker:",
     "filesystem_async.py:65": "_results_queue = ctx.Manager().Queue()",
+    "data_samplers.py:95": "DistributedSignalHandler(args.exit_signal).__enter__()",
     "checkpointing.py:767": "TODO Handle non-empty directories",
     "checkpointing.py:1011": "open(tracker_filename, 'w')",
     "checkpointing.py:1697": "sys.exit()",
