@@ -38,7 +38,7 @@ def convert() -> NoReturn:
 
 def checkpoint() -> NoReturn:
     """Run ``lowbit-checkpoint``."""
-    from megatron_lowbit.conversion.checkpoint_command import main
+    from megatron_lowbit.checkpoints.command import main
 
     exit_on_user_error(main)
 

@@ -3,13 +3,15 @@
 import errno
 import sys
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 _PLACES = {
     errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
     errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
 }  # fmt: skip
 """Errors of the operating system that say that a path or a disk is unfit."""
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class _Printable:
@@ -36,6 +38,16 @@ def require(condition: bool, message: str) -> None:
     """Raise a UserError with the message where the condition does not hold."""
     if not condition:
         raise UserError(message)
+
+
+def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
+    """Return the exception of a type that is another one or caused it; None if there is none."""
+    if isinstance(error, kind):
+        return error
+    causes = [error.__cause__, error.__context__]
+    # torch's CheckpointException: one failure for each rank.
+    causes += [failure for failure, _ in getattr(error, "failures", {}).values()]
+    return next(filter(None, (error_behind(cause, kind) for cause in causes if cause)), None)
 
 
 def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:

@@ -82,13 +82,17 @@ class Entries:
     def __init__(self, content: Any, place: str) -> None:
         self._content, self._place = as_object(content, place), place
 
+    def __len__(self) -> int:
+        """Return the number of entries."""
+        return len(self._content)
+
     def integer(
         self, key: str, default: int | None = None, least: int = 1, most: int = _INT32
     ) -> int:
         """Return an integer in a range."""
         value = self._value(key, default)
         if type(value) is not int or not least <= value <= most:
-            raise self._error(key, f"an integer from {least} to {most}")
+            raise self._error(key, value, f"an integer from {least} to {most}")
         return value
 
     def number(self, key: str, default: float | None = None, above: float = -math.inf) -> float:
@@ -102,27 +106,27 @@ class Entries:
                 return float(value)
         except OverflowError:
             pass
-        raise self._error(key, f"a finite number{bound}")
+        raise self._error(key, value, f"a finite number{bound}")
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """Return a truth value."""
         value = self._value(key, default)
         if type(value) is not bool:
-            raise self._error(key, "true or false")
+            raise self._error(key, value, "true or false")
         return value
 
     def string(self, key: str, default: str | None = None) -> str:
         """Return a string."""
         value = self._value(key, default)
         if not isinstance(value, str):
-            raise self._error(key, "a string")
+            raise self._error(key, value, "a string")
         return value
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings; an empty one by default."""
         value = self._value(key, [])
         if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-            raise self._error(key, "a list of strings")
+            raise self._error(key, value, "a list of strings")
         return value
 
     def inner(self, key: str) -> "Entries":
@@ -140,9 +144,8 @@ class Entries:
             raise UserError(f"{self._place}: needs the entry {key!r}")
         return value
 
-    def _error(self, key: str, good: str) -> UserError:
-        value = reprlib.repr(self._content[key])
-        return UserError(f"{self._place}: {key} {value}: must be {good}")
+    def _error(self, key: str, value: Any, good: str) -> UserError:
+        return UserError(f"{self._place}: {key} {reprlib.repr(value)}: must be {good}")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Reading and writing of whole checkpoints, above the Megatron-LM integration."""
+"""Files of checkpoints, of Megatron-LM and of Hugging Face: read, write, inspect, average."""

@@ -1,1 +1,1 @@
-"""Checkpoints in and out: Hugging Face's files from and to Megatron-LM's ``torch_dist``."""
+"""Conversion of checkpoints between Hugging Face's files and Megatron-LM's ``torch_dist``."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
+from megatron_lowbit.checkpoints.hugging_face_files import write_json
+from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.conversion.hugging_face_files import write_json
-from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.quantized import Quantization
 from megatron_lowbit.conversion.quantized_folder import open_folder
 
@@ -30,11 +30,11 @@ class Energy(NamedTuple):
         return 10 * log10(self.signal / self.noise) if self.signal and self.noise else None
 
 
-def finish(path: Path, tensors: Tensors, plan: Quantization) -> None:
-    """Write what a quantized export has beside weights and config.json; print a row for each block.
+def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
+    """Write a layout's further documents and quantization_report.json; print a row for each block.
 
-    ``weights`` in quantization_report.json has, by Hugging Face's names, the format and the SQNR in
-    dB; ``kept`` the modules with matrices that are not quantized.
+    In the report ``weights`` has the format and the SQNR in dB by Hugging Face's names, and
+    ``kept`` lists the modules with matrices that are not quantized.
     """
     for name, document in plan.documents.items():
         write_json(path / name, document)
@@ -42,7 +42,7 @@ def finish(path: Path, tensors: Tensors, plan: Quantization) -> None:
     weights: dict[str, Any] = {}
     blocks: dict[int, dict[str, Energy]] = {}
     for weight in plan.weights.values():
-        parts = weight.join.split(weight.read(tensors).float())
+        parts = weight.transform.to_hugging_face(weight.read(tensors).float())
         for name, part in zip(weight.names, parts, strict=True):
             energy = _energy(part, folder.dequantized(name))
             blocks.setdefault(weight.layer.block, {})[name] = energy
@@ -51,7 +51,7 @@ def finish(path: Path, tensors: Tensors, plan: Quantization) -> None:
     whole = _total(energy for energies in blocks.values() for energy in energies.values())
     write_json(path / REPORT, {
         "recipe": plan.recipe.name, "layout": plan.layout.name, "sqnr_db": whole.sqnr,
-        "weights": weights, "kept": list(plan.kept),
+        "weights": weights, "kept": list(plan.unquantized),
     })  # fmt: skip
     _print(plan, blocks, weights)
 

@@ -1,8 +1,8 @@
 """Quantized export of the weights that the training recipe quantizes in fprop.
 
-A weight is quantized whole, as Megatron holds it, by the recipe's own quantizer: with the blocks,
-the amax and so the bits of training. Its parts of Hugging Face's are rows of it, and take along
-their rows' codes and block scales and the tensor scale.
+A weight is quantized as a whole, as Megatron-LM holds it, by the recipe's own quantizer, and so has
+the blocks, the amax and the bits of training. Hugging Face's parts of it are rows with their codes,
+their block scales and the tensor scale.
 """
 
 import re
@@ -14,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion import pieces
-from megatron_lowbit.conversion.checkpoints import Checkpoint
-from megatron_lowbit.conversion.hugging_face_files import Made
+from megatron_lowbit.checkpoints.checkpoint import Checkpoint
+from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
+from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
 from megatron_lowbit.conversion.layouts import LAYOUTS, Layout
-from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.conversion.plan import Place, Rule
-from megatron_lowbit.conversion.tensor_transforms import Join
+from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
+from megatron_lowbit.conversion.mapping import Rule, TensorTransform
 from megatron_lowbit.errors import require
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -34,25 +33,28 @@ Names = tuple[str, ...]
 
 
 class Weight(NamedTuple):
-    """A linear layer's weight (R, K) that is quantized, and Hugging Face's matrices of it."""
+    """Weight (R, K) of a linear layer that is quantized, and Hugging Face's matrices of it.
+
+    ``slices`` are Megatron-LM's tensors, concatenated by rows.
+    """
 
     layer: Layer
     quantizer: Quantizer
-    places: Sequence[Place]
+    slices: Sequence[TensorSlice]
     shape: tuple[int, int]
     names: Names
-    join: Join
+    transform: TensorTransform
 
-    def read(self, tensors: Tensors) -> Tensor:
+    def read(self, tensors: CheckpointReader) -> Tensor:
         """Read the whole weight."""
-        shares = [tensors.read(place) for place in self.places]
-        return shares[0] if len(shares) == 1 else torch.cat(shares)
+        parts = [tensors.read(part) for part in self.slices]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class QuantizedAs(NamedTuple):
     """Request for an export: a layout's name, and a recipe and its overrides if not training's.
 
-    ``recipes`` are two where one gives fprop and another the backward GEMMs.
+    The first of two ``recipes`` gives fprop, the second the backward GEMMs.
     """
 
     layout: str
@@ -61,27 +63,27 @@ class QuantizedAs(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """A checked plan of an export.
+    """Checked plan of an export.
 
-    ``formats`` are those of Hugging Face's quantized modules; ``kept`` are its other modules with
-    matrices.
+    ``formats`` are those of Hugging Face's quantized modules; ``unquantized`` are its other modules
+    with matrices.
     """
 
     recipe: Recipe
     layout: Layout
     weights: Mapping[Names, Weight]
     formats: Mapping[str, BlockFormat]
-    kept: Sequence[str]
+    unquantized: Sequence[str]
 
     @property
     def config(self) -> dict[str, Any]:
         """The ``quantization_config`` for config.json."""
-        return self.layout.config(self.formats, self.kept)
+        return self.layout.config(self.formats, self.unquantized)
 
     @property
     def documents(self) -> dict[str, dict]:
         """Other JSON files, by name."""
-        return self.layout.documents(self.formats, self.kept)
+        return self.layout.documents(self.formats, self.unquantized)
 
 
 def plan_quantization(
@@ -89,27 +91,26 @@ def plan_quantization(
 ) -> Quantization:
     """Plan which weights of a checkpoint to quantize, and how.
 
-    These are the weights that the recipe quantizes in fprop. Its switches are left out: what it
-    begins with counts.
+    These are the weights that the recipe quantizes in fprop before any of its switches.
 
     Raises UserError where there is no recipe, or where the layout cannot hold a weight with the
     bits that it has in training.
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
-    chosen = LAYOUTS[wanted.layout]
-    weights, layers, kept = {}, [], []
-    for names, shares in groupby(rules, key=lambda rule: rule.names):
-        found = list(shares)
-        layer = _layer(found[0].place, num_layers)
+    layout = LAYOUTS[wanted.layout]
+    weights, layers, unquantized = {}, [], []
+    for names, group in groupby(rules, key=lambda rule: rule.names):
+        shares = list(group)
+        layer = _layer(shares[0].target, num_layers)
         if layer is not None:
             layers.append(layer)
-            weight = _weight(recipe, layer, found, tensors)
+            weight = _weight(recipe, layer, shares, tensors)
             if weight is not None:
-                _check(weight, chosen)
+                _check(weight, layout)
                 weights[names] = weight
                 continue
-        if len(tensors.shape(found[0].place)) > 1:
-            kept += [_module(name) for name in names]
+        if len(tensors.shape(shares[0].target)) > 1:
+            unquantized += map(_module, names)
     recipe.check_matchers(layers)
     require(len(weights) > 0, f"recipe {recipe.name} quantizes no weight in fprop")
     formats = {
@@ -118,9 +119,9 @@ def plan_quantization(
         for name in names
     }
     # A tied head has no tensor of its own, but readers build the module.
-    plan = Quantization(recipe, chosen, weights, formats, list(dict.fromkeys([*kept, _HEAD])))
-    chosen.config(plan.formats, plan.kept)
-    return plan
+    modules = list(dict.fromkeys([*unquantized, _HEAD]))
+    layout.config(formats, modules)
+    return Quantization(recipe, layout, weights, formats, modules)
 
 
 def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
@@ -139,26 +140,29 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
     return load_recipes(names, overrides)
 
 
-def made(
-    tensors: Tensors, rules: Sequence[Rule], dtype: torch.dtype | None, plan: Quantization
-) -> list[Made]:
-    """Plan the tensors that rules make of a checkpoint's: quantized, or else in this dtype."""
+def quantized_tensors(
+    tensors: CheckpointReader, rules: Sequence[Rule], dtype: torch.dtype | None, plan: Quantization
+) -> list[LazyTensors]:
+    """Return Hugging Face's tensors of a checkpoint's: quantized, or else in this dtype."""
 
-    def together(rule: Rule) -> object:
-        weight = plan.weights.get(rule.names)
-        return None if weight is None else plan.layout.together(rule.names)
+    def group_of(rule: Rule) -> object:
+        is_quantized = rule.names in plan.weights
+        return plan.layout.group_of(rule.names) if is_quantized else None
 
-    found: list[Made] = []
-    for group, members in groupby(rules, key=together):
+    contents: list[LazyTensors] = []
+    for group, members in groupby(rules, key=group_of):
         if group is None:
-            found += pieces.made(tensors, list(members), dtype)
+            contents += lazy_tensors(tensors, list(members), dtype)
         else:
             names = dict.fromkeys(rule.names for rule in members)
-            found.append(_made(tensors, [plan.weights[n] for n in names], plan.layout))
-    return found
+            weights = [plan.weights[name] for name in names]
+            contents.append(_encoded(tensors, weights, plan.layout))
+    return contents
 
 
-def quantize_parts(weight: Tensor, quantizer: Quantizer, join: Join) -> list[QuantizedTensor]:
+def quantize_parts(
+    weight: Tensor, quantizer: Quantizer, transform: TensorTransform
+) -> list[QuantizedTensor]:
     """Quantize the parts of a weight (R, K), FP32 or BF16, with the bits of the quantized whole.
 
     Each in a format with blocks of one row: scales have a row for each row of codes.
@@ -167,22 +171,23 @@ def quantize_parts(weight: Tensor, quantizer: Quantizer, join: Join) -> list[Qua
     scales, rows = whole.scales, whole.codes.shape[0]
     if scales.shape[0] < rows:
         scales = scales.repeat_interleave(whole.format.block_rows, dim=0)[:rows]
-    return _parts(replace(whole, scales=scales), join)
+    return _parts(replace(whole, scales=scales), transform)
 
 
-def _parts(whole: QuantizedTensor, join: Join) -> list[QuantizedTensor]:
+def _parts(whole: QuantizedTensor, transform: TensorTransform) -> list[QuantizedTensor]:
     format = replace(whole.format, block_rows=1)
-    codes, scales = _split(whole.codes, join), _split(whole.scales, join)
+    codes, scales = _split(whole.codes, transform), _split(whole.scales, transform)
     return [
         QuantizedTensor(rows, scale, whole.tensor_scale, format, (len(rows), whole.shape[1]))
         for rows, scale in zip(codes, scales, strict=True)
     ]
 
 
-def _split(rows: Tensor, join: Join) -> list[Tensor]:
+def _split(rows: Tensor, transform: TensorTransform) -> list[Tensor]:
     """Return contiguous parts, split as integers: torch does not concatenate FP8."""
     integers = torch.int32 if rows.dtype == torch.float32 else torch.uint8
-    return [part.contiguous().view(rows.dtype) for part in join.split(rows.view(integers))]
+    parts = transform.to_hugging_face(rows.view(integers))
+    return [part.contiguous().view(rows.dtype) for part in parts]
 
 
 def _outline(weight: Weight) -> list[QuantizedTensor]:
@@ -195,10 +200,10 @@ def _outline(weight: Weight) -> list[QuantizedTensor]:
     whole = QuantizedTensor(
         codes, scales, sample.tensor_scale.to("meta"), sample.format, weight.shape
     )
-    return _parts(whole, weight.join)
+    return _parts(whole, weight.transform)
 
 
-def _made(tensors: Tensors, weights: Sequence[Weight], layout: Layout) -> Made:
+def _encoded(tensors: CheckpointReader, weights: Sequence[Weight], layout: Layout) -> LazyTensors:
     def encode(parts: Iterator[list[QuantizedTensor]]) -> dict[str, Tensor]:
         named = [
             zip(weight.names, each, strict=True)
@@ -207,23 +212,26 @@ def _made(tensors: Tensors, weights: Sequence[Weight], layout: Layout) -> Made:
         return layout.encode({name: part for pairs in named for name, part in pairs})
 
     def make() -> list[Tensor]:
-        parts = (quantize_parts(w.read(tensors), w.quantizer, w.join) for w in weights)
+        parts = (quantize_parts(w.read(tensors), w.quantizer, w.transform) for w in weights)
         return list(encode(parts).values())
 
     outline = encode(map(_outline, weights))
     shapes = [tuple(tensor.shape) for tensor in outline.values()]
-    return Made(list(outline), shapes, [tensor.dtype for tensor in outline.values()], make)
+    return LazyTensors(list(outline), shapes, [tensor.dtype for tensor in outline.values()], make)
 
 
-def _layer(place: Place, num_layers: int) -> Layer | None:
+def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     """Return the linear layer of a weight as recipes name it; None for other tensors."""
-    found = _LINEAR.fullmatch(place.key)
-    if found is None:
+    match = _LINEAR.fullmatch(target.key)
+    if match is None:
         return None
-    block, rest = (str(place.index[0]), found[2]) if place.index else found[2].split(".", 1)
-    if len(place.index) > 1:
-        rest = rest.replace("experts.experts", f"experts.local_experts.{place.index[1]}")
-    return Layer(f"{found[1]}{block}.{rest}", int(block), num_layers)
+    if target.index:
+        block, rest = str(target.index[0]), match[2]
+    else:
+        block, rest = match[2].split(".", 1)
+    if len(target.index) > 1:
+        rest = rest.replace("experts.experts", f"experts.local_experts.{target.index[1]}")
+    return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
 
 
 def _module(name: str) -> str:
@@ -231,18 +239,18 @@ def _module(name: str) -> str:
 
 
 def _weight(
-    recipe: Recipe, layer: Layer, shares: Sequence[Rule], tensors: Tensors
+    recipe: Recipe, layer: Layer, shares: Sequence[Rule], tensors: CheckpointReader
 ) -> Weight | None:
     """Return the weight, if the recipe quantizes it in fprop."""
     fprop = recipe.precision_for(layer).fprop
     if fprop.rhs is None:
         return None
     require(fprop.hadamard is None, _refusal(layer, "goes through a Hadamard transform"))
-    shapes = [tensors.shape(rule.place) for rule in shares]
+    slices = [rule.target for rule in shares]
+    shapes = [tensors.shape(part) for part in slices]
     shape = (sum(rows for rows, _ in shapes), shapes[0][1])
-    join = shares[0].join if len(shares) == 1 else Join((shape[0],))
-    places = [rule.place for rule in shares]
-    return Weight(layer, fprop.rhs, places, shape, shares[0].names, join)
+    transform = replace(shares[0].transform, share=None)
+    return Weight(layer, fprop.rhs, slices, shape, shares[0].names, transform)
 
 
 def _refusal(layer: Layer, why: str) -> str:
@@ -273,18 +281,18 @@ def _check(weight: Weight, layout: Layout) -> None:
         f"{layer.path}: {columns} columns are not whole blocks of {format.block}, as --quantized "
         f"{layout.name} needs them",
     )
-    parts = weight.join.split(torch.arange(rows).unsqueeze(1).expand(-1, 2))
     require(
-        all(part.shape[1] == 2 for part in parts),
+        not weight.transform.is_transposed,
         f"{weight.names[0]} is the transpose of a weight: --quantized does not store such",
     )
+    parts = weight.transform.to_hugging_face(torch.arange(rows))
     require(
-        not tiles or all(_whole_tiles(part[:, 0], format.block_rows) for part in parts),
+        not tiles or all(_whole_tiles(part, format.block_rows) for part in parts),
         f"{layer.path}: tiles of {format.block_rows} rows lie across the borders of "
         f"{', '.join(weight.names)}: --quantized {layout.name} cannot keep their scales",
     )
 
 
 def _whole_tiles(numbers: Tensor, rows: int) -> bool:
-    """Return whether each tile of a part lies in one tile of the whole, by its rows' numbers."""
+    """Return True if each tile of a part lies in one tile of the whole, by its rows' numbers."""
     return all(bool((tile == tile[0]).all()) for tile in (numbers // rows).split(rows))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.conversion.layouts import METHODS, Layout
 from megatron_lowbit.conversion.layouts.modelopt import DOCUMENT
 from megatron_lowbit.conversion.layouts.modelopt import METHOD as MODELOPT

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion import convert
-from megatron_lowbit.conversion.checkpoints import EMBEDDING, open_checkpoint
-from megatron_lowbit.conversion.hugging_face_files import Folder
+from megatron_lowbit.checkpoints.checkpoint import EMBEDDING, open_checkpoint
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.checkpoints.model_arguments import argument_file
+from megatron_lowbit.conversion.families import from_config
+from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.megatron_model import loaded_model
-from megatron_lowbit.conversion.model_arguments import argument_file
-from megatron_lowbit.conversion.plan import Family
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import (
     QUANTIZATION,
@@ -45,13 +45,13 @@ def verify(
     Raises UserError where transformers is not installed, or a token is not in the vocabulary.
     """
     opened = open_folder(folder)
-    family = convert.family_of(folder, opened.config)
-    size = family.model["vocab_size"]
+    converted = from_config(opened.config, str(folder / CONFIG))
+    size = converted.model["vocab_size"]
     for token in tokens:
         require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")
     batch = torch.tensor([list(tokens)])
     theirs = _of_transformers(opened, batch, exact=quantized is not None)
-    ours = _of_megatron(checkpoint, family, batch, quantized)[..., :size]
+    ours = _of_megatron(checkpoint, converted, batch, quantized)[..., :size]
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 
@@ -83,20 +83,20 @@ def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
 
 
 def _of_megatron(
-    checkpoint: Path, family: Family, tokens: Tensor, quantized: QuantizedAs | None
+    checkpoint: Path, converted: ConvertibleModel, tokens: Tensor, quantized: QuantizedAs | None
 ) -> Tensor:
     opened = open_checkpoint(checkpoint, check=False)
     recipe = None if quantized is None else _of_weights(recipe_of(quantized, opened))
     rows = opened.tensors.model[EMBEDDING].size[0]
     arguments = [
-        *shlex.split(argument_file(family), comments=True),
+        *shlex.split(argument_file(converted.name, converted.model), comments=True),
         "--padded-vocab-size", str(rows), "--seq-length", str(tokens.shape[1]),
         "--quantization-engine", "reference", "--eval-precision", "recipe",
     ]  # fmt: skip
     with loaded_model(checkpoint, arguments, recipe) as model, torch.no_grad():
-        place = next(model.parameters()).device
-        positions = torch.arange(tokens.shape[1], device=place)[None]
-        return model(tokens.to(place), positions, attention_mask=None).float().cpu()
+        device = next(model.parameters()).device
+        positions = torch.arange(tokens.shape[1], device=device)[None]
+        return model(tokens.to(device), positions, attention_mask=None).float().cpu()
 
 
 def _of_weights(recipe: Recipe) -> Recipe:

@@ -24,7 +24,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.load_source import choose_checkpoint
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.steps import steps_of
-from megatron_lowbit.storage import files
+from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.lock import FolderLock
 
 
@@ -65,9 +65,9 @@ class CheckpointGuard:
                 self._made_folder = not directory.exists()
                 directory.mkdir(parents=True, exist_ok=True)
                 self._lock = FolderLock(directory)
-                files.settle_replaced(directory)
+                replacement.settle_replaced(directory)
                 if (temporary := _non_persistent_directory(self._args)) is not None:
-                    files.settle_replaced(temporary)
+                    replacement.settle_replaced(temporary)
                 self._recorder = Recorder(directory, self._args.save_keep_last)
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
@@ -123,7 +123,7 @@ class Recorder:
         """Set aside an existing checkpoint at the path of a new one."""
         self._begun.add(path)
         if path.is_symlink() or path.exists():
-            files.set_aside(path)
+            replacement.set_aside(path)
             self._replacements.append(path)
 
     def begin_step(self, iteration: int, training: bool) -> None:
@@ -173,16 +173,16 @@ class Recorder:
 
         Not in the thread, which might otherwise delete what the next save sets aside.
         """
-        complete = [path for path in self._replacements if files.is_replacement(path)]
+        complete = [path for path in self._replacements if replacement.is_replacement(path)]
         for path in complete:
             self._replacements.remove(path)
-            if files.replaced_directory(path).exists():
-                files.discard_replaced(path)
+            if replacement.replaced_directory(path).exists():
+                replacement.discard_replaced(path)
         return {path.parent for path in complete}
 
     def _finish(self, saved: Path | None, discarded: set[Path]) -> None:
         for directory in discarded:
-            files.delete_hidden(directory)
+            replacement.delete_hidden(directory)
         if saved is not None:
             self._record(saved)
 
@@ -195,4 +195,4 @@ class Recorder:
         self._begun.discard(path)
         if self._keep_last is not None:
             iteration = int(path.name.removeprefix("iter_"))
-            files.delete_older(self._directory, iteration, self._keep_last)
+            replacement.delete_older(self._directory, iteration, self._keep_last)

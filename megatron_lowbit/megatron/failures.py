@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.errors import TrainingError, UserError, error_behind
 from megatron_lowbit.megatron.arguments.parse import in_one_line
-from megatron_lowbit.megatron.same_outcome import error_behind
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = "unexpected pos"

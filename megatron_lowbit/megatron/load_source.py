@@ -14,7 +14,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.same_outcome import same_outcome
-from megatron_lowbit.storage import files
+from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.pickles import check_lengths, check_objects, saved_tensors
 
 _READING = "read the checkpoint in"
@@ -87,7 +87,7 @@ def choose_checkpoint(args: Namespace) -> int | None:
         except UserError as error:
             if not args.load_latest_valid:
                 others = files.alternatives(directory, besides=iteration)
-                if files.replaced_directory(path).exists():
+                if replacement.replaced_directory(path).exists():
                     others += (
                         f"; a start with --save {directory} restores what a killed run set aside"
                     )

@@ -3,14 +3,12 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.errors import UserError
-
-_Error = TypeVar("_Error", bound=BaseException)
+from megatron_lowbit.errors import UserError, error_behind
 
 
 @contextmanager
@@ -43,16 +41,6 @@ def same_outcome(
         raise caught
     if failures:
         raise RuntimeError(f"another rank failed: {failures[0][1]}")
-
-
-def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:
-    """Return the exception of a type that caused another one, if any."""
-    if isinstance(error, kind):
-        return error
-    causes = [error.__cause__, error.__context__]
-    if isinstance(error, CheckpointException):
-        causes += [failure for failure, _ in error.failures.values()]
-    return next(filter(None, (error_behind(cause, kind) for cause in causes if cause)), None)
 
 
 def _report(error: BaseException, failure: str) -> tuple[bool, str]:

@@ -1,1 +1,1 @@
-"""Low-level helpers for checkpoint folders: file names, checksums, locks, safe unpickling."""
+"""Folders on disk: file names, checksums, replacement, locks, safe unpickling, resumable output."""

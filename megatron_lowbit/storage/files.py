@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory: their names, checksums, replacement and deletion.
+"""Files of a checkpoint directory: their names and checksums.
 
     DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
     DIR/iter_0000100/...                     what Megatron-LM has saved
@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,7 +81,7 @@ def iterations(directory: Path) -> list[int]:
 
 def complete_iterations(directory: Path) -> list[int]:
     """Return those whose files are all there in full length; their content is not read."""
-    return [i for i in iterations(directory) if _is_complete(iteration_directory(directory, i))]
+    return [i for i in iterations(directory) if is_complete(iteration_directory(directory, i))]
 
 
 def last_saved(directory: Path) -> int | None:
@@ -105,9 +104,6 @@ def alternatives(directory: Path, besides: int | None = None) -> str:
         return "complete: none"
     more = ["..."] if len(complete) > _SHOWN else []
     return f"complete: {', '.join(more + names)}; --load-latest-valid goes back to a valid one"
-
-
-# -- what a checkpoint should hold -----------------------------------------------------------------
 
 
 def checksums(directory: Path) -> dict[str, dict[str, Any]]:
@@ -184,7 +180,8 @@ def _is_numbered(path: Path) -> bool:
     return re.fullmatch(r"iter_\d{7,}", path.name, re.ASCII) is not None
 
 
-def _is_complete(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
+    """Return True if all files of a checkpoint are there in full length; content is not read."""
     try:
         if not (path / DOCUMENT).exists():
             check_lengths(path)
@@ -205,158 +202,23 @@ def _document_digest(document: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-# -- writing and deleting --------------------------------------------------------------------------
-
-
 def write_tracker(directory: Path, iteration: int) -> None:
     """Let DIR's tracker file name an iteration."""
     _replace_text(directory / TRACKER, str(iteration))
 
 
-def replace_directory(partial: Path, final: Path) -> None:
-    """Let a directory appear under its name, in the place of one that is there.
-
-    Killed between its two renames, it leaves the old one for :func:`restore_replaced`.
-    """
-    replaced = replaced_directory(final)
-    _sync_directory(partial)
-    if _is_there(final):
-        os.rename(final, replaced)
-    os.rename(partial, final)
-    _sync_directory(final.parent)
-    _remove(replaced)
-
-
-def restore_replaced(final: Path) -> bool:
-    """End what a killed :func:`replace_directory` has left; tell whether the old one is back.
-
-    Where the new one is in its place, the old one is deleted.
-    """
-    replaced = replaced_directory(final)
-    is_lost = _is_there(replaced) and not _is_there(final)
-    if is_lost:
-        os.rename(replaced, final)
-        _sync_directory(final.parent)
-    elif _is_there(replaced):
-        _remove(replaced)
-    return is_lost
-
-
-def delete_older(directory: Path, saved: int, keep: int) -> None:
-    """Delete all complete checkpoints of DIR up to ``saved`` except the newest ``keep``.
-
-    Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
-    complete checkpoint. A failure is printed instead of raised, so that training continues.
-    """
-    delete_hidden(directory)
-    older = [number for number in complete_iterations(directory) if number < saved]
-    named = latest_iteration(directory)
-    for number in older[: max(0, len(older) - (keep - 1))]:
-        path = iteration_directory(directory, number)
-        if path.is_symlink() or number == named:
-            continue
-        hidden = path.with_name(f".{path.name}.deleted")
-        try:
-            os.rename(path, hidden)
-            _sync_directory(directory)
-            shutil.rmtree(hidden)
-        except OSError as error:
-            print(f"cannot delete the older checkpoint {path}: {error.strerror}", flush=True)
-
-
-def delete_hidden(directory: Path) -> None:
-    """Delete what was moved out of DIR's checkpoints to be deleted, also by a killed run."""
-    for hidden in directory.glob(".iter_*.deleted"):
-        _remove(hidden)
-
-
-# -- saving an iteration anew ----------------------------------------------------------------------
-#
-# Megatron-LM writes into the directory that is there. A kill would leave files of two checkpoints
-# under one name, so that the old directory is set aside until the new one is complete.
-
-
-def replaced_directory(path: Path) -> Path:
-    """Return where a checkpoint's directory is while another takes its place."""
-    return path.with_name(f".{path.name}.replaced")
-
-
-def set_aside(path: Path) -> None:
-    """Make room for a new checkpoint of an iteration that has one.
-
-    Of two in a row the newer complete one is set aside. One that is incomplete stays where it is: a
-    save that goes on in the background is about to complete it.
-    """
-    replaced = replaced_directory(path)
-    if _is_there(replaced):
-        if not is_replacement(path):
-            return
-        _remove(replaced)
-    os.rename(path, replaced)
-    _sync_directory(path.parent)
-
-
-def is_replacement(path: Path) -> bool:
-    """Tell whether the checkpoint that takes the place of the one set aside is complete."""
-    if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
-        return False
-    # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
-    has_config = (path / CONFIG).is_file() or not (replaced_directory(path) / CONFIG).is_file()
-    return has_config and _is_complete(path)
-
-
-def discard_replaced(path: Path) -> None:
-    """Move what was set aside for a checkpoint out of the way, for ``delete_hidden``."""
-    hidden = path.with_name(f".{path.name}.deleted")
-    if _is_there(hidden):
-        _remove(hidden)
-    os.rename(replaced_directory(path), hidden)
-
-
-def settle_replaced(directory: Path) -> None:
-    """End what a killed run has left of saving iterations anew: one checkpoint stays of each.
-
-    It is the new one if that is complete, else the old one. No run may be saving into DIR.
-    """
-    for replaced in sorted(directory.glob(".iter_*.replaced")):
-        path = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
-        if is_replacement(path):
-            discard_replaced(path)
-            continue
-        if _is_there(path):
-            _remove(path)
-        os.rename(replaced, path)
-        _sync_directory(directory)
-        print(f"{path}: put back, since a killed run did not finish its replacement", flush=True)
-    delete_hidden(directory)
-
-
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    with open(path, "w") as file:
+def _replace_text(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "w") as file:
         file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    _write_text(partial, text)
     os.replace(partial, path)
-    _sync_directory(path.parent)
+    sync_directory(path.parent)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Write a directory's own entries to the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,8 +9,8 @@ import torch
 from saved_args import change_args
 from small_llama import write_llama
 
+from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.errors import UserError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -65,7 +65,7 @@ def test_tied_with_the_embedding_again_as_head(source, tmp_path):
     twice = {EMBEDDING: embedding, HEAD: embedding.clone()}
     write_llama(source, {"tie_word_embeddings": True}, **twice)
     to_megatron(source, tmp_path / "out")
-    keys = Tensors(tmp_path / "out" / "iter_0000000").model.keys()
+    keys = CheckpointReader(tmp_path / "out" / "iter_0000000").model.keys()
     assert "embedding.word_embeddings.weight" in keys and "output_layer.weight" not in keys
 
 
@@ -87,7 +87,7 @@ def test_a_vocabulary_that_is_padded_as_the_model_says(source, tmp_path):
     padded = {name: torch.rand(112, 32) for name in (EMBEDDING, HEAD)}
     write_llama(source, {"pad_vocab_size_multiple": 16}, **padded)
     to_megatron(source, tmp_path / "out")
-    tensors = Tensors(tmp_path / "out" / "iter_0000000")
+    tensors = CheckpointReader(tmp_path / "out" / "iter_0000000")
     seen = tensors.read_part("embedding.word_embeddings.weight", (0, 0), (100, 32))
     assert tuple(tensors.model["output_layer.weight"].size) == (100, 32)
     assert torch.equal(seen, padded[EMBEDDING][:100])

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from megatron_lowbit.conversion.convert import BESIDE, FAMILIES, to_hugging_face, to_megatron
-from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.conversion.model_arguments import model_of
+from megatron_lowbit.checkpoints.model_arguments import model_of
+from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.conversion.convert import COMPANIONS, to_hugging_face, to_megatron
+from megatron_lowbit.conversion.families import FAMILIES, family_of
 from megatron_lowbit.errors import UserError
 
 EPS = 3e-6
@@ -189,14 +190,14 @@ def test_what_does_not_fit_is_refused(llama, tmp_path):
 def test_experts_under_both_kinds_of_layers(sources, tmp_path):
     """Transformer Engine's layers have another name for the norm, and states of their norms."""
     to_megatron(sources["mixtral"], tmp_path / "there")
-    tensors = Tensors(tmp_path / "there" / "iter_0000000")
+    tensors = CheckpointReader(tmp_path / "there" / "iter_0000000")
     local, theirs = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
     rules = FAMILIES["MixtralForCausalLM"].rules(model_of(tensors.args, 100))
-    place = next(rule.place for rule in rules if rule.place.key.endswith(local))
-    first = tensors.read(place)
-    del tensors.model[place.key]
-    tensors.check(rule.place for rule in rules)
-    assert torch.equal(tensors.read(place), first)
+    target = next(rule.target for rule in rules if rule.target.key.endswith(local))
+    first = tensors.read(target)
+    del tensors.model[target.key]
+    tensors.check(rule.target for rule in rules)
+    assert torch.equal(tensors.read(target), first)
     assert f"decoder.layers.{theirs}" in tensors.model
     for state in ("final_layernorm._extra_state/shard_0_1",
                   "layers.pre_mlp_layernorm._extra_state/shard_3_4",
@@ -246,7 +247,7 @@ def test_a_config_that_does_not_fit(name, change, named, sources):
 def test_a_model_that_does_not_fit(name, change, named, sources):
     config = json.loads((sources[name] / "config.json").read_text())
     model = FAMILIES[config["architectures"][0]].from_config(config).model | change
-    family = next(family for family in FAMILIES.values() if family.claims(model))
+    family = family_of(model)
     with pytest.raises(UserError, match=named):
         family.to_config(model)
 
@@ -301,7 +302,7 @@ def test_nothing_is_overwritten(llama, tmp_path):
     with pytest.raises(UserError, match="out exists; --force replaces it"):
         to_megatron(llama, tmp_path / "out")
     to_megatron(llama, tmp_path / "out", force=True)
-    assert (tmp_path / "out" / BESIDE / "config.json").is_file()
+    assert (tmp_path / "out" / COMPANIONS / "config.json").is_file()
 
 
 def every_case(folder: Path) -> None:

@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from small_llama import CONFIG, write_llama
 
+from megatron_lowbit.checkpoints.hugging_face_files import INDEX, SINGLE
+from megatron_lowbit.checkpoints.inspect import inspect, report
+from megatron_lowbit.checkpoints.model_arguments import argument_file
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.conversion.command import main
-from megatron_lowbit.conversion.convert import FAMILIES, family_of, to_megatron
-from megatron_lowbit.conversion.hugging_face_files import INDEX, SINGLE
-from megatron_lowbit.conversion.inspect import inspect, report
-from megatron_lowbit.conversion.llama import from_config
-from megatron_lowbit.conversion.model_arguments import argument_file
+from megatron_lowbit.conversion.convert import to_megatron
+from megatron_lowbit.conversion.families import FAMILIES, from_config
+from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.quantized_folder import open_folder
 from megatron_lowbit.errors import UserError
 
@@ -140,13 +141,19 @@ def test_a_folder_in_the_place_of_config_json(broken):
     refused(broken, r"config\.json is no file")
 
 
+def text_of(converted: ConvertibleModel) -> str:
+    """Return the model.args of a converted model."""
+    return argument_file(converted.name, converted.model)
+
+
 @pytest.mark.parametrize("value", ["a b", "a\n--log-file-dir x", "'", "#", '"\\', "-", "@x", ""])
 def test_an_argument_file_reads_back_one_value(tmp_path, value):
     family = from_config(CONFIG)
     file = tmp_path / "model.args"
-    file.write_text(argument_file(family))
+    file.write_text(text_of(family))
     honest = expand_files([f"@{file}"])
-    file.write_text(argument_file(family._replace(model=family.model | {"normalization": value})))
+    changed = family._replace(model=family.model | {"normalization": value})
+    file.write_text(text_of(changed))
     expected = [
         f"--normalization={value}" if argument.startswith("--normalization=") else argument
         for argument in honest
@@ -277,19 +284,19 @@ def test_any_config(examples, tmp_path):
         (tmp_path / "config.json").write_bytes(content)
         save_file({}, tmp_path / SINGLE)
         folder = works_or_is_refused(open_folder, tmp_path)
-        family = folder and works_or_is_refused(family_of, tmp_path, folder.config)
+        family = folder and works_or_is_refused(from_config, folder.config)
         if family:
-            (tmp_path / "args").write_text(argument_file(family))
+            (tmp_path / "args").write_text(text_of(family))
             arguments = expand_files([f"@{tmp_path / 'args'}"])
-            assert len(arguments) == len(argument_file(family).split()) - _comment_words(family)
+            assert len(arguments) == len(text_of(family).split()) - _comment_words(family)
             assert all(argument.isprintable() for argument in arguments)
 
     contents = with_one_other_value(CONFIGS).map(as_json) | damaged(list(map(as_json, CONFIGS)))
     fuzz(check, examples, content=contents)
 
 
-def _comment_words(family) -> int:
-    lines = argument_file(family).splitlines()
+def _comment_words(family: ConvertibleModel) -> int:
+    lines = text_of(family).splitlines()
     return sum(len(line.split()) for line in lines if line.startswith("#"))
 
 
@@ -358,4 +365,4 @@ def test_any_head_of_a_safetensors_file(examples, tmp_path):
 def test_no_config_is_refused_as_it_is():
     for config in CONFIGS:
         family = FAMILIES[config["architectures"][0]].from_config(config)
-        assert shlex.split(argument_file(family), comments=True)
+        assert shlex.split(text_of(family), comments=True)

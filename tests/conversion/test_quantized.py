@@ -11,10 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from saved_args import change_args
 
+from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
-from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.conversion.plan import Place
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import quantize
@@ -78,13 +77,13 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def trained(source: Path, layer: int, format: str, **options) -> dict[str, torch.Tensor]:
     """Return a Llama layer's weights as its GEMMs see them: Megatron's tensors quantized whole."""
-    tensors = Tensors(source / "iter_0000000")
+    tensors = CheckpointReader(source / "iter_0000000")
     names = {"self_attention.linear_qkv": ("q", "k", "v"), "self_attention.linear_proj": ("o",),
              "mlp.linear_fc1": ("gate", "up"), "mlp.linear_fc2": ("down",)}  # fmt: skip
     heights = {"q": 256, "k": 128, "v": 128, "o": 128, "gate": 256, "up": 256, "down": 128}
     found = {}
     for key, parts in names.items():
-        whole = tensors.read(Place(f"decoder.layers.{key}.weight", (layer,), (3,)))
+        whole = tensors.read(TensorSlice(f"decoder.layers.{key}.weight", (layer,), (3,)))
         values = quantize(whole, format, **options).dequantize()
         block = "self_attn" if key.startswith("self") else "mlp"
         # One group of queries: its heads, then its key, then its value.
@@ -187,9 +186,10 @@ def test_ragged_fp8_tiles(tmp_path):
     assert found["model.layers.2.mlp.up_proj.weight_scale_inv"].shape == (2, 2)
     to_megatron(tmp_path / "out", tmp_path / "there")
     for key in ("self_attention.linear_proj", "mlp.linear_fc1"):
-        place = Place(f"decoder.layers.{key}.weight", (2,), (3,))
+        part = TensorSlice(f"decoder.layers.{key}.weight", (2,), (3,))
         exact, seen = (
-            Tensors(folder / "iter_0000000").read(place) for folder in (source, tmp_path / "there")
+            CheckpointReader(folder / "iter_0000000").read(part)
+            for folder in (source, tmp_path / "there")
         )
         exact = quantize(exact, TILES, scale_format="pow2").dequantize()
         assert torch.equal(seen, exact.bfloat16())
@@ -231,9 +231,10 @@ def test_modelopt_with_calibrated_activations(llama, tmp_path):
     to_megatron(source, tmp_path / "there")
     assert len(scales) == 7
     for key in ("self_attention.linear_qkv", "mlp.linear_fc2"):
-        place = Place(f"decoder.layers.{key}.weight", (1,), (3,))
+        part = TensorSlice(f"decoder.layers.{key}.weight", (1,), (3,))
         first, second = (
-            Tensors(tmp_path / name / "iter_0000000").read(place) for name in ("plain", "there")
+            CheckpointReader(tmp_path / name / "iter_0000000").read(part)
+            for name in ("plain", "there")
         )
         assert torch.equal(first, second)
 
@@ -246,15 +247,17 @@ def test_gpt_oss(mixtral, tmp_path):
     recipe.write_text(EXPERTS_ONLY)
     found, config, _ = export(mixtral, tmp_path / "out", "gpt-oss", str(recipe))
     assert config["quantization_config"]["quant_method"] == "mxfp4"
-    tensors = Tensors(mixtral / "iter_0000000")
+    tensors = CheckpointReader(mixtral / "iter_0000000")
     for name, rows in (("gate_up_proj", 512), ("down_proj", 128)):
         prefix = f"model.layers.1.mlp.experts.{name}"
         blocks, scales = (found[f"{prefix}_{part}"] for part in ("blocks", "scales"))
         seen = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
         for expert in range(3):
             key = "linear_fc1" if name == "gate_up_proj" else "linear_fc2"
-            place = Place(f"decoder.layers.mlp.experts.experts.{key}.weight", (1, expert), (3, 3))
-            q = quantize(tensors.read(place), "mxfp4-2d", scale_rounding="rceil").dequantize()
+            part = TensorSlice(
+                f"decoder.layers.mlp.experts.experts.{key}.weight", (1, expert), (3, 3)
+            )
+            q = quantize(tensors.read(part), "mxfp4-2d", scale_rounding="rceil").dequantize()
             if name == "gate_up_proj":
                 q = torch.stack(q.chunk(2), dim=1).flatten(0, 1)
             assert q.shape[0] == rows and torch.equal(seen[expert], q)
@@ -278,22 +281,22 @@ def test_there_and_back(request, tmp_path, layout, recipe, model):
     _, config, report = export(source, tmp_path / "out", layout, recipe, shard_bytes=200_000)
     to_megatron(tmp_path / "out", tmp_path / "there")
     assert "quantization_config" not in (tmp_path / "there/hugging_face/config.json").read_text()
-    tensors = Tensors(tmp_path / "there" / "iter_0000000")
-    exact = Tensors(source / "iter_0000000")
+    tensors = CheckpointReader(tmp_path / "there" / "iter_0000000")
+    exact = CheckpointReader(source / "iter_0000000")
     fc2 = "experts.experts.linear_fc2" if model == "mixtral" else "linear_fc2"
     index, of = ((1, 0), (3, 3)) if model == "mixtral" else ((1,), (3,))
-    place = Place(f"decoder.layers.mlp.{fc2}.weight", index, of)
-    assert tensors.dtype(place) == torch.bfloat16
-    noise = (tensors.read(place).float() - exact.read(place)).square().sum()
-    sqnr = float(10 * torch.log10(exact.read(place).square().sum() / noise))
+    part = TensorSlice(f"decoder.layers.mlp.{fc2}.weight", index, of)
+    assert tensors.dtype(part) == torch.bfloat16
+    noise = (tensors.read(part).float() - exact.read(part)).square().sum()
+    sqnr = float(10 * torch.log10(exact.read(part).square().sum() / noise))
     assert sqnr == pytest.approx(report["sqnr_db"], abs=0.3)
     if recipe != "nvfp4":
         _, again, _ = export(tmp_path / "there", tmp_path / "again", layout, recipe)
         assert again["quantization_config"] == config["quantization_config"]
         to_megatron(tmp_path / "again", tmp_path / "once more")
-        held = Tensors(tmp_path / "once more" / "iter_0000000")
+        held = CheckpointReader(tmp_path / "once more" / "iter_0000000")
         for key in held.model:
-            assert torch.equal(held.read(Place(key)), tensors.read(Place(key))), key
+            assert torch.equal(held.read(TensorSlice(key)), tensors.read(TensorSlice(key))), key
 
 
 def test_training_s_own_recipe(llama, tmp_path):

@@ -14,8 +14,8 @@ import torch
 from small_llama import write_llama
 
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.conversion.resumable_output import JOURNAL, ResumableOutput
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage.resumable_output import JOURNAL, ResumableOutput
 
 DIRECTIONS = ("to-megatron", "to-hugging-face")
 FINISHED = 3

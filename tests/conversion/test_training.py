@@ -7,8 +7,8 @@ import torch
 from test_families import EPS, gpt2_model, mixtral_model, nemotron_h_model, tied_llama_model
 from training_runs import MODEL, losses, train
 
+from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.conversion.verify import verify
 
 EXPERTS = ("--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 96)
@@ -35,7 +35,7 @@ SOURCES = {
 
 
 def model_tensors(path: Path) -> dict[str, torch.Tensor]:
-    tensors = Tensors(path)
+    tensors = CheckpointReader(path)
     return {
         key: tensors.read_part(key, [0] * len(entry.size), entry.size)
         for key, entry in tensors.model.items()

@@ -6,8 +6,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.same_outcome import error_behind, same_outcome
+from megatron_lowbit.errors import UserError, error_behind
+from megatron_lowbit.megatron.same_outcome import same_outcome
 
 FOLDER = Path("/somewhere")
 

@@ -40,7 +40,7 @@ def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     return found
 
 
-def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, Any]:
+def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
     by_kind: dict[str, list[str]] = {}
     for module, format in formats.items():
         by_kind.setdefault(_one_row(format), []).append(module)
@@ -58,7 +58,7 @@ def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str
         "quantization_status": "compressed",
         "format": _MIXED if several else _KINDS[next(iter(by_kind))],
         "config_groups": groups,
-        "ignore": list(kept),
+        "ignore": list(unquantized),
     }
 
 

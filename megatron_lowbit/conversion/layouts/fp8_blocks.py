@@ -30,13 +30,13 @@ def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     }
 
 
-def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, Any]:
+def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "fmt": "e4m3",
         "weight_block_size": [TILE, TILE],
         "activation_scheme": "dynamic",
-        "modules_to_not_convert": list(kept),
+        "modules_to_not_convert": list(unquantized),
     }
 
 

@@ -59,7 +59,7 @@ def _layer(name: str) -> str:
     return _EXPERT.match(name)[1]
 
 
-def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, Any]:
+def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
     for module in formats:
         if not _EXPERT.match(module):
             raise UserError(
@@ -67,14 +67,14 @@ def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str
                 "leave other layers in high precision by a matcher"
             )
     whole = {_layer(module) for module in formats}
-    for module in kept:
+    for module in unquantized:
         found = _EXPERT.match(module)
         if found and found[1] in whole:
             raise UserError(
                 f"--quantized gpt-oss holds all experts of a layer or none, but the recipe keeps "
                 f"{module} in high precision"
             )
-    return {"quant_method": METHOD, "modules_to_not_convert": list(kept)}
+    return {"quant_method": METHOD, "modules_to_not_convert": list(unquantized)}
 
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
@@ -111,5 +111,5 @@ LAYOUT = Layout(
     _encode,
     _config,
     _stored,
-    together=lambda names: _layer(names[0]),
+    group_of=lambda names: _layer(names[0]),
 )

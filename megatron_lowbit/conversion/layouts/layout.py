@@ -11,9 +11,9 @@ from megatron_lowbit.numerics.block_format import BlockFormat
 
 
 class Stored(NamedTuple):
-    """Way to read a weight: of which tensors, or of which entry of their first axis.
+    """Stored form of a weight: the tensors that hold it, or one entry of their first axis.
 
-    The first part holds its codes, in ``dtype``. ``decode`` makes its FP32 values of the parts,
+    The first part holds its codes, in ``dtype``. ``decode`` returns its FP32 values from the parts,
     which may be on the ``meta`` device.
     """
 
@@ -24,22 +24,23 @@ class Stored(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """One way to store quantized weights.
+    """Format of files with quantized weights.
 
     Attributes:
-        name: for the command line.
-        formats: names of the formats that it holds.
-        encode: weights by name, those of one or more linear layers that it stores together, to
-            tensors by name. A weight is a matrix (R, K) in blocks of one row, with a row of scales
-            for each of its rows; its tensors may be on the ``meta`` device.
-        config: config.json's ``quantization_config``, of the formats of quantized modules and the
-            names of linear modules that are not. Raises UserError where these do not fit.
-        stored: of the names of a folder's tensors and its config.json (with
-            ``quantization_config``), how to read each quantized weight. Raises UserError for a
-            kind that is not read.
-        together: of the names of one linear layer's weights, what those that it stores together
-            have in common.
-        documents: further JSON files to write, by name, of the arguments of ``config``.
+        name: the layout's name on the command line.
+        formats: names of the number formats that it holds.
+        encode: function from weights by name, of one or more linear layers that are stored
+            together, to tensors by name. A weight is a matrix (R, K) in blocks of one row, with a
+            row of scales for each of its rows; its tensors may be on the ``meta`` device.
+        config: function from the formats of quantized modules and the names of the unquantized
+            linear modules to config.json's ``quantization_config``. Raises UserError where these do
+            not fit.
+        stored: function from the names of a folder's tensors and its config.json (with
+            ``quantization_config``) to the stored form of each quantized weight. Raises UserError
+            for a kind that is not read.
+        group_of: function from the names of one linear layer's weights to a key that all weights
+            stored together have in common.
+        documents: function from the arguments of ``config`` to further JSON files by name.
     """
 
     name: str
@@ -47,9 +48,9 @@ class Layout(NamedTuple):
     encode: Callable[[Mapping[str, QuantizedTensor]], dict[str, Tensor]]
     config: Callable[[Mapping[str, BlockFormat], Sequence[str]], dict[str, Any]]
     stored: Callable[[Iterable[str], dict[str, Any]], dict[str, Stored]]
-    together: Callable[[tuple[str, ...]], object] = lambda names: names
+    group_of: Callable[[tuple[str, ...]], object] = lambda names: names
     documents: Callable[[Mapping[str, BlockFormat], Sequence[str]], dict[str, dict]] = (
-        lambda formats, kept: {}
+        lambda formats, unquantized: {}
     )
 
 

@@ -40,24 +40,24 @@ def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     }
 
 
-def _config(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, Any]:
+def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
     block = FORMATS["nvfp4"].block
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
     return {
         "quant_method": METHOD,
         "quant_algo": _WRITTEN,
         "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-        "ignore": list(kept),
+        "ignore": list(unquantized),
         "producer": _PRODUCER,
     }
 
 
-def _documents(formats: Mapping[str, BlockFormat], kept: Sequence[str]) -> dict[str, dict]:
+def _documents(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, dict]:
     quantization = {
         "quant_algo": _WRITTEN,
         "kv_cache_quant_algo": None,
         "group_size": FORMATS["nvfp4"].block,
-        "exclude_modules": list(kept),
+        "exclude_modules": list(unquantized),
     }
     return {DOCUMENT: {"producer": _PRODUCER, "quantization": quantization}}
 

@@ -40,14 +40,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> None:
-    from megatron_lowbit.conversion.inspect import inspect, report
+    from megatron_lowbit.checkpoints.inspect import inspect, report
 
     found = inspect(args.source)
     print(json.dumps(found) if args.json else "\n".join(report(found)))
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from megatron_lowbit.conversion.checkpoints import open_checkpoint
+    from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
     from megatron_lowbit.errors import require
 
     checkpoint = open_checkpoint(args.source)
@@ -56,8 +56,8 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _average(args: argparse.Namespace) -> None:
-    from megatron_lowbit.conversion.average import average
-    from megatron_lowbit.conversion.checkpoints import chosen_iterations
+    from megatron_lowbit.checkpoints.average import average
+    from megatron_lowbit.checkpoints.checkpoint import chosen_iterations
 
     iterations = chosen_iterations(args.source, args.last, args.iterations)
     average(args.source, iterations, args.output, args.force)

@@ -1,4 +1,4 @@
-"""The tools for checkpoints, on those of a tiny run: looked at and averaged."""
+"""``lowbit-checkpoint`` on the checkpoints of a tiny run."""
 
 import json
 import shutil
@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from saved_args import change_args
 from training_runs import MODEL, losses, train
 
-from megatron_lowbit.conversion.average import average
-from megatron_lowbit.conversion.checkpoint_command import main as checkpoint_main
-from megatron_lowbit.conversion.checkpoints import chosen_iterations, open_checkpoint
+from megatron_lowbit.checkpoints.average import average
+from megatron_lowbit.checkpoints.checkpoint import chosen_iterations, open_checkpoint
+from megatron_lowbit.checkpoints.command import main as checkpoint_main
+from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face
-from megatron_lowbit.conversion.megatron_files import Tensors
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
 
@@ -30,7 +30,7 @@ def saved(tmp_path_factory) -> Path:
 
 def everything(path: Path) -> dict[str, torch.Tensor]:
     """Return the model's tensors."""
-    tensors = Tensors(path)
+    tensors = CheckpointReader(path)
     return {
         key: tensors.read_part(key, [0] * len(entry.size), entry.size)
         for key, entry in tensors.model.items()
@@ -47,7 +47,7 @@ def test_the_average(saved, tmp_path, capsys):
     assert mean.keys() == last.keys()
     assert all(torch.equal(t, (first[key] + last[key]) / 2) for key, t in mean.items())
     assert not torch.equal(mean["output_layer.weight"], last["output_layer.weight"])
-    assert not Tensors(paths[2]).state and not Tensors(paths[2]).histories
+    assert not CheckpointReader(paths[2]).state and not CheckpointReader(paths[2]).histories
     to_hugging_face(mean_folder, tmp_path / "converted")
     weights = load_file(tmp_path / "converted" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], mean["output_layer.weight"][:500])

@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.conversion.checkpoints import open_checkpoint
-from megatron_lowbit.conversion.hugging_face_files import CONFIG, Folder
-from megatron_lowbit.conversion.model_arguments import described_by
+from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.checkpoints.model_arguments import described_by
 from megatron_lowbit.errors import printable
 from megatron_lowbit.storage import files
 
@@ -22,7 +22,7 @@ def inspect(source: Path) -> dict[str, Any]:
     tensors; "amax_histories" are rows like those of tensors; "files" are names and bytes; "model"
     are the arguments that say what the model computes, and "args" all of the run's.
 
-    Raises UserError where it is none of these. Tensors are not read.
+    Raises UserError where it is none of these. CheckpointReader are not read.
     """
     is_hugging_face = (source / CONFIG).is_file() and not (source / files.TRACKER).is_file()
     return _hugging_face(source) if is_hugging_face else _megatron(source)

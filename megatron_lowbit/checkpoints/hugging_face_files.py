@@ -1,6 +1,6 @@
 """A folder of Hugging Face's: config.json, safetensors in one file or several, and what goes along.
 
-Tensors are read and written one at a time.
+CheckpointReader are read and written one at a time.
 """
 
 import json
@@ -8,7 +8,7 @@ import math
 import os
 import reprlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +17,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megatron_lowbit.conversion.resumable_output import ResumableOutput, in_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, is_inside, read_object
+from megatron_lowbit.storage.resumable_output import ResumableOutput, in_files
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-CARRIED = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-           "chat_template*", "generation_config.json", "*.model")  # fmt: skip
+COMPANIONS = (
+    "tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+    "chat_template*", "generation_config.json", "*.model",
+)  # fmt: skip
 """Files beside the weights that a converted folder keeps."""
 DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -38,8 +40,8 @@ WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights that are not quantized."""
 
 
-class Made(NamedTuple):
-    """Tensors that are still to be made, together, of these names, shapes and dtypes."""
+class LazyTensors(NamedTuple):
+    """CheckpointReader that are still to be made, together, of these names, shapes and dtypes."""
 
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
@@ -128,15 +130,17 @@ def _computed(names: Iterable[str]) -> set[str]:
 
 
 def write_tensors(
-    partial: ResumableOutput, tensors: Iterable[Made], shard_bytes: int, done: Callable[[], None]
+    partial: ResumableOutput,
+    contents: Iterable[LazyTensors],
+    shard_bytes: int,
+    done: Callable[[], None],
 ) -> None:
     """Write weights into a folder, one after another, in files of at most ``shard_bytes`` each.
 
-    What is made together is in one file; more of it than ``shard_bytes`` has a file of its own.
-    ``partial`` knows the files that are finished already. ``done`` is called for each of
-    ``tensors``.
+    Tensors that are made together are in one file, which may be larger. The files that ``partial``
+    has finished already are left. ``done`` is called for each of ``contents``.
     """
-    shards = in_files(tensors, shard_bytes)
+    shards = in_files(contents, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -147,22 +151,22 @@ def write_tensors(
         else:
             for _ in shard:
                 done()
-        weight_map |= {name: file.name for made in shard for name in made.names}
-        total += sum(made.nbytes for made in shard)
+        weight_map |= {name: file.name for tensors in shard for name in tensors.names}
+        total += sum(tensors.nbytes for tensors in shard)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(partial.path / INDEX, index)
 
 
-def _write_file(path: Path, shard: Sequence[Made], done: Callable[[], None]) -> None:
+def _write_file(path: Path, shard: Sequence[LazyTensors], done: Callable[[], None]) -> None:
     """Write a file in safetensors' format with one tensor in memory at a time.
 
-    Its own writer wants all of them, and copies each.
+    The library's own writer needs all of them at once, and copies each.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for made in shard:
-        for name, shape, dtype in zip(made.names, made.shapes, made.dtypes, strict=True):
+    for tensors in shard:
+        for name, shape, dtype in zip(tensors.names, tensors.shapes, tensors.dtypes, strict=True):
             start, end = end, end + _nbytes(shape, dtype)
             header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
                             "data_offsets": [start, end]}  # fmt: skip
@@ -170,12 +174,12 @@ def _write_file(path: Path, shard: Sequence[Made], done: Callable[[], None]) -> 
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for made in shard:
-            tensors = list(made.make())
-            for shape, dtype in zip(made.shapes, made.dtypes, strict=True):
-                tensor = tensors.pop(0)
+        for tensors in shard:
+            contents = list(tensors.make())
+            for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
+                tensor = contents.pop(0)
                 if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
-                    raise ValueError(f"{made.names}: made {tuple(tensor.shape)} {tensor.dtype}")
+                    raise ValueError(f"{tensors.names}: {tuple(tensor.shape)} {tensor.dtype}")
                 file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
             done()
         file.flush()
@@ -186,16 +190,16 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def carry(source: Path | None, target: Path, config: dict[str, Any]) -> None:
+def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]) -> None:
     """Write config.json into a folder, and copy another's tokenizer and generation files there."""
     target.mkdir(exist_ok=True)
     write_json(target / CONFIG, config)
-    for pattern in CARRIED if source is not None else ():
+    for pattern in COMPANIONS if source is not None else ():
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copy2(file, target / file.name)
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON object, for people to read."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

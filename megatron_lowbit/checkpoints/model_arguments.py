@@ -6,11 +6,15 @@ Arguments of features that a model does not use, such as experts, are left out.
 
 import shlex
 from argparse import Namespace
+from collections.abc import Mapping
 from typing import Any
 
-from megatron_lowbit.conversion.plan import MOST_EXPERTS, MOST_LAYERS, Family
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
+
+MOST_LAYERS = 2**10
+MOST_EXPERTS = 2**17
+"""The most experts that all layers have together."""
 
 _ALWAYS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "swiglu",
@@ -66,35 +70,39 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
     Raises:
         UserError: the model uses a feature that no family has.
     """
-    given = vars(args)
+    arguments = vars(args)
     for name, value in _FEATURES.items():
-        if given.get(name, value) != value:
-            raise UserError(f"the model has {name} {given[name]!r}; conversion knows {value!r}")
-    model = {name: given.get(name) for name in _ALWAYS}
-    grouped = given.get("group_query_attention")
-    model["num_query_groups"] = given.get("num_query_groups" if grouped else "num_attention_heads")
+        if arguments.get(name, value) != value:
+            raise UserError(f"the model has {name} {arguments[name]!r}; conversion knows {value!r}")
+    model = {name: arguments.get(name) for name in _ALWAYS}
+    grouped = arguments.get("group_query_attention")
+    model["num_query_groups"] = arguments.get(
+        "num_query_groups" if grouped else "num_attention_heads"
+    )
     model["vocab_size"] = vocab_size
     if model["position_embedding_type"] == "rope":
-        model |= {name: given.get(name) for name in _ROPE}
-    if given.get("use_rope_scaling"):
-        model |= {name: given.get(name) for name in _ROPE_SCALING}
+        model |= {name: arguments.get(name) for name in _ROPE}
+    if arguments.get("use_rope_scaling"):
+        model |= {name: arguments.get(name) for name in _ROPE_SCALING}
     if not (model["swiglu"] or model["squared_relu"]):
         # Megatron-LM's fused kernel computes the approximation by tanh.
-        model["openai_gelu"] = bool(given.get("openai_gelu") or given.get("bias_gelu_fusion"))
-    if given.get("num_experts"):
-        model |= {name: given.get(name) for name in _EXPERTS}
+        model["openai_gelu"] = bool(
+            arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion")
+        )
+    if arguments.get("num_experts"):
+        model |= {name: arguments.get(name) for name in _EXPERTS}
         model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
-    if given.get("hybrid_layer_pattern"):
-        model |= {name: given.get(name) for name in _MAMBA}
+    if arguments.get("hybrid_layer_pattern"):
+        model |= {name: arguments.get(name) for name in _MAMBA}
         # Bars only say where a pipeline is cut.
-        pattern = Entries(given, _PLACE).string("hybrid_layer_pattern")
+        pattern = Entries(arguments, _PLACE).string("hybrid_layer_pattern")
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
     return model
 
 
 def _check_numbers(model: dict[str, Any]) -> None:
-    """Raise UserError where one is of another type, or so large that the rules would not end."""
+    """Raise UserError where one is of another type, or too large for a model."""
     entries = Entries(model, _PLACE)
     layers = entries.integer("num_layers", most=MOST_LAYERS)
     for name in filter(model.__contains__, _SIZES):
@@ -110,17 +118,17 @@ def _check_numbers(model: dict[str, Any]) -> None:
 def described_by(args: Namespace) -> dict[str, Any]:
     """Return the arguments of a run that say what its model computes, for a model of any kind."""
     names = [*_ALWAYS, "num_query_groups", "group_query_attention", "vocab_size"]
-    given = vars(args)
-    if given.get("position_embedding_type") == "rope":
+    arguments = vars(args)
+    if arguments.get("position_embedding_type") == "rope":
         names += _ROPE
     for switch, more in (("use_rope_scaling", _ROPE_SCALING), ("num_experts", _EXPERTS),
                          ("hybrid_layer_pattern", ("hybrid_layer_pattern", *_MAMBA))):  # fmt: skip
-        names += more if given.get(switch) else ()
-    names += [name for name, usual in _FEATURES.items() if given.get(name, usual) != usual]
-    return {name: given[name] for name in names if given.get(name) is not None}
+        names += more if arguments.get(switch) else ()
+    names += [name for name, usual in _FEATURES.items() if arguments.get(name, usual) != usual]
+    return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
-def saved_arguments(model: dict[str, Any]) -> Namespace:
+def saved_arguments(model: Mapping[str, Any]) -> Namespace:
     """Return what a checkpoint of a converted model keeps as its ``args``.
 
     Megatron-LM compares some of these with a run's own arguments, takes others over with
@@ -149,10 +157,10 @@ def saved_arguments(model: dict[str, Any]) -> Namespace:
 _FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
 
 
-def argument_file(family: Family) -> str:
+def argument_file(family: str, model: Mapping[str, Any]) -> str:
     """Return the arguments that build a family's model, as the text of an ``@FILE``."""
-    model = dict(family.model)
-    lines = [f"# {family.name}, converted from Hugging Face"]
+    model = dict(model)
+    lines = [f"# {family}, converted from Hugging Face"]
     if not model.pop("add_bias_linear"):
         lines.append("--disable-bias-linear")
     if "hybrid_layer_pattern" in model:

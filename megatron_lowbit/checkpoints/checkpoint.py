@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.conversion.model_arguments import model_of
+from megatron_lowbit.checkpoints.model_arguments import model_of
+from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.storage import files
@@ -22,7 +22,7 @@ class Checkpoint(NamedTuple):
 
     path: Path
     files: dict[str, dict[str, Any]] | None
-    tensors: Tensors
+    tensors: CheckpointReader
 
     @property
     def recipes(self) -> list[str]:
@@ -80,11 +80,11 @@ def open_checkpoint(source: Path, check: bool = True) -> Checkpoint:
     if not (path / files.DOCUMENT).is_file():
         require(path.is_dir(), f"{path}: missing")
         check_lengths(path)
-        return Checkpoint(path, None, Tensors(path))
+        return Checkpoint(path, None, CheckpointReader(path))
     recorded = files.read_document(path)["files"]
     if check:
         files.check_files(path, recorded, recorded)
-    return Checkpoint(path, recorded, Tensors(path))
+    return Checkpoint(path, recorded, CheckpointReader(path))
 
 
 def _newest(source: Path) -> Path:

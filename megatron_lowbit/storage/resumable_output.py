@@ -15,26 +15,25 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, error_behind, require
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
-from megatron_lowbit.megatron.same_outcome import error_behind
-from megatron_lowbit.storage import files
+from megatron_lowbit.storage import replacement
 
 JOURNAL = ".finished.jsonl"
 
 
 class ResumableOutput:
-    """Folder ``path`` with a note on each of its finished files."""
+    """Folder that is being written, with a note on each of its finished files."""
 
     def __init__(self, path: Path, task: dict[str, Any]) -> None:
-        """Continue what is there of this task, a JSON object, or begin with an empty folder."""
+        """Continue an interrupted task, a JSON object, or begin with an empty folder."""
         self.path, self._journal = path, path / JOURNAL
         self._finished = _finished(path, json.loads(json.dumps(task)))
         if self._finished is None:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
             self._finished = {}
-        # Anew: its last line may be torn.
+        # Write all lines again, since the last one may be torn.
         _write(self._journal, "w", task, *self._finished.values())
 
     def __len__(self) -> int:
@@ -67,7 +66,7 @@ def resumable_output(output: Path, force: bool, task: dict[str, Any]) -> Iterato
     Raises UserError where ``output`` exists, without ``force``, or the system refuses to read or
     write.
     """
-    if files.restore_replaced(output):
+    if replacement.restore_replaced(output):
         print(f"{output}: put back, since a killed conversion did not replace it")
     require(force or not output.exists(), f"{output} exists; --force replaces it")
     path = output.with_name(f".{output.name}.partial")
@@ -77,7 +76,7 @@ def resumable_output(output: Path, force: bool, task: dict[str, Any]) -> Iterato
             print(f"{output}: going on where it was interrupted, {len(partial)} files are there")
         yield partial
         partial.close()
-        files.replace_directory(path, output)
+        replacement.replace_directory(path, output)
     except KeyboardInterrupt:
         print(f"interrupted: {path} keeps the finished files for the same command")
         raise
@@ -102,17 +101,17 @@ def progress(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: bar.advance(task)
 
 
-def in_files(pieces: Iterable[Any], most: int) -> list[list[Any]]:
-    """Group pieces, of ``nbytes`` each, into files of up to ``most`` bytes or one larger piece."""
-    found: list[list[Any]] = [[]]
+def in_files(contents: Iterable[Any], most: int) -> list[list[Any]]:
+    """Group contents by their ``nbytes`` into files of up to ``most`` bytes or one larger entry."""
+    groups: list[list[Any]] = [[]]
     size = 0
-    for piece in pieces:
-        if found[-1] and size + piece.nbytes > most:
-            found.append([])
+    for content in contents:
+        if groups[-1] and size + content.nbytes > most:
+            groups.append([])
             size = 0
-        found[-1].append(piece)
-        size += piece.nbytes
-    return found
+        groups[-1].append(content)
+        size += content.nbytes
+    return groups
 
 
 def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
@@ -126,7 +125,7 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
             return None
     except (OSError, UserError):
         return None
-    found = {}
+    finished = {}
     for line in lines[1:]:
         try:
             entry = as_object(parse_json(line, JOURNAL), JOURNAL)
@@ -135,11 +134,11 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
         name = entry.get("file")
         file = path / name if is_inside(name) else None
         if file and file.is_file() and file.stat().st_size == entry.get("bytes"):
-            found[name] = entry
+            finished[name] = entry
     for file in path.rglob("*"):
-        if file.is_file() and str(file.relative_to(path)) not in found:
+        if file.is_file() and str(file.relative_to(path)) not in finished:
             file.unlink()
-    return found
+    return finished
 
 
 def _write(journal: Path, mode: str, *lines: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""A checkpoint of Megatron-LM in its ``torch_dist`` format: tensors read one at a time, and args.
+"""Reader of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, and the arguments.
 
-Without a model and without other ranks: the format holds whole tensors, in pieces, whatever layout
-wrote them, and any layout reads them.
+It needs neither a model nor other ranks: the format holds whole tensors in chunks, whatever layout
+of ranks wrote them.
 """
 
 import math
@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_lowbit.checkpoints.common_state import read_common_state
-from megatron_lowbit.conversion.plan import Place
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.storage.pickles import Reader
 
@@ -32,16 +31,24 @@ NORM_BEFORE_EXPERTS = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 """Names of the norm before a layer's experts: of local layers, and of Transformer Engine's."""
 
 
-class Tensors:
-    """Tensors of a checkpoint, to read.
+class TensorSlice(NamedTuple):
+    """Slice of a tensor of Megatron-LM: ``index`` in its first axes, of lengths ``leading``."""
+
+    key: str
+    index: tuple[int, ...] = ()
+    leading: tuple[int, ...] = ()
+
+
+class CheckpointReader:
+    """Tensors of a checkpoint, read one at a time.
 
     Attributes:
         path: the checkpoint's folder.
-        places: where each tensor's pieces and each object are.
+        places: file and offset of each tensor's chunks and of each object.
         model: descriptions of the model's tensors by key.
         state: the same of the optimizer.
         histories: the same of the amax histories of delayed scaling.
-        objects: keys of what modules keep beside tensors.
+        objects: keys of the modules' extra states.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,12 +82,12 @@ class Tensors:
         require(isinstance(args, Namespace), f"{self.path}: holds no arguments of its run")
         return args
 
-    def check(self, places: Iterable[Place]) -> None:
-        """Raise UserError where the keys of these places are not all there are, or fewer.
+    def check(self, targets: Iterable[TensorSlice]) -> None:
+        """Raise UserError where these are not slices of exactly the model's tensors.
 
-        So it is where a tensor has other numbers of layers or experts than its place.
+        A tensor with another number of layers or experts is refused, too.
         """
-        leading = {place.key: place.of for place in places}
+        leading = {target.key: target.leading for target in targets}
         keys = leading.keys()
         if missing := sorted(key for key in keys if self._stored(key) is None):
             raise UserError(f"{self.path}: no tensor {missing[0]} ({len(missing)} are missing)")
@@ -88,30 +95,30 @@ class Tensors:
             raise UserError(
                 f"{self.path}: tensor {unknown[0]} has no place in the family ({len(unknown)} such)"
             )
-        for key, of in leading.items():
+        for key, lengths in leading.items():
             size = tuple(self._entry(key).size)
             require(
-                size[: len(of)] == of,
+                size[: len(lengths)] == lengths,
                 f"{self.path}: {key} is {list(size)}, which is not the model's: its first axes "
-                f"should be {list(of)}",
+                f"should be {list(lengths)}",
             )
 
-    def dtype(self, place: Place) -> torch.dtype:
+    def dtype(self, target: TensorSlice) -> torch.dtype:
         """Return the dtype of a tensor of the model."""
-        return self._entry(place.key).properties.dtype
+        return self._entry(target.key).properties.dtype
 
-    def shape(self, place: Place) -> tuple[int, ...]:
-        """Return the shape of a part, without the leading axes that it is chosen from."""
-        return tuple(self._entry(place.key).size)[len(place.index) :]
+    def shape(self, target: TensorSlice) -> tuple[int, ...]:
+        """Return the shape of a slice, without the leading axes."""
+        return tuple(self._entry(target.key).size)[len(target.index) :]
 
-    def read(self, place: Place) -> Tensor:
-        """Read a part of the model, of :meth:`shape`."""
-        rest = self.shape(place)
-        offset, lead = (*place.index, *(0 for _ in rest)), (1 for _ in place.index)
-        return self.read_part(place.key, offset, (*lead, *rest)).view(rest)
+    def read(self, target: TensorSlice) -> Tensor:
+        """Read a slice of a tensor of the model, of :meth:`shape`."""
+        rest = self.shape(target)
+        offset, lead = (*target.index, *(0 for _ in rest)), (1 for _ in target.index)
+        return self.read_part(target.key, offset, (*lead, *rest)).view(rest)
 
     def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Read ``sizes`` entries of a tensor from ``offset`` on, out of its pieces."""
+        """Read a block of a tensor from its chunks: ``sizes`` entries from ``offset`` on."""
         key = self._stored(key) or key
         entry = self._entry(key)
         target, filled = None, 0
@@ -119,16 +126,16 @@ class Tensors:
             common = _common(chunk, offset, sizes)
             if common is None:
                 continue
-            piece = self._reader.read_tensor(self.places[MetadataIndex(key, chunk.offsets)])
+            stored = self._reader.read_tensor(self.places[MetadataIndex(key, chunk.offsets)])
             if (tuple(chunk.offsets), tuple(chunk.sizes)) == (tuple(offset), tuple(sizes)):
-                return piece
+                return stored
             if target is None:
                 target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
-            for_target, for_piece = common
-            target[for_target] = piece[for_piece]
+            for_target, for_chunk = common
+            target[for_target] = stored[for_chunk]
             filled += target[for_target].numel()
         if target is None or filled != math.prod(sizes):
-            raise UserError(f"{self.path}: {key}: pieces are missing, or overlap")
+            raise UserError(f"{self.path}: {key}: chunks are missing, or overlap")
         return target
 
     def read_object(self, key: str) -> bytes:
@@ -148,19 +155,19 @@ class Tensors:
 
 
 def _twin(key: str) -> str:
-    """Return what layers of Transformer Engine call a tensor of local layers."""
+    """Return the key that a tensor of local layers has in Transformer Engine's layers."""
     return key.replace(*NORM_BEFORE_EXPERTS)
 
 
 def _common(
     chunk: ChunkStorageMetadata, offset: Sequence[int], sizes: Sequence[int]
 ) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return where a chunk and a part overlap, in each one's indices; None if nowhere."""
-    seen_from_part, seen_from_chunk = [], []
+    """Return the overlap of a chunk and a block, in the indices of each; None if there is none."""
+    in_block, in_chunk = [], []
     for theirs, length, ours, size in zip(chunk.offsets, chunk.sizes, offset, sizes, strict=True):
         start, end = max(theirs, ours), min(theirs + length, ours + size)
         if start >= end:
             return None
-        seen_from_part.append(slice(start - ours, end - ours))
-        seen_from_chunk.append(slice(start - theirs, end - theirs))
-    return tuple(seen_from_part), tuple(seen_from_chunk)
+        in_block.append(slice(start - ours, end - ours))
+        in_chunk.append(slice(start - theirs, end - theirs))
+    return tuple(in_block), tuple(in_chunk)

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron_lowbit.conversion.checkpoints import Checkpoint, open_checkpoint
-from megatron_lowbit.conversion.megatron_files import Tensors
-from megatron_lowbit.conversion.megatron_writer import (
+from megatron_lowbit.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from megatron_lowbit.checkpoints.model_arguments import described_by
+from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.checkpoints.writer import (
     COMMON,
-    Piece,
+    LazyChunk,
     by_size,
-    object_piece,
+    object_chunk,
     write_iteration,
 )
-from megatron_lowbit.conversion.model_arguments import described_by
-from megatron_lowbit.conversion.resumable_output import progress, resumable_output
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
+from megatron_lowbit.storage.resumable_output import progress, resumable_output
 
 FILE_BYTES = 5 * 10**9
 
@@ -33,7 +33,7 @@ def average(
 
     The mean is of the model alone: ``output`` gets the last one's iteration, for ``--finetune``.
     Sums are FP32 (FP64 of FP64 tensors), results have their tensor's dtype; tensors that are not of
-    floating-point numbers are the last one's. Never more than three pieces of one tensor are in
+    floating-point numbers are the last one's. Never more than three chunks of one tensor are in
     memory.
 
     Raises UserError, and leaves nothing, where the checkpoints are not of one model and recipe.
@@ -42,13 +42,13 @@ def average(
     last = opened[-1]
     for other in opened[:-1]:
         _check_alike(other, last)
-    pieces = [
-        _piece([checkpoint.tensors for checkpoint in opened], key, chunk)
+    chunks = [
+        _chunk([checkpoint.tensors for checkpoint in opened], key, chunk)
         for key, entry in last.tensors.model.items()
         for chunk in entry.chunks
     ]
-    pieces += [
-        object_piece(key, last.tensors.read_object(key))
+    chunks += [
+        object_chunk(key, last.tensors.read_object(key))
         for key in last.tensors.objects
         if key.partition("/")[0].endswith("_extra_state")
     ]
@@ -59,8 +59,8 @@ def average(
     common = COMMON | kept | {
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
-    with resumable_output(output, force, task) as partial, progress(len(pieces)) as done:
-        write_iteration(partial, partial.path, common, by_size(pieces, FILE_BYTES), done)
+    with resumable_output(output, force, task) as partial, progress(len(chunks)) as done:
+        write_iteration(partial, partial.path, common, by_size(chunks, FILE_BYTES), done)
     return list(iterations)
 
 
@@ -95,15 +95,15 @@ def _shown(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
     return "absent" if entry is None else f"{list(entry[0])} {entry[1]}"
 
 
-def _piece(sources: Sequence[Tensors], key: str, chunk: ChunkStorageMetadata) -> Piece:
+def _chunk(sources: Sequence[CheckpointReader], key: str, chunk: ChunkStorageMetadata) -> LazyChunk:
     entry = sources[-1].model[key]
     offset, sizes, dtype = tuple(chunk.offsets), tuple(chunk.sizes), entry.properties.dtype
     make = bind(_mean, sources, key, offset, sizes)
-    return Piece(key, offset, sizes, tuple(entry.size), dtype, make)
+    return LazyChunk(key, offset, sizes, tuple(entry.size), dtype, make)
 
 
 def _mean(
-    sources: Sequence[Tensors], key: str, offset: tuple[int, ...], sizes: tuple[int, ...]
+    sources: Sequence[CheckpointReader], key: str, offset: tuple[int, ...], sizes: tuple[int, ...]
 ) -> Tensor:
     last = sources[-1].read_part(key, offset, sizes)
     if not last.is_floating_point():

@@ -26,12 +26,12 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
 from megatron_lowbit.checkpoints.common_state import KEY, as_object
-from megatron_lowbit.conversion.plan import Place
-from megatron_lowbit.conversion.resumable_output import ResumableOutput, in_files
+from megatron_lowbit.checkpoints.reader import TensorSlice
 from megatron_lowbit.storage import files
+from megatron_lowbit.storage.resumable_output import ResumableOutput, in_files
 
 Span = tuple[int, int]
-"""Place of a piece in its file: first byte, number of bytes."""
+"""Place of a chunk in its file: first byte, number of bytes."""
 COMMON = {
     "checkpoint_version": 3.0,
     "num_floating_point_operations_so_far": 0,
@@ -45,10 +45,11 @@ _EXTRA_STATE = re.compile(
 )
 
 
-class Piece(NamedTuple):
-    """A piece of the tensor ``key``, still to be made: of this shape, at this place of the whole.
+class LazyChunk(NamedTuple):
+    """Chunk of the tensor ``key`` that ``make`` returns on demand.
 
-    Without a dtype it is an object, a pickle that ``make`` returns as it is.
+    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``whole``. Without a dtype it is an
+    object, a pickle in bytes.
     """
 
     key: str
@@ -64,40 +65,43 @@ class Piece(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize if self.dtype else 0
 
 
-def piece_at(
-    place: Place, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
-) -> Piece:
-    """Return all of a part of a tensor; ``shape`` and what ``make`` gives lack leading axes."""
-    lead = tuple(1 for _ in place.index)
-    offset = (*place.index, *(0 for _ in shape))
-    return Piece(place.key, offset, (*lead, *shape), (*place.of, *shape), dtype, make)
+def chunk_at(
+    target: TensorSlice, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
+) -> LazyChunk:
+    """Return the chunk that is a slice of a tensor.
 
-
-def object_piece(key: str, content: bytes) -> Piece:
-    """Return an object, already pickled."""
-    return Piece(key, (), (), (), None, lambda: content)
-
-
-def extra_states(places: Iterable[Place]) -> list[Piece]:
-    """Return the objects that layers ask for beside their tensors.
-
-    These hold Transformer Engine's state of FP8, which is None here. All linear layers ask for one,
-    and Transformer Engine's norms.
+    ``shape`` and the tensor that ``make`` returns lack the slice's leading axes.
     """
-    found: dict[str, Piece] = {}
-    for place in places:
-        layer = _EXTRA_STATE.match(place.key)
+    ones = tuple(1 for _ in target.index)
+    offset = (*target.index, *(0 for _ in shape))
+    return LazyChunk(target.key, offset, (*ones, *shape), (*target.leading, *shape), dtype, make)
+
+
+def object_chunk(key: str, content: bytes) -> LazyChunk:
+    """Return an object, already pickled."""
+    return LazyChunk(key, (), (), (), None, lambda: content)
+
+
+def extra_states(targets: Iterable[TensorSlice]) -> list[LazyChunk]:
+    """Return the extra states that layers load beside their tensors.
+
+    They hold Transformer Engine's state of FP8, which is None here. All linear layers load one, and
+    so do Transformer Engine's norms.
+    """
+    states: dict[str, LazyChunk] = {}
+    for target in targets:
+        layer = _EXTRA_STATE.match(target.key)
         if layer is not None:
-            index, of = place.index or (0,), place.of or (1,)
-            shard = "_".join(".".join(map(str, numbers)) for numbers in (index, of))
+            index, leading = target.index or (0,), target.leading or (1,)
+            shard = "_".join(".".join(map(str, numbers)) for numbers in (index, leading))
             key = f"{layer[1]}._extra_state/shard_{shard}"
-            found.setdefault(key, object_piece(key, as_object(None)))
-    return list(found.values())
+            states.setdefault(key, object_chunk(key, as_object(None)))
+    return list(states.values())
 
 
-def by_size(pieces: Iterable[Piece], most: int) -> dict[str, list[Piece]]:
-    """Distribute pieces over files of up to ``most`` bytes, or one larger piece."""
-    parts = in_files(pieces, most)
+def by_size(chunks: Iterable[LazyChunk], most: int) -> dict[str, list[LazyChunk]]:
+    """Distribute chunks over files of up to ``most`` bytes, or one larger chunk."""
+    parts = in_files(chunks, most)
     return {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
 
 
@@ -105,7 +109,7 @@ def write_iteration(
     partial: ResumableOutput,
     parent: Path,
     common: dict[str, Any],
-    contents: dict[str, list[Piece]],
+    contents: dict[str, list[LazyChunk]],
     done: Callable[[], None],
 ) -> None:
     """Write the checkpoint of one iteration into ``parent``, and the tracker file that names it.
@@ -114,22 +118,22 @@ def write_iteration(
         partial: knows the files that are finished already.
         parent: the directory of checkpoints.
         common: the common state; its ``iteration`` is the checkpoint's.
-        contents: pieces by file.
-        done: called for each piece.
+        contents: chunks by file.
+        done: called for each chunk.
     """
     iteration = common["iteration"]
     path = files.iteration_directory(parent, iteration)
     path.mkdir(parents=True, exist_ok=True)
     first = next(iter(contents))
-    contents = contents | {first: [*contents[first], object_piece(KEY, as_object(common))]}
+    contents = contents | {first: [*contents[first], object_chunk(KEY, as_object(common))]}
     spans = {}
-    for name, pieces in contents.items():
+    for name, chunks in contents.items():
         spans[name] = partial.note(path / name)
         if spans[name] is None:
-            spans[name] = _write_file(path / name, pieces, done)
+            spans[name] = _write_file(path / name, chunks, done)
             partial.finish(path / name, spans[name])
         else:
-            for _ in pieces:
+            for _ in chunks:
                 done()
     _write_metadata(path, contents, spans)
     save_config(CheckpointingConfig("torch_dist"), str(path))
@@ -137,16 +141,16 @@ def write_iteration(
     files.write_tracker(parent, iteration)
 
 
-def _write_file(path: Path, pieces: Sequence[Piece], done: Callable[[], None]) -> list[Span]:
+def _write_file(path: Path, chunks: Sequence[LazyChunk], done: Callable[[], None]) -> list[Span]:
     spans = []
     with open(path, "wb") as file:
-        for piece in pieces:
+        for chunk in chunks:
             start = file.tell()
-            made = piece.make()
+            made = chunk.make()
             if isinstance(made, bytes):
                 file.write(made)
             else:
-                torch.save(_compact(made).view(piece.shape), file)
+                torch.save(_compact(made).view(chunk.shape), file)
             del made
             spans.append((start, file.tell() - start))
             done()
@@ -164,23 +168,23 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _write_metadata(
-    directory: Path, contents: dict[str, list[Piece]], spans: dict[str, list[Span]]
+    directory: Path, contents: dict[str, list[LazyChunk]], spans: dict[str, list[Span]]
 ) -> None:
-    """Write torch's description of all pieces and where they are."""
+    """Write torch's description of all chunks and where they are."""
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     results = []
-    for name, pieces in contents.items():
-        for piece, (start, length) in zip(pieces, spans[name], strict=True):
-            index = MetadataIndex(piece.key)
-            if piece.dtype is None:
-                described[piece.key] = BytesStorageMetadata()
+    for name, chunks in contents.items():
+        for chunk, (start, length) in zip(chunks, spans[name], strict=True):
+            index = MetadataIndex(chunk.key)
+            if chunk.dtype is None:
+                described[chunk.key] = BytesStorageMetadata()
             else:
-                properties = TensorProperties(dtype=piece.dtype)
-                whole = TensorStorageMetadata(properties, torch.Size(piece.whole), [])
-                chunks = described.setdefault(piece.key, whole).chunks
-                index = MetadataIndex(piece.key, torch.Size(piece.offset), len(chunks))
+                properties = TensorProperties(dtype=chunk.dtype)
+                whole = TensorStorageMetadata(properties, torch.Size(chunk.whole), [])
+                chunks = described.setdefault(chunk.key, whole).chunks
+                index = MetadataIndex(chunk.key, torch.Size(chunk.offset), len(chunks))
                 chunks.append(
-                    ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.shape))
+                    ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape))
                 )
             results.append(WriteResult(index, length, _StorageInfo(name, start, length)))
     FileSystemWriter(directory).finish(Metadata(described), [results])

@@ -1,0 +1,133 @@
+"""Nemotron-H: Hugging Face's NemotronHForCausalLM and Megatron-LM's hybrids.
+
+A Mamba-2 block's projection and convolution are one tensor there; Megatron-LM's checkpoints have
+one for each of their outputs: gate z, input x, B, C and steps dt.
+"""
+
+import reprlib
+from typing import Any
+
+from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
+from megatron_lowbit.conversion.family import CONFIG, Entry, Family, integer, query_groups
+from megatron_lowbit.conversion.mapping import Model, TensorTable, mamba_heads
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
+
+_SYMBOLS = {"linear_attention": "M", "full_attention": "*", "mlp": "-",
+            "mamba": "M", "attention": "*"}  # fmt: skip
+"""Symbols of kinds of blocks. The last two names are those of older files."""
+_KINDS = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+_EPSILON = 1e-5
+"""Epsilon of all norms: megatron-core fixes that of a Mamba block."""
+_SMALLEST_STEP = 1e-30
+"""transformers raises steps to ``time_step_min``; megatron-core leaves them, and 0 has no log."""
+
+_AROUND_BLOCKS = {
+    "embedding.word_embeddings.weight": "backbone.embeddings.weight",
+    "decoder.final_norm.weight": "backbone.norm_f.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_PROJECTED = ("z", "x", "B", "C", "dt")
+_BLOCKS = {
+    "M": {
+        "mixer.in_proj.layer_norm_weight": "norm.weight",
+        **{f"mixer.in_proj.weight.{part}": "mixer.in_proj.weight" for part in _PROJECTED},
+        **{f"mixer.conv1d.weight.{part}": "mixer.conv1d.weight" for part in "xBC"},
+        **{f"mixer.conv1d.bias.{part}": "mixer.conv1d.bias" for part in "xBC"},
+        "mixer.norm.weight": "mixer.norm.weight",
+        "mixer.out_proj.weight": "mixer.out_proj.weight",
+        "mixer.A_log": "mixer.A_log",
+        "mixer.D": "mixer.D",
+        "mixer.dt_bias": "mixer.dt_bias",
+    },
+    "*": {
+        "self_attention.linear_qkv.layer_norm_weight": "norm.weight",
+        "self_attention.linear_qkv.weight": (
+            "mixer.q_proj.weight",
+            "mixer.k_proj.weight",
+            "mixer.v_proj.weight",
+        ),
+        "self_attention.linear_proj.weight": "mixer.o_proj.weight",
+    },
+    "-": {
+        "mlp.linear_fc1.layer_norm_weight": "norm.weight",
+        "mlp.linear_fc1.weight": "mixer.up_proj.weight",
+        "mlp.linear_fc2.weight": "mixer.down_proj.weight",
+    },
+}
+
+
+def _tensors(model: Model) -> TensorTable:
+    table: dict[str, str | tuple[str, ...]] = dict(_AROUND_BLOCKS)
+    for layer, symbol in enumerate(model["hybrid_layer_pattern"]):
+        prefix = f"backbone.layers.{layer}."
+        for key, names in _BLOCKS[symbol].items():
+            parts = [names] if isinstance(names, str) else names
+            table[f"decoder.layers.{layer}.{key}"] = tuple(prefix + name for name in parts)
+    return table
+
+
+def _pattern(entries: Entries) -> str:
+    """Return a symbol for each block, from symbols or names."""
+    kinds = entries.strings("layers_block_type") or entries.string("hybrid_override_pattern")
+    require(len(kinds) <= MOST_LAYERS, f"{CONFIG}: has more than {MOST_LAYERS} blocks")
+    symbols = [kind if kind in _KINDS else _SYMBOLS.get(kind, "") for kind in kinds]
+    if "" in symbols:
+        raise UserError(
+            f"{CONFIG}: a block is {reprlib.repr(kinds[symbols.index('')])}: only "
+            f"{', '.join(_KINDS.values())} are converted"
+        )
+    return "".join(symbols)
+
+
+def _more_entries(model: Model) -> dict[str, Any]:
+    return {"mamba_num_heads": mamba_heads(model), "time_step_min": _SMALLEST_STEP}
+
+
+FAMILY = Family(
+    name="Nemotron-H",
+    architecture="NemotronHForCausalLM",
+    model_type="nemotron_h",
+    arguments={
+        "swiglu": False,
+        "squared_relu": True,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": _EPSILON,
+        "add_bias_linear": False,
+        "position_embedding_type": "none",
+        "untie_embeddings_and_output_weights": True,
+    },
+    fixed={
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "conv_kernel": 4,
+        "use_conv_bias": True,
+        "layer_norm_epsilon": _EPSILON,
+        "use_bias": False,
+        "mamba_proj_bias": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "sliding_window": None,
+        "num_nextn_predict_layers": 0,
+    },
+    entries={
+        "hybrid_layer_pattern": Entry(
+            "layers_block_type", _pattern, lambda pattern: [_KINDS[symbol] for symbol in pattern]
+        ),
+        "hidden_size": integer("hidden_size"),
+        "ffn_hidden_size": integer("intermediate_size"),
+        "num_attention_heads": integer("num_attention_heads"),
+        "num_query_groups": Entry("num_key_value_heads", query_groups),
+        "kv_channels": integer("head_dim"),
+        "max_position_embeddings": integer("max_position_embeddings"),
+        "mamba_state_dim": integer("ssm_state_size"),
+        "mamba_head_dim": integer("mamba_head_dim"),
+        "mamba_num_groups": integer("n_groups"),
+        "mamba_num_heads": integer("mamba_num_heads"),
+        "vocab_size": integer("vocab_size"),
+    },
+    tensors=_tensors,
+    more_arguments=lambda entries: {"num_layers": len(_pattern(entries))},
+    more_entries=_more_entries,
+)

@@ -1,0 +1,146 @@
+"""Description of a family of models: its config.json and its tensors, each written once.
+
+A family's table of entries reads a config.json into Megatron-LM's arguments, and writes one from
+them.
+"""
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
+from megatron_lowbit.conversion.mapping import Model, Rule, TensorTable, expand
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
+
+
+class Entry(NamedTuple):
+    """Entry of config.json that holds an argument: its key, and how it is read and written."""
+
+    key: str
+    read: Callable[[Entries], Any]
+    write: Callable[[Any], Any] = lambda value: value
+
+
+def integer(
+    key: str, default: int | Callable[[Entries], int] | None = None, **limits: int
+) -> Entry:
+    """Return an entry that is an integer within limits; the default may depend on other entries."""
+
+    def read(entries: Entries) -> int:
+        other = default(entries) if callable(default) else default
+        return entries.integer(key, other, **limits)
+
+    return Entry(key, read)
+
+
+def positive_number(key: str, default: float) -> Entry:
+    """Return an entry that is a number above 0."""
+    return Entry(key, lambda entries: entries.number(key, default, above=0))
+
+
+def untied(default: bool) -> Entry:
+    """Return the entry whose negation is ``--untie-embeddings-and-output-weights``."""
+    key = "tie_word_embeddings"
+    return Entry(key, lambda entries: not entries.boolean(key, default), lambda value: not value)
+
+
+def query_groups(entries: Entries) -> int:
+    """Return the number of heads of key and value."""
+    heads = entries.integer("num_attention_heads")
+    groups = entries.integer("num_key_value_heads", heads)
+    require(
+        heads % groups == 0,
+        f"{CONFIG}: num_key_value_heads {groups}: must divide num_attention_heads {heads}",
+    )
+    return groups
+
+
+class ConvertibleModel(NamedTuple):
+    """A model of a family.
+
+    Attributes:
+        name: the family's.
+        model: Megatron-LM's arguments that describe the model.
+        config: Hugging Face's config.json.
+        rules: mapping of its tensors.
+    """
+
+    name: str
+    model: Model
+    config: Mapping[str, Any]
+    rules: list[Rule]
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of models.
+
+    Attributes:
+        name: the family's, for people.
+        architecture: ``architectures`` in config.json.
+        model_type: ``model_type`` in config.json.
+        arguments: Megatron-LM's arguments that all models of the family have.
+        fixed: entries of config.json with the only value that is converted, also by default.
+        entries: Megatron-LM's arguments with their entries of config.json.
+        tensors: table of tensors of a model.
+        is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
+        more_arguments: function that reads arguments which are no entry of their own.
+        more_entries: function that writes entries which are no argument of their own, and checks
+            the model.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    arguments: Mapping[str, Any]
+    fixed: Mapping[str, Any]
+    entries: Mapping[str, Entry]
+    tensors: Callable[[Model], TensorTable]
+    is_transposed: bool = False
+    more_arguments: Callable[[Entries], dict[str, Any]] = _nothing
+    more_entries: Callable[[Model], dict[str, Any]] = _nothing
+
+    def from_config(self, config: dict[str, Any]) -> ConvertibleModel:
+        """Return the model that a config.json describes.
+
+        Raises UserError for what Megatron-LM's model cannot do.
+        """
+        for key, value in self.fixed.items():
+            if config.get(key, value) != value:
+                shown = reprlib.repr(config[key])
+                raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")
+        entries = Entries(config, CONFIG)
+        model = {name: entry.read(entries) for name, entry in self.entries.items()}
+        model = {**self.arguments, **model, **self.more_arguments(entries)}
+        return ConvertibleModel(self.name, model, config, self.rules(model))
+
+    def to_config(self, model: Model) -> dict[str, Any]:
+        """Build a config.json for a trained model.
+
+        Raises UserError where one of the model's arguments is not the family's.
+        """
+        check_arguments(model, self.name, self.arguments)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            **self.fixed,
+            **{entry.key: entry.write(model[name]) for name, entry in self.entries.items()},
+            **self.more_entries(model),
+        }
+
+    def rules(self, model: Model) -> list[Rule]:
+        """Return the mapping of a model's tensors."""
+        return expand(self.tensors(model), model, self.is_transposed)
+
+
+def check_arguments(model: Model, family: str, wanted: Mapping[str, Any]) -> None:
+    """Raise UserError where one of a model's arguments is not what its family needs."""
+    for name, value in wanted.items():
+        if model[name] != value:
+            raise UserError(f"the model has {name} {model[name]!r}; a {family} has {value!r}")

@@ -1,0 +1,187 @@
+"""Mapping between Megatron-LM's tensors and Hugging Face's, and the transform of each tensor.
+
+A family's table has one line a tensor: Megatron-LM's key, and the Hugging Face tensors it is made
+of. A first ``*`` stands for the number of a layer, a second one for that of an expert; Megatron-LM
+stacks such tensors along leading axes, so that its own keys lack the numbers. Several keys made of
+one tensor are consecutive rows of it.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.checkpoints.checkpoint import EMBEDDING
+from megatron_lowbit.checkpoints.reader import TensorSlice
+
+Model = Mapping[str, Any]
+"""Megatron-LM's arguments that describe a model, by their attributes' names."""
+TensorTable = Mapping[str, str | tuple[str, ...]]
+HEAD = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class TensorTransform:
+    """Exact, invertible transform of Hugging Face's tensors into one of Megatron-LM's.
+
+    Attributes:
+        rows: output features of each of Hugging Face's tensors.
+        is_transposed: whether these are stored as (in, out).
+        group_rows: rows of queries, key and value in one query group, for ``linear_qkv``, which
+            has them group by group; () elsewhere.
+        share: first and last row of what Megatron-LM's tensor takes; None for all rows.
+        is_padded: whether either side may have further rows, which stand for no token.
+    """
+
+    rows: tuple[int, ...]
+    is_transposed: bool = False
+    group_rows: tuple[int, ...] = ()
+    share: tuple[int, int] | None = None
+    is_padded: bool = False
+
+    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return Megatron-LM's tensor. Raises RuntimeError where the parts do not fit."""
+        if self.is_padded:
+            parts = [parts[0][: self.rows[0]]]
+        if self.is_transposed:
+            parts = [part.t() for part in parts]
+        whole = parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+        if self.group_rows:
+            groups = sum(self.rows) // sum(self.group_rows)
+            kinds = whole.split([groups * rows for rows in self.group_rows])
+            by_group = [kind.unflatten(0, (groups, -1)) for kind in kinds]
+            whole = torch.cat(by_group, dim=1).flatten(0, 1)
+        return whole if self.share is None else whole[slice(*self.share)]
+
+    def to_hugging_face(self, whole: Tensor) -> list[Tensor]:
+        """Return Hugging Face's tensors, or a share of the only one.
+
+        Raises RuntimeError where the tensor has other rows.
+        """
+        if self.share is not None:
+            start, stop = self.share
+            return list(whole.split([stop - start]))
+        if self.is_padded:
+            whole = whole[: self.rows[0]]
+        if self.group_rows:
+            by_group = whole.unflatten(0, (-1, sum(self.group_rows)))
+            kinds = by_group.split(self.group_rows, dim=1)
+            whole = torch.cat([kind.flatten(0, 1) for kind in kinds])
+        parts = whole.split(list(self.rows))
+        return [part.t() if self.is_transposed else part for part in parts]
+
+
+class Rule(NamedTuple):
+    """One of Megatron-LM's tensors, or a slice of it, as a transform of Hugging Face's ``names``.
+
+    Rules of shares of one tensor have the same ``names`` and follow one another by rows.
+    """
+
+    target: TensorSlice
+    names: tuple[str, ...]
+    transform: TensorTransform
+
+
+def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> list[Rule]:
+    """Return the rules of all tensors of a model, layer by layer.
+
+    Args:
+        table: the family's lines.
+        model: the arguments that give sizes.
+        is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
+    """
+    untied = model["untie_embeddings_and_output_weights"]
+    entries = [
+        (key, (names,) if isinstance(names, str) else names)
+        for key, names in table.items()
+        if untied or key != HEAD
+    ]
+    counts = (model["num_layers"], model.get("num_experts", 0))
+    sizes, rules = _output_rows(model), []
+    for names, shares in groupby(_numbered(entries, counts), key=lambda entry: entry[2]):
+        targets = [TensorSlice(key.replace(".*", ""), index, counts[: len(index)])
+                   for key, index, _ in shares]  # fmt: skip
+        rows = [sizes[_last_name(target.key)] for target in targets]
+        if len(targets) > 1:
+            for target, share in zip(targets, pairwise(accumulate(rows, initial=0)), strict=True):
+                rules.append(Rule(target, names, TensorTransform((sum(rows),), share=share)))
+            continue
+        [target], [total] = targets, rows
+        is_linear = "linear_" in target.key and target.key.endswith(".weight")
+        transform = TensorTransform(
+            (total // len(names),) * len(names),
+            is_transposed=is_transposed and is_linear,
+            is_padded=target.key in (EMBEDDING, HEAD),
+        )
+        if _last_name(target.key) == "linear_qkv":
+            transform = _query_key_value(transform, len(names), model)
+        rules.append(Rule(target, names, transform))
+    return rules
+
+
+def _numbered(
+    entries: Iterable[tuple[str, tuple[str, ...]]],
+    counts: tuple[int, ...],
+    index: tuple[int, ...] = (),
+) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
+    """Yield key, numbers and names of each tensor: all of the first layer, then the second's."""
+    for has_star, group in groupby(entries, key=lambda entry: "*" in entry[1][0]):
+        lines = list(group)
+        if not has_star:
+            yield from ((key, index, names) for key, names in lines)
+            continue
+        for number in range(counts[len(index)]):
+            filled = [
+                (key, tuple(name.replace("*", str(number), 1) for name in names))
+                for key, names in lines
+            ]
+            yield from _numbered(filled, counts, (*index, number))
+
+
+def _query_key_value(transform: TensorTransform, names: int, model: Model) -> TensorTransform:
+    """Return the transform of ``linear_qkv``, made of three tensors or of their concatenation."""
+    groups, dimension = model["num_query_groups"], model["kv_channels"]
+    group_rows = (model["num_attention_heads"] // groups * dimension, dimension, dimension)
+    rows = tuple(groups * rows for rows in group_rows) if names > 1 else transform.rows
+    return TensorTransform(rows, transform.is_transposed, group_rows)
+
+
+def _last_name(key: str) -> str:
+    """Return what names a tensor in :func:`_output_rows`: its module, or the parameter itself."""
+    return key.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+
+
+def mamba_heads(model: Model) -> int:
+    """Return the number of heads, counted as megatron-core does where no argument says it."""
+    return model["mamba_num_heads"] or 2 * model["hidden_size"] // model["mamba_head_dim"]
+
+
+def _output_rows(model: Model) -> dict[str, int]:
+    """Return the rows of Megatron-LM's tensors by their :func:`_last_name`."""
+    hidden, vocabulary = model["hidden_size"], model["vocab_size"]
+    ffn = model.get("moe_ffn_hidden_size", model["ffn_hidden_size"])
+    heads = model["num_attention_heads"] + 2 * model["num_query_groups"]
+    rows = {
+        "word_embeddings": vocabulary,
+        "output_layer": vocabulary,
+        "position_embeddings": model["max_position_embeddings"],
+        "layer_norm_weight": hidden,
+        "layer_norm_bias": hidden,
+        "final_layernorm": hidden,
+        "final_norm": hidden,
+        "linear_qkv": heads * model["kv_channels"],
+        "linear_proj": hidden,
+        "linear_fc1": 2 * ffn if model["swiglu"] else ffn,
+        "linear_fc2": hidden,
+        "router": model.get("num_experts", 0),
+    }
+    if "mamba_head_dim" in model:
+        heads = mamba_heads(model)
+        inner = heads * model["mamba_head_dim"]
+        states = model["mamba_num_groups"] * model["mamba_state_dim"]
+        rows |= {"z": inner, "x": inner, "B": states, "C": states, "norm": inner}
+        rows |= dict.fromkeys(("dt", "A_log", "D", "dt_bias"), heads) | {"out_proj": hidden}
+    return rows

@@ -1,0 +1,143 @@
+"""Replacement and deletion of checkpoints' directories, safe against kills.
+
+Megatron-LM saves an iteration again into its existing directory. A kill would leave files of two
+checkpoints there, so the old directory is set aside until the new one is complete.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from megatron_lowbit.storage.files import (
+    CONFIG,
+    DOCUMENT,
+    METADATA,
+    complete_iterations,
+    is_complete,
+    iteration_directory,
+    latest_iteration,
+    sync_directory,
+)
+
+
+def replace_directory(partial: Path, final: Path) -> None:
+    """Let a directory appear under its name, in the place of one that is there.
+
+    Killed between its two renames, it leaves the old one for :func:`restore_replaced`.
+    """
+    replaced = replaced_directory(final)
+    sync_directory(partial)
+    if _is_there(final):
+        os.rename(final, replaced)
+    os.rename(partial, final)
+    sync_directory(final.parent)
+    _remove(replaced)
+
+
+def restore_replaced(final: Path) -> bool:
+    """End what a killed :func:`replace_directory` has left; tell whether the old one is back.
+
+    Where the new one is in its place, the old one is deleted.
+    """
+    replaced = replaced_directory(final)
+    is_lost = _is_there(replaced) and not _is_there(final)
+    if is_lost:
+        os.rename(replaced, final)
+        sync_directory(final.parent)
+    elif _is_there(replaced):
+        _remove(replaced)
+    return is_lost
+
+
+def delete_older(directory: Path, saved: int, keep: int) -> None:
+    """Delete all complete checkpoints of DIR up to ``saved`` except the newest ``keep``.
+
+    Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
+    complete checkpoint. A failure is printed instead of raised, so that training continues.
+    """
+    delete_hidden(directory)
+    older = [number for number in complete_iterations(directory) if number < saved]
+    named = latest_iteration(directory)
+    for number in older[: max(0, len(older) - (keep - 1))]:
+        path = iteration_directory(directory, number)
+        if path.is_symlink() or number == named:
+            continue
+        hidden = path.with_name(f".{path.name}.deleted")
+        try:
+            os.rename(path, hidden)
+            sync_directory(directory)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            print(f"cannot delete the older checkpoint {path}: {error.strerror}", flush=True)
+
+
+def delete_hidden(directory: Path) -> None:
+    """Delete what was moved out of DIR's checkpoints to be deleted, also by a killed run."""
+    for hidden in directory.glob(".iter_*.deleted"):
+        _remove(hidden)
+
+
+def replaced_directory(path: Path) -> Path:
+    """Return where a checkpoint's directory is while another takes its place."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def set_aside(path: Path) -> None:
+    """Make room for a new checkpoint of an iteration that has one.
+
+    Of two in a row the newer complete one is set aside. One that is incomplete stays where it is: a
+    save that goes on in the background is about to complete it.
+    """
+    replaced = replaced_directory(path)
+    if _is_there(replaced):
+        if not is_replacement(path):
+            return
+        _remove(replaced)
+    os.rename(path, replaced)
+    sync_directory(path.parent)
+
+
+def is_replacement(path: Path) -> bool:
+    """Tell whether the checkpoint that takes the place of the one set aside is complete."""
+    if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
+        return False
+    # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
+    has_config = (path / CONFIG).is_file() or not (replaced_directory(path) / CONFIG).is_file()
+    return has_config and is_complete(path)
+
+
+def discard_replaced(path: Path) -> None:
+    """Move what was set aside for a checkpoint out of the way, for ``delete_hidden``."""
+    hidden = path.with_name(f".{path.name}.deleted")
+    if _is_there(hidden):
+        _remove(hidden)
+    os.rename(replaced_directory(path), hidden)
+
+
+def settle_replaced(directory: Path) -> None:
+    """End what a killed run has left of saving iterations anew: one checkpoint stays of each.
+
+    It is the new one if that is complete, else the old one. No run may be saving into DIR.
+    """
+    for replaced in sorted(directory.glob(".iter_*.replaced")):
+        path = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
+        if is_replacement(path):
+            discard_replaced(path)
+            continue
+        if _is_there(path):
+            _remove(path)
+        os.rename(replaced, path)
+        sync_directory(directory)
+        print(f"{path}: put back, since a killed run did not finish its replacement", flush=True)
+    delete_hidden(directory)
+
+
+def _is_there(path: Path) -> bool:
+    return path.is_symlink() or path.exists()
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
