@@ -31,12 +31,11 @@ def average(
 ) -> list[int]:
     """Write the mean of a directory's checkpoints of these iterations; return the iterations.
 
-    The mean is of the model alone: ``output`` gets the last one's iteration, for ``--finetune``.
-    Sums are FP32 (FP64 of FP64 tensors), results have their tensor's dtype; tensors that are not of
-    floating-point numbers are the last one's. Never more than three chunks of one tensor are in
-    memory.
+    ``output`` gets the averaged model under the last iteration's number, for ``--finetune``; it has
+    no optimizer state. Sums are FP32 (FP64 for FP64 tensors), results have their tensor's dtype.
+    Tensors of integers are copied from the last checkpoint. At most three chunks are in memory.
 
-    Raises UserError, and leaves nothing, where the checkpoints are not of one model and recipe.
+    Raises UserError, and leaves nothing, where the checkpoints have different models or recipes.
     """
     opened = [open_checkpoint(files.iteration_directory(source, i)) for i in iterations]
     last = opened[-1]
@@ -55,8 +54,8 @@ def average(
     task = {"task": "average", "source": str(source.absolute()),
             "files": [checkpoint.fingerprint() for checkpoint in opened]}  # fmt: skip
     args = Namespace(**vars(last.tensors.args) | {"no_save_optim": True, "no_save_rng": True})
-    kept = {key: last.tensors.common[key] for key in COMMON if key in last.tensors.common}
-    common = COMMON | kept | {
+    carried = {key: last.tensors.common[key] for key in COMMON if key in last.tensors.common}
+    common = COMMON | carried | {
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
     with resumable_output(output, force, task) as partial, progress(len(chunks)) as done:
@@ -64,26 +63,28 @@ def average(
     return list(iterations)
 
 
-def _check_alike(one: Checkpoint, other: Checkpoint) -> None:
-    """Raise UserError where two checkpoints differ in more than their numbers."""
+def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
+    """Raise UserError where two checkpoints differ in more than their values."""
     described = [
-        ("models", described_by(one.tensors.args), described_by(other.tensors.args)),
-        ("recipes", _recipes(one), _recipes(other)),
+        ("models", described_by(first.tensors.args), described_by(last.tensors.args)),
+        ("recipes", _recipes(first), _recipes(last)),
     ]
-    for what, mine, theirs in described:
+    for kind, mine, theirs in described:
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 raise UserError(
-                    f"{one.path} and {other.path} are of different {what}: {name} is "
+                    f"{first.path} and {last.path} are of different {kind}: {name} is "
                     f"{mine.get(name)!r} and {theirs.get(name)!r}"
                 )
-    first, second = ({k: (tuple(e.size), e.properties.dtype) for k, e in c.tensors.model.items()}
-                     for c in (one, other))  # fmt: skip
-    for key in sorted(first.keys() | second.keys()):
-        if first.get(key) != second.get(key):
+    before, after = (
+        {k: (tuple(e.size), e.properties.dtype) for k, e in checkpoint.tensors.model.items()}
+        for checkpoint in (first, last)
+    )
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
             raise UserError(
-                f"{one.path} and {other.path}: {key} is {_shown(first.get(key))} and "
-                f"{_shown(second.get(key))}; only tensors of one shape and dtype are averaged"
+                f"{first.path} and {last.path}: {key} is {_shown(before.get(key))} and "
+                f"{_shown(after.get(key))}; only tensors of one shape and dtype are averaged"
             )
 
 

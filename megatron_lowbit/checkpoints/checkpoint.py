@@ -1,4 +1,4 @@
-"""Finding a checkpoint and opening it: a directory of checkpoints, or one of its iterations."""
+"""An opened checkpoint: the newest of a directory, or one of its iterations."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +15,9 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint: its folder, what is known of its files, and its tensors.
+    """An opened checkpoint: its folder, the checksums of its files, and its tensors.
 
-    ``files`` are lengths and checksums by name, None where Megatron-LM alone has saved.
+    ``files`` are lengths and checksums by name, None for checkpoints of Megatron-LM alone.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Checkpoint(NamedTuple):
         return model_of(args, vocab_size or min(told, rows))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what changes when the checkpoint does, as JSON."""
+        """Return the lengths and times of the files, as JSON; they change with the checkpoint."""
         stats = {path.name: path.stat() for path in sorted(self.path.iterdir())}
         return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
@@ -74,7 +74,7 @@ def open_checkpoint(source: Path, check: bool = True) -> Checkpoint:
         check: compare its files with the checksums on record.
 
     Raises:
-        UserError: there is none, or one of its files is not as it was saved.
+        UserError: there is no checkpoint, or one of its files has changed since it was saved.
     """
     path = source if (source / ".metadata").is_file() else _newest(source)
     if not (path / files.DOCUMENT).is_file():

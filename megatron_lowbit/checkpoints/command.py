@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _inspect(args: argparse.Namespace) -> None:
     from megatron_lowbit.checkpoints.inspect import inspect, report
 
-    found = inspect(args.source)
-    print(json.dumps(found) if args.json else "\n".join(report(found)))
+    checkpoint = inspect(args.source)
+    print(json.dumps(checkpoint) if args.json else "\n".join(report(checkpoint)))
 
 
 def _verify(args: argparse.Namespace) -> None:

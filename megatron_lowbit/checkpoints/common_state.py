@@ -31,12 +31,12 @@ def read_common_state(path: Path) -> dict[str, Any]:
         UserError: the state is missing or damaged, or holds classes that could run code.
     """
     if (path / LEGACY).is_file():
-        found = [load_restricted(path / LEGACY, (path / LEGACY).read_bytes())]
+        state = [load_restricted(path / LEGACY, (path / LEGACY).read_bytes())]
     else:
-        found = read_object(path, KEY)
-    if not (isinstance(found, list) and len(found) == 1 and isinstance(found[0], dict)):
+        state = read_object(path, KEY)
+    if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], dict)):
         raise UserError(f"{path}: its common state is damaged")
-    return found[0]
+    return state[0]
 
 
 def read_object(path: Path, key: str) -> Any:

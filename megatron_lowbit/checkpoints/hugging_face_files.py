@@ -1,6 +1,6 @@
-"""A folder of Hugging Face's: config.json, safetensors in one file or several, and what goes along.
+"""Folder of Hugging Face's: config.json, safetensors in one or more files, tokenizer files.
 
-CheckpointReader are read and written one at a time.
+Tensors are read and written one at a time.
 """
 
 import json
@@ -41,7 +41,7 @@ WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class LazyTensors(NamedTuple):
-    """CheckpointReader that are still to be made, together, of these names, shapes and dtypes."""
+    """Tensors of these names, shapes and dtypes that ``make`` returns together, on demand."""
 
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]

@@ -1,4 +1,4 @@
-"""Describing a checkpoint: tensors, pieces and files, and the arguments of its run."""
+"""Description of a checkpoint: tensors, chunks and files, and the arguments of its run."""
 
 import math
 from collections.abc import Iterable
@@ -17,12 +17,13 @@ Row = dict[str, Any]
 def inspect(source: Path) -> dict[str, Any]:
     """Describe a checkpoint as JSON: a directory's newest, one iteration, or Hugging Face's.
 
-    "tensors" are rows of key, shape, dtype, bytes and the offsets and shapes of pieces (of Hugging
-    Face's: the file); "parameters" and "bytes" are the model's whole; "optimizer" sums up its
-    tensors; "amax_histories" are rows like those of tensors; "files" are names and bytes; "model"
-    are the arguments that say what the model computes, and "args" all of the run's.
+    "tensors" are rows of key, shape, dtype, bytes and the number and shapes of chunks, called
+    pieces (for Hugging Face's files, the file); "parameters" and "bytes" are the model's totals;
+    "optimizer" has the totals of its tensors; "amax_histories" are rows like those of tensors;
+    "files" are names and bytes; "model" holds the arguments that say what the model computes, and
+    "args" all arguments of the run.
 
-    Raises UserError where it is none of these. CheckpointReader are not read.
+    Raises UserError where it is none of these. Tensors are not read.
     """
     is_hugging_face = (source / CONFIG).is_file() and not (source / files.TRACKER).is_file()
     return _hugging_face(source) if is_hugging_face else _megatron(source)
@@ -32,7 +33,10 @@ def _megatron(source: Path) -> dict[str, Any]:
     checkpoint = open_checkpoint(source, check=False)
     tensors = checkpoint.tensors
     model, state, histories = (
-        [_row(key, entry.size, entry.properties.dtype) | _cut(entry) for key, entry in part.items()]
+        [
+            _row(key, entry.size, entry.properties.dtype) | _chunks(entry)
+            for key, entry in part.items()
+        ]
         for part in (tensors.model, tensors.state, tensors.histories)
     )
     on_disk = {path.name: path.stat().st_size for path in sorted(checkpoint.path.iterdir())}
@@ -91,7 +95,7 @@ def _row(key: str, shape: Iterable[int], dtype: Any) -> Row:
     return {"key": key, "shape": shape, "dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
 
 
-def _cut(entry: Any) -> Row:
+def _chunks(entry: Any) -> Row:
     shapes = sorted({tuple(chunk.sizes) for chunk in entry.chunks})
     return {"pieces": len(entry.chunks), "piece_shapes": [list(shape) for shape in shapes]}
 
@@ -103,31 +107,35 @@ def _sums(rows: list[Row]) -> dict[str, int]:
     }
 
 
-def report(found: dict[str, Any]) -> list[str]:
-    """Return the same as lines for people."""
-    where = f"iteration {found['iteration']}, " if found["iteration"] is not None else ""
+def report(checkpoint: dict[str, Any]) -> list[str]:
+    """Format a description as lines of text."""
+    where = f"iteration {checkpoint['iteration']}, " if checkpoint["iteration"] is not None else ""
     lines = [
-        f"{found['path']}: {where}{found['format']}",
+        f"{checkpoint['path']}: {where}{checkpoint['format']}",
         "",
-        *_table([_cells(row) for row in found["tensors"]]),
+        *_table([_cells(row) for row in checkpoint["tensors"]]),
         "",
-        f"model: {found['parameters']:,} parameters, {found['bytes']:,} bytes, "
-        f"{len(found['tensors'])} tensors",
+        f"model: {checkpoint['parameters']:,} parameters, {checkpoint['bytes']:,} bytes, "
+        f"{len(checkpoint['tensors'])} tensors",
     ]
-    optimizer = found["optimizer"]
+    optimizer = checkpoint["optimizer"]
     if optimizer is not None:
         lines.append(f"optimizer: {optimizer['tensors']} tensors, {optimizer['bytes']:,} bytes")
-    if histories := found["amax_histories"]:
+    if histories := checkpoint["amax_histories"]:
         lengths = sorted({row["shape"][-1] for row in histories})
         steps = " or ".join(map(str, lengths))
         lines.append(f"amax histories: {len(histories)} layers, {steps} steps")
-    if found["averaged"]:
-        lines.append(f"mean of iterations {', '.join(map(str, found['averaged']))}")
-    if found["recipes"]:
-        chosen = " ".join(found["recipes"] + [f"--recipe-set {s}" for s in found["recipe_set"]])
+    if checkpoint["averaged"]:
+        lines.append(f"mean of iterations {', '.join(map(str, checkpoint['averaged']))}")
+    if checkpoint["recipes"]:
+        chosen = " ".join(
+            checkpoint["recipes"] + [f"--recipe-set {s}" for s in checkpoint["recipe_set"]]
+        )
         lines.append(f"recipe: {chosen}")
-    lines.append("files: " + ", ".join(f"{n} ({size:,})" for n, size in found["files"].items()))
-    lines += ["", *(f"{key}: {value}" for key, value in found["model"].items())]
+    lines.append(
+        "files: " + ", ".join(f"{n} ({size:,})" for n, size in checkpoint["files"].items())
+    )
+    lines += ["", *(f"{key}: {value}" for key, value in checkpoint["model"].items())]
     return list(map(printable, lines))
 
 

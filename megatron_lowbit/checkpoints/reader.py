@@ -32,10 +32,10 @@ NORM_BEFORE_EXPERTS = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
 
 
 class TensorSlice(NamedTuple):
-    """Slice of a tensor of Megatron-LM: ``index`` in its first axes, of lengths ``leading``."""
+    """Slice of a tensor of Megatron-LM: ``indices`` in its first axes, of lengths ``leading``."""
 
     key: str
-    index: tuple[int, ...] = ()
+    indices: tuple[int, ...] = ()
     leading: tuple[int, ...] = ()
 
 
@@ -109,12 +109,12 @@ class CheckpointReader:
 
     def shape(self, target: TensorSlice) -> tuple[int, ...]:
         """Return the shape of a slice, without the leading axes."""
-        return tuple(self._entry(target.key).size)[len(target.index) :]
+        return tuple(self._entry(target.key).size)[len(target.indices) :]
 
     def read(self, target: TensorSlice) -> Tensor:
         """Read a slice of a tensor of the model, of :meth:`shape`."""
         rest = self.shape(target)
-        offset, lead = (*target.index, *(0 for _ in rest)), (1 for _ in target.index)
+        offset, lead = (*target.indices, *(0 for _ in rest)), (1 for _ in target.indices)
         return self.read_part(target.key, offset, (*lead, *rest)).view(rest)
 
     def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:

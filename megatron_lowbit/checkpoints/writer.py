@@ -1,4 +1,4 @@
-"""Writing Megatron-LM's ``torch_dist`` format, one tensor at a time and a file after another."""
+"""Writer of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, file by file."""
 
 import os
 import re
@@ -72,8 +72,8 @@ def chunk_at(
 
     ``shape`` and the tensor that ``make`` returns lack the slice's leading axes.
     """
-    ones = tuple(1 for _ in target.index)
-    offset = (*target.index, *(0 for _ in shape))
+    ones = tuple(1 for _ in target.indices)
+    offset = (*target.indices, *(0 for _ in shape))
     return LazyChunk(target.key, offset, (*ones, *shape), (*target.leading, *shape), dtype, make)
 
 
@@ -92,7 +92,7 @@ def extra_states(targets: Iterable[TensorSlice]) -> list[LazyChunk]:
     for target in targets:
         layer = _EXTRA_STATE.match(target.key)
         if layer is not None:
-            index, leading = target.index or (0,), target.leading or (1,)
+            index, leading = target.indices or (0,), target.leading or (1,)
             shard = "_".join(".".join(map(str, numbers)) for numbers in (index, leading))
             key = f"{layer[1]}._extra_state/shard_{shard}"
             states.setdefault(key, object_chunk(key, as_object(None)))
@@ -115,7 +115,7 @@ def write_iteration(
     """Write the checkpoint of one iteration into ``parent``, and the tracker file that names it.
 
     Args:
-        partial: knows the files that are finished already.
+        partial: output that has the files which are finished already.
         parent: the directory of checkpoints.
         common: the common state; its ``iteration`` is the checkpoint's.
         contents: chunks by file.
@@ -146,12 +146,12 @@ def _write_file(path: Path, chunks: Sequence[LazyChunk], done: Callable[[], None
     with open(path, "wb") as file:
         for chunk in chunks:
             start = file.tell()
-            made = chunk.make()
-            if isinstance(made, bytes):
-                file.write(made)
+            content = chunk.make()
+            if isinstance(content, bytes):
+                file.write(content)
             else:
-                torch.save(_compact(made).view(chunk.shape), file)
-            del made
+                torch.save(_compact(content).view(chunk.shape), file)
+            del content
             spans.append((start, file.tell() - start))
             done()
         file.flush()
@@ -160,7 +160,7 @@ def _write_file(path: Path, chunks: Sequence[LazyChunk], done: Callable[[], None
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """Return a tensor with memory of its own: torch.save writes all of a shared one."""
+    """Copy a tensor that is a view: torch.save writes the whole storage of a view."""
     tensor = tensor.contiguous()
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor

@@ -1,4 +1,4 @@
-"""Whole checkpoints from Hugging Face's files to Megatron-LM's and back, one tensor at a time."""
+"""Conversion of whole checkpoints between Hugging Face and Megatron-LM, tensor by tensor."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -102,8 +102,8 @@ def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> lis
     counts = (model["num_layers"], model.get("num_experts", 0))
     sizes, rules = _output_rows(model), []
     for names, shares in groupby(_numbered(entries, counts), key=lambda entry: entry[2]):
-        targets = [TensorSlice(key.replace(".*", ""), index, counts[: len(index)])
-                   for key, index, _ in shares]  # fmt: skip
+        targets = [TensorSlice(key.replace(".*", ""), indices, counts[: len(indices)])
+                   for key, indices, _ in shares]  # fmt: skip
         rows = [sizes[_last_name(target.key)] for target in targets]
         if len(targets) > 1:
             for target, share in zip(targets, pairwise(accumulate(rows, initial=0)), strict=True):
@@ -125,20 +125,20 @@ def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> lis
 def _numbered(
     entries: Iterable[tuple[str, tuple[str, ...]]],
     counts: tuple[int, ...],
-    index: tuple[int, ...] = (),
+    indices: tuple[int, ...] = (),
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
     """Yield key, numbers and names of each tensor: all of the first layer, then the second's."""
     for has_star, group in groupby(entries, key=lambda entry: "*" in entry[1][0]):
         lines = list(group)
         if not has_star:
-            yield from ((key, index, names) for key, names in lines)
+            yield from ((key, indices, names) for key, names in lines)
             continue
-        for number in range(counts[len(index)]):
+        for number in range(counts[len(indices)]):
             filled = [
                 (key, tuple(name.replace("*", str(number), 1) for name in names))
                 for key, names in lines
             ]
-            yield from _numbered(filled, counts, (*index, number))
+            yield from _numbered(filled, counts, (*indices, number))
 
 
 def _query_key_value(transform: TensorTransform, names: int, model: Model) -> TensorTransform:

@@ -225,12 +225,12 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     match = _LINEAR.fullmatch(target.key)
     if match is None:
         return None
-    if target.index:
-        block, rest = str(target.index[0]), match[2]
+    if target.indices:
+        block, rest = str(target.indices[0]), match[2]
     else:
         block, rest = match[2].split(".", 1)
-    if len(target.index) > 1:
-        rest = rest.replace("experts.experts", f"experts.local_experts.{target.index[1]}")
+    if len(target.indices) > 1:
+        rest = rest.replace("experts.experts", f"experts.local_experts.{target.indices[1]}")
     return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
 
 

@@ -1,4 +1,4 @@
-"""Reading a folder of Hugging Face's with quantized weights as if they were not quantized."""
+"""Reader of a folder with quantized weights that dequantizes them."""
 
 import reprlib
 from pathlib import Path
@@ -26,9 +26,9 @@ def open_folder(path: Path) -> Folder:
     config = read_object(path / CONFIG)
     quantization = config.get(QUANTIZATION)
     if quantization is None and (path / DOCUMENT).is_file():
-        # ModelOpt's older exports say it beside config.json alone.
-        said = read_object(path / DOCUMENT).get("quantization") or {}
-        quantization = {"quant_method": MODELOPT} | as_object(said, f"{path / DOCUMENT}")
+        # ModelOpt's older exports have it in another file only.
+        entry = read_object(path / DOCUMENT).get("quantization") or {}
+        quantization = {"quant_method": MODELOPT} | as_object(entry, f"{path / DOCUMENT}")
     if quantization is None:
         return Folder(path)
     place = f"{path / CONFIG}: {QUANTIZATION}"
@@ -41,7 +41,7 @@ def open_folder(path: Path) -> Folder:
 
 
 class QuantizedFolder(Folder):
-    """Folder with dequantized weights in the place of codes and scales; matrices are BF16."""
+    """Folder whose quantized weights are read as BF16 matrices."""
 
     def __init__(self, path: Path, layout: Layout, config: dict) -> None:
         super().__init__(path)
@@ -64,7 +64,7 @@ class QuantizedFolder(Folder):
         """Return shape and dtype of a tensor as :meth:`read` gives it."""
         if name not in self._weights:
             shape, dtype = super().shape(name)
-            # One tensor of Megatron's holds those of all layers: quantized or not, one dtype.
+            # Megatron-LM stacks the tensors of all layers, which therefore have one dtype.
             return shape, torch.bfloat16 if len(shape) > 1 else dtype
         stored = self._weights[name]
         parts = [self._outline(part, stored.entry) for part in stored.parts]
@@ -96,9 +96,9 @@ class QuantizedFolder(Folder):
     def _outline(self, part: str, entry: int | None) -> Tensor:
         """Return a part without content."""
         with self._open(self._stored_in[part], part) as file:
-            found = file.get_slice(part)
-            shape = found.get_shape()
-            dtype = (found[:0] if shape else file.get_tensor(part)).dtype
+            content = file.get_slice(part)
+            shape = content.get_shape()
+            dtype = (content[:0] if shape else file.get_tensor(part)).dtype
         return torch.empty(shape if entry is None else shape[1:], dtype=dtype, device="meta")
 
     def _part(self, part: str, entry: int | None) -> Tensor:

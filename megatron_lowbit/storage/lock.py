@@ -1,4 +1,4 @@
-"""The lock of a folder that a run saves into, held by one process for as long as it lives."""
+"""Lock of a folder that a run saves into; one process holds it until it ends."""
 
 import errno
 import fcntl

@@ -21,7 +21,7 @@ from megatron_lowbit.storage.files import (
 
 
 def replace_directory(partial: Path, final: Path) -> None:
-    """Let a directory appear under its name, in the place of one that is there.
+    """Rename a finished directory to its final name, replacing an older one.
 
     Killed between its two renames, it leaves the old one for :func:`restore_replaced`.
     """
@@ -35,9 +35,9 @@ def replace_directory(partial: Path, final: Path) -> None:
 
 
 def restore_replaced(final: Path) -> bool:
-    """End what a killed :func:`replace_directory` has left; tell whether the old one is back.
+    """Recover from a killed :func:`replace_directory`; return True if the old one is back.
 
-    Where the new one is in its place, the old one is deleted.
+    If the new one is already in its place, the old one is deleted instead.
     """
     replaced = replaced_directory(final)
     is_lost = _is_there(replaced) and not _is_there(final)
@@ -83,10 +83,10 @@ def replaced_directory(path: Path) -> Path:
 
 
 def set_aside(path: Path) -> None:
-    """Make room for a new checkpoint of an iteration that has one.
+    """Rename the existing checkpoint of an iteration that is saved again.
 
-    Of two in a row the newer complete one is set aside. One that is incomplete stays where it is: a
-    save that goes on in the background is about to complete it.
+    If one is set aside already, the newer complete one takes its place. An incomplete checkpoint
+    stays: a save in the background is about to complete it.
     """
     replaced = replaced_directory(path)
     if _is_there(replaced):
@@ -98,7 +98,7 @@ def set_aside(path: Path) -> None:
 
 
 def is_replacement(path: Path) -> bool:
-    """Tell whether the checkpoint that takes the place of the one set aside is complete."""
+    """Return True if the checkpoint that replaces the one set aside is complete."""
     if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
         return False
     # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
@@ -115,9 +115,10 @@ def discard_replaced(path: Path) -> None:
 
 
 def settle_replaced(directory: Path) -> None:
-    """End what a killed run has left of saving iterations anew: one checkpoint stays of each.
+    """Recover from a run that was killed while it saved an iteration again.
 
-    It is the new one if that is complete, else the old one. No run may be saving into DIR.
+    The new checkpoint stays if it is complete, otherwise the old one comes back. No run may be
+    saving into DIR.
     """
     for replaced in sorted(directory.glob(".iter_*.replaced")):
         path = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))

@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families import gpt2, llama, mixtral, nemotron_h
-from megatron_lowbit.conversion.family import CONFIG, ConvertibleModel, Family
+from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries

@@ -3,9 +3,9 @@
 import reprlib
 from typing import Any
 
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.family import (
-    CONFIG,
     Entry,
     Family,
     check_arguments,

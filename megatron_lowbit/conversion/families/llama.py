@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
 from megatron_lowbit.conversion.family import (
-    CONFIG,
     Entry,
     Family,
     integer,

@@ -7,8 +7,9 @@ one for each of their outputs: gate z, input x, B, C and steps dt.
 import reprlib
 from typing import Any
 
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
-from megatron_lowbit.conversion.family import CONFIG, Entry, Family, integer, query_groups
+from megatron_lowbit.conversion.family import Entry, Family, integer, query_groups
 from megatron_lowbit.conversion.mapping import Model, TensorTable, mamba_heads
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries

@@ -34,10 +34,10 @@ _MIXED = "mixed-precision"
 
 def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     codes = "weight_packed" if weight.format.element.bits == 4 else "weight"
-    found = {codes: weight.codes, "weight_scale": weight.scales}
+    tensors = {codes: weight.codes, "weight_scale": weight.scales}
     if weight.format.tensor_scaled:
-        found["weight_global_scale"] = reciprocal(weight.tensor_scale).view(1)
-    return found
+        tensors["weight_global_scale"] = reciprocal(weight.tensor_scale).view(1)
+    return tensors
 
 
 def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:

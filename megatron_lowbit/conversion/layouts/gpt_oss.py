@@ -43,19 +43,19 @@ def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
         _, family, _, role = _EXPERT.match(name).groups()
         by_role[_NAMES[family].index(role)].append(weight)
     layer = _layer(next(iter(weights)))
-    found = {}
+    tensors = {}
     for key, ending in (("codes", "_blocks"), ("scales", "_scales")):
         gate, up, down = (
             torch.stack([getattr(expert, key) for expert in experts]) for experts in by_role
         )
         for name, tensor in ((_PAIR, torch.stack([gate, up], dim=2).flatten(1, 2)), (_DOWN, down)):
             shaped = tensor.unflatten(-1, (-1, _BYTES)) if key == "codes" else tensor
-            found[layer + name + ending] = shaped
-    return found
+            tensors[layer + name + ending] = shaped
+    return tensors
 
 
 def _layer(name: str) -> str:
-    """Return what comes before the experts in a weight's name."""
+    """Return the part of a weight's name before the experts."""
     return _EXPERT.match(name)[1]
 
 
@@ -68,8 +68,8 @@ def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> d
             )
     whole = {_layer(module) for module in formats}
     for module in unquantized:
-        found = _EXPERT.match(module)
-        if found and found[1] in whole:
+        expert = _EXPERT.match(module)
+        if expert and expert[1] in whole:
             raise UserError(
                 f"--quantized gpt-oss holds all experts of a layer or none, but the recipe keeps "
                 f"{module} in high precision"
@@ -82,21 +82,21 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     experts = entries.integer("num_local_experts", entries.integer("num_experts", 0, 0), 0, _MOST)
     family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
     gate, up, down = _NAMES[family]
-    found = {}
+    stored = {}
     for layer in modules_with(names, f"{_PAIR}_blocks"):
         for number in range(experts):
             module = f"{layer}{family}.experts.{number}"
             pair, single = (
                 (f"{layer}{name}_blocks", f"{layer}{name}_scales") for name in (_PAIR, _DOWN)
             )
-            found[f"{module}.{gate}.weight"] = _expert(pair, number, slice(0, None, 2))
-            found[f"{module}.{up}.weight"] = _expert(pair, number, slice(1, None, 2))
-            found[f"{module}.{down}.weight"] = _expert(single, number, slice(None))
-    return found
+            stored[f"{module}.{gate}.weight"] = _expert(pair, number, slice(0, None, 2))
+            stored[f"{module}.{up}.weight"] = _expert(pair, number, slice(1, None, 2))
+            stored[f"{module}.{down}.weight"] = _expert(single, number, slice(None))
+    return stored
 
 
 def _expert(parts: tuple[str, str], number: int, rows: slice) -> Stored:
-    """Describe rows of one expert, out of blocks (rows, K/32, 16) and scales (rows, K/32)."""
+    """Describe rows of one expert in blocks (rows, K/32, 16) and scales (rows, K/32)."""
 
     def decode(blocks: Tensor, scales: Tensor) -> Tensor:
         codes = blocks[rows].flatten(1).contiguous()

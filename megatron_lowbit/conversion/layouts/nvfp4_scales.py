@@ -5,10 +5,10 @@ from torch import Tensor
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """Find the number whose rounded FP32 reciprocal ``scale`` is."""
-    near = 1.0 / scale
-    found = near
+    """Return the number whose rounded FP32 reciprocal is ``scale``."""
+    rounded = 1.0 / scale
+    result = rounded
     for limit in (-torch.inf, torch.inf):
-        beside = near.nextafter(torch.full_like(near, limit))
-        found = torch.where(1.0 / beside == scale, beside, found)
-    return torch.where(1.0 / near == scale, near, found)
+        neighbour = rounded.nextafter(torch.full_like(rounded, limit))
+        result = torch.where(1.0 / neighbour == scale, neighbour, result)
+    return torch.where(1.0 / rounded == scale, rounded, result)
