@@ -20,7 +20,7 @@ parity: .venv/installed data/stdlib.idx
 	    --output benchmarks/results/parity.json --document docs/parallelism.md
 
 performance-page: .venv/installed
-	$(BIN)/python benchmarks/performance_page.py
+	$(BIN)/python docs/generate/performance.py
 
 # In the order of their folders, which ends with short files; by default the longest come last.
 test: .venv/installed
@@ -33,8 +33,8 @@ test-all: test
 	$(BIN)/pytest -q -m slow
 
 data/stdlib.idx: .venv/installed
-	$(BIN)/python tools/train_tokenizer.py $(SOURCES) --vocab-size 4096 --output data/tokenizer
-	$(BIN)/python tools/preprocess_data.py $(SOURCES) --tokenizer-model data/tokenizer \
+	$(BIN)/lowbit-tokenizer $(SOURCES) --vocab-size 4096 --output data/tokenizer
+	$(BIN)/lowbit-preprocess $(SOURCES) --tokenizer-model data/tokenizer \
 	    --output-prefix data/stdlib --workers 2
 
 # torch comes first and alone, from its CPU index: what others require would bring in CUDA.

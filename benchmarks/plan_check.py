@@ -1,7 +1,7 @@
 """Train a few models for a few iterations, to check the planner's memory and speed.
 
     python benchmarks/plan_check.py --output benchmarks/results/plan_check-4xh200.json
-    python benchmarks/planning_page.py
+    python docs/generate/planning.py
 
 Started once on a host with 1, 2 or 4 GPUs: cases run beside one another on different GPUs, those
 that need more GPUs than there are wait for another host. Tokens are random (--mock-data). Other

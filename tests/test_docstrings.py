@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("megatron_lowbit", "benchmarks", "tools", "examples", "tests")
+FOLDERS = ("megatron_lowbit", "benchmarks", "docs", "tools", "examples", "tests")
 FRAGMENTS = {"what", "whether", "where", "who", "whose", "which", "how", "why", "of"}
 VERBS = """
 accept accumulate activate add adopt advance align allocate allow append apply approximate ask

@@ -380,7 +380,8 @@ def test_unknown_quantization_is_refused(llama, tmp_path):
 def test_verify_compares_logits(mixtral, tmp_path):
     """Logits of the dequantized export equal this project's model, which quantizes weights."""
     root = Path(__file__).parents[2]
-    command = [sys.executable, "tools/convert_checkpoint.py", "to-hugging-face", str(mixtral),
+    command = [sys.executable, "-c", "from megatron_lowbit.commands import convert; convert()",
+               "to-hugging-face", str(mixtral),
                str(tmp_path / "out"), "--quantized", "modelopt",
                "--recipe", "nvfp4", "--verify", "--verify-tokens", "5", "6", "7"]  # fmt: skip
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)

@@ -1,7 +1,7 @@
 """Keep what studies gave, and write their tables and pictures into docs/evidence.md.
 
     lowbit-study run examples/studies/nvfp4.yaml --output runs/nvfp4 --gpus 0 1 2 3 -- ...
-    python benchmarks/evidence.py runs/nvfp4
+    python docs/generate/evidence.py runs/nvfp4
 
 A folder has its study's name. Its finished runs go into benchmarks/results/studies.json, in the
 place of those of the same name and seed; without folders the page is written from that file alone.
@@ -14,11 +14,12 @@ perplexities have their standard deviation over seeds.
 
 import argparse
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from markdown import RESULTS, ROOT, replace_sections
+from markdown import table as markdown_table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -33,8 +34,7 @@ from megatron_lowbit.analysis.comparison import (
 from megatron_lowbit.analysis.loss_curve import LossCurve, colors, read_losses
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "studies.json"
+STUDIES_FILE = RESULTS / "studies.json"
 PAGE = ROOT / "docs" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
 SEEDS = range(1, 33)
@@ -100,8 +100,9 @@ def _commands(study: Study) -> dict[str, tuple]:
 def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
     """Tabulate losses, gaps, their growth since before the decay, and validation perplexity."""
     growth = gaps([[_growth(curve) for curve in one.curves] for one in contenders])
-    lines = ["| | runs | final loss | gap at the end | grown since before the decay | perplexity |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    headings = ("", "runs", "final loss", "gap at the end", "grown since before the decay",
+                "perplexity")  # fmt: skip
+    lines = []
     for row, grown in zip(rows, growth, strict=True):
         spread = "" if np.isnan(row.loss_spread) else f" ± {row.loss_spread:.4f}"
         cells = [row.name, str(row.seeds), f"{row.loss:.4f}{spread}"]
@@ -109,8 +110,8 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
         cells += [f"{100 * gap:+.2f}% ± {100 * error:.2f}" for gap, error in pairs] or ["", ""]
         spread = "" if np.isnan(row.perplexity_spread) else f" ± {row.perplexity_spread:.3f}"
         cells.append(f"{row.perplexity:.3f}{spread}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown_table(headings, lines)
 
 
 def _growth(curve: LossCurve) -> float:
@@ -141,15 +142,6 @@ def draw(contenders: Sequence[Contender], rows: Sequence[Row], output: Path) -> 
     figure.savefig(output)
 
 
-def fill(page: str, name: str, text: str) -> str:
-    """Return the page with ``text`` between the markers of a study."""
-    begin, end = f"<!-- study: {name} -->", "<!-- /study -->"
-    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-    if not pattern.search(page):
-        raise SystemExit(f"error: {PAGE}: has no {begin}")
-    return pattern.sub(lambda _: f"{begin}\n\n{text}\n\n{end}", page)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folders that the command line names, then write the page."""
     parser = argparse.ArgumentParser(
@@ -158,24 +150,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
     args = parser.parse_args(argv)
     studies = {file.stem: read_study(file) for file in sorted(STUDIES.glob("*.yaml"))}
-    kept = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    kept = json.loads(STUDIES_FILE.read_text()) if STUDIES_FILE.is_file() else {}
     for folder in args.folders:
         if folder.name not in studies:
             parser.error(f"{folder}: no study in {STUDIES} has this name")
         new = collect(folder, studies[folder.name])
         kept[folder.name] = merge(kept.get(folder.name, []), new)
     if args.folders:
-        RESULTS.write_text(json.dumps(kept) + "\n")
-    page = PAGE.read_text()
+        STUDIES_FILE.write_text(json.dumps(kept) + "\n")
+    sections = {}
     for name in kept:
         contenders = contenders_of(name, studies, kept)
         rows = compare(contenders)
         picture = f"images/evidence_{name}.png"
         draw(contenders, rows, PAGE.parent / picture)
-        page = fill(
-            page, name, f"{table(rows, contenders)}\n\n![gaps of the study {name}]({picture})"
-        )
-    PAGE.write_text(page)
+        image = f"![gaps of the study {name}]({picture})"
+        sections[name] = f"{table(rows, contenders)}\n\n{image}"
+    replace_sections(PAGE, sections)
 
 
 if __name__ == "__main__":

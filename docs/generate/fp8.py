@@ -1,6 +1,6 @@
 """Compute the tables of docs/fp8.md: FP8 error by tile size, by outliers, and by accumulator.
 
-    python benchmarks/fp8_page.py
+    python docs/generate/fp8.py
 
 The reference arithmetic on a CPU, from fixed seeds, in seconds; renews what stands between the
 page's markers. Only the sums of Hopper's FP8 tensor cores are a model of this script.
@@ -14,14 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from performance_page import table
+from markdown import ROOT, replace_sections, table
 from torch import Tensor
 
 from megatron_lowbit.numerics import FORMATS, Accumulation, QuantizedTensor, Quantizer, gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
 
-ROOT = Path(__file__).parents[1]
-MADE = "made by `python benchmarks/fp8_page.py`"
 SIZE = 512
 """Rows and columns of the tensor that is quantized."""
 FACTORS = (1, 10, 100, 1e3, 1e4, 1e5)
@@ -203,15 +201,6 @@ PARTS = {"factors": by_factor, "places": by_place, "accumulators": by_accumulato
 """Tables by the names of their markers."""
 
 
-def renewed(text: str) -> str:
-    """Return the page with what stands between its markers made anew."""
-    for name, make in PARTS.items():
-        begin, end = f"<!-- {name}: {MADE} -->", f"<!-- /{name} -->"
-        before, after = text.split(begin)[0], text.split(end)[1]
-        text = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
-    return text
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
     parser = argparse.ArgumentParser(
@@ -219,8 +208,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fp8.md")
     args = parser.parse_args(argv)
-    text = args.document.read_text(encoding="utf-8")
-    args.document.write_text(renewed(text), encoding="utf-8")
+    replace_sections(args.document, {name: make() for name, make in PARTS.items()})
 
 
 if __name__ == "__main__":

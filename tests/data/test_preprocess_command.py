@@ -1,8 +1,7 @@
-"""tools/preprocess_data.py: the dataset holds the tokens, or nothing is left."""
+"""``lowbit-preprocess``: the dataset holds the tokens, or nothing is left."""
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -21,11 +20,11 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_lowbit.data import corpus as corpus_module
 from megatron_lowbit.data import dataset_writer
 from megatron_lowbit.data.digest import data_digest
+from megatron_lowbit.data.preprocess_command import main
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
-TOOL = Path(__file__).parents[2] / "tools" / "preprocess_data.py"
-main = runpy.run_path(str(TOOL))["main"]
+COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import preprocess; preprocess()"]
 TEXTS = [f"document {number}: " + "naïve words, again. " * (number % 7) for number in range(150)]
 
 
@@ -214,7 +213,7 @@ def test_ctrl_c_leaves_nothing(tmp_path, tokenizer_folder):
     source.write_text(json.dumps({"text": "many words " * 50}) + "\n")
     source.write_text(source.read_text() * 100_000)
     output = tmp_path / "out"
-    command = [sys.executable, TOOL, "--input", source, "--tokenizer-model", tokenizer_folder]
+    command = [*COMMAND, "--input", source, "--tokenizer-model", tokenizer_folder]
     command += ["--output-prefix", output / "data", "--workers", "2"]
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,

@@ -1,6 +1,6 @@
 """Write what linear.py, quantize.py and model.py measured on a GPU into docs/performance.md.
 
-    python benchmarks/performance_page.py
+    python docs/generate/performance.py
 
 Reads benchmarks/results/{linear,quantize,model}-GPU.json, as many of them as there are, and
 replaces what stands between the page's markers: a table for each benchmark, and a picture of the
@@ -13,12 +13,10 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
+from markdown import RESULTS, ROOT, replace_sections, table
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-BEGIN, END = "<!-- performance: made by `make performance-page` -->", "<!-- /performance -->"
 MISSING = "not measured yet"
 PHASES = ("forward", "backward", "both")
 
@@ -50,22 +48,6 @@ class Results:
 
 
 KEPT = "kept_bytes_per_input_element"
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return A Markdown table; None is an empty cell."""
-    lines = [headings, ["---"] * len(headings), *rows]
-    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
-
-
-def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, float):
-        return (
-            f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 else f"{value:.4f}"
-        )
-    return str(value)
 
 
 def _time(spread: dict) -> str:
@@ -227,12 +209,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     results = Results(args.results, args.gpu)
     picture = args.document.with_suffix(".png")
-    text = args.document.read_text(encoding="utf-8")
-    before, after = text.split(BEGIN)[0], text.split(END)[1]
-    page = f"{before}{BEGIN}\n\n{body(results, picture)}\n\n{END}{after}"
     if results.rows("linear"):
         draw(results, picture)
-    args.document.write_text(page, encoding="utf-8")
+    replace_sections(args.document, {"performance": body(results, picture)})
 
 
 if __name__ == "__main__":

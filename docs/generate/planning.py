@@ -1,6 +1,6 @@
 """Set the planner's figures beside all that was measured so far, in docs/planning.md.
 
-    python benchmarks/planning_page.py
+    python docs/generate/planning.py
 
 Reads what plan_check.py measured, and model.py's whole models, from benchmarks/results; renews what
 stands between the page's markers, also what is calculated for large clusters.
@@ -8,14 +8,12 @@ stands between the page's markers, also what is calculated for large clusters.
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-import timing
-from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
-from performance_page import table
-from plan_check import COUNTED, ITERATIONS, NAME
+from markdown import RESULTS, ROOT, replace_sections, table
 
 from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
@@ -27,8 +25,10 @@ from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
 
-ROOT = Path(__file__).parents[1]
-MADE = "made by `python benchmarks/planning_page.py`"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
+from plan_check import COUNTED, ITERATIONS, NAME
 
 
 def planned(
@@ -176,14 +176,9 @@ def calculated(preset: str) -> str:
 
 
 def write_page(document: Path, results: Path) -> None:
-    """Replace what stands between the page's markers."""
-    text = document.read_text(encoding="utf-8")
-    made = {"measured": body(results)} | {preset: calculated(preset) for preset in CLUSTERS}
-    for name, content in made.items():
-        begin, end_ = f"<!-- {name}: {MADE} -->", f"<!-- /{name} -->"
-        before, after = text.split(begin)[0], text.split(end_)[1]
-        text = f"{before}{begin}\n\n{content}\n\n{end_}{after}"
-    document.write_text(text, encoding="utf-8")
+    """Write the page's sections between their markers."""
+    sections = {"measured": body(results)} | {preset: calculated(preset) for preset in CLUSTERS}
+    replace_sections(document, sections)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -192,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--document", type=Path, default=ROOT / "docs" / "planning.md")
-    parser.add_argument("--results", type=Path, default=timing.RESULTS, metavar="DIR")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     args = parser.parse_args(argv)
     write_page(args.document, args.results)
 

@@ -1,8 +1,7 @@
-"""tools/train_tokenizer.py: what it writes, and how it refuses."""
+"""``lowbit-tokenizer``: what it writes, and how it refuses."""
 
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.data.tokenizer import load_tokenizer
+from megatron_lowbit.data.tokenizer_command import main
 from megatron_lowbit.errors import UserError, exit_on_user_error
 
-TOOL = Path(__file__).parents[2] / "tools" / "train_tokenizer.py"
-main = runpy.run_path(str(TOOL))["main"]
+COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import tokenizer; tokenizer()"]
 
 # Every byte that UTF-8 can hold, spaces at the ends, line endings, joined emoji, the special token.
 TEXTS = (
@@ -129,7 +128,7 @@ def test_a_name_that_is_too_long_is_one_line(capsys):
 
 
 def test_the_command_exits_with_2(tmp_path):
-    command = [sys.executable, TOOL, "--input", tmp_path / "no", "--vocab-size", "300"]
+    command = [*COMMAND, "--input", tmp_path / "no", "--vocab-size", "300"]
     done = subprocess.run([*command, "--output", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: --input {tmp_path / 'no'}: no such file or folder\n"

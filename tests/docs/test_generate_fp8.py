@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 
-import fp8_page
+import fp8 as fp8_page
 
 from megatron_lowbit.numerics import FORMATS
 

@@ -1,7 +1,0 @@
-"""``lowbit-plan``, in a checkout."""
-
-from megatron_lowbit.errors import exit_on_user_error
-from megatron_lowbit.planning.command import main
-
-if __name__ == "__main__":
-    exit_on_user_error(main)
