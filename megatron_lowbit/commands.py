@@ -59,6 +59,6 @@ def plan() -> NoReturn:
 
 def recipes() -> NoReturn:
     """Run ``lowbit-recipes``; the same as ``python -m megatron_lowbit.recipes``."""
-    from megatron_lowbit.recipes.show import main
+    from megatron_lowbit.recipes.command import main
 
     exit_on_user_error(main)

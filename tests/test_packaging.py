@@ -70,7 +70,7 @@ def test_help(name, command):
 
 def test_torch_waits():
     """Importing the package, its errors, or printing a light command's help does not load torch."""
-    light = ["tokenizer", "preprocess", "checkpoint", "study"]
+    light = ["tokenizer", "preprocess", "convert", "checkpoint", "study", "plan", "recipes"]
     code = f"""
 import contextlib, io, sys
 import megatron_lowbit, megatron_lowbit.errors

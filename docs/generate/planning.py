@@ -15,13 +15,13 @@ from pathlib import Path
 
 from markdown import RESULTS, ROOT, replace_sections, table
 
-from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.layouts import candidates, given
 from megatron_lowbit.planning.memory import usable_bytes
+from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
 

@@ -7,18 +7,43 @@ To go on training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model OUTPUT/hugging_face ...
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowbit.command_line import command_parser
-from megatron_lowbit.conversion.convert import DTYPES, SHARD_BYTES, to_hugging_face, to_megatron
-from megatron_lowbit.conversion.layouts import LAYOUTS
-from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.conversion.choices import DTYPES, LAYOUTS, SHARD_BYTES
 from megatron_lowbit.errors import require
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Convert what the command line names."""
+    args = _parser().parse_args(argv)
+    # After the help, which needs no torch.
+    from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+    from megatron_lowbit.conversion.quantized import QuantizedAs
+
+    if args.command == "to-megatron":
+        to_megatron(args.source, args.output, args.force, args.shard_bytes)
+        folder, checkpoint, quantized = args.source, args.output, None
+    else:
+        quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
+        if not args.quantized:
+            require(quantized[1:] == ([], []), "--recipe and --recipe-set go with --quantized")
+            quantized = None
+        to_hugging_face(
+            args.source, args.output, args.dtype, args.carry, args.shard_bytes, args.force,
+            quantized, args.vocab_size,
+        )  # fmt: skip
+        folder, checkpoint = args.output, args.source
+    if args.verify:
+        # It needs megatron-core's models, which take seconds to import.
+        from megatron_lowbit.conversion.verify import TOKENS, print_difference
+
+        print_difference(folder, checkpoint, args.verify_tokens or TOKENS, quantized)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     there = commands.add_parser("to-megatron", help="safetensors to torch_dist")
@@ -57,31 +82,4 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
         help="change a field of that recipe, as in training (repeatable)",
     )  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.command == "to-megatron":
-        to_megatron(args.source, args.output, args.force, args.shard_bytes)
-        if args.verify:
-            _verify(args.source, args.output, args.verify_tokens)
-        return
-    quantized = None
-    if args.quantized:
-        quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
-    else:
-        require(
-            not (args.recipe or args.recipe_set), "--recipe and --recipe-set go with --quantized"
-        )
-    to_hugging_face(
-        args.source, args.output, args.dtype, args.carry, args.shard_bytes, args.force, quantized,
-        args.vocab_size,
-    )  # fmt: skip
-    if args.verify:
-        _verify(args.output, args.source, args.verify_tokens, quantized)
-
-
-def _verify(
-    folder: Path, checkpoint: Path, tokens: list[int], quantized: QuantizedAs | None = None
-) -> None:
-    # Here alone: it needs megatron-core's models, which take seconds to import.
-    from megatron_lowbit.conversion.verify import TOKENS, print_difference
-
-    print_difference(folder, checkpoint, tokens or TOKENS, quantized)
+    return parser

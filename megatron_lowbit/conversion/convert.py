@@ -16,6 +16,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.checkpoints.reader import NORM_BEFORE_EXPERTS
 from megatron_lowbit.checkpoints.writer import COMMON, by_size, extra_states, write_iteration
+from megatron_lowbit.conversion.choices import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.lazy_tensors import check_names, lazy_chunk, lazy_tensors
@@ -27,10 +28,8 @@ from megatron_lowbit.json_files import read_object
 from megatron_lowbit.storage.resumable_output import progress, resumable_output
 
 ITERATION = 0
-SHARD_BYTES = 5 * 10**9
 MODEL_ARGUMENTS, COMPANIONS = "model.args", "hugging_face"
 """Names beside a converted checkpoint: its model's arguments, and its source's other files."""
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def to_megatron(
@@ -106,7 +105,7 @@ def to_hugging_face(
     Args:
         source: what ``--save`` wrote, in any layout, or one of its iterations.
         output: a new folder.
-        dtype: dtype of the weights, one of ``DTYPES``; None keeps theirs.
+        dtype: dtype of the weights, one of ``choices.DTYPES``; None keeps theirs.
         companions: folder whose tokenizer and generation files are copied, and whose config.json
             has further entries; by default what :func:`to_megatron` put beside a checkpoint.
         shard_bytes: largest size of a file that holds several tensors.
@@ -122,7 +121,7 @@ def to_hugging_face(
     family = family_of(model)
     if companions is None and (source / COMPANIONS).is_dir():
         companions = source / COMPANIONS
-    rules, wanted = family.rules(model), DTYPES[dtype] if dtype else None
+    rules, wanted = family.rules(model), getattr(torch, dtype) if dtype else None
     config = _other_entries(companions) | family.to_config(model)
     tensors.check(rule.target for rule in rules)
     config["torch_dtype"] = dtype or str(tensors.dtype(rules[0].target)).removeprefix("torch.")

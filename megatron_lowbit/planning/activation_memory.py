@@ -9,13 +9,13 @@ alone, a quantized linear layer codes and scales of its input. The tests count w
 from argparse import Namespace
 from collections import Counter
 
+from megatron_lowbit.planning.hardware import SCANS
 from megatron_lowbit.planning.model import CONVOLUTION, Linear, Part, mixer, query_groups
 
 Bytes = dict[str, float]
 """Bytes by what they are of."""
 CHUNK = 128
 """Tokens that torch's scan takes together: megatron-core's default."""
-SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
 
 
 def activation_bytes(

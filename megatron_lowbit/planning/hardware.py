@@ -10,6 +10,8 @@ import yaml
 
 from megatron_lowbit.errors import UserError
 
+SCANS = ("mamba-ssm", "mamba-ssm-scan", "torch")
+"""Implementations of a hybrid's scan whose time and memory are known."""
 FILE = Path(__file__).with_name("hardware.yaml")
 
 

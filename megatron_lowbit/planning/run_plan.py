@@ -8,13 +8,13 @@ from rich.table import Table
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning import report
-from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import GPU, gpu, kinds
 from megatron_lowbit.planning.layouts import given
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.model import check_plannable
+from megatron_lowbit.planning.search import plan
 from megatron_lowbit.recipes import load_recipes
 
 _ASSUMED = "h200"

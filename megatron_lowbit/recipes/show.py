@@ -1,13 +1,10 @@
-"""Lists the recipes, and shows what one does to a model."""
+"""Tables of the recipes, and of what one does to a model."""
 
 import argparse
-import shlex
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rich.table import Table
 
-from megatron_lowbit.command_line import CommandParser, command_parser
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes.load import (
@@ -34,85 +31,43 @@ _SYMBOLS: dict[str, tuple[str, ...]] = {"M": ("mamba",), "*": ("attention",), "-
 _GPT_LAYER: tuple[str, ...] = ("attention", "mlp")
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run ``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
-    args = _parser().parse_args(argv)
-    if args.command == "list":
-        table = Table("recipe", "description")
-        for name in shipped_recipes():
-            table.add_row(name, load_recipe(name).description)
-    else:
-        shape = args if args.model is None else _read_model(args.model)
-        recipes = (args.forward, args.recipe) if args.forward else (args.recipe,)
-        recipe = load_recipes(recipes, (*_blocks(recipes, shape), *args.recipe_set))
-        layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
-        recipe.check_matchers(layers)
-        mxnorm = shape.normalization == "MXNorm"
-        if mxnorm:
-            check_mxnorm(recipe, layers)
-        table = resolved_table(recipe, layers, mxnorm)
+def list_recipes() -> None:
+    """Print the recipes that come with the package."""
+    table = Table("recipe", "description")
+    for name in shipped_recipes():
+        table.add_row(name, load_recipe(name).description)
+    _print(table)
+
+
+def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Namespace) -> None:
+    """Print the precision of each GEMM of each linear layer of a model.
+
+    Args:
+        recipes: one, or fprop's and backward's.
+        overrides: fields to change, as ``--recipe-set`` takes them.
+        shape: the model's layers and norm.
+    """
+    recipe = load_recipes(recipes, (*_blocks(recipes, shape), *overrides))
+    layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
+    recipe.check_matchers(layers)
+    mxnorm = shape.normalization == "MXNorm"
+    if mxnorm:
+        check_mxnorm(recipe, layers)
+    _print(resolved_table(recipe, layers, mxnorm))
+
+
+def _print(table: Table) -> None:
     # A pipe has no width: take what the table needs, so that names stay whole.
     needed = plain_console(_UNLIMITED).measure(table).maximum
     plain_console(needed).print(table)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = command_parser(prog="lowbit-recipes", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="list the recipes that come with the package")
-    show = commands.add_parser("show", help="show a recipe layer by layer and GEMM by GEMM")
-    show.add_argument("recipe", metavar="NAME_OR_FILE", help="a recipe of the list, or a YAML file")
-    show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
-    show.add_argument(
-        "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
-        help="change a field of the recipe, as in training (repeatable)",
-    )  # fmt: skip
-    show.add_argument("--model", metavar="FILE", help="a model's arguments, as in examples/")
-    _add_shape(show)
-    return parser
-
-
-def _add_shape(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--num-layers", type=int, default=12, help="number of layers of a GPT")
-    parser.add_argument(
-        "--hybrid-layer-pattern",
-        "--hybrid-override-pattern",  # Megatron-LM's deprecated name
-        metavar="PATTERN",
-        help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
-    )
-    parser.add_argument(
-        "--normalization", metavar="NAME", help="MXNorm is shown where it is active"
-    )
-    parser.add_argument(
-        "--first-last-layers-bf16", action="store_true", help="replace the recipe's own BF16 blocks"
-    )
-    for name, end in (("start", "first"), ("end", "last")):
-        parser.add_argument(
-            f"--num-layers-at-{name}-in-bf16", type=int, default=1, metavar="BLOCKS",
-            help=f"{end} blocks that --first-last-layers-bf16 keeps in BF16",
-        )  # fmt: skip
-
-
-def _blocks(recipes: tuple[str, ...], shape: argparse.Namespace) -> tuple[str, ...]:
+def _blocks(recipes: Sequence[str], shape: argparse.Namespace) -> tuple[str, ...]:
     """Return the overrides of a model that says itself which of its blocks stay in BF16."""
     if not shape.first_last_layers_bf16:
         return ()
     first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
     return for_sides([bf16_blocks(recipe, first, last) for recipe in recipes])
-
-
-def _read_model(file: str) -> argparse.Namespace:
-    """Read layers, pattern and norm from a file of arguments, most of which say other things."""
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-        arguments = shlex.split(text, comments=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--model {file}: {reason}") from None
-    parser = CommandParser(prog=file, allow_abbrev=False)
-    _add_shape(parser)
-    shape, _ = parser.parse_known_args(arguments)
-    return shape
 
 
 def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:

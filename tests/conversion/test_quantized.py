@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from saved_args import change_args
 
 from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
+from megatron_lowbit.conversion import choices
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.layouts import LAYOUTS
 from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.errors import UserError
@@ -388,6 +390,10 @@ def test_verify_compares_logits(mixtral, tmp_path):
     assert result.returncode == 0, result.stderr[-3000:]
     found = re.search(r"logits differ by (\S+) at most; the largest is (\S+)", result.stdout)
     assert float(found[1]) <= 1e-5 * float(found[2])
+
+
+def test_every_layout_can_be_chosen():
+    assert tuple(LAYOUTS) == choices.LAYOUTS
 
 
 def test_reciprocals_of_reciprocals():

@@ -2,12 +2,12 @@
 
 import pytest
 
-from megatron_lowbit.planning.command import plan
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.launches import waiting
 from megatron_lowbit.planning.layouts import given
+from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
 

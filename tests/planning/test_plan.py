@@ -9,7 +9,7 @@ import pytest
 from built import parse
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.planning.command import main, plan
+from megatron_lowbit.planning.command import main
 from megatron_lowbit.planning.communication import Cluster, data_parallel, link
 from megatron_lowbit.planning.compute import Device, gemm_seconds
 from megatron_lowbit.planning.estimate import Estimate
@@ -18,6 +18,7 @@ from megatron_lowbit.planning.layouts import Layout, candidates, given
 from megatron_lowbit.planning.memory import in_flight, state
 from megatron_lowbit.planning.model import Parameters
 from megatron_lowbit.planning.routing import gemm_name
+from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import Layer, load_recipe, load_recipes
 

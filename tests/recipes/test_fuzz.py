@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes import load_recipe, shipped_recipes
-from megatron_lowbit.recipes.show import main
+from megatron_lowbit.recipes.command import main
 
 TEXTS = {name: entry.read_text(encoding="utf-8") for name, entry in shipped_recipes().items()}
 RAW = {name: yaml.safe_load(text) for name, text in TEXTS.items()}

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.recipes.show import main
+from megatron_lowbit.recipes.command import main
 
 CONFIGS = "configs:\n  a: {input: {format: mxfp8-e4m3}}\n"
 MATCHERS = "matchers:\n  m: {type: glob, pattern: '*', config: a, enabled: true}\n"

@@ -10,6 +10,7 @@ import pytest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.recipes import load_combined, load_recipe, shipped_recipes, show
+from megatron_lowbit.recipes.command import main
 
 GPT = ["attention", "attention", "mlp", "mlp"]
 NAMES = {
@@ -26,7 +27,7 @@ def cells(recipe, layers):
 
 def shown(*arguments, capsys):
     """Return what a command prints, line by line, without box drawing."""
-    show.main(arguments)
+    main(arguments)
     lines = capsys.readouterr().out.splitlines()
     return [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in lines]
 
@@ -253,7 +254,7 @@ def test_list(capsys):
 )
 def test_bad_input(arguments, parts):
     with pytest.raises(UserError) as caught:
-        show.main(arguments)
+        main(arguments)
     message = str(caught.value)
     assert "\n" not in message
     for part in parts:

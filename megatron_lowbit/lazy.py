@@ -1,0 +1,22 @@
+"""Attributes of a package that are imported when they are first used: torch takes seconds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazy_attributes(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """Return a ``__getattr__`` (PEP 562) for a package.
+
+    Args:
+        package: the package's ``__name__``.
+        modules: names of attributes by the submodule that has them.
+    """
+    homes = {name: module for module, names in modules.items() for name in names}
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package} has no attribute {name}")
+        return getattr(import_module(f"{package}.{homes[name]}"), name)
+
+    return __getattr__

@@ -1,0 +1,73 @@
+"""Lists the recipes, and shows what one does to a model."""
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_lowbit.command_line import CommandParser, command_parser
+from megatron_lowbit.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run ``list``, or ``show NAME`` for a GPT or hybrid model of some size."""
+    args = _parser().parse_args(argv)
+    # After the help, which needs no torch.
+    from megatron_lowbit.recipes.show import list_recipes, show
+
+    if args.command == "list":
+        list_recipes()
+    else:
+        recipes = (args.forward, args.recipe) if args.forward else (args.recipe,)
+        show(recipes, args.recipe_set, args if args.model is None else _read_model(args.model))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = command_parser(prog="lowbit-recipes", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="list the recipes that come with the package")
+    show = commands.add_parser("show", help="show a recipe layer by layer and GEMM by GEMM")
+    show.add_argument("recipe", metavar="NAME_OR_FILE", help="a recipe of the list, or a YAML file")
+    show.add_argument("--forward", metavar="NAME_OR_FILE", help="another recipe for fprop")
+    show.add_argument(
+        "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
+        help="change a field of the recipe, as in training (repeatable)",
+    )  # fmt: skip
+    show.add_argument("--model", metavar="FILE", help="a model's arguments, as in examples/")
+    _add_shape(show)
+    return parser
+
+
+def _add_shape(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--num-layers", type=int, default=12, help="number of layers of a GPT")
+    parser.add_argument(
+        "--hybrid-layer-pattern",
+        "--hybrid-override-pattern",  # Megatron-LM's deprecated name
+        metavar="PATTERN",
+        help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
+    )
+    parser.add_argument(
+        "--normalization", metavar="NAME", help="MXNorm is shown where it is active"
+    )
+    parser.add_argument(
+        "--first-last-layers-bf16", action="store_true", help="replace the recipe's own BF16 blocks"
+    )
+    for name, end in (("start", "first"), ("end", "last")):
+        parser.add_argument(
+            f"--num-layers-at-{name}-in-bf16", type=int, default=1, metavar="BLOCKS",
+            help=f"{end} blocks that --first-last-layers-bf16 keeps in BF16",
+        )  # fmt: skip
+
+
+def _read_model(file: str) -> argparse.Namespace:
+    """Read layers, pattern and norm from a file of arguments, most of which say other things."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        arguments = shlex.split(text, comments=True)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"--model {file}: {reason}") from None
+    parser = CommandParser(prog=file, allow_abbrev=False)
+    _add_shape(parser)
+    shape, _ = parser.parse_known_args(arguments)
+    return shape
