@@ -194,8 +194,8 @@ def test_square_blocks(quantized):
 
 def test_show(page, extended):
     program, *arguments = page.command.split()
-    assert program == "python"
-    result = run(extended, *arguments)
+    assert program == "lowbit-recipes"
+    result = run(extended, "-m", "megatron_lowbit.recipes", *arguments)
     assert result.returncode == 0, result.stderr
     assert "recipe mxint8: 44 of 48 linear layers quantized" in result.stdout
     for operand in ("input: mxint8 ", "weight: mxint8-2d ", "grad: mxint8 SR "):
