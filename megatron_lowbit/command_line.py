@@ -104,7 +104,7 @@ def _read_arguments(path: Path) -> list[str]:
     return shlex.split(text.replace("\\\n", " "), comments=True)
 
 
-class GivenArguments:
+class CommandLine:
     """Arguments of a command line in their order, to look up, replace and remove.
 
     Flags that set the same attribute count as one: ``--no-rope-fusion`` is also found as

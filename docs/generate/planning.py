@@ -19,7 +19,7 @@ from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import candidates, given
+from megatron_lowbit.planning.layouts import candidate_of, candidates
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
@@ -38,7 +38,7 @@ def planned(
     here = [word.replace("@examples", f"@{ROOT}/examples") for word in words]
     args = TrainingArguments(here).parse(gpus)
     device = Device(gpu(kind), args.transformer_impl == "transformer_engine", scan, accumulate)
-    tried = [given(args, gpus)]
+    tried = [candidate_of(args, gpus)]
     return plan(
         tried,
         load_recipes(args.precision_recipe, args.recipe_set),

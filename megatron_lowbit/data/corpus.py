@@ -103,8 +103,8 @@ def _folder_files(folder: Path, pattern: str, exclude: frozenset[str]) -> list[P
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in exclude]
-        kept = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
-        found.extend(path for path in (Path(root, name) for name in kept) if path.is_file())
+        chosen = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
+        found.extend(path for path in (Path(root, name) for name in chosen) if path.is_file())
     return sorted(found)
 
 

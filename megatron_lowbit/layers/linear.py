@@ -86,13 +86,15 @@ class _LowbitLinear(torch.autograd.Function):
         return dgrad, wgrad, bias_grad, None, None
 
 
-def _wgrad(context: LinearContext, lhs: Any, kept: Any, grad: Tensor, dtype: torch.dtype) -> Tensor:
+def _wgrad(
+    context: LinearContext, lhs: Any, saved: Any, grad: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision."""
     if context.precision.wgrad.fallback:
-        x = gather_input(context, kept)
+        x = gather_input(context, saved)
         rhs = quantize_all_tokens(context, "wgrad", x)
         return context.gemm("wgrad", lhs, rhs, dtype, high_precision=(grad.t(), x.t()))
-    return context.gemm("wgrad", lhs, wgrad_input(context, kept), dtype)
+    return context.gemm("wgrad", lhs, wgrad_input(context, saved), dtype)
 
 
 @eager

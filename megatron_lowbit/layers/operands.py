@@ -51,34 +51,34 @@ def quantize_input(
     )
     by_row = by_row if given_row is None else given_row
     if reuses_row:
-        kept = by_row
+        saved = by_row
     elif keeps_codes:
-        kept = by_col if given_col is None else given_col
+        saved = by_col if given_col is None else given_col
     else:
-        kept = x if keep else None
+        saved = x if keep else None
     if not split:
-        return by_row, kept
+        return by_row, saved
     if given_row is None and not makes_row:
-        return quantize_gathered(context, "fprop", x), kept
-    return gather_rows(by_row, context.shards.group), kept
+        return quantize_gathered(context, "fprop", x), saved
+    return gather_rows(by_row, context.shards.group), saved
 
 
-def wgrad_input(context: LinearContext, kept: Any) -> Any:
-    """Return wgrad's right operand, transposed (K, M), of what :func:`quantize_input` kept."""
+def wgrad_input(context: LinearContext, saved: Any) -> Any:
+    """Return wgrad's right operand, transposed (K, M), from what :func:`quantize_input` saved."""
     precision, shards = context.precision.wgrad, context.shards
     if precision.rhs_of_fprop:
-        return _fprop_input(context, kept).dequantize().t()
-    if not isinstance(kept, Tensor):
-        return gather_columns(kept, shards.group) if shards.sequence_parallel else kept
-    return quantize_gathered(context, "wgrad", kept) if shards.sequence_parallel else kept.t()
+        return _fprop_input(context, saved).dequantize().t()
+    if not isinstance(saved, Tensor):
+        return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
+    return quantize_gathered(context, "wgrad", saved) if shards.sequence_parallel else saved.t()
 
 
-def _fprop_input(context: LinearContext, kept: Any) -> Any:
+def _fprop_input(context: LinearContext, saved: Any) -> Any:
     if not context.shards.sequence_parallel:
-        return kept
-    if isinstance(kept, Tensor):
-        return quantize_gathered(context, "fprop", kept)
-    return gather_rows(kept, context.shards.group)
+        return saved
+    if isinstance(saved, Tensor):
+        return quantize_gathered(context, "fprop", saved)
+    return gather_rows(saved, context.shards.group)
 
 
 def gather_input(context: LinearContext, x: Tensor) -> Tensor:

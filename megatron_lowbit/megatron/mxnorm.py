@@ -89,13 +89,13 @@ def with_mxnorm(spec: Any) -> Any:
     if isinstance(spec, TransformerLayerSubmodules):
         attention = _with_fused(spec.self_attention, "linear_qkv")
         mlp = _with_fused(spec.mlp, "linear_fc1")
-        kept = attention is spec.self_attention, mlp is spec.mlp
+        is_own = attention is spec.self_attention, mlp is spec.mlp
         return dataclasses.replace(
             spec,
             self_attention=attention,
-            input_layernorm=spec.input_layernorm if kept[0] else IdentityOp,
+            input_layernorm=spec.input_layernorm if is_own[0] else IdentityOp,
             mlp=mlp,
-            pre_mlp_layernorm=spec.pre_mlp_layernorm if kept[1] else IdentityOp,
+            pre_mlp_layernorm=spec.pre_mlp_layernorm if is_own[1] else IdentityOp,
         )
     if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}

@@ -39,20 +39,20 @@ class DelayedScaling:
             raise ValueError(f"amax_history algorithm {self.algorithm!r} is not max or average")
 
     @property
-    def kept(self) -> int:
-        """Steps whose amaxes have to be kept, to use them or to count them."""
+    def recorded(self) -> int:
+        """Number of steps whose amaxes are recorded, to use them or to count them."""
         return max(self.length, self.just_in_time or 0)
 
     def amax(self, entries: Tensor, current: Tensor) -> Tensor:
         """Return the amax for the scale.
 
         Args:
-            entries: FP32 (at least ``kept``,), oldest first, negative where none was recorded.
+            entries: FP32 (at least ``recorded``,), oldest first, negative where none was recorded.
             current: FP32 scalar, the tensor's own. One that is not finite is returned itself: a
                 finite scale would make its infinities ordinary numbers.
         """
         window = entries[-self.length :]
-        known = entries[-self.kept :] >= 0
+        known = entries[-self.recorded :] >= 0
         if self.algorithm == "max":
             delayed = window.amax()
         else:

@@ -152,14 +152,14 @@ def _quantization(
     delayed = precision.history_length > 0
     sizes = {"input": tokens * inputs, "grad": tokens * outputs, "weight": weights}
 
-    def made(role: str, *gemms: str, kept: tuple[str, ...] = ()) -> float:
+    def made(role: str, *gemms: str, saved: tuple[str, ...] = ()) -> float:
         sides = [(gemm, q) for gemm in gemms if (q := precision.quantizer(gemm, role)) is not None]
         if not sides:
             return 0.0
         amaxes = (q.format.row_scaled or (q.format.tensor_scaled and not delayed) for _, q in sides)
         passes = 1 + any(amaxes)
         written = sum(
-            BF16 if takes_values(names[gemm]) and gemm not in kept else _packed(q)
+            BF16 if takes_values(names[gemm]) and gemm not in saved else _packed(q)
             for gemm, q in sides
         )
         extra = sum(_extra_ps(gemm, q, precision, device.gpu) for gemm, q in sides)
@@ -173,12 +173,12 @@ def _quantization(
             return 0.0
         return device.moved(sizes[role] * (_packed(quantizer) + bits / 8))
 
-    forward = made("input", "fprop", "wgrad", kept=("wgrad",))
+    forward = made("input", "fprop", "wgrad", saved=("wgrad",))
     backward = made("grad", "dgrad", "wgrad") + unpacked("input", "wgrad")
     if precision.caches_weight:
         forward += unpacked("weight", "fprop")
         backward += unpacked("weight", "dgrad")
-        return forward, backward, made("weight", "fprop", "dgrad", kept=("fprop", "dgrad"))
+        return forward, backward, made("weight", "fprop", "dgrad", saved=("fprop", "dgrad"))
     if precision.weight_serves_dgrad:
         return forward + made("weight", "fprop", "dgrad"), backward, 0.0
     return forward + made("weight", "fprop"), backward + made("weight", "dgrad"), 0.0

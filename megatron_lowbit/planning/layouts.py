@@ -73,7 +73,7 @@ class Candidate(NamedTuple):
     args: Namespace
 
 
-def given(args: Namespace, gpus: int) -> Candidate:
+def candidate_of(args: Namespace, gpus: int) -> Candidate:
     """Return the layout that the arguments themselves ask for.
 
     Raises UserError where the GPUs or the global batch do not divide.

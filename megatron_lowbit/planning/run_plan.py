@@ -11,7 +11,7 @@ from megatron_lowbit.planning import report
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import GPU, gpu, kinds
-from megatron_lowbit.planning.layouts import given
+from megatron_lowbit.planning.layouts import candidate_of
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.model import check_plannable
 from megatron_lowbit.planning.search import plan
@@ -30,7 +30,7 @@ def describe_plan(args: Namespace) -> Iterator[str | Table]:
     kind, where = _gpu()
     try:
         check_plannable(args)
-        candidate = given(Namespace(**vars(args)), args.world_size)
+        candidate = candidate_of(Namespace(**vars(args)), args.world_size)
     except UserError as error:
         yield f"memory and time are not planned: {error}"
         return

@@ -12,7 +12,7 @@ from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate, estimate
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import Candidate, candidates, given
+from megatron_lowbit.planning.layouts import Candidate, candidate_of, candidates
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.model import check_plannable, layers, stages
 from megatron_lowbit.planning.training_arguments import TrainingArguments
@@ -37,7 +37,7 @@ def print_plan(own: Namespace, training: Sequence[str]) -> None:
     kind, words = gpu(own.gpu), TrainingArguments(training)
     cluster = Cluster(kind, min(own.gpus_per_node, own.gpus))
     if own.as_given:
-        tried, refused = [given(words.parse(own.gpus), own.gpus)], 0
+        tried, refused = [candidate_of(words.parse(own.gpus), own.gpus)], 0
     else:
         tried, refused = _search(words, own.gpus, cluster.gpus_per_node)
     args = tried[0].args

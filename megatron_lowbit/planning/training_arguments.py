@@ -12,7 +12,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from megatron_lowbit.command_line import GivenArguments, expand_files
+from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import needs_one_connection
 from megatron_lowbit.megatron.arguments.parse import in_one_line
@@ -56,29 +56,29 @@ class TrainingArguments:
         if unknown:
             raise UserError(describe_unknown(front, written, unknown))
         self.flags = args
-        self._given = GivenArguments(front, written)
+        self._command_line = CommandLine(front, written)
         for flag, value in _FILLED:
             self._fill(flag, value)
         if args.seq_length is not None:
             self._fill("--max-position-embeddings", str(args.seq_length))
         if not args.fp16:
             self._fill("--bf16")
-        translate_precision(args, self._given, _RECIPES, default=("bf16",))
+        translate_precision(args, self._command_line, _RECIPES, default=("bf16",))
         self._parser = argparse.ArgumentParser(allow_abbrev=False)
         add_recipe_arguments(add_megatron_arguments(self._parser))
 
     def _fill(self, flag: str, *values: str) -> None:
-        if flag not in self._given:
-            self._given.add(flag, *values)
+        if flag not in self._command_line:
+            self._command_line.add(flag, *values)
 
     def remove(self, *flags: str) -> None:
         """Leave arguments out from now on."""
         for flag in flags:
-            self._given.remove(flag)
+            self._command_line.remove(flag)
 
     def parse(self, ranks: int, more: Sequence[str] = ()) -> Namespace:
         """Return validated arguments of a run on so many ranks, with more arguments at the end."""
-        tokens = [*self._given.tokens(), *more]
+        tokens = [*self._command_line.tokens(), *more]
         with _quiet(), _one_line_errors():
             args = self._parser.parse_args(tokens)
             args.rank, args.world_size = 0, ranks

@@ -193,7 +193,7 @@ class LinearPrecision:
     @property
     def history_length(self) -> int:
         """Number of steps whose amaxes delayed scaling keeps; 0 without it."""
-        return max(p.delayed.kept if p.delayed else 0 for p in self.gemms.values())
+        return max(p.delayed.recorded if p.delayed else 0 for p in self.gemms.values())
 
     def operands(self) -> Iterator[OperandPrecision]:
         """Yield all six operands, in the order of ``OPERANDS``."""

@@ -83,10 +83,10 @@ class OperandSpec(BaseModel):
         if other is None:
             return self
         changes = other.model_dump(exclude_unset=True)
-        kept = self.model_dump(exclude_unset=True)
+        own = self.model_dump(exclude_unset=True)
         if "format" in changes:
-            kept = {name: v for name, v in kept.items() if name in operand_keys(other.format)}
-        return OperandSpec(**kept | changes)
+            own = {name: v for name, v in own.items() if name in operand_keys(other.format)}
+        return OperandSpec(**own | changes)
 
 
 def _signs(data: Any) -> Any:

@@ -36,9 +36,9 @@ def most_sensitive(
 
     Taken one after another, leaving out what does not fit any more.
     """
-    left, kept = share * sum(sizes.values()), []
+    left, chosen = share * sum(sizes.values()), []
     for path in sorted(scores, key=lambda path: -scores[path]):
         if sizes[path] <= left:
-            kept.append(path)
+            chosen.append(path)
             left -= sizes[path]
-    return kept
+    return chosen

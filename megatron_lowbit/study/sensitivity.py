@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 from rich.table import Table
 
-from megatron_lowbit.command_line import GivenArguments, expand_files
+from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
@@ -33,7 +33,7 @@ UNUSED = (
 """Arguments of training that measuring replaces or has no use for."""
 
 
-class Layer(NamedTuple):
+class LayerErrors(NamedTuple):
     """Mean relative errors of a layer's output and weight gradient, and its number of weights."""
 
     output: float
@@ -83,10 +83,10 @@ class Sensitivity:
             found = figures.get(OUTPUT, 0.0), figures.get(WEIGHT_GRADIENT, 0.0)
             self._errors.setdefault(path, []).append(found)
 
-    def layers(self) -> dict[str, Layer]:
+    def layers(self) -> dict[str, LayerErrors]:
         """Return what was measured, by the layers' paths."""
         return {
-            path: Layer(*(sum(of) / len(found) for of in zip(*found, strict=True)), weights)
+            path: LayerErrors(*(sum(of) / len(found) for of in zip(*found, strict=True)), weights)
             for path, found in self._errors.items()
             for weights in [self._weights[path]]
         }
@@ -126,27 +126,27 @@ def _everywhere(recipe: str) -> Iterator[str]:
         yield str(file)
 
 
-def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, Layer], bool]:
+def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, LayerErrors], bool]:
     """Run Megatron-LM's loop with a learning rate of zero; return layers, and True on rank 0."""
     # As slow as training to import.
     from megatron_lowbit.megatron import pretrain
     from megatron_lowbit.megatron.arguments import front_parser, parse_arguments
     from megatron_lowbit.megatron.failures import translate_assertions
 
-    given = GivenArguments(front_parser(), expand_files(training))
+    words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:
-        given.remove(flag)
+        words.remove(flag)
     fixed = ["--precision-recipe", recipe, "--finetune", "--lr", "0", "--lr-decay-style",
              "constant", "--train-iters", str(batches), "--eval-iters", "0",
              "--exit-on-missing-checkpoint"]  # fmt: skip
-    args = parse_arguments([*given.tokens(), *fixed])
+    args = parse_arguments([*words.tokens(), *fixed])
     sensitivity = Sensitivity(args)
     with pretrain.teardown(), translate_assertions():
         pretrain.run(args, [sensitivity])
     return sensitivity.layers(), args.rank == 0
 
 
-def _report(recipe: str, share: float, output: Path | None, found: dict[str, Layer]) -> None:
+def _report(recipe: str, share: float, output: Path | None, found: dict[str, LayerErrors]) -> None:
     scores = {path: layer.score for path, layer in found.items()}
     sizes = {path: layer.weights for path, layer in found.items()}
     spared = most_sensitive(scores, sizes, share)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_lowbit import command_line
-from megatron_lowbit.command_line import GivenArguments, expand_files
+from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import arguments
 from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
@@ -211,21 +211,21 @@ def test_a_file_of_arguments_that_cannot_be_read(tmp_path, text, message):
 
 
 def test_given_arguments_can_be_replaced(parser):
-    given = GivenArguments(parser, ["--lr=-1", "--disable-bias-linear", "--data-path", "a", "b"])
-    assert "--lr" in given and "--min-lr" not in given
-    assert given.text("--data-path") == "--data-path a b"
-    given.remove("--disable-bias-linear")
-    given.add("--min-lr", "0")
-    assert given.tokens() == ["--lr=-1", "--data-path", "a", "b", "--min-lr", "0"]
+    words = CommandLine(parser, ["--lr=-1", "--disable-bias-linear", "--data-path", "a", "b"])
+    assert "--lr" in words and "--min-lr" not in words
+    assert words.text("--data-path") == "--data-path a b"
+    words.remove("--disable-bias-linear")
+    words.add("--min-lr", "0")
+    assert words.tokens() == ["--lr=-1", "--data-path", "a", "b", "--min-lr", "0"]
 
 
 # -- a CPU -----------------------------------------------------------------------------------------
 
 
-def adapted(parser, line: str) -> tuple[GivenArguments, list[str]]:
+def adapted(parser, line: str) -> tuple[CommandLine, list[str]]:
     argv = shlex.split(line)
-    given = GivenArguments(parser, argv)
-    return given, adapt_to_cpu(parser.parse_args(argv), given)
+    words = CommandLine(parser, argv)
+    return words, adapt_to_cpu(parser.parse_args(argv), words)
 
 
 def test_tables_name_arguments_and_values_that_megatron_has(parser):
@@ -239,13 +239,13 @@ def test_tables_name_arguments_and_values_that_megatron_has(parser):
 
 
 def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
-    given, lines = adapted(parser, """
+    words, lines = adapted(parser, """
         --transformer-impl transformer_engine --distributed-backend nccl --attention-backend flash
         --cuda-graph-impl local --tp-comm-overlap --moe-permute-fusion --async-strategy nvrx
         --use-megatron-fsdp --ckpt-format fsdp_dtensor --fp16 --lr 1
         --async-save --use-persistent-ckpt-worker --grad-reduce-in-bf16
     """)  # fmt: skip
-    args = parser.parse_args(given.tokens())
+    args = parser.parse_args(words.tokens())
     assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
     assert args.attention_backend == AttnBackend.auto and args.cuda_graph_impl == "none"
     assert (args.async_strategy, args.ckpt_format) == ("mcore", "torch_dist")
@@ -262,11 +262,11 @@ def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
 
 def test_what_a_cpu_can_do_stays(parser):
     line = "--attention-backend unfused --ckpt-format torch --moe-token-dispatcher-type alltoall"
-    given, lines = adapted(parser, line)
-    assert given.tokens()[: len(line.split())] == line.split()
+    words, lines = adapted(parser, line)
+    assert words.tokens()[: len(line.split())] == line.split()
     assert len(lines) == 1 and lines[0].startswith("on a CPU: added ")
-    again = GivenArguments(parser, given.tokens())
-    assert adapt_to_cpu(parser.parse_args(given.tokens()), again) == []
+    again = CommandLine(parser, words.tokens())
+    assert adapt_to_cpu(parser.parse_args(words.tokens()), again) == []
 
 
 def test_masks_between_documents_are_still_created(parser):

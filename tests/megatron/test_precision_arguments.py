@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_lowbit.command_line import GivenArguments
+from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import front_parser
 from megatron_lowbit.megatron.arguments.precision import (
@@ -31,7 +31,7 @@ def parser():
 def choose(parser):
     def choose(line: str, machine: Machine) -> Precision:
         argv = line.split()
-        return choose_precision(parser.parse_args(argv), GivenArguments(parser, argv), machine)
+        return choose_precision(parser.parse_args(argv), CommandLine(parser, argv), machine)
 
     return choose
 
@@ -107,8 +107,8 @@ def test_elsewhere_a_recipe_takes_their_place(choose, line, machine, recipe, rea
     found = choose(line, machine)
     assert found.recipes == (recipe,)
     assert reason in found.lines[0]
-    given = {flag for flag in line.split() if flag.startswith(("--fp8", "--fp4"))}
-    assert given <= set(found.left_out)
+    words = {flag for flag in line.split() if flag.startswith(("--fp8", "--fp4"))}
+    assert words <= set(found.left_out)
 
 
 @pytest.mark.parametrize("name", ["delayed", "tensorwise", "blockwise", "mxfp8"])

@@ -43,7 +43,7 @@ def test_every_step_of_a_run(algorithm, length, just_in_time):
         history.record(0, torch.tensor(current))
         history.advance(history.step)
         recorded.append(current)
-    assert history.length == kept == scaling.kept and (history.entries >= 0).all()
+    assert history.length == kept == scaling.recorded and (history.entries >= 0).all()
 
 
 def test_max_and_average_differ():

@@ -6,7 +6,7 @@ from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
 from megatron_lowbit.planning.launches import waiting
-from megatron_lowbit.planning.layouts import given
+from megatron_lowbit.planning.layouts import candidate_of
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
@@ -33,7 +33,7 @@ def step(words: str) -> dict[str, float]:
     args = TrainingArguments(words.split()).parse(ranks)
     device = Device(gpu("h200"), False, "torch")
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    (found,) = plan([given(args, ranks)], recipe, 4096, device, Cluster(device.gpu, 8))
+    (found,) = plan([candidate_of(args, ranks)], recipe, 4096, device, Cluster(device.gpu, 8))
     return found.seconds
 
 

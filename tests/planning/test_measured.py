@@ -13,7 +13,7 @@ import pytest
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import given
+from megatron_lowbit.planning.layouts import candidate_of
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
@@ -44,7 +44,7 @@ def estimated(words, vocabulary: int, gpus: int = 1, **device):
     device = Device(gpu("h200"), **settings)
     cluster = Cluster(device.gpu, 8)
     (found,) = plan(
-        [given(args, gpus)],
+        [candidate_of(args, gpus)],
         load_recipes(args.precision_recipe, args.recipe_set),
         vocabulary,
         device,

@@ -14,7 +14,7 @@ from megatron_lowbit.planning.communication import Cluster, data_parallel, link
 from megatron_lowbit.planning.compute import Device, gemm_seconds
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import GPU, Figure, gpu, kinds
-from megatron_lowbit.planning.layouts import Layout, candidates, given
+from megatron_lowbit.planning.layouts import Layout, candidate_of, candidates
 from megatron_lowbit.planning.memory import in_flight, state
 from megatron_lowbit.planning.model import Parameters
 from megatron_lowbit.planning.routing import gemm_name
@@ -41,7 +41,7 @@ SIMPLE = GPU(
 def planned(text: str, gpus: int = 1, kind: str = "h200", per_node: int = 8) -> Estimate:
     args = TrainingArguments(shlex.split(text)).parse(gpus)
     device = Device(gpu(kind), True, "mamba-ssm")
-    tried = [given(args, gpus)]
+    tried = [candidate_of(args, gpus)]
     return plan(
         tried,
         load_recipes(args.precision_recipe, args.recipe_set),
@@ -120,7 +120,7 @@ def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_t
         assert layout.pipeline * layout.layers == 32
     for layout in sorted(layouts)[::25]:
         args = words.parse(16, ["--global-batch-size", "256", *layout.arguments()])
-        assert given(args, 16).layout == layout
+        assert candidate_of(args, 16).layout == layout
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_the_bubble_is_that_of_the_textbook():
     device = Device(gpu("h200"), True, "mamba-ssm")
     # A vocabulary so small that the ends weigh nothing.
     (found,) = plan(
-        [given(args, 4)],
+        [candidate_of(args, 4)],
         load_recipes(args.precision_recipe, args.recipe_set),
         128,
         device,

@@ -7,7 +7,7 @@ the arguments of one table, and replaces or removes those of the other.
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron_lowbit.command_line import GivenArguments
+from megatron_lowbit.command_line import CommandLine
 
 _ADDED: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),
@@ -147,26 +147,26 @@ _UNSUPPORTED = (
 )
 
 
-def adapt_to_cpu(args: Namespace, given: GivenArguments) -> list[str]:
+def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
     """Change arguments to ones that a machine without CUDA supports.
 
     Args:
         args: parsed arguments.
-        given: the same arguments as written on the command line; changed in place.
+        words: the same arguments as written on the command line; changed in place.
 
     Returns:
         Lines to print that explain each change.
     """
-    changes = [_apply(row, args, given) for row in _UNSUPPORTED]
+    changes = [_apply(row, args, words) for row in _UNSUPPORTED]
     lines = [f"on a CPU: {change}" for change in changes if change]
     missing = [
         argument
         for argument in _ADDED
-        if argument[0] not in given
-        and not (argument[0] in _CONFLICTS and _CONFLICTS[argument[0]] in given)
+        if argument[0] not in words
+        and not (argument[0] in _CONFLICTS and _CONFLICTS[argument[0]] in words)
     ]
     for argument in missing:
-        given.add(*argument)
+        words.add(*argument)
     if missing:
         lines.append(f"on a CPU: added {' '.join(word for arg in missing for word in arg)}")
     return lines
@@ -177,18 +177,18 @@ def needs_one_connection(args: Namespace) -> bool:
     return bool(args.tensor_model_parallel_size > 1 or args.context_parallel_size > 1)
 
 
-def _apply(row: _Row, args: Namespace, given: GivenArguments) -> str | None:
+def _apply(row: _Row, args: Namespace, words: CommandLine) -> str | None:
     """Replace or remove an unsupported argument; return a description of the change."""
-    if row.flag not in given:
+    if row.flag not in words:
         return None
-    text = given.text(row.flag)
-    value = getattr(args, given.destination(row.flag))
+    text = words.text(row.flag)
+    value = getattr(args, words.destination(row.flag))
     if row.values and getattr(value, "name", value) not in row.values:  # enums by their names
         return None
-    given.remove(row.flag)
+    words.remove(row.flag)
     if not row.instead:
         return f"left out {text}: {row.reason}"
-    if row.instead[0] not in given:
-        given.add(*row.instead)
+    if row.instead[0] not in words:
+        words.add(*row.instead)
     replaced = text.removeprefix(f"{row.instead[0]} ")
     return f"{' '.join(row.instead)} instead of {replaced}: {row.reason}"

@@ -8,7 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_lowbit.command_line import GivenArguments, asks_for_help, expand_files
+from megatron_lowbit.command_line import CommandLine, asks_for_help, expand_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.arguments.parser import (
@@ -53,36 +53,36 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     args, unknown = parser.parse_known_args(written)
     if unknown:
         raise UserError(describe_unknown(parser, written, unknown))
-    given = GivenArguments(parser, written)
-    check_values(parser, args, given)
-    _check(args, given, hybrid)
+    words = CommandLine(parser, written)
+    check_values(parser, args, words)
+    _check(args, words, hybrid)
     if not args.dry_run:
         check_folders(args)
     machine = Machine.current()
-    lines = _translate(args, given, machine)
+    lines = _translate(args, words, machine)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(lines), flush=True)
     if machine.capability is None and needs_one_connection(args):
         # Megatron-LM's validation demands it; nothing on a CPU reads it.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    tokens = given.tokens()
+    tokens = words.tokens()
     with _world_size(args.dry_run_world_size):
         parsed = _parse_upstream(tokens)
     parsed.upstream_command_line = tokens
     return parsed
 
 
-def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
+def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     """Check this project's arguments, and restrictions that Megatron-LM does not check."""
     if hybrid is True and not args.use_checkpoint_args:
-        require(any(flag in given for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
+        require(any(flag in words for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
                 "models without one, use pretrain_gpt.py")  # fmt: skip
     if hybrid is False:
         for flag in (*_PATTERNS, "--is-hybrid-model"):
-            require(flag not in given, f"{flag} is for hybrids: use pretrain_hybrid.py")
+            require(flag not in words, f"{flag} is for hybrids: use pretrain_hybrid.py")
     require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
     for flag in _PACKED:
-        require(flag not in given, f"{flag}: packed sequences are not supported, leave it out")
+        require(flag not in words, f"{flag}: packed sequences are not supported, leave it out")
     if args.mxnorm:
         require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
     if args.mxnorm_post_round:
@@ -94,34 +94,34 @@ def _check(args: Namespace, given: GivenArguments, hybrid: bool | None) -> None:
         require(bool(args.save), "--save-keep-last needs --save")
 
 
-def _translate(args: Namespace, given: GivenArguments, machine: Machine) -> list[str]:
-    """Change the given arguments in place to ones that Megatron-LM supports on this machine.
+def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[str]:
+    """Change the arguments in place to ones that Megatron-LM supports on this machine.
 
     Returns:
         Lines to print that explain the changes.
     """
-    given.remove("--world-size")
+    words.remove("--world-size")
     if args.dry_run:
         # Megatron-LM opens its writers while it parses the arguments.
         for flag in ("--tensorboard-dir", "--wandb-project"):
-            given.remove(flag)
+            words.remove(flag)
     check_layers(args, machine)
-    precision = translate_precision(args, given, machine)
+    precision = translate_precision(args, words, machine)
     for flag in ("--mxnorm", "--fused-allreduce-norm"):
-        needed = flag not in given or bool(precision.recipes)
+        needed = flag not in words or bool(precision.recipes)
         require(needed, f"{flag} needs a recipe, such as bf16")
     lines = list(precision.lines)
-    if "--eval-interval" not in given:
-        given.add("--eval-interval", str(_NEVER))
+    if "--eval-interval" not in words:
+        words.add("--eval-interval", str(_NEVER))
         lines.append("--eval-interval is not given and has no default: evaluating at the end only")
     if args.phase_transition_iterations and args.train_iters:
-        lines.append(_count_samples(args, given))
+        lines.append(_count_samples(args, words))
     if machine.capability is None:
-        lines += adapt_to_cpu(args, given)
+        lines += adapt_to_cpu(args, words)
     return lines
 
 
-def _count_samples(args: Namespace, given: GivenArguments) -> str:
+def _count_samples(args: Namespace, words: CommandLine) -> str:
     """Convert the schedule to samples, the only unit that Megatron-LM's phases support.
 
     Returns:
@@ -129,16 +129,16 @@ def _count_samples(args: Namespace, given: GivenArguments) -> str:
     """
     batch = args.global_batch_size
     require(
-        batch is not None and "--rampup-batch-size" not in given,
+        batch is not None and "--rampup-batch-size" not in words,
         "--phase-transition-iterations needs a constant --global-batch-size",
     )
     changed = []
     for part in ("train", "lr-decay", "lr-warmup", "lr-wsd-decay"):
         flag = f"--{part}-iters"
-        if flag in given:
+        if flag in words:
             samples = getattr(args, f"{part.replace('-', '_')}_iters") * batch
-            given.remove(flag)
-            given.add(f"--{part}-samples", str(samples))
+            words.remove(flag)
+            words.add(f"--{part}-samples", str(samples))
             changed.append(f"{flag} as --{part}-samples {samples}")
     return f"--phase-transition-iterations: given to Megatron-LM: {', '.join(changed)}"
 

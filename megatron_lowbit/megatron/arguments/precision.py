@@ -8,7 +8,7 @@ import importlib.util
 from argparse import Namespace
 from dataclasses import dataclass
 
-from megatron_lowbit.command_line import GivenArguments
+from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes import HIGH_PRECISION, load_recipes
 from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
@@ -110,36 +110,36 @@ _UPSTREAM_ONLY = (
 
 
 def translate_precision(
-    args: Namespace, given: GivenArguments, machine: Machine, default: tuple[str, ...] = ()
+    args: Namespace, words: CommandLine, machine: Machine, default: tuple[str, ...] = ()
 ) -> Precision:
-    """Write the chosen precision into the given arguments, in place of Megatron-LM's flags.
+    """Write the chosen precision into the arguments, in place of Megatron-LM's flags.
 
     Args:
-        args, given, machine: as for :func:`choose_precision`, which is called.
+        args, words, machine: as for :func:`choose_precision`, which is called.
         default: recipes where no argument names one.
     """
     if args.normalization == "MXNorm":
-        given.remove("--normalization")
-        given.add("--normalization", "RMSNorm")
+        words.remove("--normalization")
+        words.add("--normalization", "RMSNorm")
         if not args.mxnorm:
-            given.add("--mxnorm")
-    precision = choose_precision(args, given, machine)
+            words.add("--mxnorm")
+    precision = choose_precision(args, words, machine)
     for flag in (*precision.left_out, "--precision-recipe", "--recipe-set"):
-        given.remove(flag)
+        words.remove(flag)
     if recipes := precision.recipes or default:
-        given.add("--precision-recipe", *recipes)
+        words.add("--precision-recipe", *recipes)
     for override in precision.overrides:
-        given.add("--recipe-set", override)
+        words.add("--recipe-set", override)
     return precision
 
 
-def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
+def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> Precision:
     """Choose between a recipe and Megatron-LM's own FP8 or FP4.
 
     Args:
         args: arguments as parsed by the front parser: ``fp8_recipe`` and ``fp4_recipe`` are None
             unless given.
-        given: the same arguments as written on the command line.
+        words: the same arguments as written on the command line.
         machine: the machine of the run.
 
     Raises:
@@ -147,16 +147,19 @@ def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -
     """
     if args.precision_recipe:
         for flag in _UPSTREAM_ONLY:
-            require(flag not in given, f"--precision-recipe excludes {flag}: leave one of them out")
+            require(
+                flag not in words,
+                f"--precision-recipe excludes {flag}: leave one of them out",
+            )
         require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")
         recipes = tuple(args.precision_recipe)
         overrides = _blocks_of_named(args, recipes)
-        return _with_recipes(args, given, recipes, overrides, "--precision-recipe names it")
+        return _with_recipes(args, words, recipes, overrides, "--precision-recipe names it")
     if args.fp8 and args.fp4:
         raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "
                         "without formats runs FP8 forward and FP4 backward")  # fmt: skip
     if args.fp8 or args.fp4:
-        return _with_format(args, given, machine)
+        return _with_format(args, words, machine)
     names = [name for name in (args.fp8_recipe, args.fp4_recipe) if name]
     if not names:
         require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
@@ -165,12 +168,12 @@ def choose_precision(args: Namespace, given: GivenArguments, machine: Machine) -
         require(name != "custom", "recipe custom needs --fp8-format, or --fp4-format, and its "
                                   "quantizer factory")  # fmt: skip
     recipes = tuple(MEGATRON_NAMES.get(name, name) for name in names)
-    flags = [flag for flag in ("--fp8-recipe", "--fp4-recipe") if flag in given]
-    reason = f"{' and '.join(given.text(flag) for flag in flags)} without a format"
-    return _with_recipes(args, given, recipes, _blocks_of_named(args, recipes), reason)
+    flags = [flag for flag in ("--fp8-recipe", "--fp4-recipe") if flag in words]
+    reason = f"{' and '.join(words.text(flag) for flag in flags)} without a format"
+    return _with_recipes(args, words, recipes, _blocks_of_named(args, recipes), reason)
 
 
-def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Precision:
+def _with_format(args: Namespace, words: CommandLine, machine: Machine) -> Precision:
     """Choose between Megatron-LM's own code and an equivalent recipe, given a format."""
     bits, other_recipe = ("fp8", args.fp4_recipe) if args.fp8 else ("fp4", args.fp8_recipe)
     format_, name = getattr(args, bits), getattr(args, f"{bits}_recipe")
@@ -192,7 +195,7 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
     unavailable = f"is for Megatron-LM's own code, which cannot run here: {obstacle}"
     require(name != "custom", f"--{bits}-recipe custom {unavailable}")
     flag = "--te-precision-config-file"
-    require(flag not in given, f"{flag} {unavailable}")
+    require(flag not in words, f"{flag} {unavailable}")
     own, changes = _EQUIVALENTS[name, format_]
     sides = [(own, (*_history(args, name), *changes, *_bf16_blocks(args, own)))]
     reason = f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
@@ -204,7 +207,7 @@ def _with_format(args: Namespace, given: GivenArguments, machine: Machine) -> Pr
         sides.reverse()
     recipes = tuple(recipe for recipe, _ in sides)
     overrides = for_sides([changes for _, changes in sides])
-    return _with_recipes(args, given, recipes, overrides, reason)
+    return _with_recipes(args, words, recipes, overrides, reason)
 
 
 def check_layers(args: Namespace, machine: Machine) -> None:
@@ -260,13 +263,13 @@ def _bf16_blocks(args: Namespace, name: str) -> tuple[str, ...]:
 
 def _with_recipes(
     args: Namespace,
-    given: GivenArguments,
+    words: CommandLine,
     recipes: tuple[str, ...],
     overrides: tuple[str, ...],
     reason: str,
 ) -> Precision:
     """Check recipes and return the choice of them. The user's overrides take precedence."""
-    require("--te-precision-config-file" not in given, "--te-precision-config-file is for "
+    require("--te-precision-config-file" not in words, "--te-precision-config-file is for "
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
     overrides = (*overrides, *args.recipe_set)
     recipe = load_recipes(recipes, overrides)
@@ -274,14 +277,14 @@ def _with_recipes(
         not args.moe_grouped_gemm or all(one == HIGH_PRECISION for one in recipe.precisions()),
         "grouped GEMMs under a recipe are not supported yet: leave out --moe-grouped-gemm",
     )
-    left_out = tuple(flag for flag in _DEPENDENT if flag in given)
+    left_out = tuple(flag for flag in _DEPENDENT if flag in words)
     shown = f"recipe {recipes[0]}"
     if len(recipes) == 2:
         shown = f"recipes {recipes[0]} (forward) and {recipes[1]} (backward)"
     changed = f" with {', '.join(overrides)}" if overrides else ""
     lines = [f"precision: {shown} of megatron-lowbit{changed}; {reason}"]
     lines += [
-        f"precision: left out {given.text(flag)}: {_DEPENDENT[flag]}"
+        f"precision: left out {words.text(flag)}: {_DEPENDENT[flag]}"
         for flag in left_out
         if flag not in _SILENT
     ]

@@ -15,7 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_lowbit.command_line import GivenArguments
+from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import check_folder, reason
 
@@ -164,13 +164,13 @@ def _size(node: ast.AST) -> int:
     raise ValueError("no list of integers")
 
 
-def check_values(parser: argparse.ArgumentParser, args: Namespace, given: GivenArguments) -> None:
+def check_values(parser: argparse.ArgumentParser, args: Namespace, words: CommandLine) -> None:
     """Check all numbers on the command line, and patterns that could become too long.
 
     Raises:
         UserError: a value is outside its range.
     """
-    destinations = given.destinations()
+    destinations = words.destinations()
     for action in parser._actions:
         if action.dest in destinations and action.type in (int, float):
             flag = action.option_strings[0]
