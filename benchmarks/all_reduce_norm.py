@@ -31,6 +31,7 @@ from torch import Tensor
 
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.kernels.elements import as_dtype
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.norm import (
     WARPS,
     finish_rows,
@@ -77,7 +78,7 @@ def add_norm_kernel(
 def add_norm(x: Tensor, residual: Tensor, gain: Tensor) -> None:
     """Run residual, RMSNorm and cast in one kernel, into new tensors."""
     rows, columns = x.shape
-    side, arguments, _ = row_side(REQUEST, x, None, False)
+    side, arguments, _ = row_side(REQUEST, x, None, Form.CODES)
     block = REQUEST.quantizer.format.block
     height, part = tile_of(columns, block)
     p, constant, eps = statistic(NORM, block)

@@ -12,6 +12,7 @@ from megatron_lowbit.collectives import kernel, paths
 from megatron_lowbit.collectives.barrier import BARRIERS, BROKEN, LATE, PROGRAMS, TAGS
 from megatron_lowbit.collectives.result import NEW, Result, check_buffer
 from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, tile_of
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.operands import cdiv
@@ -155,7 +156,7 @@ def launch(
     if plan.tensor_scaled:
         most = torch.zeros((), dtype=torch.int32, device=x.device)
     elif request is not None:
-        side, arguments, made = row_side(request, x, None, False, out.quantized)
+        side, arguments, made = row_side(request, x, None, Form.CODES, out.quantized)
     kernel.all_reduce_norm_kernel[plan.grid](
         x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
         buffer.addresses, buffer.state, buffer.fault.data_ptr(), buffer.rank, plan.tag, plan.shape,
@@ -164,7 +165,7 @@ def launch(
     )  # fmt: skip
     if plan.tensor_scaled:
         amax = most.view(torch.float32)
-        made, _ = normalize_quantize(total, norm, request, False, gain, amax, out.quantized)
+        made, _ = normalize_quantize(total, norm, request, Form.CODES, gain, amax, out.quantized)
     return Result(y, made, total if plan.keep_total else None)
 
 
@@ -173,7 +174,7 @@ def _check_buffers(x: Tensor, request: Request | None, plan: Plan, out: Result) 
     like = torch.empty_like(x, device="meta")
     made = None
     if request is not None and out.quantized is not None:
-        made = row_side(request, like, None, False)[2]
+        made = row_side(request, like, None, Form.CODES)[2]
     wanted = Result(like if plan.rows else None, made, like if plan.keep_total else None)
     for name, buffer, value in zip(Result._fields, out, wanted, strict=True):
         if buffer is not None:

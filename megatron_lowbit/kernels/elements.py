@@ -126,6 +126,39 @@ def rounded(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def rounded_or_nan(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Round x to E's grid as :func:`rounded`; a NaN stays one."""
+    return tl.where(x != x, x, rounded(x, words, E, STOCHASTIC))
+
+
+@triton.jit
+def fold_ratio(scale, top):
+    """Divide block scales by the tensor's largest; only blocks of zeros may have a larger one."""
+    ratio = tl.div_rn(scale, tl.zeros_like(scale) + top)
+    return tl.minimum(ratio, 1.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def fold_pair(low, high, low_ratio, high_ratio, E: tl.constexpr):
+    """Encode two tensors as :func:`encode_pair`, multiply the codes by ratios, encode again."""
+    if HARDWARE_CASTS:
+        KIND: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
+        return tl.inline_asm_elementwise(
+            "{.reg .b16 p, a, b; .reg .b32 h; .reg .f32 u, v;"
+            " cvt.rn.satfinite." + KIND + ".f32 p, $2, $1;"
+            " cvt.rn.f16x2." + KIND + " h, p; mov.b32 {a, b}, h;"
+            " cvt.f32.f16 u, a; cvt.f32.f16 v, b; mul.f32 u, u, $3; mul.f32 v, v, $4;"
+            " cvt.rn.satfinite." + KIND + ".f32 $0, v, u;}",
+            "=h,r,r,r,r", [low, high, low_ratio, high_ratio],
+            dtype=tl.int16, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        low = rounded_or_nan(low, low, E, False) * low_ratio
+        high = rounded_or_nan(high, high, E, False) * high_ratio
+        return encode_pair(low, high, E)
+
+
+@triton.jit
 def encode_pair(low, high, E: tl.constexpr):
     """Encode two tensors in 8 bits each, rounded to nearest, as one int16."""
     if HARDWARE_CASTS:
@@ -137,6 +170,15 @@ def encode_pair(low, high, E: tl.constexpr):
     else:
         high = encode(high, high, E, False) << 8
         return (encode(low, low, E, False) | high).to(tl.int16)
+
+
+@triton.jit
+def code_pair(low, high, ratio, E: tl.constexpr, FOLD: tl.constexpr):
+    """Encode two tensors in 8 bits each as one int16; with FOLD, codes are times a ratio."""
+    if FOLD:
+        return fold_pair(low, high, ratio, ratio, E)
+    else:
+        return encode_pair(low, high, E)
 
 
 @triton.jit

@@ -6,13 +6,22 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import PRODUCTS, GpuOperand, plain
 from megatron_lowbit.kernels.launch import quantize_both, tensor_amaxes
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
-from megatron_lowbit.kernels.operands import Transposed, Values, fold
-from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, Format, Route, route
+from megatron_lowbit.kernels.operands import Transposed, Values, fold, fold_rows
+from megatron_lowbit.kernels.routes import (
+    DEQUANTIZED,
+    EXACT,
+    FOLDED,
+    FOLDED_ROWS,
+    Format,
+    Route,
+    route,
+)
 from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
@@ -51,26 +60,26 @@ class FusedEngine(Engine):
         """
         if not all(r is None or r.quantizer.format.scale_kernel for r in (row, col)):
             return reference_quantize(x, row, col, amaxes)
-        exact = [r is not None and self._is_exact(r, x.dtype) for r in (row, col)]
-        values = [
-            is_exact and not r.needs_codes for is_exact, r in zip(exact, (row, col), strict=True)
-        ]
-        if col is row and exact[0]:
+        if row is not None and col is row and self._form(row, x.dtype) is Form.VALUES:
             # Blocks along columns stay within a thread: the cheaper side.
-            _, by_col = quantize_both(x, None, col, amaxes, (False, values[1]))
+            form = self._written_form(row, x.dtype)
+            _, by_col = quantize_both(x, None, col, amaxes, (form, form))
             if isinstance(by_col, Values):
                 return Values(by_col.values.t(), by_col.tensor_scale), by_col
             return Transposed(by_col), by_col
-        return quantize_both(x, row, col, amaxes, (values[0], values[1]))
+        forms = self._written_form(row, x.dtype), self._written_form(col, x.dtype)
+        return quantize_both(x, row, col, amaxes, forms)
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
         formats = [getattr(operand, "format", None) for operand in (lhs, rhs)]
-        if None in formats or self.route(*formats) is not FOLDED:
+        folding = {FOLDED: fold, FOLDED_ROWS: fold_rows}.get(self.route(*formats))
+        if None in formats or folding is None:
             return 0, 0
         inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
         for operand in (lhs, rhs):
-            fold(operand, inexact)
+            if operand.format.folds:
+                folding(operand, inexact)
         return int(inexact), math.prod(lhs.shape) + math.prod(rhs.shape)
 
     def normalize(
@@ -79,8 +88,10 @@ class FusedEngine(Engine):
         """Normalize and quantize, in one kernel for the cases that it takes."""
         if not takes(x, norm, request):
             return super().normalize(x, norm, request, amax)
-        values = self._is_exact(request, torch.float32) and not request.needs_codes
-        return normalize_quantize(x, norm, request, values, amax=amax)
+        form = self._written_form(request, torch.float32)
+        # Folding would need the amax of what is normalized first.
+        form = Form.VALUES if form is Form.VALUES else Form.CODES
+        return normalize_quantize(x, norm, request, form, amax=amax)
 
     def normalized_amax(self, x: Tensor, norm: MXNorm, request: Request) -> Tensor:
         """Return the amax of what is normalized, from one pass for the cases of the kernel."""
@@ -92,11 +103,20 @@ class FusedEngine(Engine):
         """Return the gradient of a norm's input, by one kernel."""
         return norm_grad(grad, x, rho)
 
-    def _is_exact(self, request: Request, dtype: torch.dtype) -> bool:
-        """Return True if the GEMM takes BF16 numbers; it does not beside an operand in FP32."""
+    def _form(self, request: Request, dtype: torch.dtype) -> Form:
+        """Return the form that the GEMM takes; beside an operand in FP32, codes."""
         if request.partner is None and dtype is not torch.bfloat16:
-            return False
-        return self.route(request.quantizer.format, request.partner).values
+            return Form.CODES
+        return self.route(request.quantizer.format, request.partner).form
+
+    def _written_form(self, request: Request | None, dtype: torch.dtype) -> Form:
+        """Return the form to write: codes where the GEMM's form is too large, or no codes."""
+        if request is None or request.needs_codes:
+            return Form.CODES
+        form = self._form(request, dtype)
+        if form is Form.FOLDED and not request.quantizer.format.folds:
+            return Form.CODES  # it is FP8 with a scale a tensor already
+        return Form.CODES if form is Form.VALUES and request.saved else form
 
     def gemm(
         self,
@@ -111,7 +131,7 @@ class FusedEngine(Engine):
         if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference_gemm(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
         found = self.route_of(lhs, rhs)
-        if not found.values:
+        if found.form is not Form.VALUES:
             lhs, rhs = plain(lhs), plain(rhs)
         return PRODUCTS[found](lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
 

@@ -14,11 +14,20 @@ from megatron_lowbit.kernels.operands import (
     Values,
     exact_values,
     fold,
+    fold_rows,
 )
-from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, ROWS, TENSORS, TILES
+from megatron_lowbit.kernels.routes import (
+    DEQUANTIZED,
+    EXACT,
+    FOLDED,
+    FOLDED_ROWS,
+    ROWS,
+    TENSORS,
+    TILES,
+)
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
-from megatron_lowbit.numerics.block_formats.fp8 import TILE
+from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 GpuOperand = Tensor | QuantizedTensor | Values | Transposed
 
@@ -95,18 +104,24 @@ def row_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply FP8 with a scale for each row of either operand; scales multiply finished sums."""
-    operands = [_aligned_rows(one.codes, one.scales) for one in (lhs, rhs)]
-    y = _multiply_rows(*operands, out_dtype, fast=False)
+    y = _multiply_rows(*(_aligned_rows(q.codes, q.scales) for q in (lhs, rhs)), out_dtype)
+    return _finish(y, lhs, rhs, bias, out_dtype)
+
+
+def folded_rows_product(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Multiply MXFP4 folded to E4M3 with a power of two a row."""
+    y = _multiply_rows(*(_aligned_rows(*fold_rows(q)) for q in (lhs, rhs)), out_dtype)
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
 def folded_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply MXFP4 folded to E4M3 with a power of two a row."""
-    a, b = (_aligned_rows(*fold(one)) for one in (lhs, rhs))
-    y = _multiply_rows(a, b, out_dtype, fast=True)
-    return _finish(y, lhs, rhs, bias, out_dtype)
+    """Multiply codes folded to FP8 with a scale a tensor, now or when they were written."""
+    folded = [q if isinstance(q.format, FP8Tensor) else fold(q) for q in (lhs, rhs)]
+    return tensor_product(*folded, bias, out_dtype)
 
 
 def _aligned_rows(codes: Tensor, scales: Tensor) -> ScaledRows:
@@ -116,12 +131,9 @@ def _aligned_rows(codes: Tensor, scales: Tensor) -> ScaledRows:
     return ScaledRows(codes, scales)
 
 
-def _multiply_rows(a: ScaledRows, b: ScaledRows, out_dtype: torch.dtype, fast: bool) -> Tensor:
-    rows = ScalingType.RowWise
-    return F.scaled_mm(
-        a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows,
-        output_dtype=_fp8_output(out_dtype), use_fast_accum=fast,
-    )  # fmt: skip
+def _multiply_rows(a: ScaledRows, b: ScaledRows, out_dtype: torch.dtype) -> Tensor:
+    rows, dtype = ScalingType.RowWise, _fp8_output(out_dtype)
+    return F.scaled_mm(a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows, output_dtype=dtype)
 
 
 def dequantized_product(
@@ -162,6 +174,7 @@ PRODUCTS = {
     TILES: tile_product,
     TENSORS: tensor_product,
     ROWS: row_product,
+    FOLDED_ROWS: folded_rows_product,
     FOLDED: folded_product,
     EXACT: exact_product,
     DEQUANTIZED: dequantized_product,

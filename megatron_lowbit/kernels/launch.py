@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fp8_tiles import fp8_tiles_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
 from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
@@ -30,6 +31,7 @@ from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
+from megatron_lowbit.numerics.folding import folded_format, lift
 from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import WORDS, Draw
@@ -45,14 +47,13 @@ def quantize_both(
     row: Request | None,
     col: Request | None,
     amaxes: Amaxes = (None, None),
-    values: tuple[bool, bool] = (False, False),
+    forms: tuple[Form, Form] = (Form.CODES, Form.CODES),
 ) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
     """Quantize x (R, C) as ``row`` says and its transpose as ``col`` says, in one pass over x.
 
-    A format with a scale a row takes a pass of its own for the amaxes, as does one with a scale a
-    tensor whose amax is not in ``amaxes``. The bits are those of
-    :func:`megatron_lowbit.numerics.quantize_both`; a side with ``values`` comes as BF16 numbers in
-    place of its codes and scales.
+    A format with a scale a row takes a pass of its own for the amaxes, as do folding and a format
+    with a scale a tensor whose amax is not in ``amaxes``. The bits are those of
+    :func:`megatron_lowbit.numerics.quantize_both`, in the form of each side.
 
     Raises:
         TypeError: x is neither FP32 nor BF16.
@@ -63,12 +64,12 @@ def quantize_both(
         return reference(x, row, col)
     if row and col and max(_points(row), _points(col)) > _LARGEST_TRANSFORM:
         # A tile that holds whole transforms in both directions would not fit into registers.
-        by_row, _ = quantize_both(x, row, None, amaxes, values)
-        return by_row, quantize_both(x, None, col, amaxes, values)[1]
-    amaxes = _all_amaxes(x, row, col, amaxes)
-    tiles = not any(values) and all(r is None or _is_plain_tile(r) for r in (row, col))
-    row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, values[0], tiles)
-    col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, values[1], tiles)
+        by_row, _ = quantize_both(x, row, None, amaxes, forms)
+        return by_row, quantize_both(x, None, col, amaxes, forms)[1]
+    amaxes = _all_amaxes(x, row, col, amaxes, forms)
+    tiles = Form.VALUES not in forms and all(r is None or _is_plain_tile(r) for r in (row, col))
+    row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, forms[0], tiles)
+    col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, forms[1], tiles)
     if tiles:
         _quantize_fp8_tiles(x, row_side, row_arguments, col_side, col_arguments)
         return by_row, by_col
@@ -96,26 +97,28 @@ def _quantize_fp8_tiles(
         _quantize_fp8_tiles(x, row, row_arguments, None, _NOTHING)
         _quantize_fp8_tiles(x, None, _NOTHING, col, col_arguments)
         return
-    (r_columns, _, r_codes, r_scales, r_one, *_), (c_columns, _, c_codes, c_scales, c_one, *_) = (
-        row_arguments,
-        col_arguments,
-    )
+    r_columns, r_amax, r_codes, r_scales, r_scale, *_ = row_arguments
+    c_columns, c_amax, c_codes, c_scales, c_scale, *_ = col_arguments
     tile = (FP8_TILE, FP8_TILE)
     fp8_tiles_kernel[_grid(x, tile)](
-        x, *x.stride(), *x.shape,
+        x, *x.stride(), *x.shape, c_amax if r_amax is None else r_amax,
         None if r_codes is None else r_codes.view(torch.int16), r_scales,
-        None if c_codes is None else c_codes.view(torch.int32), c_scales, r_one, c_one,
+        None if c_codes is None else c_codes.view(torch.int32), c_scales, r_scale, c_scale,
         r_columns, c_columns, row.block_rows if row else 0, col.block_rows if col else 0,
         sides[0].element, sides[0].options, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _all_amaxes(
-    x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes
+    x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes, forms: tuple[Form, Form]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the amaxes of tensors and of rows that the formats' scales are made from."""
-    missing = (r if amax is None else None for r, amax in zip((row, col), amaxes, strict=True))
-    own, rows = tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
+    """Return the amaxes of tensors and of rows that scales and folding are made from."""
+    missing = [
+        r if amax is None and r and (form is Form.FOLDED or r.quantizer.format.tensor_scaled)
+        else None
+        for r, amax, form in zip((row, col), amaxes, forms, strict=True)
+    ]  # fmt: skip
+    own, rows = _tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
     found = [
         next((one for one in three if one is not None), None)
         for three in zip(amaxes, own, rows, strict=True)
@@ -125,14 +128,21 @@ def _all_amaxes(
 
 def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
     """Compute what :func:`megatron_lowbit.numerics.tensor_amaxes` does, in one pass over x."""
-    if col is row:
-        amax, _ = tensor_amaxes(x, row, None) if row else (None, None)
-        return amax, amax
-    row, col = (r if r and r.quantizer.format.tensor_scaled else None for r in (row, col))
-    if row is None and col is None:
-        return None, None
     if not x.numel():
         return reference_amaxes(x, row, col)
+    return _tensor_amaxes(
+        x, *(r if r and r.quantizer.format.tensor_scaled else None for r in (row, col))
+    )
+
+
+def _tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
+    """Compute the amaxes of both sides, whatever their formats; None for None."""
+    if row is None and col is None:
+        return None, None
+    plain = all(r is None or r.hadamard is None for r in (row, col))
+    if row and col and (col is row or plain):
+        amax, _ = _tensor_amaxes(x, row, None)
+        return amax, amax
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
     outs = [bits if r else None for bits, r in zip(found.unbind(), (row, col), strict=True)]
     signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in (row, col)]
@@ -185,7 +195,7 @@ def outputs(
     x: Tensor,
     amax: Tensor | None,
     transposed: bool,
-    values: bool,
+    form: Form,
     tiles: bool,
     out: QuantizedTensor | None = None,
 ) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
@@ -200,16 +210,17 @@ def outputs(
     if hadamard is not None:
         columns = _round_up(columns, hadamard.size)
     padded = _round_up(columns, format.block)
-    side = _side(request.quantizer, hadamard, transposed, values)
+    side = _side(request.quantizer, hadamard, form)
     tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
-    if values:
+    if form is Form.VALUES:
         shape = (columns, rows) if transposed else (rows, columns)
         codes = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
         scale = tensor_scale if has_tensor_scale(format) else None
         made = Values(codes.t() if transposed else codes, scale)
         pointers = (columns, amax, codes, None, tensor_scale)
     else:
-        made = out or _codes(format, rows, columns, padded, tensor_scale, tiles)
+        stored = folded_format(format) if form is Form.FOLDED else format
+        made = out or _codes(stored, rows, columns, padded, tensor_scale, tiles)
         codes = made.codes.view(torch.uint8)
         scales = _as_bytes(made.scales) if made.scales.numel() else None
         pointers = (padded, amax, codes.view(torch.int32) if side.points else codes, scales,
@@ -243,7 +254,7 @@ def _codes(
 
 
 @cache
-def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, values: bool) -> Side:
+def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
     format = quantizer.format
     function, options = _scale_function(format)
     points = 0
@@ -260,7 +271,9 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, transposed: bool, val
         stochastic=quantizer.rounding is Rounding.STOCHASTIC,
         transform=_transform(hadamard),
         points=points if points <= MAX_POINTS.value else 0,
-        values=values,
+        values=form is Form.VALUES,
+        fold=element(folded_format(format).element) if form is Form.FOLDED else None,
+        lift=lift(format) if form is Form.FOLDED else 1.0,
     )
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import outputs
 from megatron_lowbit.kernels.operands import Values, cdiv
 from megatron_lowbit.kernels.quantize import Side, tile_side
@@ -30,7 +31,7 @@ def normalize_quantize(
     x: Tensor,
     norm: MXNorm | RMSNorm,
     request: Request,
-    values: bool,
+    form: Form,
     gain: Tensor | None = None,
     amax: Tensor | None = None,
     out: QuantizedTensor | None = None,
@@ -38,14 +39,14 @@ def normalize_quantize(
     """Normalize x (R, C) and quantize it along its rows; return also the rows' FP32 factors (R, 1).
 
     What RMSNorm gives is rounded to x's dtype before it is quantized, as between two layers. Of a
-    case that ``norm_cases.takes``. ``values``: BF16 numbers in place of codes and scales. ``gain``
+    case that ``norm_cases.takes``. ``form`` may be codes or BF16 numbers. ``gain``
     (C,) multiplies what RMSNorm has normalized. ``amax``, an FP32 scalar, is of the result, where a
     format has a tensor scale and it is known. ``out`` is filled in place of new codes and scales.
     """
     block = request.quantizer.format.block
     if request.quantizer.format.tensor_scaled and amax is None:
         amax = normalized_amax(x, norm, block, gain)
-    side, arguments, made = row_side(request, x, amax, values, out)
+    side, arguments, made = row_side(request, x, amax, form, out)
     rho = _launch(x, norm, block, gain, None, arguments, side)
     return made, rho
 
@@ -99,17 +100,17 @@ def row_side(
     request: Request,
     x: Tensor,
     amax: Tensor | None,
-    values: bool,
+    form: Form,
     out: QuantizedTensor | None = None,
 ) -> tuple[Side, tuple, QuantizedTensor | Values]:
     """Return the constexpr that quantizes rows like x's, a kernel's arguments, and what it fills.
 
     That is ``out``, or new where none is given.
     """
-    arguments, side, made = outputs(request, x, amax, False, values, False, out)
+    arguments, side, made = outputs(request, x, amax, False, form, False, out)
     _, _, codes, scales, tensor_scale, *_ = arguments
     # A row of blocks is one tensor here, not points.
-    codes = codes if values else codes.view(torch.uint8)
+    codes = codes if form is Form.VALUES else codes.view(torch.uint8)
     return side._replace(points=0), (amax, codes, scales, tensor_scale), made
 
 

@@ -1,5 +1,6 @@
-"""Operands of a GEMM on a GPU: codes, exact BF16 numbers, or MXFP4 folded into E4M3."""
+"""Operands of a GEMM on a GPU: codes, exact BF16 numbers, or codes folded into FP8."""
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -15,11 +16,8 @@ from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
+from megatron_lowbit.numerics.folding import folded_format, lift
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat
-
-FOLD = tl.constexpr(6)
-"""Binades that a row's largest block is raised by: E2M1's 6 becomes 384, E4M3's largest is 448."""
-FOLDED_UNIT = tl.constexpr(2.0**-FOLD.value)
 
 
 @dataclass(frozen=True)
@@ -64,18 +62,50 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
 
 
-def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> ScaledRows:
-    """Turn MXFP4 codes and scales into E4M3 codes with one power of two a row.
+def fold_rows(operand: QuantizedTensor, inexact: Tensor | None = None) -> ScaledRows:
+    """Fold MX codes as ``numerics/folding.py``, but with one power of two a row.
 
-    Exact while a block's scale lies within 14 binades of the row's largest. The number of values of
-    smaller blocks, which are rounded, is added to ``inexact``, int64 ().
+    E2M1 is exact while a block's scale lies within 14 binades of the row's largest. The number of
+    values that are rounded is added to ``inexact``, int64 ().
     """
-    rows, device = operand.codes.shape[0], operand.codes.device
-    codes = torch.empty((rows, _columns(operand)), dtype=torch.float8_e4m3fn, device=device)
-    scales = torch.empty((rows, 1), device=device)
+    codes = _new_folded(operand)
+    scales = torch.empty((codes.shape[0], 1), device=codes.device)
     largest = operand.scales.amax(1)
-    _launch(operand, codes.view(torch.uint8), largest, operand.tensor_scale, scales, inexact)
+    _launch(operand, codes, largest, operand.tensor_scale, scales, inexact)
     return ScaledRows(codes, scales)
+
+
+def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> QuantizedTensor:
+    """Fold codes with power-of-two block scales, with the bits of ``numerics/folding.py``.
+
+    The number of values that are rounded is added to ``inexact``, int64 ().
+    """
+    target = folded_format(operand.format)
+    codes = _new_folded(operand)
+    tensor_scale = torch.empty((), device=codes.device)
+    if codes.numel():
+        largest = _largest_exponent(operand)
+        _launch(operand, codes, largest, operand.tensor_scale, tensor_scale, inexact)
+    scales = tensor_scale.new_empty((codes.shape[0], 0))
+    return QuantizedTensor(codes, scales, tensor_scale, target, operand.shape)
+
+
+def _new_folded(operand: QuantizedTensor) -> Tensor:
+    dtype = folded_format(operand.format).element.dtype
+    shape = operand.codes.shape[0], _columns(operand)
+    return torch.empty(shape, dtype=dtype, device=operand.codes.device)
+
+
+def _largest_exponent(operand: QuantizedTensor) -> Tensor:
+    """Return the largest E8M0 byte of a block that is not zero, uint8 ()."""
+    if not isinstance(operand.format, FP8Tile):
+        return operand.scales.amax()
+    # Tiles of zeros have the scale 1.
+    exponents = _exponents(operand)
+    magnitudes = operand.codes.view(torch.uint8) & 0x7F
+    nonzero = magnitudes.unflatten(1, (-1, operand.format.block)).amax(-1) > 0
+    largest = torch.where(nonzero, exponents, 0).amax()
+    return torch.where(largest == 0, exponents.amax(), largest)
 
 
 def has_tensor_scale(format: BlockFormat) -> bool:
@@ -102,12 +132,17 @@ def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor | None) -> N
     tile = (16, 256)
     grid = (cdiv(rows, tile[0]) * cdiv(columns, tile[1]),)
     even = rows % tile[0] == 0 and columns % tile[1] == 0
+    target, raised = None, 0
+    if folding:
+        target = element(folded_format(operand.format).element)
+        raised = int(math.log2(lift(operand.format)))
+        out = out.view(torch.uint8)
     _decode_kernel[grid](
         operand.codes.view(torch.uint8), scales, out,
         *(folding or (None, None, None, None)), rows, columns, *tile,
         operand.format.block, element(operand.format.element),
-        element(E4M3) if isinstance(operand.format, NVFP4) else None, element(E4M3), even,
-        num_warps=4, enable_fp_fusion=False,
+        element(E4M3) if isinstance(operand.format, NVFP4) else None, target, raised,
+        bool(folding) and folding[0].ndim == 1, even, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -128,15 +163,17 @@ def element(format: ElementFormat) -> Element:
 
 @triton.jit
 def _decode_kernel(
-    codes, scales, out, largest, tensor_scale, row_scales, inexact, R, K,
-    TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr,
-    E: tl.constexpr, SCALE: tl.constexpr, E4M3: tl.constexpr, EVEN: tl.constexpr,
+    codes, scales, out, largest, tensor_scale, out_scales, inexact, R, K,
+    TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
+    TARGET: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them where ``largest`` is.
+    """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
-    SCALE is the scales' element format, None for E8M0. ``largest``: E8M0 bytes (R,), of which
-    ``row_scales`` (R,) are made.
+    SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that codes are
+    folded by, and ``out_scales`` what they are then multiplied by: (R,) with ROWS, else (). RAISED
+    is the logarithm of the lift.
     """
+    LOWERED: tl.constexpr = 2.0**-RAISED
     tiles = tl.cdiv(K, TN)
     row0 = (tl.program_id(0) // tiles) * TM
     col0 = (tl.program_id(0) % tiles) * TN
@@ -146,7 +183,7 @@ def _decode_kernel(
     else:
         code = _load(codes, row0, col0, R, K, TM, TN, EVEN)
     stored = _load(scales, row0, col0 // BLOCK, R, K // BLOCK, TM, TN // BLOCK, EVEN)
-    if largest is None:
+    if TARGET is None:
         if SCALE is None:
             scale = _power(stored + 0)
         else:
@@ -155,19 +192,19 @@ def _decode_kernel(
         store_tile(out, value.to(tl.bfloat16), row0, col0, R, K, EVEN)
     else:
         r = row0 + tl.arange(0, TM)
-        most = tl.load(largest + r, mask=r < R, other=0).to(tl.int32)
+        at = r if ROWS else r * 0
+        most = tl.load(largest + at, mask=r < R, other=0).to(tl.int32)
         if col0 == 0:
-            row_scale = _power(most) * FOLDED_UNIT * tl.load(tensor_scale)
-            tl.store(row_scales + r, row_scale, mask=r < R)
-        shift = stored - most[:, None] + FOLD
-        scale = tl.where(stored == 255, float("nan"), _power(shift + 127))
+            out_scale = _power(most) * LOWERED * tl.load(tensor_scale)
+            tl.store(out_scales + at, out_scale, mask=r < R)
+        # Only tiles of zeros have a larger scale.
+        shift = tl.minimum(stored - most[:, None], 0)
+        scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
-        store_tile(out, encode(value, code, E4M3, False), row0, col0, R, K, EVEN)
-        # E2M1 times a power of two down to 2 ** -8 is exact in E4M3.
-        if inexact is not None:  # noqa: SIM102  decided when it is compiled
-            if tl.min(tl.min(shift, 1), 0) < -8:
-                lost = (on_grid(value, value, E4M3, False) != tl.abs(value)) & (value == value)
-                tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
+        store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
+        if inexact is not None:
+            lost = (on_grid(value, value, TARGET, False) != tl.abs(value)) & (value == value)
+            tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
 
 
 @triton.jit

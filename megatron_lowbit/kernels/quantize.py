@@ -15,12 +15,15 @@ from megatron_lowbit.kernels.elements import (
     Element,
     abs_bits,
     block_amax,
+    code_pair,
     encode,
     exact_bf16,
+    fold_ratio,
     larger,
     over_block,
     over_rows,
     rounded,
+    rounded_or_nan,
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
 from megatron_lowbit.kernels.random_words import number, philox, word_tile
@@ -40,7 +43,8 @@ class Side(NamedTuple):
     ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
     row from the row's amax in its place. ``points``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
-    own layout on both sides, in place of codes and scales.
+    own layout on both sides, in place of codes and scales. ``fold``: write codes of this element,
+    folded with the factor ``lift`` (``numerics/folding.py``), and no block scales.
     """
 
     scales: Callable
@@ -53,6 +57,8 @@ class Side(NamedTuple):
     transform: Transform | None
     points: int
     values: bool
+    fold: Element | None
+    lift: float
 
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
@@ -145,7 +151,9 @@ def _block(
     BLOCK: tl.constexpr = S.block
     SQUARE: tl.constexpr = S.block_rows
     N: tl.constexpr = r.shape[0]
-    PER: tl.constexpr = 8 if E.bits == 4 else 4  # codes an int32 word of the output
+    F: tl.constexpr = S.fold
+    # Codes in an int32 word of the output.
+    PER: tl.constexpr = 8 if E.bits == 4 and S.fold is None else 4
     most = tl.abs(points[0])
     for i in tl.static_range(1, BLOCK):
         most = larger(most, tl.abs(points[i]))
@@ -155,11 +163,20 @@ def _block(
         bits = tl.reshape(tl.broadcast_to(bits[:, None, :], shape), (N,))
         most = bits.to(tl.float32, bitcast=True)
     stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
+    if S.fold is not None:
+        scale, decode = fold_scales(scale, decode, amax, S)
     at = group * S.points + first
     words = (stored, stored, stored, stored)
     word = stored
     outs = ()
-    for i in tl.static_range(BLOCK):
+    FOLD: tl.constexpr = S.fold is not None
+    PAIRS: tl.constexpr = E.bits == 8 and not S.stochastic and not S.values
+    if PAIRS:
+        for i in tl.static_range(0, BLOCK, 4):
+            low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
+            high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
+            outs = outs + ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16),)
+    for i in tl.static_range(0 if PAIRS else BLOCK):
         if S.stochastic and i % 4 == 0:
             quad = number(quads, at // 4 + i // 4, tl.cdiv(columns, 4))
             words = philox(key, quad, row_number)
@@ -168,7 +185,11 @@ def _block(
             value = rounded(x, words[i % 4], E, S.stochastic) * scale
             outs = outs + (exact_bf16(value, E),)
         else:
-            code = encode(x, words[i % 4], E, S.stochastic)
+            if S.fold is None:
+                code = encode(x, words[i % 4], E, S.stochastic)
+            else:
+                value = rounded_or_nan(x, words[i % 4], E, S.stochastic) * scale
+                code = encode(value, value, F, False)
             if i % PER == 0:
                 word = code
             else:
@@ -183,10 +204,24 @@ def _block(
     else:
         packed = side_by_side(outs, BLOCK // PER)
         store_groups(codes, packed, r, at // PER, R, columns // PER, EVEN)
-        store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
+        if S.fold is None:
+            store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
     # Every program has the same; the first writes it.
     if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)
+
+
+@triton.jit
+def fold_scales(scale, decode, amax, S: tl.constexpr):
+    """Return the factors of blocks' codes, and the tensor scale, of a folded tensor."""
+    SCALES: tl.constexpr = S.scales
+    E: tl.constexpr = S.element
+    OPTIONS: tl.constexpr = S.options
+    LIFT: tl.constexpr = S.lift
+    amax = amax + tl.zeros((1,), tl.float32)
+    _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
+    top = tl.sum(top, 0)
+    return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode
 
 
 @triton.jit
@@ -225,7 +260,12 @@ def tile_side(
             most = block_amax(x, A, B, S.block_rows, S.block)
         stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
         x = x * over_block(factor, A, B, S.block_rows, S.block)
-        if S.values:
+        if S.fold is not None:
+            scale, decode = fold_scales(scale, decode, amax, S)
+            wide = over_block(scale, A, B, S.block_rows, S.block)
+            x = rounded_or_nan(x, words, E, S.stochastic) * wide
+            store_tile(codes, encode(x, x, S.fold, False), row0, col0, R, columns, EVEN)
+        elif S.values:
             wide = over_block(scale, A, B, S.block_rows, S.block)
             value = rounded(x, words, E, S.stochastic) * wide
             value = exact_bf16(value, E)
@@ -243,7 +283,7 @@ def tile_side(
         amax = tl.load(amax)
         _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
-    if not S.values:
+    if not S.values and S.fold is None:
         code = encode(x, words, E, S.stochastic)
         if E.bits == 4:
             low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
@@ -23,20 +24,22 @@ MIN_CAPABILITY = (8, 9)
 class Route:
     """One way to multiply.
 
-    ``takes(lhs, rhs, capability)`` says for which formats and devices. ``values``: operands that
-    are used at once are best quantized to BF16 numbers.
+    ``takes(lhs, rhs, capability)`` says for which formats and devices. ``form`` is that in which
+    its operands are best written.
     """
 
     name: str
     accumulation: str
     takes: Callable[[Format, Format, tuple[int, int]], bool]
-    values: bool = False
+    form: Form = Form.CODES
 
 
 def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)
+    # cuBLAS multiplies 1x128 with 1x128 slowly: those that fold are folded.
     return (
         both
+        and not (lhs.folds and rhs.folds and lhs.block_rows == rhs.block_rows)
         and capability[0] == 9
         and lhs.block == rhs.block == TILE
         and 1 in (lhs.block_rows, rhs.block_rows)
@@ -55,8 +58,13 @@ def _takes_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     return both and capability[0] == 9 and not lhs.element == rhs.element == E5M2
 
 
-def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+def _takes_folded_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     return all(isinstance(f, MX) and f.element == E2M1 for f in (lhs, rhs))
+
+
+def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
+    both = all(f is not None and (f.folds or isinstance(f, FP8Tensor)) for f in (lhs, rhs))
+    return both and not lhs.element == rhs.element == E5M2
 
 
 def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
@@ -66,8 +74,13 @@ def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)
 TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors)
 ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted", _takes_rows)
-FOLDED = Route("MXFP4 folded to FP8", "FP8 tensor cores' sums", _takes_folded)
-EXACT = Route("exact BF16", "FP32", _takes_exact, values=True)
+FOLDED_ROWS = Route(
+    "MXFP4 folded to FP8 rows", "FP8 tensor cores' sums, promoted", _takes_folded_rows
+)
+FOLDED = Route(
+    "folded to FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_folded, Form.FOLDED
+)
+EXACT = Route("exact BF16", "FP32", _takes_exact, Form.VALUES)
 DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
 
 
@@ -76,5 +89,5 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int]) -> Route:
     """Return the route of a pair of formats, one of them at least quantized, in any order."""
     if capability < MIN_CAPABILITY:
         return DEQUANTIZED
-    table = (TILES, TENSORS, ROWS, FOLDED, EXACT, DEQUANTIZED)
+    table = (TILES, TENSORS, ROWS, FOLDED_ROWS, FOLDED, EXACT, DEQUANTIZED)
     return next(one for one in table if one.takes(lhs, rhs, capability))

@@ -61,6 +61,7 @@ class LinearContext:
         row: str | None,
         col: str | None,
         needs_codes: Collection[str] = (),
+        saved: Collection[str] = (),
     ) -> tuple[Any, Any]:
         """Quantize x (R, C) for the GEMM that contracts its columns, and for that of its rows.
 
@@ -69,7 +70,8 @@ class LinearContext:
             row: name of the GEMM that contracts columns, or None.
             col: name of the GEMM that contracts rows, or None; ``row`` itself for square blocks
                 that serve both.
-            needs_codes: GEMMs whose operand is saved or sent.
+            needs_codes: GEMMs whose operand is sent or dequantized.
+            saved: GEMMs whose operand is kept in memory.
 
         Returns:
             Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
@@ -77,18 +79,20 @@ class LinearContext:
         """
         by_row = by_col = None
         if row is not None:
-            by_row = self.request(row, role, len(x), row in needs_codes)
+            by_row = self.request(row, role, len(x), row in needs_codes, row in saved)
         if col == row:
             by_col = by_row
         elif col is not None:
-            by_col = self.request(col, role, len(x), col in needs_codes)
+            by_col = self.request(col, role, len(x), col in needs_codes, col in saved)
         if by_row is None and by_col is None:
             return x, x.t()
         amaxes = self._scale_amaxes(x, role, row, col, (by_row, by_col))
         left, right = self.engine.quantize(x, by_row, by_col, amaxes)
         return x if by_row is None else left, x.t() if by_col is None else right
 
-    def request(self, gemm: str, role: str, rows: int, needs_codes: bool = False) -> Request | None:
+    def request(
+        self, gemm: str, role: str, rows: int, needs_codes: bool = False, saved: bool = False
+    ) -> Request | None:
         """Return how an operand of so many rows is quantized; None for high precision."""
         quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
         if quantizer is None:
@@ -109,6 +113,7 @@ class LinearContext:
             draw=draw,
             partner=None if partner is None else partner.format,
             needs_codes=needs_codes or dequantized_later,
+            saved=saved,
         )
 
     def _scale_amaxes(

@@ -45,10 +45,9 @@ def quantize_input(
     )
     makes_row = given_row is None and (not split or precision.gathers_codes("fprop", tokens))
     makes_col = keeps_codes and given_col is None
-    needs_codes = {"wgrad", "fprop"} if split or reuses_row else {"wgrad"}
-    by_row, by_col = context.quantize(
-        x, "input", "fprop" if makes_row else None, "wgrad" if makes_col else None, needs_codes
-    )
+    needs_codes = {"wgrad", "fprop"} if split or reuses_row else ()
+    row, col = "fprop" if makes_row else None, "wgrad" if makes_col else None
+    by_row, by_col = context.quantize(x, "input", row, col, needs_codes, saved={"wgrad"})
     by_row = by_row if given_row is None else given_row
     if reuses_row:
         saved = by_row
@@ -122,8 +121,9 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
         col = "fprop"
     elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
         col = "dgrad"
-    needs_codes = {"fprop", "dgrad"} if shared or reused or precision.caches_weight else ()
-    by_row, by_col = context.quantize(weight(), "weight", "fprop", col, needs_codes)
+    needs_codes = {"fprop", "dgrad"} if reused else ()
+    saved = {"fprop", "dgrad"} if shared or precision.caches_weight else ()
+    by_row, by_col = context.quantize(weight(), "weight", "fprop", col, needs_codes, saved)
     dgrad_weight = None if col is None else by_col
     if training and reused and not shared:
         dgrad_weight = by_row.dequantize().t()

@@ -88,6 +88,11 @@ class BlockFormat(ABC):
         return False
 
     @property
+    def folds(self) -> bool:
+        """True if every scale is a power of two times that of the tensor (``folding.py``)."""
+        return False
+
+    @property
     def kernel_options(self) -> Any:
         """Constants for ``scale_kernel``: a tuple of integers, or an element format."""
         return ()

@@ -165,8 +165,9 @@ class Request:
         sign_key: key of the transform's signs, where they are fresh for each GEMM.
         draw: the random bits; needed by stochastic rounding.
         partner: format of the operand that it will be multiplied with; None for high precision.
-        needs_codes: True for an operand that is saved or sent. Any other an engine may give in
-            whatever form its GEMM takes.
+        needs_codes: True for an operand whose codes are sent or dequantized. Any other an engine
+            may give in the form that its GEMM takes.
+        saved: True for an operand that is kept in memory: its form takes no more than codes do.
     """
 
     quantizer: Quantizer
@@ -175,6 +176,7 @@ class Request:
     draw: Draw | None = None
     partner: BlockFormat | None = None
     needs_codes: bool = False
+    saved: bool = False
 
     def transform(self, x: Tensor) -> Tensor:
         """Return x (R, K) in FP32, transformed if the request says so."""

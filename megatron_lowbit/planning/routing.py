@@ -1,6 +1,15 @@
 """Tensor cores of a GEMM on a kind of GPU, by the engine's own table."""
 
-from megatron_lowbit.kernels.routes import DEQUANTIZED, EXACT, FOLDED, ROWS, TENSORS, TILES, route
+from megatron_lowbit.kernels.routes import (
+    DEQUANTIZED,
+    EXACT,
+    FOLDED,
+    FOLDED_ROWS,
+    ROWS,
+    TENSORS,
+    TILES,
+    route,
+)
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import native_recipe
@@ -8,7 +17,8 @@ from megatron_lowbit.transformer_engine.native import native_recipe
 _MEASURED = {
     TENSORS: "fp8 per tensor",
     ROWS: "fp8 per row",
-    FOLDED: "fp8 per row",
+    FOLDED_ROWS: "fp8 per row",
+    FOLDED: "fp8 per tensor",
     EXACT: "bf16",
     DEQUANTIZED: "fp32",
 }

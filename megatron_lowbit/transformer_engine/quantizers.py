@@ -160,7 +160,7 @@ class LowbitQuantizer(IdentityQuantizer):
             by_row, _ = context.quantize(x, "input", "fprop", None, needs_codes={"fprop"})
             return by_row if rows else None, by_row.dequantize().t(), context
         row, col = "fprop" if rows else None, "wgrad" if columns else None
-        by_row, by_col = context.quantize(x, "input", row, col, needs_codes={"wgrad"})
+        by_row, by_col = context.quantize(x, "input", row, col, saved={"wgrad"})
         return by_row if rows else None, by_col if columns else None, context
 
     def _weight(self, x: Tensor) -> tuple[Any, Any, LinearContext]:

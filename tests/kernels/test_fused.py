@@ -22,27 +22,34 @@ PAIRS = {
     ("fp8-row-e5m2", "fp8-row-e4m3"): "FP8 rows",
     ("fp8-row-e5m2", "fp8-row-e5m2"): "dequantized to FP32",
     ("fp8-row-e4m3", "fp8-tensor-e4m3"): "dequantized to FP32",
-    ("mxfp4", "mxfp4"): "MXFP4 folded to FP8",
+    ("mxfp4", "mxfp4"): "MXFP4 folded to FP8 rows",
     ("nvfp4", "nvfp4-2d"): "exact BF16",
-    ("mxfp8-e4m3", "mxfp8-e5m2"): "exact BF16",
-    ("mxfp4", "mxfp8-e4m3"): "exact BF16",
+    ("mxfp8-e4m3", "mxfp8-e5m2"): "folded to FP8 tensors",
+    ("mxfp4", "mxfp8-e4m3"): "folded to FP8 tensors",
+    ("mxfp8-e4m3", "fp8-tensor-e4m3"): "folded to FP8 tensors",
+    ("mxfp8-e5m2", "mxfp8-e5m2"): "exact BF16",
+    ("mxfp6-e2m3", "nvfp4"): "exact BF16",
     ("mxfp6-e2m3", None): "exact BF16",
     ("fp8-1x128-e4m3", None): "dequantized to FP32",
     ("fp8-1x128-e5m2", "fp8-1x128-e5m2"): "dequantized to FP32",
     ("fp8-128x128-e4m3", "fp8-128x128-e4m3"): "dequantized to FP32",
     ("fp8 1x64", "fp8-128x128-e4m3"): "dequantized to FP32",
-    ("fp8 1x64 pow2", "fp8 64x64 pow2"): "exact BF16",
+    ("fp8 1x64 pow2", "fp8 64x64 pow2"): "folded to FP8 tensors",
+    ("fp8 1x128 pow2", "fp8 1x128 pow2"): "folded to FP8 tensors",
+    ("fp8 1x128 pow2", "fp8 128x128 pow2"): "FP8 tiles",
     ("fp8 64x64 pow2", "fp8-1x128-e4m3"): "dequantized to FP32",
     ("fp8 1x64 pow2", None): "exact BF16",
 }
-TILES_OF_64 = {
-    "fp8 1x64": ("fp8-1x128-e4m3", "fp32"),
-    "fp8 1x64 pow2": ("fp8-1x128-e5m2", "pow2"),
-    "fp8 64x64 pow2": ("fp8-128x128-e4m3", "pow2"),
+TILES = {
+    "fp8 1x64": ("fp8-1x128-e4m3", "fp32", 64),
+    "fp8 1x64 pow2": ("fp8-1x128-e5m2", "pow2", 64),
+    "fp8 64x64 pow2": ("fp8-128x128-e4m3", "pow2", 64),
+    "fp8 1x128 pow2": ("fp8-1x128-e4m3", "pow2", 128),
+    "fp8 128x128 pow2": ("fp8-128x128-e4m3", "pow2", 128),
 }
 ALL = FORMATS | {
-    name: FORMATS[of].with_options(block=64, scale_format=scale)
-    for name, (of, scale) in TILES_OF_64.items()
+    name: FORMATS[of].with_options(block=block, scale_format=scale)
+    for name, (of, scale, block) in TILES.items()
 }
 # Errors of the sum, as shares of the sum of magnitudes, before rounding to the output. Hopper's FP8
 # tensor cores cut each step of 32 products off at 2**-13 of the largest; tiles are promoted to FP32
@@ -52,7 +59,8 @@ BOUNDS = {
     "FP8 tiles": lambda length: 4 * STEP,
     "FP8 tensors": lambda length: -(-length // PRODUCTS) * STEP,
     "FP8 rows": lambda length: -(-length // PRODUCTS) * STEP,
-    "MXFP4 folded to FP8": lambda length: -(-length // PRODUCTS) * STEP,
+    "folded to FP8 tensors": lambda length: -(-length // PRODUCTS) * STEP,
+    "MXFP4 folded to FP8 rows": lambda length: -(-length // PRODUCTS) * STEP,
     "exact BF16": lambda length: 1e-5,
     "dequantized to FP32": lambda length: 1e-5,
 }

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.norm import normalize_quantize
 from megatron_lowbit.kernels.norm_cases import takes
@@ -32,15 +33,15 @@ NORMS = {
 }
 
 
-def check(x, format, norm, as_values=False):
+def check(x, format, norm, form=Form.CODES):
     quantizer = Quantizer(FORMATS[format] if isinstance(format, str) else format)
     block = quantizer.format.block
     normalized = norm.normalize(x, block)
     # What a layer behind RMSNorm gets is in the model's dtype.
     expected = quantizer(normalized.to(x.dtype) if isinstance(norm, RMSNorm) else normalized)
-    seen, rho = normalize_quantize(x, norm, Request(quantizer), as_values)
+    seen, rho = normalize_quantize(x, norm, Request(quantizer), form)
     assert torch.equal(rho, norm.inverse_rms(x, block))
-    if as_values:
+    if form is Form.VALUES:
         assert isinstance(seen, Values)
         scale = 1.0 if seen.tensor_scale is None else seen.tensor_scale
         assert torch.equal(seen.values.float() * scale, expected.dequantize())
@@ -90,7 +91,7 @@ def test_a_scale_a_row(columns):
     check(x, "fp8-row-e4m3", RMSNorm())
     quantizer = Quantizer(FORMATS["fp8-row-e5m2"])
     expected = quantizer((RMSNorm().normalize(x) * gain.float()).to(x.dtype))
-    seen, _ = normalize_quantize(x, RMSNorm(), Request(quantizer), False, gain)
+    seen, _ = normalize_quantize(x, RMSNorm(), Request(quantizer), Form.CODES, gain)
     assert torch.equal(seen.codes.view(torch.uint8), expected.codes.view(torch.uint8))
     assert torch.equal(seen.scales, expected.scales)
 
@@ -111,7 +112,7 @@ def test_fp32_and_strides():
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "nvfp4"])
 def test_as_numbers(name):
-    check(values(32, 256), name, MXNorm(), as_values=True)
+    check(values(32, 256), name, MXNorm(), form=Form.VALUES)
 
 
 def test_rows_of_zeros_and_what_is_no_number():
@@ -120,7 +121,7 @@ def test_rows_of_zeros_and_what_is_no_number():
     check(x, "mxfp8-e4m3", MXNorm())
     x[5, 7] = torch.nan
     quantizer = Quantizer(FORMATS["mxfp8-e4m3"])
-    seen, rho = normalize_quantize(x, MXNorm(), Request(quantizer), False)
+    seen, rho = normalize_quantize(x, MXNorm(), Request(quantizer), Form.CODES)
     assert rho.isnan().flatten().tolist() == [row == 5 for row in range(16)]
     assert seen.dequantize().isnan().all(1).tolist() == [row == 5 for row in range(16)]
 

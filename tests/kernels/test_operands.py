@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import quantize_both
-from megatron_lowbit.kernels.operands import Transposed, exact_values, fold
+from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, fold_rows
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
+from megatron_lowbit.numerics.folding import fold as reference_fold
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POW2 = {
@@ -13,6 +15,7 @@ POW2 = {
     for name in ("fp8-1x128-e4m3", "fp8-128x128-e5m2")
     for block in (128, 64, 16)
 }
+POW2_E5M2 = {"fp8-1x128-e5m2 128": FORMATS["fp8-1x128-e5m2"].with_options(scale_format="pow2")}
 OTHERS = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128", "fp8-row"))]
 EXACT = {name: FORMATS[name] for name in OTHERS} | POW2
 
@@ -32,7 +35,7 @@ def numbers(operand) -> torch.Tensor:
 def folding(operand):
     """Fold; return the operand and how many values were rounded."""
     inexact = torch.zeros((), dtype=torch.int64, device=DEVICE)
-    return fold(operand, inexact), int(inexact)
+    return fold_rows(operand, inexact), int(inexact)
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -66,7 +69,7 @@ def test_what_is_not_finite_is_not_a_number(value):
     for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
         quantizer = Quantizer(EXACT[name])
         expected = quantizer(x).dequantize()
-        at_once, _ = quantize_both(x, Request(quantizer), None, values=(True, False))
+        at_once, _ = quantize_both(x, Request(quantizer), None, forms=(Form.VALUES, Form.CODES))
         for seen in (exact_values(quantizer(x)), at_once):
             assert expected.isnan().any()
             assert torch.equal(expected.isnan(), numbers(seen).isnan())
@@ -84,7 +87,7 @@ def test_quantized_to_numbers_at_once(name, hadamard, rounding):
     draw = Draw(5) if rounding is Rounding.STOCHASTIC else None
     request = Request(quantizer, hadamard, draw=draw)
     for tensor in (x, x[:50, :120]):
-        at_once = quantize_both(tensor, request, request, values=(True, True))
+        at_once = quantize_both(tensor, request, request, forms=(Form.VALUES, Form.VALUES))
         packed = quantize_both(tensor, request, request)
         for seen, codes in zip(at_once, packed, strict=True):
             assert torch.equal(numbers(seen), codes.dequantize())
@@ -124,3 +127,63 @@ def test_folding_a_row_that_is_not_a_number():
 def test_folding_zeros():
     folded, _ = folding(Quantizer(FORMATS["mxfp4"])(torch.zeros(4, 64, device=DEVICE)))
     assert not (folded.codes.float() * folded.scales).any()
+
+
+# -- folding to a scale a tensor -------------------------------------------------------------------
+
+FOLDS = {name: format for name, format in EXACT.items() if format.folds} | {
+    "mxfp4 three quarters": FORMATS["mxfp4"].with_options(three_quarters=True),
+    "mxfp8 rceil": FORMATS["mxfp8-e4m3"].with_options(scale_rounding="rceil"),
+}
+
+
+def check_folded(seen, expected) -> None:
+    columns = expected.shape[-1]
+    codes = seen.codes.view(torch.uint8)[:, :columns].cpu()
+    assert torch.equal(codes, expected.codes.view(torch.uint8).cpu())
+    assert torch.equal(seen.tensor_scale.cpu(), expected.tensor_scale.cpu())
+    assert seen.format == expected.format and seen.shape == expected.shape
+
+
+@pytest.mark.parametrize("rows, columns", [(48, 200), (128, 256)])
+@pytest.mark.parametrize("name", FOLDS)
+def test_folded_tensors_are_the_references(name, rows, columns):
+    """Both sides at once, and from codes, with blocks of zeros and a wide range of scales."""
+    x, quantizer = values(rows, columns, spread=4.0), Quantizer(FOLDS[name])
+    x[:32, :128] = 0
+    expected = [reference_fold(quantizer(side)) for side in (x, x.t())]
+    request = Request(quantizer)
+    at_once = quantize_both(x, request, request, forms=(Form.FOLDED, Form.FOLDED))
+    for seen, reference in zip(at_once, expected, strict=True):
+        check_folded(seen, reference)
+    inexact = torch.zeros((), dtype=torch.int64, device=DEVICE)
+    check_folded(fold(quantizer(x), inexact), expected[0])
+    wrong = expected[0].dequantize() != quantizer(x).dequantize()
+    assert int(inexact) == wrong.sum() and (wrong.any() or "mxfp8-e4m3" not in name)
+
+
+@pytest.mark.parametrize("name", ["mxfp4 three quarters", "mxfp8-e4m3", "fp8-1x128-e4m3 128"])
+def test_folding_what_is_transformed_and_rounded_stochastically(name):
+    x, quantizer = values(64, 128), Quantizer(FOLDS[name], Rounding.STOCHASTIC)
+    request = Request(quantizer, Hadamard(16), draw=Draw(3))
+    seen, _ = quantize_both(x, request, None, forms=(Form.FOLDED, Form.CODES))
+    check_folded(seen, reference_fold(request.quantize(x)))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4", "fp8-1x128-e5m2 128"])
+def test_a_folded_tensor_with_a_value_that_is_not_finite_is_nan(name, value):
+    x, quantizer = values(64, 128), Quantizer((FOLDS | POW2_E5M2)[name])
+    x[3, 5] = value
+    seen, _ = quantize_both(x, Request(quantizer), None, forms=(Form.FOLDED, Form.CODES))
+    for folded in (seen, fold(quantizer(x))):
+        assert folded.dequantize().isnan().all()
+
+
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-1x128-e4m3 128"])
+def test_folding_zeros_to_a_tensor(name):
+    quantizer = Quantizer(FOLDS[name])
+    x = torch.zeros(64, 128, device=DEVICE)
+    seen, _ = quantize_both(x, Request(quantizer), None, forms=(Form.FOLDED, Form.CODES))
+    check_folded(seen, reference_fold(quantizer(x)))
+    check_folded(fold(quantizer(x)), reference_fold(quantizer(x)))

@@ -70,6 +70,11 @@ class FP8Tile(BlockFormat):
         return self.scale_format == "pow2"
 
     @property
+    def folds(self) -> bool:
+        """True for power-of-two scales."""
+        return self.scale_format == "pow2"
+
+    @property
     def kernel_options(self) -> tuple[int]:
         """Constants for ``scale_kernel``: 1 for power-of-two scales."""
         return (int(self.scale_format == "pow2"),)

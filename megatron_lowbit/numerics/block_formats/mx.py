@@ -109,6 +109,11 @@ class MX(BlockFormat):
         """True: an element times its scale is a BF16 number."""
         return True
 
+    @property
+    def folds(self) -> bool:
+        """True: scales are powers of two."""
+        return True
+
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:

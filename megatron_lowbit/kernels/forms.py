@@ -1,0 +1,11 @@
+"""Forms of a quantized operand on a GPU."""
+
+from enum import Enum
+
+
+class Form(Enum):
+    """Form in which a quantized operand is written."""
+
+    CODES = "codes and scales of its format"
+    VALUES = "exact BF16 numbers, with a scale a tensor"
+    FOLDED = "FP8 with a scale a tensor (``numerics/folding.py``)"
