@@ -92,7 +92,9 @@ def tensor_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply FP8 with a scale a tensor."""
-    a, b = _aligned(lhs.codes), _aligned(rhs.codes)
+    # Blocks of different lengths pad K differently.
+    padded = max(lhs.codes.shape[1], rhs.codes.shape[1])
+    a, b = (_aligned(q.codes, least=padded) for q in (lhs, rhs))
     one = ScalingType.TensorWise
     y = F.scaled_mm(
         a, b.t(), lhs.tensor_scale, one, rhs.tensor_scale, one, output_dtype=_fp8_output(out_dtype)
@@ -148,9 +150,10 @@ def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 
 
-def _aligned(codes: Tensor, columns: int = _ALIGNMENT) -> Tensor:
-    """Pad codes (R, K) with zeros to whole alignments and whole ``columns``."""
-    bottom, right = -codes.shape[0] % _ALIGNMENT, -codes.shape[1] % columns
+def _aligned(codes: Tensor, columns: int = _ALIGNMENT, least: int = 0) -> Tensor:
+    """Pad codes (R, K) with zeros to whole alignments, whole ``columns`` and ``least`` of them."""
+    width = max(codes.shape[1], least)
+    bottom, right = -codes.shape[0] % _ALIGNMENT, width + -width % columns - codes.shape[1]
     if not bottom and not right:
         return codes
     return F.pad(codes.view(torch.uint8), (0, right, 0, bottom)).view(codes.dtype)

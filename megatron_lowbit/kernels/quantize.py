@@ -237,6 +237,7 @@ def tile_side(
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
+    F: tl.constexpr = S.fold
     H: tl.constexpr = S.transform
     if S.transform is not None:
         x = transform_tile(x, signs, A, B, H)
@@ -264,7 +265,7 @@ def tile_side(
             scale, decode = fold_scales(scale, decode, amax, S)
             wide = over_block(scale, A, B, S.block_rows, S.block)
             x = rounded_or_nan(x, words, E, S.stochastic) * wide
-            store_tile(codes, encode(x, x, S.fold, False), row0, col0, R, columns, EVEN)
+            store_tile(codes, encode(x, x, F, False), row0, col0, R, columns, EVEN)
         elif S.values:
             wide = over_block(scale, A, B, S.block_rows, S.block)
             value = rounded(x, words, E, S.stochastic) * wide
