@@ -188,11 +188,12 @@ CONTENDERS = {
     ),
 }
 
-# The fastest GEMM that takes a pair of formats exactly; any other pair is multiplied in BF16. MXFP4
-# is E4M3 with one scale a row: an element times its block's power of two is an E4M3 value.
+# The fastest GEMM that takes a pair of formats, exactly or folded; any other pair is multiplied in
+# BF16. MXFP4 folds with one scale a row, MXFP8 and 1x128 tiles with one a tensor.
 _RATES = {
     ("fp8-128x128", "fp8-1x128"): "fp8 1x128 . 128x128",
-    ("fp8-1x128", "fp8-1x128"): "fp8 1x128 . 1x128",
+    ("fp8-1x128", "fp8-1x128"): "fp8 per tensor",
+    ("mxfp8", "mxfp8"): "fp8 per tensor",
     ("fp8-tensor", "fp8-tensor"): "fp8 per tensor",
     ("fp8-row", "fp8-row"): "fp8 per row",
     ("mxfp4", "mxfp4"): "fp8 per row",
@@ -215,9 +216,9 @@ def _kept_bytes(quantizer: Quantizer) -> float:
 def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, float]:
     """Return the least bytes that quantization reads and writes in forward and in backward.
 
-    A BF16 source is read once for all its operands, and once more where a scale of the tensor or
-    of a row needs its own amax; each operand is written in the form that its GEMM takes, scales not
-    counted.
+    A BF16 source is read once for all its operands, and once more where folding or a scale of the
+    tensor or of a row needs its own amax; each operand is written in the form that its GEMM takes,
+    scales not counted.
     """
     delayed = precision.history_length > 0
     forms = {name: 2 if gemm_kind(p) == "bf16" else 1 for name, p in precision.gemms.items()}
@@ -229,8 +230,13 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
     quantizers = {(gemm, role): q for gemm, role, q in precision.operands() if q is not None}
 
     def source(role: str, *gemms: str) -> float:
-        found = [quantizers[gemm, role] for gemm in gemms if (gemm, role) in quantizers]
-        amaxes = (q.format.row_scaled or (q.format.tensor_scaled and not delayed) for q in found)
+        found = [(gemm, quantizers[gemm, role]) for gemm in gemms if (gemm, role) in quantizers]
+        amaxes = (
+            q.format.row_scaled
+            or (q.format.tensor_scaled and not delayed)
+            or (q.format.folds and gemm_kind(precision.gemms[gemm]) == "fp8 per tensor")
+            for gemm, q in found
+        )
         passes = bool(found) + any(amaxes)
         return 2 * passes * elements[role]
 

@@ -50,10 +50,14 @@ class Contender(NamedTuple):
     arguments: tuple[str, ...] = ()
 
 
-LOCAL = ("--transformer-impl", "local")
+LOCAL = (
+    "--transformer-impl", "local", "--no-rope-fusion", "--no-masked-softmax-fusion",
+    "--no-persist-layer-norm",
+)  # fmt: skip
 IN_TE = ("--transformer-impl", "transformer_engine")
 OWN_RECIPES = {
     "fp8-tile": ("--precision-recipe", "fp8-tile"),
+    "mxfp8": ("--precision-recipe", "mxfp8"),
     "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
     "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
 }

@@ -87,13 +87,14 @@ class CompiledEngine(ReferenceEngine):
         bias: Tensor | None = None,
         accumulation: Accumulation | None = None,
         out_dtype: torch.dtype | None = None,
+        folding: bool = True,
     ) -> Tensor:
         """Multiply operands that the fused functions dequantize."""
         if isinstance(lhs, QuantizedTensor) or isinstance(rhs, QuantizedTensor):
             # The reference multiplies in FP32 where it dequantizes an operand itself.
             lhs, rhs = _dense(lhs), _dense(rhs)
             bias = None if bias is None else bias.float()
-        return super().gemm(lhs, rhs, bias, accumulation, out_dtype)
+        return super().gemm(lhs, rhs, bias, accumulation, out_dtype, folding)
 
 
 def _dense(operand: Tensor | QuantizedTensor) -> Tensor:

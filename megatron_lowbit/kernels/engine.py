@@ -54,9 +54,13 @@ class Engine:
         bias: Tensor | None = None,
         accumulation: Accumulation | None = None,
         out_dtype: torch.dtype | None = None,
+        folding: bool = True,
     ) -> Tensor:
-        """Multiply lhs (M, K) by rhs (N, K), as :func:`megatron_lowbit.numerics.gemm` does."""
-        raise NotImplementedError
+        """Multiply lhs (M, K) by rhs (N, K), as :func:`megatron_lowbit.numerics.gemm` does.
+
+        ``folding``: False to leave operands with power-of-two scales as they are.
+        """
+        return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
 
     def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
         """Describe how two formats (None: high precision) are multiplied."""
@@ -99,7 +103,6 @@ class ReferenceEngine(Engine):
 
     name = "reference"
     quantize = staticmethod(quantize_both)
-    gemm = staticmethod(reference_gemm)
 
     def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
         """Describe the product, which is the same for all formats."""

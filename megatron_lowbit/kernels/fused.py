@@ -37,9 +37,9 @@ class FusedEngine(Engine):
         super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
         self.capability = capability
 
-    def route(self, lhs: Format, rhs: Format) -> Route:
+    def route(self, lhs: Format, rhs: Format, folding: bool = True) -> Route:
         """Return the route of a pair of formats, one of them at least quantized, in any order."""
-        return route(lhs, rhs, self.capability)
+        return route(lhs, rhs, self.capability, folding)
 
     def describe(self, lhs: Format, rhs: Format) -> str:
         """Describe the route of two formats and its sums."""
@@ -107,7 +107,7 @@ class FusedEngine(Engine):
         """Return the form that the GEMM takes; beside an operand in FP32, codes."""
         if request.partner is None and dtype is not torch.bfloat16:
             return Form.CODES
-        return self.route(request.quantizer.format, request.partner).form
+        return self.route(request.quantizer.format, request.partner, request.folding).form
 
     def _written_form(self, request: Request | None, dtype: torch.dtype) -> Form:
         """Return the form to write: codes where the GEMM's form is too large, or no codes."""
@@ -125,17 +125,18 @@ class FusedEngine(Engine):
         bias: Tensor | None = None,
         accumulation: Accumulation | None = None,
         out_dtype: torch.dtype | None = None,
+        folding: bool = True,
     ) -> Tensor:
         """Multiply on tensor cores; an accumulation is emulated."""
         high_precision = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference_gemm(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
-        found = self.route_of(lhs, rhs)
+        found = self.route_of(lhs, rhs, folding)
         if found.form is not Form.VALUES:
             lhs, rhs = plain(lhs), plain(rhs)
         return PRODUCTS[found](lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
 
-    def route_of(self, lhs: GpuOperand, rhs: GpuOperand) -> Route:
+    def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> Route:
         """Return the route of two operands, one of them at least quantized."""
         formats = []
         for operand in (lhs, rhs):
@@ -145,7 +146,7 @@ class FusedEngine(Engine):
                 return DEQUANTIZED
             operand = operand.of if isinstance(operand, Transposed) else operand
             formats.append(None if isinstance(operand, Tensor) else operand.format)
-        return self.route(*formats)
+        return self.route(formats[0], formats[1], folding)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

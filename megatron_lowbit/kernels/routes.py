@@ -36,10 +36,8 @@ class Route:
 
 def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)
-    # cuBLAS multiplies 1x128 with 1x128 slowly: those that fold are folded.
     return (
         both
-        and not (lhs.folds and rhs.folds and lhs.block_rows == rhs.block_rows)
         and capability[0] == 9
         and lhs.block == rhs.block == TILE
         and 1 in (lhs.block_rows, rhs.block_rows)
@@ -64,7 +62,10 @@ def _takes_folded_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) ->
 
 def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     both = all(f is not None and (f.folds or isinstance(f, FP8Tensor)) for f in (lhs, rhs))
-    return both and not lhs.element == rhs.element == E5M2
+    if not both or lhs.element == rhs.element == E5M2:
+        return False
+    # cuBLAS multiplies 1x128 with 128x128 tiles as fast, but not 1x128 with 1x128.
+    return not _takes_tiles(lhs, rhs, capability) or lhs.block_rows == rhs.block_rows
 
 
 def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
@@ -85,9 +86,13 @@ DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
 
 
 @cache
-def route(lhs: Format, rhs: Format, capability: tuple[int, int]) -> Route:
-    """Return the route of a pair of formats, one of them at least quantized, in any order."""
+def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool = True) -> Route:
+    """Return the route of a pair of formats, one of them at least quantized, in any order.
+
+    Without ``folding`` operands are multiplied as they are.
+    """
     if capability < MIN_CAPABILITY:
         return DEQUANTIZED
-    table = (TILES, TENSORS, ROWS, FOLDED_ROWS, FOLDED, EXACT, DEQUANTIZED)
+    folded = (FOLDED_ROWS, FOLDED) if folding else ()
+    table = (TENSORS, ROWS, *folded, TILES, EXACT, DEQUANTIZED)
     return next(one for one in table if one.takes(lhs, rhs, capability))

@@ -114,6 +114,7 @@ class LinearContext:
             partner=None if partner is None else partner.format,
             needs_codes=needs_codes or dequantized_later,
             saved=saved,
+            folding=precision.folding,
         )
 
     def _scale_amaxes(
@@ -182,7 +183,7 @@ class LinearContext:
         summed over ranks, with its own term.
         """
         precision = self.precision.gemms[name]
-        y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype)
+        y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)
         if precision.fallback is None or high_precision is None:
             return y
         count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]

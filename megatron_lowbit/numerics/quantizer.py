@@ -168,6 +168,7 @@ class Request:
         needs_codes: True for an operand whose codes are sent or dequantized. Any other an engine
             may give in the form that its GEMM takes.
         saved: True for an operand that is kept in memory: its form takes no more than codes do.
+        folding: False if the engine must not fold it (``folding.py``).
     """
 
     quantizer: Quantizer
@@ -177,6 +178,7 @@ class Request:
     partner: BlockFormat | None = None
     needs_codes: bool = False
     saved: bool = False
+    folding: bool = True
 
     def transform(self, x: Tensor) -> Tensor:
         """Return x (R, K) in FP32, transformed if the request says so."""

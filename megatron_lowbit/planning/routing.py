@@ -45,14 +45,14 @@ def gemm_name(
     sides = precision.gemms[gemm]
     if not sides.quantized:
         return "bf16"
-    if transformer_engine and needs_transformer_engine(capability):
-        native = native_recipe(precision, capability)
-        if native is not None:
-            return _NATIVE[native.name]
+    native = native_recipe(precision, capability) if transformer_engine else None
+    if native is not None and needs_transformer_engine(capability):
+        return _NATIVE[native.name]
     if sides.accumulation is not None:
         return "fp32"
     formats = tuple(None if side is None else side.format for side in (sides.lhs, sides.rhs))
-    found = route(*formats, capability)
+    # Transformer Engine folds nothing.
+    found = route(*formats, capability, sides.folding and native is None)
     if found is not TILES:
         return _MEASURED[found]
     square = TILE in [format.block_rows for format in formats]

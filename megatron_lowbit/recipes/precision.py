@@ -29,8 +29,9 @@ class GemmPrecision:
     parallelism shards: the local ``shard``'s, or the maximum over the ``group``, which gives every
     layout the same quantized bits for one more small all-reduce an operand. ``delayed`` makes
     tensor scales from earlier steps. For study: ``accumulation``, where None leaves it to the
-    engine, and ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's
-    quantized weight or input has, blocks along fprop's axis, in place of quantizing it anew.
+    engine; ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's quantized
+    weight or input has, blocks along fprop's axis, in place of quantizing it anew; and ``folding``,
+    which may be False to multiply operands with power-of-two scales without folding them.
     ``fallback`` computes a product that is not finite again from operands in high precision.
     """
 
@@ -40,6 +41,7 @@ class GemmPrecision:
     tensor_scale: Literal["shard", "group"] = "shard"
     delayed: DelayedScaling | None = None
     accumulation: Accumulation | None = None
+    folding: bool = True
     rhs_of_fprop: bool = False
     fallback: Literal["bf16"] | None = None
 
@@ -83,6 +85,8 @@ class GemmPrecision:
         if self.accumulation is not None:
             every = self.accumulation.promote_every
             yield f"{self.accumulation.inner} sums" + (f" of {every}" if every else "")
+        if not self.folding:
+            yield "not folded"
         if self.fallback is not None:
             yield f"else {self.fallback}"
 

@@ -113,6 +113,7 @@ class GemmSpec(StrictModel):
     grad: OperandSpec | None = None
     hadamard: HadamardField | None = None
     accumulation: AccumulationField | None = None
+    folding: bool | None = None
     fallback: Literal["bf16"] | None = None
 
 
@@ -131,6 +132,7 @@ class PrecisionSpec(StrictModel):
     tensor_scale: Literal["shard", "group"] = "shard"
     amax_history: DelayedScalingField | None = None
     accumulation: AccumulationField | None = None
+    folding: bool = True
     fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
@@ -161,6 +163,7 @@ class PrecisionSpec(StrictModel):
                 tensor_scale=self.tensor_scale,
                 delayed=self.amax_history if tensor_scaled else None,
                 accumulation=(gemm if own_sums else self).accumulation,
+                folding=self.folding if gemm.folding is None else gemm.folding,
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
                 fallback=fallback if lhs is not None or rhs is not None else None,
             )

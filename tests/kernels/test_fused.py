@@ -85,6 +85,15 @@ def test_tiles_and_rows_have_tensor_cores_on_hopper_only(pair, capability):
     assert FusedEngine(capability).route(*names(pair)).name == "dequantized to FP32"
 
 
+@pytest.mark.parametrize(
+    ("pair", "route"),
+    [(("mxfp8-e4m3", "mxfp8-e5m2"), "exact BF16"), (("mxfp4", "mxfp4"), "exact BF16"),
+     (("fp8 1x128 pow2", "fp8 1x128 pow2"), "FP8 tiles")],
+)  # fmt: skip
+def test_routes_without_folding(pair, route):
+    assert FusedEngine(HOPPER).route(*names(pair), folding=False).name == route
+
+
 def test_bf16_beside_values_in_fp32():
     """A BF16 gradient and the values that an FP8 or FP4 tensor of fprop stands for."""
     lhs = (torch.arange(256).view(8, 32) % 7 - 3).bfloat16()

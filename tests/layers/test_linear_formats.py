@@ -66,10 +66,10 @@ class Recorder(ReferenceEngine):
         self.quantized += [tuple(shape) for side, shape in sides if side]
         return super().quantize(x, row, col, amaxes)
 
-    def gemm(self, lhs, rhs, bias=None, accumulation=None, out_dtype=None):
+    def gemm(self, lhs, rhs, bias=None, accumulation=None, *rest):
         self.multiplied.append((lhs, rhs))
         self.accumulations.append(accumulation)
-        return super().gemm(lhs, rhs, bias, accumulation, out_dtype)
+        return super().gemm(lhs, rhs, bias, accumulation, *rest)
 
 
 # Formats

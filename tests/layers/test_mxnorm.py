@@ -19,7 +19,7 @@ class Exact(Engine):
     def quantize(self, x, row, col, amaxes=(None, None)):
         return x if row else None, x.t() if col else None
 
-    def gemm(self, lhs, rhs, bias=None, accumulation=None, out_dtype=None):
+    def gemm(self, lhs, rhs, bias=None, accumulation=None, out_dtype=None, folding=True):
         return torch.nn.functional.linear(lhs, rhs, bias).to(out_dtype)
 
 

@@ -320,11 +320,13 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
         "fprop": "fprop=null", "dgrad": "dgrad={grad: null}", "wgrad": "wgrad=null",
         "tensor_scale": "tensor_scale=group", "amax_history": "amax_history=null",
         "accumulation": "accumulation=null", "fallback": "fallback=bf16",
+        "folding": "folding=false",
     },
     "GemmSpec": {
         "input": "fprop.input.format=nvfp4", "weight": "fprop.weight=null",
         "grad": "dgrad.grad.rounding=stochastic", "hadamard": "wgrad.hadamard=null",
         "accumulation": "wgrad.accumulation=null", "fallback": "wgrad.fallback=bf16",
+        "folding": "wgrad.folding=false",
     },
     "OperandSpec": {
         "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",
