@@ -10,7 +10,7 @@ from megatron_lowbit.kernels.routes import (
     TILES,
     route,
 )
-from megatron_lowbit.numerics.block_formats.fp8 import TILE
+from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import native_recipe
 
@@ -45,14 +45,16 @@ def gemm_name(
     sides = precision.gemms[gemm]
     if not sides.quantized:
         return "bf16"
-    native = native_recipe(precision, capability) if transformer_engine else None
-    if native is not None and needs_transformer_engine(capability):
-        return _NATIVE[native.name]
+    if transformer_engine and needs_transformer_engine(capability):
+        native = native_recipe(precision, capability)
+        if native is not None:
+            return _NATIVE[native.name]
     if sides.accumulation is not None:
         return "fp32"
     formats = tuple(None if side is None else side.format for side in (sides.lhs, sides.rhs))
-    # Transformer Engine folds nothing.
-    found = route(*formats, capability, sides.folding and native is None)
+    # Transformer Engine multiplies tiles itself, and folds nothing.
+    is_native = transformer_engine and all(isinstance(format, FP8Tile) for format in formats)
+    found = route(*formats, capability, sides.folding and not is_native)
     if found is not TILES:
         return _MEASURED[found]
     square = TILE in [format.block_rows for format in formats]
