@@ -145,8 +145,14 @@ def check_folded(seen, expected) -> None:
     assert seen.format == expected.format and seen.shape == expected.shape
 
 
-@pytest.mark.parametrize("rows, columns", [(48, 200), (128, 256)])
-@pytest.mark.parametrize("name", FOLDS)
+WHOLE = ("mxfp8 rceil", "mxfp4-2d", "fp8-1x128-e4m3 128")
+"""Formats that are also folded in whole tiles: each kernel, and points of both kinds."""
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [*((name, 48, 200) for name in FOLDS), *((name, 128, 256) for name in WHOLE)],
+)
 def test_folded_tensors_are_the_references(name, rows, columns):
     """Both sides at once, and from codes, with blocks of zeros and a wide range of scales."""
     x, quantizer = values(rows, columns, spread=4.0), Quantizer(FOLDS[name])

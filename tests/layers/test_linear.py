@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from recording_engine import RecordingEngine
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
@@ -217,27 +218,9 @@ def test_one_operand_in_high_precision(gemm, side):
     )
 
 
-class Recorder(ReferenceEngine):
-    """Engine that records what it quantizes, as (format, shape), and the operands of its GEMMs."""
-
-    def __init__(self):
-        super().__init__("tests")
-        self.requests, self.quantized, self.multiplied = [], [], []
-
-    def quantize(self, x, row, col, amaxes=(None, None)):
-        self.requests += [side for side in (row, col) if side]
-        sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
-        self.quantized += [(side.quantizer.format.name, tuple(s)) for side, s in sides if side]
-        return super().quantize(x, row, col, amaxes)
-
-    def gemm(self, lhs, rhs, *options):
-        self.multiplied.append((lhs, rhs))
-        return super().gemm(lhs, rhs, *options)
-
-
 def test_square_weight_is_quantized_once():
     x, weight, _, dy = leaves()
-    seen = Recorder()
+    seen = RecordingEngine()
     run(x, weight, NVFP4, dy, engine=seen)
     assert [name for name, _ in seen.quantized].count("nvfp4-2d") == 1
     (_, forward), (_, backward), _ = seen.multiplied
@@ -266,7 +249,7 @@ def test_values_of_fprop_beside_bf16_gradients(quantized, plain):
 def test_what_meets_values_of_fprop_is_codes():
     """An engine's own forms, such as BF16 numbers, do not multiply with FP32 ones."""
     x, weight, _, dy = leaves()
-    seen = Recorder()
+    seen = RecordingEngine()
     run(x, weight, SAME_AXIS, dy, engine=seen)
     # Input and weight for fprop, gradients for dgrad and wgrad, and nothing else.
     assert [name for name, _ in seen.quantized] == ["nvfp4"] * 4
@@ -275,7 +258,7 @@ def test_what_meets_values_of_fprop_is_codes():
 
 def test_row_weight_is_quantized_for_each_gemm():
     x, weight, _, dy = leaves()
-    seen = Recorder()
+    seen = RecordingEngine()
     run(x, weight, ROWS, dy, engine=seen)
     assert {("nvfp4", (32, 64)), ("nvfp4", (64, 32))} <= set(seen.quantized)
     (_, forward), (_, backward), _ = seen.multiplied
@@ -396,7 +379,7 @@ def test_operand(parts):
         quantize(source, "nvfp4", axis=0, hadamard=16) if parts[1] else None,
         x,
     )
-    seen = Recorder()
+    seen = RecordingEngine()
     y = lowbit_linear(operand, weight, LinearContext(NVFP4, seen, KEY))
     assert_equal((y.detach(), *torch.autograd.grad(y, [x, weight], dy)), expected)
     assert len(seen.quantized) == 5 - sum(parts)
@@ -416,7 +399,7 @@ def test_operand_is_what_is_multiplied():
 def test_frozen_weight():
     x, weight, _, dy = leaves()
     expected = run(x, weight, NVFP4, dy)
-    seen, saved = Recorder(), []
+    seen, saved = RecordingEngine(), []
 
     def pack(tensor):
         saved.append(tensor.nbytes)
@@ -433,7 +416,7 @@ def test_frozen_weight():
 def test_input_without_gradient():
     x, weight, _, dy = leaves()
     expected = run(x, weight, NVFP4, dy)
-    seen = Recorder()
+    seen = RecordingEngine()
     y = lowbit_linear(x.detach(), weight, LinearContext(NVFP4, seen, KEY))
     (dw,) = torch.autograd.grad(y, [weight], dy)
     assert torch.equal(dw, expected[2]) and len(seen.multiplied) == 2
@@ -441,7 +424,7 @@ def test_input_without_gradient():
 
 def test_no_grad_saves_nothing():
     x, weight, _, _ = leaves()
-    seen = Recorder()
+    seen = RecordingEngine()
     with torch.no_grad():
         y = lowbit_linear(x, weight, LinearContext(NVFP4, seen, KEY))
     assert not y.requires_grad and len(seen.quantized) == 2
@@ -467,7 +450,7 @@ def test_bf16():
 def test_engine_is_chosen_by_device(monkeypatch):
     """Without an engine, the table's for x's device."""
     x, weight, _, dy = leaves()
-    seen, devices = Recorder(), []
+    seen, devices = RecordingEngine(), []
 
     def select(device):
         devices.append(device)

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from recording_engine import RecordingEngine
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
@@ -52,24 +53,6 @@ def by_roles(input=None, weight=None, grad=None) -> LinearPrecision:
     return LinearPrecision(
         GemmPrecision(input, weight), GemmPrecision(grad, weight), GemmPrecision(grad, input)
     )
-
-
-class Recorder(ReferenceEngine):
-    """Engine that keeps what it quantizes and multiplies, and how its GEMMs sum."""
-
-    def __init__(self):
-        super().__init__("tests")
-        self.quantized, self.multiplied, self.accumulations = [], [], []
-
-    def quantize(self, x, row, col, amaxes=(None, None)):
-        sides = [(row, x.shape), (None if col is row else col, x.t().shape)]
-        self.quantized += [tuple(shape) for side, shape in sides if side]
-        return super().quantize(x, row, col, amaxes)
-
-    def gemm(self, lhs, rhs, bias=None, accumulation=None, *rest):
-        self.multiplied.append((lhs, rhs))
-        self.accumulations.append(accumulation)
-        return super().gemm(lhs, rhs, bias, accumulation, *rest)
 
 
 # Formats
@@ -138,9 +121,9 @@ def test_square_weights_are_quantized_once(format, options):
     """dgrad's are the transpose of fprop's, bit for bit what quantizing the transpose gives."""
     x, weight, dy = leaves()
     quantizer = Quantizer(format_by_name(format, **options))
-    seen = Recorder()
+    seen = RecordingEngine()
     run(x, weight, dy, by_roles(weight=quantizer), engine=seen)
-    assert seen.quantized == [(N, K)]
+    assert seen.shapes == [(N, K)]
     (_, forward), (_, backward), _ = seen.multiplied
     assert_same(forward, quantizer(weight.detach()))
     assert_same(backward, quantizer(weight.detach().t()))
@@ -180,16 +163,16 @@ TWICE = {
 
 @pytest.mark.parametrize("why", TWICE)
 def test_a_weight_that_does_not_serve_both_is_quantized_twice(why):
-    seen = Recorder()
+    seen = RecordingEngine()
     run(*leaves(), TWICE[why], engine=seen, amax_history=history())
-    assert seen.quantized.count((N, K)) == 1 and seen.quantized.count((K, N)) == 1
+    assert seen.shapes.count((N, K)) == 1 and seen.shapes.count((K, N)) == 1
 
 
 def test_a_tensor_scale_that_tiles_do_not_have_makes_no_difference():
     """fprop and dgrad may say different things of it: the weight's bits are the same."""
-    seen = Recorder()
+    seen = RecordingEngine()
     run(*leaves(), with_dgrad(TILES, tensor_scale="group"), engine=seen)
-    assert seen.quantized == [(N, K)]
+    assert seen.shapes == [(N, K)]
 
 
 # Accumulation
@@ -215,7 +198,7 @@ def test_accumulation_reaches_its_gemm(gemm, format):
     base = by_roles(quantizer, quantizer, quantizer)
     sums = Accumulation("bf16", 16)
     of_gemm = dataclasses.replace(base.gemms[gemm], accumulation=sums)
-    seen = Recorder()
+    seen = RecordingEngine()
     results = run(x, weight, dy, dataclasses.replace(base, **{gemm: of_gemm}), engine=seen)
     assert seen.accumulations == [sums if name == gemm else None for name in GEMMS]
     operands = {

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from recording_engine import RecordingEngine
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, lowbit_linear
@@ -67,26 +68,14 @@ TRANSFORMED = precision(
 )
 
 
-class Recorder(ReferenceEngine):
-    """Engine that keeps the operands of its GEMMs."""
-
-    def __init__(self):
-        super().__init__("tests")
-        self.operands = []
-
-    def gemm(self, lhs, rhs, *options):
-        self.operands.append((lhs, rhs))
-        return super().gemm(lhs, rhs, *options)
-
-
 def run(x, weight, dy, how, shards=UNSHARDED, history=None):
     """Return (y, dX, dW) and the operands of fprop, dgrad, wgrad."""
     x, weight = (t.detach().contiguous().requires_grad_() for t in (x, weight))
-    seen = Recorder()
+    seen = RecordingEngine()
     context = LinearContext(how, seen, KEY, shards=shards, amax_history=history)
     y = lowbit_linear(x, weight, context)
     dx, dw = torch.autograd.grad(y, [x, weight], dy.contiguous())
-    return (y.detach(), dx, dw), seen.operands
+    return (y.detach(), dx, dw), seen.multiplied
 
 
 def whole(tokens, *batch):
