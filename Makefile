@@ -17,7 +17,8 @@ pretrain: .venv/installed data/stdlib.idx
 
 parity: .venv/installed data/stdlib.idx
 	$(BIN)/python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer \
-	    --output benchmarks/results/parity.json --document docs/parallelism.md
+	    --output benchmarks/results/parity.json
+	$(BIN)/python docs/generate/parity.py
 
 performance-page: .venv/installed
 	$(BIN)/python docs/generate/performance.py

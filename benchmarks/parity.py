@@ -5,7 +5,7 @@
 One process trains 2 iterations in high precision. From that checkpoint every layout goes on under
 every recipe, and so does the single process; the losses of all iterations and the gradient norm of
 the first one are compared. A checkpoint, because layouts draw other initial weights. `make parity`
-keeps the figures in benchmarks/results/parity.json and the table in docs/parallelism.md.
+keeps the figures in benchmarks/results/parity.json; docs/generate/parity.py makes a table of them.
 
 On a GPU host `--against` compares the losses with those of such a file, cell by cell, if both began
 at the same checkpoints: copy the folder of `--start`.
@@ -31,7 +31,6 @@ import torch
 from megatron_lowbit.analysis.machine import machine
 
 ROOT = Path(__file__).parents[1]
-BEGIN, END = "<!-- parity: made by `make parity` -->", "<!-- /parity -->"
 START_ITERATIONS = 2
 
 # 2 tensor-parallel ranks hold whole blocks of 128 of every weight, 4 ranks whole blocks of 64. 4
@@ -310,12 +309,6 @@ def _short(pair: Bounds) -> str:
     return " / ".join("0" if x == 0 else f"{x:.0e}".replace("e-0", "e-") for x in pair)
 
 
-def _machine() -> dict[str, str | int]:
-    cuda = torch.cuda.is_available()
-    gpus = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if cuda else "none"
-    return machine(gpus=gpus, megatron_core=version("megatron-core"))
-
-
 def compare(cells: Sequence[Cell], file: Path) -> dict:
     """Set the cells' distances from another machine's; returns which machine that was."""
     other = json.loads(file.read_text())
@@ -330,12 +323,10 @@ def compare(cells: Sequence[Cell], file: Path) -> dict:
 
 def write(file: Path, head: dict, cells: Sequence[Cell]) -> None:
     """Write the JSON, a line for each cell."""
-    body = ",\n".join(
-        f"  {json.dumps({k: v for k, v in asdict(cell).items() if v is not None})}"
-        for cell in cells
-    )
+    known = [{k: v for k, v in asdict(cell).items() if v is not None} for cell in cells]
+    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in known)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n{body}\n ]\n}}\n')
+    file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "cells": [\n{lines}\n ]\n}}\n')
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -344,16 +335,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--data-path", required=True, metavar="PREFIX")
     parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
-    parser.add_argument(
-        "--layouts", nargs="+", choices=LAYOUTS, metavar="NAME", help="default: all that fit"
-    )
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, metavar="NAME", help="or all")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=[*RECIPES], metavar="NAME")
-    parser.add_argument(
-        "--iterations", type=int, default=3, help="iterations of each run (default: 3)"
-    )
+    parser.add_argument("--iterations", type=int, default=3, help="of each run (default: 3)")
     parser.add_argument("--start", type=Path, metavar="DIR", help="checkpoints: read, or made here")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="keep all figures")
-    parser.add_argument("--document", type=Path, metavar="FILE.md", help="keep the table")
     parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
     parser.add_argument(
         "--report-only", action="store_true",
@@ -368,8 +354,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _chosen(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Layout]:
     """Return the layouts asked for, or all that this machine has the devices for."""
-    cuda = torch.cuda.is_available()
-    devices = torch.cuda.device_count() if cuda else 4
+    devices = torch.cuda.device_count() or 4  # processes on a CPU
     for name in args.layouts or ():
         if LAYOUTS[name].processes > devices:
             parser.error(f"--layouts {name}: {LAYOUTS[name].processes} GPUs, there are {devices}")
@@ -381,7 +366,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, keep them; exit with 1 where a bound is exceeded."""
     parser = _parser()
     args = parser.parse_args(argv)
-    layouts, begin, head = _chosen(parser, args), time.monotonic(), {"machine": _machine()}
+    layouts, begin = _chosen(parser, args), time.monotonic()
     if args.iterations < 1:
         parser.error("--iterations: at least 1")
     tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model"]
@@ -390,20 +375,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         start = args.start or Path(work) / "start"
         recipes = {name: RECIPES[name] for name in args.recipes}
         cells = measure(layouts, recipes, common, args.iterations, start, Path(work))
-    head["seconds"] = round(time.monotonic() - begin)
-    head |= {"arguments": {"model": MODEL.split(), "models": MODELS, "extra": args.extra}}
-    head |= {"layouts": {name: layout._asdict() for name, layout in layouts.items()}}
-    head |= {"recipes": {name: recipe._asdict() for name, recipe in recipes.items()}}
+    count = torch.cuda.device_count()
+    gpus = f"{count} x {torch.cuda.get_device_name()}" if count else "none"
+    head = {
+        "machine": machine(gpus=gpus, megatron_core=version("megatron-core")),
+        "seconds": round(time.monotonic() - begin),
+        "arguments": {"model": MODEL.split(), "models": MODELS, "extra": args.extra},
+        "layouts": {name: layout._asdict() for name, layout in layouts.items()},
+        "recipes": {name: recipe._asdict() for name, recipe in recipes.items()},
+    }
     print(table(cells, layouts))
     if args.against is not None:
         head["against"] = compare(cells, args.against)
         print(table(cells, layouts, "against"))
     if args.output is not None:
         write(args.output, head, cells)
-    if args.document is not None:
-        text = args.document.read_text()
-        before, after = text.split(BEGIN)[0], text.split(END)[1]
-        args.document.write_text(f"{before}{BEGIN}\n{table(cells, layouts)}\n{END}{after}")
     complaints = [text for cell in cells if (text := cell.complaint(layouts, recipes))]
     if complaints and not args.report_only:
         sys.exit("\n".join(complaints))
