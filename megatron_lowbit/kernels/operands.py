@@ -55,7 +55,7 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     rows, columns = operand.codes.shape[0], _columns(operand)
     values = torch.empty((rows, columns), dtype=torch.bfloat16, device=operand.codes.device)
     if operand.scales.shape[1]:
-        _launch(operand, values)
+        _launch(operand, _scale_bytes(operand), values)
     else:
         values.copy_(operand.codes)
     values = values[:, : operand.shape[-1]]
@@ -70,8 +70,8 @@ def fold_rows(operand: QuantizedTensor, inexact: Tensor | None = None) -> Scaled
     """
     codes = _new_folded(operand)
     scales = torch.empty((codes.shape[0], 1), device=codes.device)
-    largest = operand.scales.amax(1)
-    _launch(operand, codes, largest, operand.tensor_scale, scales, inexact)
+    exponents = _scale_bytes(operand)
+    _launch(operand, exponents, codes, exponents.amax(1), operand.tensor_scale, scales, inexact)
     return ScaledRows(codes, scales)
 
 
@@ -84,8 +84,9 @@ def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> QuantizedTe
     codes = _new_folded(operand)
     tensor_scale = torch.empty((), device=codes.device)
     if codes.numel():
-        largest = _largest_exponent(operand)
-        _launch(operand, codes, largest, operand.tensor_scale, tensor_scale, inexact)
+        exponents = _scale_bytes(operand)
+        largest = _largest_exponent(operand, exponents)
+        _launch(operand, exponents, codes, largest, operand.tensor_scale, tensor_scale, inexact)
     scales = tensor_scale.new_empty((codes.shape[0], 0))
     return QuantizedTensor(codes, scales, tensor_scale, target, operand.shape)
 
@@ -96,12 +97,11 @@ def _new_folded(operand: QuantizedTensor) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=operand.codes.device)
 
 
-def _largest_exponent(operand: QuantizedTensor) -> Tensor:
+def _largest_exponent(operand: QuantizedTensor, exponents: Tensor) -> Tensor:
     """Return the largest E8M0 byte of a block that is not zero, uint8 ()."""
     if not isinstance(operand.format, FP8Tile):
-        return operand.scales.amax()
+        return exponents.amax()
     # Tiles of zeros have the scale 1.
-    exponents = _exponents(operand)
     magnitudes = operand.codes.view(torch.uint8) & 0x7F
     nonzero = magnitudes.unflatten(1, (-1, operand.format.block)).amax(-1) > 0
     largest = torch.where(nonzero, exponents, 0).amax()
@@ -122,13 +122,10 @@ def _columns(operand: QuantizedTensor) -> int:
     return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
 
 
-def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor | None) -> None:
+def _launch(operand: QuantizedTensor, scales: Tensor, out: Tensor, *folding: Tensor | None) -> None:
     rows, columns = out.shape
     if not out.numel():
         return
-    scales = operand.scales.view(torch.uint8)
-    if isinstance(operand.format, FP8Tile):
-        scales = _exponents(operand)
     tile = (16, 256)
     grid = (cdiv(rows, tile[0]) * cdiv(columns, tile[1]),)
     even = rows % tile[0] == 0 and columns % tile[1] == 0
@@ -146,8 +143,10 @@ def _launch(operand: QuantizedTensor, out: Tensor, *folding: Tensor | None) -> N
     )  # fmt: skip
 
 
-def _exponents(operand: QuantizedTensor) -> Tensor:
-    """Return power-of-two scales of FP8 tiles as E8M0, a byte for each row of codes and tile."""
+def _scale_bytes(operand: QuantizedTensor) -> Tensor:
+    """Return a byte for each row of codes and block; power-of-two scales of FP8 tiles as E8M0."""
+    if not isinstance(operand.format, FP8Tile):
+        return operand.scales.view(torch.uint8)
     bytes_ = (operand.scales.view(torch.int32) >> 23).to(torch.uint8)
     by_row = bytes_.repeat_interleave(operand.format.block_rows, dim=0)
     return by_row[: operand.codes.shape[0]].contiguous()
