@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
+from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.operands import (
     ScaledRows,
@@ -15,15 +16,6 @@ from megatron_lowbit.kernels.operands import (
     exact_values,
     fold,
     fold_rows,
-)
-from megatron_lowbit.kernels.routes import (
-    DEQUANTIZED,
-    EXACT,
-    FOLDED,
-    FOLDED_ROWS,
-    ROWS,
-    TENSORS,
-    TILES,
 )
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
@@ -174,12 +166,12 @@ def _finish(
 
 
 PRODUCTS = {
-    TILES: tile_product,
-    TENSORS: tensor_product,
-    ROWS: row_product,
-    FOLDED_ROWS: folded_rows_product,
-    FOLDED: folded_product,
-    EXACT: exact_product,
-    DEQUANTIZED: dequantized_product,
+    routes.TILES: tile_product,
+    routes.TENSORS: tensor_product,
+    routes.ROWS: row_product,
+    routes.FOLDED_ROWS: folded_rows_product,
+    routes.FOLDED: folded_product,
+    routes.EXACT: exact_product,
+    routes.DEQUANTIZED: dequantized_product,
 }
 """Function of each route."""

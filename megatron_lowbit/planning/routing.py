@@ -1,26 +1,17 @@
 """Tensor cores of a GEMM on a kind of GPU, by the engine's own table."""
 
-from megatron_lowbit.kernels.routes import (
-    DEQUANTIZED,
-    EXACT,
-    FOLDED,
-    FOLDED_ROWS,
-    ROWS,
-    TENSORS,
-    TILES,
-    route,
-)
+from megatron_lowbit.kernels import routes
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.native import native_recipe
 
 _MEASURED = {
-    TENSORS: "fp8 per tensor",
-    ROWS: "fp8 per row",
-    FOLDED_ROWS: "fp8 per row",
-    FOLDED: "fp8 per tensor",
-    EXACT: "bf16",
-    DEQUANTIZED: "fp32",
+    routes.TENSORS: "fp8 per tensor",
+    routes.ROWS: "fp8 per row",
+    routes.FOLDED_ROWS: "fp8 per row",
+    routes.FOLDED: "fp8 per tensor",
+    routes.EXACT: "bf16",
+    routes.DEQUANTIZED: "fp32",
 }
 """The engine's routes, and what their GEMMs are called in ``hardware.yaml``."""
 _NATIVE = {
@@ -54,8 +45,8 @@ def gemm_name(
     formats = tuple(None if side is None else side.format for side in (sides.lhs, sides.rhs))
     # Transformer Engine multiplies tiles itself, and folds nothing.
     is_native = transformer_engine and all(isinstance(format, FP8Tile) for format in formats)
-    found = route(*formats, capability, sides.folding and not is_native)
-    if found is not TILES:
+    found = routes.route(*formats, capability, sides.folding and not is_native)
+    if found is not routes.TILES:
         return _MEASURED[found]
     square = TILE in [format.block_rows for format in formats]
     return "fp8 1x128 . 128x128" if square else "fp8 1x128 . 1x128"
