@@ -16,6 +16,7 @@ class Element(NamedTuple):
     """An element format as a constexpr: ``min_exponent`` is that of the smallest normal, biased."""
 
     bits: int
+    random_bits: int
     mantissa_bits: int
     min_exponent: int
     max: float
@@ -35,51 +36,55 @@ def larger(a, b):
 
 
 @triton.jit
-def on_grid(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Round magnitudes of x, not NaN, to E's grid, and no larger than its largest.
+def on_grid(x, E: tl.constexpr):
+    """Round magnitudes of x, not NaN, to E's grid, to nearest and no larger than its largest.
 
     Adding an anchor, whose ulp is the grid's step, rounds to the grid; taking it away is exact.
-    ``words`` are the random uint32 of stochastic rounding.
     """
     ANCHOR: tl.constexpr = 1.5 * 2.0 ** (23 - E.mantissa_bits)
     magnitude = tl.minimum(tl.abs(x), E.max)
     bits = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(bits, E.min_exponent << 23).to(tl.float32, bitcast=True)
-    if STOCHASTIC:
-        return _by_chance(magnitude, power, words, E.mantissa_bits, ANCHOR)
-    else:
-        return _to_nearest(magnitude, power, ANCHOR)
-
-
-@triton.jit
-def _to_nearest(magnitude, power, ANCHOR: tl.constexpr):
     anchored = tl.fma(power, tl.full((), ANCHOR, tl.float32), magnitude)
     return tl.fma(power, -ANCHOR, anchored)
 
 
 @triton.jit
-def _by_chance(magnitude, power, words, M: tl.constexpr, ANCHOR: tl.constexpr):
-    """Round up if u = word / 2**24 is less than the fraction of the step, otherwise down."""
-    STEP: tl.constexpr = 2.0**-M
-    count = (words >> 8).to(tl.int32).to(tl.float32)
+def stochastic_codes(x, random, E: tl.constexpr):
+    """Round magnitudes of x, not NaN, stochastically and return their codes (int32).
+
+    Once E's smallest normal is FP32's, E's code is the upper part of FP32's bits, subnormals
+    included, and the lower part is the fraction: adding ``random``, centred, carries into the code
+    with the fraction's probability (``numerics/randomness.py``).
+    """
+    LOWER: tl.constexpr = 23 - E.mantissa_bits
+    UNIT: tl.constexpr = LOWER - E.random_bits
+    bits = _rebased_up(tl.minimum(tl.abs(x), E.max), 2.0 ** (1 - E.min_exponent))
+    return (bits + (random << UNIT) + ((1 << (UNIT - 1)) - 1)) >> LOWER
+
+
+@triton.jit
+def _rebased_up(magnitude, REBASE: tl.constexpr):
+    """Multiply by a power of two below 1, rounding subnormals up; return FP32's bits.
+
+    Rounding up keeps what is above a threshold of the grid above it, and nothing else.
+    """
     if HARDWARE_CASTS:
-        # That is where magnitude - u * step > below. Rounding up to FP32, then up to the grid, is
-        # rounding up to the grid at once.
-        anchor = power * ANCHOR
-        rounded = tl.inline_asm_elementwise(
-            "{.reg .f32 l; fma.rp.f32 l, $1, $2, $3; add.rp.f32 $0, l, $4;}", "=r,r,r,r,r",
-            [count, power * (-STEP * 2.0**-24), magnitude, anchor],
-            dtype=tl.float32, is_pure=True, pack=1,
+        return tl.inline_asm_elementwise(
+            "mul.rp.f32 $0, $1, $2;", "=r,r,r", [magnitude, tl.full((), REBASE, tl.float32)],
+            dtype=tl.int32, is_pure=True, pack=1,
         )  # fmt: skip
-        return rounded - anchor
     else:
-        nearest = _to_nearest(magnitude, power, ANCHOR)
-        off = magnitude - nearest
-        # Where nearest is above: u - 1 < (magnitude - above) / step.
-        count = tl.where(off < 0.0, count - 16777216.0, count)
-        step = power * STEP
-        below = tl.where(off < 0.0, nearest - step, nearest)
-        return tl.where(count * (power * (STEP * 2.0**-24)) < off, below + step, below)
+        nearest = magnitude * REBASE
+        below = nearest * (1.0 / REBASE) < magnitude
+        return nearest.to(tl.int32, bitcast=True) + below.to(tl.int32)
+
+
+@triton.jit
+def code_values(codes, E: tl.constexpr):
+    """Decode magnitudes' codes (int32, not NaN) to FP32."""
+    UNBASE: tl.constexpr = 2.0 ** (E.min_exponent - 1)
+    return (codes << (23 - E.mantissa_bits)).to(tl.float32, bitcast=True) * UNBASE
 
 
 @triton.jit
@@ -90,17 +95,27 @@ def magnitude_codes(rounded, E: tl.constexpr):
 
 
 @triton.jit
-def encode(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Encode x in E (int32), the sign in the top bit of E's width."""
+def encode(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Encode x in E (int32), the sign in the top bit of E's width.
+
+    ``random`` are the bits of stochastic rounding (int32), as many as E says.
+    """
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
         return _cast(x, E).to(tl.uint8, bitcast=True).to(tl.int32)
     elif HARDWARE_CASTS and E.nan_code == 0:
         # NaN is positive as it comes from a multiplication; the larger of it and 0 is 0.
-        code = magnitude_codes(on_grid(tl.maximum(tl.abs(x), 0.0), words, E, STOCHASTIC), E)
-        return code | _sign_bit(x, E)
+        return _magnitude_codes(tl.maximum(tl.abs(x), 0.0), random, E, STOCHASTIC) | _sign_bit(x, E)
     else:
-        code = magnitude_codes(on_grid(x, words, E, STOCHASTIC), E)
-        return tl.where(x != x, E.nan_code, code | _sign_bit(x, E))
+        code = _magnitude_codes(x, random, E, STOCHASTIC) | _sign_bit(x, E)
+        return tl.where(x != x, E.nan_code, code)
+
+
+@triton.jit
+def _magnitude_codes(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    if STOCHASTIC:
+        return stochastic_codes(x, random, E)
+    else:
+        return magnitude_codes(on_grid(x, E), E)
 
 
 @triton.jit
@@ -115,20 +130,23 @@ def _cast(x, E: tl.constexpr):
 
 
 @triton.jit
-def rounded(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Round x to E's grid, with its sign; for a NaN to any number."""
     if HARDWARE_CASTS and E.bits == 8 and not STOCHASTIC:
         return _cast(x, E).to(tl.float32)
     else:
-        magnitude = on_grid(x, words, E, STOCHASTIC)
+        if STOCHASTIC:
+            magnitude = code_values(stochastic_codes(x, random, E), E)
+        else:
+            magnitude = on_grid(x, E)
         sign = x.to(tl.int32, bitcast=True) & -0x80000000
         return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def rounded_or_nan(x, words, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+def rounded_or_nan(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Round x to E's grid as :func:`rounded`; a NaN stays one."""
-    return tl.where(x != x, x, rounded(x, words, E, STOCHASTIC))
+    return tl.where(x != x, x, rounded(x, random, E, STOCHASTIC))
 
 
 @triton.jit
@@ -139,23 +157,22 @@ def fold_ratio(scale, top):
 
 
 @triton.jit
-def fold_pair(low, high, low_ratio, high_ratio, E: tl.constexpr):
-    """Encode two tensors as :func:`encode_pair`, multiply the codes by ratios, encode again."""
+def fold_pair(low, high, ratio, E: tl.constexpr):
+    """Encode two tensors as :func:`encode_pair`, multiply the codes by a ratio, encode again."""
     if HARDWARE_CASTS:
         KIND: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
         return tl.inline_asm_elementwise(
             "{.reg .b16 p, a, b; .reg .b32 h; .reg .f32 u, v;"
             " cvt.rn.satfinite." + KIND + ".f32 p, $2, $1;"
             " cvt.rn.f16x2." + KIND + " h, p; mov.b32 {a, b}, h;"
-            " cvt.f32.f16 u, a; cvt.f32.f16 v, b; mul.f32 u, u, $3; mul.f32 v, v, $4;"
+            " cvt.f32.f16 u, a; cvt.f32.f16 v, b; mul.f32 u, u, $3; mul.f32 v, v, $3;"
             " cvt.rn.satfinite." + KIND + ".f32 $0, v, u;}",
-            "=h,r,r,r,r", [low, high, low_ratio, high_ratio],
+            "=h,r,r,r", [low, high, ratio],
             dtype=tl.int16, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        low = rounded_or_nan(low, low, E, False) * low_ratio
-        high = rounded_or_nan(high, high, E, False) * high_ratio
-        return encode_pair(low, high, E)
+        low, high = rounded_or_nan(low, low, E, False), rounded_or_nan(high, high, E, False)
+        return encode_pair(low * ratio, high * ratio, E)
 
 
 @triton.jit
@@ -176,7 +193,7 @@ def encode_pair(low, high, E: tl.constexpr):
 def code_pair(low, high, ratio, E: tl.constexpr, FOLD: tl.constexpr):
     """Encode two tensors in 8 bits each as one int16; with FOLD, codes are times a ratio."""
     if FOLD:
-        return fold_pair(low, high, ratio, ratio, E)
+        return fold_pair(low, high, ratio, E)
     else:
         return encode_pair(low, high, E)
 

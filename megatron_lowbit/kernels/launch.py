@@ -34,7 +34,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.folding import folded_format, lift
 from megatron_lowbit.numerics.formats import ElementFormat
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
-from megatron_lowbit.numerics.randomness import WORDS, Draw
+from megatron_lowbit.numerics.randomness import GROUP, Draw
 
 _LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""
@@ -314,13 +314,11 @@ def _signs(hadamard: Hadamard | None, sign_key: int) -> int:
 def _numbers(
     draw: Draw, rows: int, columns: int, padded: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return global row and quad numbers, None where they count from zero."""
-    given_rows, given_quads = draw.rows, draw.quads
-    if given_rows is None and given_quads is None:
+    """Return global row and group numbers, None where they count from zero."""
+    if draw.rows is None and draw.groups is None:
         return None, None
-    all_rows, all_quads = draw.counters(rows, columns, device)
-    all_quads = F.pad(all_quads, (0, padded // WORDS - len(all_quads)))
-    return all_rows, all_quads
+    all_rows, all_groups = draw.counters(rows, columns, device)
+    return all_rows, F.pad(all_groups, (0, cdiv(padded, GROUP) - len(all_groups)))
 
 
 def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:

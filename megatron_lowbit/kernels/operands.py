@@ -157,7 +157,9 @@ def element(format: ElementFormat) -> Element:
     """Return an element format as the kernels take it."""
     smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
     nan_code = 0x7F if format.dtype else 0
-    return Element(format.bits, format.mantissa_bits, smallest, format.max, nan_code)
+    return Element(
+        format.bits, format.random_bits, format.mantissa_bits, smallest, format.max, nan_code
+    )
 
 
 @triton.jit
@@ -202,7 +204,7 @@ def _decode_kernel(
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:
-            lost = (on_grid(value, value, TARGET, False) != tl.abs(value)) & (value == value)
+            lost = (on_grid(value, TARGET) != tl.abs(value)) & (value == value)
             tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
 
 

@@ -1,7 +1,7 @@
 """Quantization on a GPU: a matrix and its transpose in one pass, bit for bit as ``numerics/`` says.
 
 A program takes a tile of the matrix. A side whose blocks are short is computed on points (see
-``tiles.py``): amaxes, butterflies and random words then stay within a thread. Blocks of 128 and
+``tiles.py``): amaxes, butterflies and random bits then stay within a thread. Blocks of 128 and
 longer transforms are computed on the tile as one tensor.
 """
 
@@ -26,7 +26,7 @@ from megatron_lowbit.kernels.elements import (
     rounded_or_nan,
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
-from megatron_lowbit.kernels.random_words import number, philox, word_tile
+from megatron_lowbit.kernels.random_words import number, philox, random_of, random_tile
 from megatron_lowbit.kernels.tiles import (
     load_column_points,
     load_row_points,
@@ -64,14 +64,14 @@ class Side(NamedTuple):
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
     x, stride_r, stride_c, R, C,
-    r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_quads, r_signs,
-    c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_quads, c_signs,
+    r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
+    c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize x (R, C) by ROW (arguments r_) and its transpose by COL (c_); either may be None.
 
     ``columns`` is the length of a row of codes in elements: whole blocks and transforms. ``rows``
-    and ``quads`` are global numbers for the random words, or None as ``amax`` is where unused; that
+    and ``groups`` are global numbers for the random bits, or None as ``amax`` is where unused; that
     is the tensor's, or of each row.
     Tiles are TM x TN; with EVEN they cover x exactly.
     """
@@ -85,14 +85,14 @@ def quantize_kernel(
             place = tl.arange(0, TM * TN // P)
             _points_side(
                 points, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
-                r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_quads, r_signs,
+                r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
                 TN // P, ROW, False, EVEN,
             )  # fmt: skip
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
                 tile, None, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale,
-                r_key, r_rows, r_quads, r_signs, TM, TN, ROW, False, EVEN,
+                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN,
             )  # fmt: skip
     if COL is not None:
         if COL.points > 0:
@@ -101,20 +101,20 @@ def quantize_kernel(
             place = tl.arange(0, TM // Q * TN)
             _points_side(
                 points, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
-                c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_quads, c_signs,
+                c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
                 1, COL, True, EVEN,
             )  # fmt: skip
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
                 tl.trans(tile), None, col0, row0, C, c_columns, c_amax, c_codes, c_scales,
-                c_tensor_scale, c_key, c_rows, c_quads, c_signs, TN, TM, COL, True, EVEN,
+                c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN,
             )  # fmt: skip
 
 
 @triton.jit
 def _points_side(
-    points, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
+    points, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
     NEXT_ROW: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize groups of points: the ``group``-th of row ``r`` of x, or of its TRANSPOSED.
@@ -130,18 +130,18 @@ def _points_side(
     row_number = number(rows, r, R)
     if P == BLOCK:
         _block(points, 0, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key,
-               quads, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
+               groups, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
     else:
         # A loop, for Triton's sake: compiled once, and apart from the transform.
         for first in range(0, P, BLOCK):
             _block(points, first, r, group, row_number, R, columns, amax, codes, scales,
-                   tensor_scale, key, quads, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
+                   tensor_scale, key, groups, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
             points = points[BLOCK:] + points[:BLOCK]
 
 
 @triton.jit
 def _block(
-    points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, quads,
+    points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
     NEXT_ROW: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize the first block of ``points``, which is at ``first`` in its group."""
@@ -166,6 +166,10 @@ def _block(
     if S.fold is not None:
         scale, decode = fold_scales(scale, decode, amax, S)
     at = group * S.points + first
+    BITS: tl.constexpr = E.random_bits
+    # Philox blocks of a group of 16, and elements of one.
+    CALLS: tl.constexpr = BITS // 8
+    DRAWN: tl.constexpr = 128 // BITS
     words = (stored, stored, stored, stored)
     word = stored
     outs = ()
@@ -177,18 +181,21 @@ def _block(
             high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
             outs = outs + ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16),)
     for i in tl.static_range(0 if PAIRS else BLOCK):
-        if S.stochastic and i % 4 == 0:
-            quad = number(quads, at // 4 + i // 4, tl.cdiv(columns, 4))
-            words = philox(key, quad, row_number)
+        if S.stochastic and i % DRAWN == 0:
+            group_number = number(groups, (at + i) // 16, tl.cdiv(columns, 16))
+            words = philox(key, group_number * CALLS + i // DRAWN % CALLS, row_number)
         x = points[i] * factor
+        random = x
+        if S.stochastic:
+            random = random_of(words, i % DRAWN, BITS)
         if S.values:
-            value = rounded(x, words[i % 4], E, S.stochastic) * scale
+            value = rounded(x, random, E, S.stochastic) * scale
             outs = outs + (exact_bf16(value, E),)
         else:
             if S.fold is None:
-                code = encode(x, words[i % 4], E, S.stochastic)
+                code = encode(x, random, E, S.stochastic)
             else:
-                value = rounded_or_nan(x, words[i % 4], E, S.stochastic) * scale
+                value = rounded_or_nan(x, random, E, S.stochastic) * scale
                 code = encode(value, value, F, False)
             if i % PER == 0:
                 word = code
@@ -226,7 +233,7 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
 
 @triton.jit
 def tile_side(
-    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, quads, signs,
+    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -241,11 +248,12 @@ def tile_side(
     H: tl.constexpr = S.transform
     if S.transform is not None:
         x = transform_tile(x, signs, A, B, H)
-    words = x
+    random = x
     if S.stochastic:
         row_numbers = number(rows, row0 + tl.arange(0, A), R)
-        quad_numbers = number(quads, col0 // 4 + tl.arange(0, B // 4), tl.cdiv(columns, 4))
-        words = word_tile(key, row_numbers, quad_numbers, A, B)
+        group_numbers = number(groups, col0 // 16 + tl.arange(0, B // 16), tl.cdiv(columns, 16))
+        BITS: tl.constexpr = E.random_bits
+        random = random_tile(key, row_numbers, group_numbers, A, B, BITS)
     if S.row_scaled:
         r = row0 + tl.arange(0, A)
         if most is None:
@@ -264,11 +272,11 @@ def tile_side(
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)
             wide = over_block(scale, A, B, S.block_rows, S.block)
-            x = rounded_or_nan(x, words, E, S.stochastic) * wide
+            x = rounded_or_nan(x, random, E, S.stochastic) * wide
             store_tile(codes, encode(x, x, F, False), row0, col0, R, columns, EVEN)
         elif S.values:
             wide = over_block(scale, A, B, S.block_rows, S.block)
-            value = rounded(x, words, E, S.stochastic) * wide
+            value = rounded(x, random, E, S.stochastic) * wide
             value = exact_bf16(value, E)
             if TRANSPOSED:
                 store_tile(codes, tl.trans(value), col0, row0, columns, R, EVEN)
@@ -285,7 +293,7 @@ def tile_side(
         _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
     if not S.values and S.fold is None:
-        code = encode(x, words, E, S.stochastic)
+        code = encode(x, random, E, S.stochastic)
         if E.bits == 4:
             low, high = tl.split(tl.reshape(code, (A, B // 2, 2)))
             store_tile(codes, low | (high << 4), row0, col0 // 2, R, columns // 2, EVEN)

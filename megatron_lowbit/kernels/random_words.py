@@ -30,18 +30,31 @@ def philox(key, quad, row):
 
 
 @triton.jit
-def word_tile(key, rows, quads, A: tl.constexpr, B: tl.constexpr):
-    """Draw words [A, B] for row numbers ``rows`` [A] and quad numbers ``quads`` [B // 4]."""
-    shape: tl.constexpr = (A, B // 4)
-    w0, w1, w2, w3 = philox(
-        key, tl.broadcast_to(quads[None, :], shape), tl.broadcast_to(rows[:, None], shape)
-    )
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (A, B))
+def random_tile(key, rows, groups, A: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr):
+    """Draw BITS bits an element, int32 [A, B], by numbers of rows [A] and of groups [B // 16]."""
+    BLOCKS: tl.constexpr = B * BITS // 128
+    PER_GROUP: tl.constexpr = BITS // 8
+    PER_WORD: tl.constexpr = 32 // BITS
+    blocks = groups[:, None] * PER_GROUP + tl.arange(0, PER_GROUP)[None, :]
+    blocks = tl.broadcast_to(tl.reshape(blocks, (BLOCKS,))[None, :], (A, BLOCKS))
+    w0, w1, w2, w3 = philox(key, blocks, tl.broadcast_to(rows[:, None], (A, BLOCKS)))
+    words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (A, 4 * BLOCKS, 1))
+    shifts = tl.arange(0, PER_WORD).to(tl.uint32) * BITS
+    drawn = (words >> shifts[None, None, :]) & ((1 << BITS) - 1)
+    return tl.reshape(drawn.to(tl.int32), (A, B))
+
+
+@triton.jit
+def random_of(words, i: tl.constexpr, BITS: tl.constexpr):
+    """Return the i-th BITS bits of the words of a Philox block, as int32."""
+    PER_WORD: tl.constexpr = 32 // BITS
+    word = words[i // PER_WORD].to(tl.int32, bitcast=True)
+    return (word >> (i % PER_WORD * BITS)) & ((1 << BITS) - 1)
 
 
 @triton.jit
 def number(pointer, local, count):
-    """Return global numbers (int32) of rows or quads, of ``count``; their own without."""
+    """Return global numbers (int32) of rows or groups, of ``count``; their own without."""
     if pointer is None:
         return local
     else:

@@ -41,7 +41,7 @@ def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     s_dec = _quotient(1.0, s_enc)
     scale = _finite_or_nan(most * (s_enc * SIXTH), most)
     nan = scale != scale
-    value = on_grid(scale, scale, OPTIONS, False)
+    value = on_grid(scale, OPTIONS)
     code = tl.where(nan, OPTIONS.nan_code, magnitude_codes(value, OPTIONS))
     value = tl.where(nan, scale, value)
     return code, _quotient(1.0, value * s_dec), value, s_dec

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.numerics import Draw, QuantizedTensor
-from megatron_lowbit.numerics.randomness import WORDS, operand_key
+from megatron_lowbit.numerics.randomness import GROUP, operand_key
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 _ROLES = ("input", "weight", "grad")
@@ -22,7 +22,7 @@ class Shards:
         group: the group; None for a layer that is not split.
         roles: the roles whose tensors are shards of a larger one.
         in_features, out_features: global numbers (int64) of the local features; None counts from
-            zero. Their multiples of four start at multiples of four.
+            zero. Each part of them starts at a multiple of 16.
         sequence_parallel: the input holds this rank's tokens only; fprop gathers it and dgrad is
             reduce-scattered.
         allreduce_dgrad: dgrad is summed over the group.
@@ -62,13 +62,14 @@ class Shards:
             ("wgrad", "input"): (features, token_numbers),
         }
         rows, columns = axes[gemm, role]
-        quads = None
+        groups = None
         if columns is not None:
-            quads = columns[::WORDS] // WORDS
-            padding = torch.arange(-columns.numel() % points // WORDS, device=quads.device)
-            quads = torch.cat([quads, quads[-1:] + 1 + padding]) if len(padding) else quads
+            groups = columns[::GROUP] // GROUP
+            padded = columns.numel() + -columns.numel() % points
+            padding = torch.arange(-(-padded // GROUP) - len(groups), device=groups.device)
+            groups = torch.cat([groups, groups[-1:] + 1 + padding]) if len(padding) else groups
         operand = operand_key(key, list(GEMM_ROLES).index(gemm), _ROLES.index(role))
-        return Draw(operand, rows, quads)
+        return Draw(operand, rows, groups)
 
 
 UNSHARDED = Shards()

@@ -7,12 +7,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
-from megatron_lowbit.numerics.randomness import WORDS, layer_key
+from megatron_lowbit.numerics.randomness import GROUP, layer_key
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
@@ -98,23 +97,19 @@ def device_of(module: torch.nn.Module) -> torch.device:
 
 
 def split_features(
-    path: str, split: int, parts: int, group: dist.ProcessGroup, device: torch.device
+    split: int, parts: int, group: dist.ProcessGroup, device: torch.device
 ) -> torch.Tensor | None:
     """Return the global numbers (int64) of this rank's ``split`` features; None if unsplit.
 
     They come in ``parts``, each split over the group: a gated fc1 holds its share of the gate, then
-    its share of the up projection.
+    its share of the up projection. A part's numbers start at a multiple of 16, as random bits are
+    drawn: parts of another size leave gaps, and draw other bits than the whole layer does.
     """
     ranks = group.size()
     if ranks == 1:
         return None
     part = split // parts
-    if part % WORDS:
-        raise UserError(
-            f"--tensor-model-parallel-size {ranks} gives {path} parts of {part} features, no "
-            f"multiple of {WORDS}: choose a smaller one"
-        )
-    starts = (torch.arange(parts) * ranks + group.rank()) * part
+    starts = (torch.arange(parts) * ranks + group.rank()) * (part + -part % GROUP)
     return (starts[:, None] + torch.arange(part)).flatten().to(device)
 
 

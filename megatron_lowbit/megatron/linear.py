@@ -34,7 +34,7 @@ def take_over(module: torch.nn.Module, plan: LayerPlan) -> LayerState:
         split = module.output_size_per_partition, getattr(module.weight, "partition_stride", 1)
     else:
         split = module.input_size_per_partition, 1
-    features = split_features(plan.layer.path, *split, module.tp_group, device_of(module))
+    features = split_features(*split, module.tp_group, device_of(module))
     state = LayerState(plan, device_of(module), features, module.is_expert)
     module.layer_state = state
     module._forward_impl = _Product(module, state, is_column)

@@ -45,15 +45,15 @@ class TELayerState(LayerState):
         module.name = _Name(plan.layer.path)
         module.name.state = self
         module.register_forward_pre_hook(self._open)
-        super().__init__(plan, device_of(module), self._features(plan.layer.path))
+        super().__init__(plan, device_of(module), self._features())
 
-    def _features(self, path: str) -> torch.Tensor | None:
+    def _features(self) -> torch.Tensor | None:
         module = self.module
         if module.tp_size == 1:
             return None
         split = module.out_features if self.is_column else module.in_features
         parts = getattr(module.weight, "partition_stride", 1)
-        return split_features(path, split, parts, module.tp_group, device_of(module))
+        return split_features(split, parts, module.tp_group, device_of(module))
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""

@@ -50,7 +50,7 @@ class BlockFormat(ABC):
         Args:
             x: FP32 (R, K), contiguous, R a multiple of ``block_rows`` and K of ``block``.
             amax: FP32 scalar that the tensor scale is made from; unused without one.
-            uniform: FP32 (R, K) in [0, 1) for stochastic rounding; None rounds to nearest-even.
+            uniform: FP32 (R, K) in (0, 1) for stochastic rounding; None rounds to nearest-even.
 
         Returns:
             codes (R, K), ``element.dtype`` or uint8, one a byte; scales, rows or rows of blocks

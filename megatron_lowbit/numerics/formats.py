@@ -35,6 +35,11 @@ class ElementFormat:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def random_bits(self) -> int:
+        """Random bits of an element's stochastic rounding: 8 for 4-bit elements, else 16."""
+        return 8 if self.bits == 4 else 16
+
+    @property
     def max_exponent(self) -> int:
         """The exponent of the largest magnitude: emax of the MX specification."""
         return math.frexp(self.max)[1] - 1

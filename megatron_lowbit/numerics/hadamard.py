@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.numerics.randomness import Draw, derive_key, uniform
+from megatron_lowbit.numerics.randomness import Draw, derive_key, words
 
 FIXED_SIGNS_16 = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """The sign vector that Transformer Engine fixes for its 16-point transform."""
@@ -64,11 +64,10 @@ class Hadamard:
 
 @lru_cache(maxsize=4096)
 def _drawn_signs(key: int, size: int) -> tuple[int, ...]:
-    """Draw signs by Philox: words of row ``size``, minus where the uniform number is >= 1/2."""
-    draws = uniform(
-        Draw(key).key_words(torch.device("cpu")), torch.tensor([size]), torch.arange(-(-size // 4))
-    )
-    return tuple(1 if u < 0.5 else -1 for u in draws[0, :size].tolist())
+    """Draw signs by Philox: words of row ``size``, minus where the highest bit is set."""
+    key_words = Draw(key).key_words(torch.device("cpu"))
+    drawn = words(key_words, torch.tensor([size]), torch.arange(-(-size // 4)))
+    return tuple(1 - 2 * (word >> 31) for word in drawn[0, :size].tolist())
 
 
 def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int = 0) -> Tensor:

@@ -49,7 +49,7 @@ class Arithmetic(NamedTuple):
 
     encode: Callable[..., tuple[Tensor, Tensor, Tensor]]
     decode: Callable[..., Tensor]
-    uniform: Callable[[Tensor, Tensor, Tensor], Tensor]
+    uniform: Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 
 REFERENCE = Arithmetic(
@@ -216,8 +216,9 @@ class Request:
             if self.draw is None:
                 raise ValueError("stochastic rounding needs a Draw: which random bits to use")
             key = self.draw.key_words(x.device)
-            rows, quads = self.draw.counters(count, columns, x.device)
-            random = _pad(arithmetic.uniform(key, rows, quads), *y.shape)
+            rows, groups = self.draw.counters(count, columns, x.device)
+            uniform = arithmetic.uniform(key, rows, groups, format.element.random_bits)
+            random = _pad(uniform[:, : y.shape[1]], *y.shape)
         codes, scales, tensor_scale = arithmetic.encode(format, y.contiguous(), amax, random)
         codes = pack_nibbles(codes) if format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)

@@ -4,14 +4,15 @@
     layer_key(microbatch_key, layer)                     one linear layer in it
     operand_key(layer_key, gemm, role)                   one operand of one of its GEMMs
     sign_key(layer_key, gemm)                            fresh signs of a GEMM's transform
-    Draw(operand_key, rows, quads)                       rows and columns of the whole operand
-    uniform(key, rows, quads)                            a number in [0, 1) for each element
+    Draw(operand_key, rows, groups)                      rows and columns of the whole operand
+    uniform(key, rows, groups, bits)                     a number in (0, 1) for each element
 
 A resumed, resharded, recomputed or captured run draws the same bits. The words are those of
 Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-The counter is an element's place in the whole, unsharded operand, block axis last: element
-``(row, col)`` uses word ``col % 4`` of the Philox block at counter ``(col // 4, row, 0, 0)``. A
-tensor-parallel shard therefore draws the bits that the same elements draw on one device.
+Counters are places in the whole, unsharded operand, block axis last: the words at counters
+``(0, row, 0, 0)``, ``(1, row, 0, 0)``, ... are one string of bits, lowest bits first, of which
+element ``(row, col)`` has the ``col``-th 8 or 16. A tensor-parallel shard therefore draws the bits
+that the same elements draw on one device.
 """
 
 import hashlib
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-WORDS = 4
-"""Random words of one Philox block: four consecutive elements along the block axis."""
+GROUP = 16
+"""Neighbours along the block axis that draw together: one Philox block for 8 bits each."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -75,36 +76,36 @@ def sign_key(layer: int, gemm: str) -> int:
 class Draw:
     """Random bits of an operand of R rows and K columns (block axis).
 
-    ``key`` is a 64-bit integer. ``rows`` (int64, R) and ``quads`` (int64, ceil(K/4)) are the
-    global row numbers and the global column numbers divided by four; None counts from zero, for an
+    ``key`` is a 64-bit integer. ``rows`` (int64, R) and ``groups`` (int64, ceil(K/16)) are the
+    global row numbers and the global column numbers divided by 16; None counts from zero, for an
     operand that is not sharded.
     """
 
     key: int
     rows: Tensor | None = None
-    quads: Tensor | None = None
+    groups: Tensor | None = None
 
     def key_words(self, device: torch.device) -> Tensor:
         """Return the key as int64 data (low word, high word): engines need not recompile for it."""
         return torch.tensor([self.key & _MASK, self.key >> 32], device=device)
 
     def counters(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return row and quad numbers of an operand of the given size, as int64 tensors.
+        """Return row and group numbers of an operand of the given size, as int64 tensors.
 
         Raises:
             ValueError: the global numbers given are not as many as the operand has.
         """
-        quad_count = -(-columns // WORDS)
-        by_row, by_quad = (
+        group_count = -(-columns // GROUP)
+        by_row, by_group = (
             torch.arange(count, device=device) if given is None else given.to(device)
-            for given, count in ((self.rows, rows), (self.quads, quad_count))
+            for given, count in ((self.rows, rows), (self.groups, group_count))
         )
-        if by_row.numel() != rows or by_quad.numel() != quad_count:
+        if by_row.numel() != rows or by_group.numel() != group_count:
             raise ValueError(
-                f"Draw names {by_row.numel()} rows and {by_quad.numel()} quads for an "
+                f"Draw names {by_row.numel()} rows and {by_group.numel()} groups for an "
                 f"operand of {rows} x {columns}"
             )
-        return by_row, by_quad
+        return by_row, by_group
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
@@ -124,13 +125,22 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     return c0, c1, c2, c3
 
 
-def uniform(key_words: Tensor, rows: Tensor, quads: Tensor) -> Tensor:
-    """Draw uniform FP32 numbers ``(word >> 8) * 2**-24``, shape (R, 4 * len(quads))."""
-    zero = torch.zeros_like(quads[None, :] + rows[:, None])
-    words = philox4x32(
-        (zero + quads[None, :], zero + rows[:, None], zero, zero), (key_words[0], key_words[1])
-    )
-    return (
-        torch.stack([(word >> 8).to(torch.float32) for word in words], dim=-1).flatten(-2)
-        * 2.0**-24
-    )
+def words(key_words: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
+    """Draw 32-bit words as int64, (R, 4 * len(blocks)): counters (block, row, 0, 0)."""
+    zero = torch.zeros_like(blocks[None, :] + rows[:, None])
+    counter = (zero + blocks[None, :], zero + rows[:, None], zero, zero)
+    return torch.stack(philox4x32(counter, (key_words[0], key_words[1])), dim=-1).flatten(-2)
+
+
+def uniform(key_words: Tensor, rows: Tensor, groups: Tensor, bits: int) -> Tensor:
+    """Draw uniform FP32 numbers from 8 or 16 bits each, shape (R, 16 * len(groups)).
+
+    A number is ``1 - (r + 1/2) / 2**bits`` of its bits r: a fraction is larger where the sum of
+    fraction and bits exceeds 1. Numbers lie symmetric in (0, 1), so that rounding is unbiased over
+    fractions.
+    """
+    per_group = GROUP * bits // 128
+    blocks = (groups[:, None] * per_group + torch.arange(per_group, device=groups.device)).flatten()
+    shifts = torch.arange(0, 32, bits, device=groups.device)
+    drawn: Tensor = (words(key_words, rows, blocks).unsqueeze(-1) >> shifts) & (2**bits - 1)
+    return 1.0 - (drawn.flatten(-2).to(torch.float32) + 0.5) * 2.0**-bits

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from megatron_lowbit.numerics import Accumulation, DelayedScaling, Hadamard, Quantizer, Rounding
-from megatron_lowbit.numerics.randomness import WORDS
+from megatron_lowbit.numerics.randomness import GROUP
 
 GEMM_ROLES = {
     "fprop": ("input", "weight"),
@@ -172,7 +172,7 @@ class LinearPrecision:
             return False  # a scale is made from the tokens of all ranks
         whole = [quantizer.format.block, transform.size if transform else 1]
         if quantizer.rounding is Rounding.STOCHASTIC:
-            whole.append(WORDS)  # tokens share a random draw, on both sides of a rank's edge
+            whole.append(GROUP)  # tokens share a random draw, on both sides of a rank's edge
         return tokens % math.lcm(*whole) == 0
 
     @property

@@ -37,8 +37,8 @@ ENGINE = compiled.CompiledEngine("tests")
 GOLDEN = np.load(ROOT / "tests" / "golden" / "quantizers.npz")
 INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
 NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
-# Rows and quads of a shard in the middle of a larger tensor.
-SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(64) + 5) * 7)
+# Rows and groups of a shard in the middle of a larger tensor.
+SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(16) + 5) * 7)
 
 
 def recipe_quantizers() -> set[Quantizer]:
@@ -214,9 +214,10 @@ def test_golden_codes(name):
         )
 
 
-def test_uniform():
+@pytest.mark.parametrize("bits", [8, 16])
+def test_uniform(bits):
     draw = SHARD
-    arguments = (draw.key_words(torch.device("cpu")), draw.rows, draw.quads)
+    arguments = (draw.key_words(torch.device("cpu")), draw.rows, draw.groups, bits)
     fused = compiled.arithmetic(type(FORMATS["nvfp4"])).uniform(*arguments)
     assert torch.equal(fused, uniform(*arguments))
 

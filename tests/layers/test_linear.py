@@ -171,7 +171,7 @@ def test_draws_are_from_the_documented_key():
     ]:  # fmt: skip
         draw = UNSHARDED.draw(KEY, gemm, role, 5)
         assert draw.key == derive_key(KEY, gemms[gemm], roles[role])
-        assert draw.rows is None and draw.quads is None
+        assert draw.rows is None and draw.groups is None
         keys.add(draw.key)
     assert len(keys) == 6
 

@@ -259,10 +259,10 @@ def test_stochastic_codes(format):
 
 
 def philox_uniform(key: int, rows: int, columns: int) -> np.ndarray:
-    """Return Philox4x32-10 in numpy's uint64, one word an element."""
+    """Return Philox4x32-10 in numpy's uint64, one byte an element, as centred numbers."""
     mask = np.uint64(0xFFFFFFFF)
     row, col = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
-    c = [(col // 4).astype(np.uint64), row.astype(np.uint64), 0 * row.astype(np.uint64)]
+    c = [(col // 16).astype(np.uint64), row.astype(np.uint64), 0 * row.astype(np.uint64)]
     c.append(c[2])
     k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(10):
@@ -274,8 +274,9 @@ def philox_uniform(key: int, rows: int, columns: int) -> np.ndarray:
             left & mask,
         ]
         k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    word = np.choose(col % 4, c)
-    return (word >> np.uint64(8)).astype(np.float64) / 2**24
+    word = np.choose(col % 16 // 4, c)
+    byte = (word >> (col % 4 * 8).astype(np.uint64)) & np.uint64(0xFF)
+    return 1 - (byte.astype(np.float64) + 0.5) / 256
 
 
 def test_stochastic_tensor_is_unbiased_where_nothing_clips():

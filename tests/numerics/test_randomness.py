@@ -49,18 +49,20 @@ def test_random123_known_answers(counter, key, expected):
     assert philox_in_integers(words(counter), words(key)) == words(expected)
 
 
-def test_uniform_layout():
-    """Element (row, col): word col % 4 of the block at counter (col // 4, row, 0, 0)."""
+@pytest.mark.parametrize("bits", [8, 16])
+def test_uniform_layout(bits):
+    """Blocks at counters (0, row, 0, 0), (1, row, 0, 0), ... in one string: bits an element."""
     key = 0x89ABCDEF_FEDCBA98
-    rows, columns = torch.tensor([0, 1, 7, 2**31 + 5, MASK]), 24
-    quads = torch.tensor([0, 1, 2, 5, 2**31, MASK])
-    drawn = uniform(Draw(key).key_words(torch.device("cpu")), rows, quads)
-    assert drawn.dtype == torch.float32 and drawn.shape == (len(rows), columns)
+    rows, groups = torch.tensor([0, 1, 7, 2**31 + 5, MASK]), torch.tensor([0, 1, 2, 5, 2**28])
+    drawn = uniform(Draw(key).key_words(torch.device("cpu")), rows, groups, bits)
+    assert drawn.dtype == torch.float32 and drawn.shape == (len(rows), 16 * len(groups))
     for i, row in enumerate(rows.tolist()):
-        for col in range(columns):
-            counter = [quads.tolist()[col // 4], row, 0, 0]
-            word = philox_in_integers(counter, [key & MASK, key >> 32])[col % 4]
-            assert drawn[i, col].item() == (word >> 8) / 2**24
+        for col in range(drawn.shape[1]):
+            first = (16 * groups.tolist()[col // 16] + col % 16) * bits
+            block = philox_in_integers([first // 128, row, 0, 0], [key & MASK, key >> 32])
+            string = sum(word << (32 * j) for j, word in enumerate(block))
+            number = (string >> (first % 128)) % 2**bits
+            assert drawn[i, col].item() == 1 - (number + 0.5) / 2**bits
 
 
 @pytest.mark.parametrize("key", [0, 1, 2**63 - 1, 2**63, 2**64 - 1])
@@ -69,43 +71,59 @@ def test_key_words_are_low_then_high(key):
     assert (low, high) == (key & MASK, key >> 32)
 
 
-def test_uniform_is_uniform():
-    """Mean, variance and eight bins within 4 standard errors; 0 <= u < 1."""
+@pytest.mark.parametrize("bits", [8, 16])
+def test_uniform_is_uniform(bits):
+    """Each of 256 bins, the mean, and neighbours' correlation, within 4 standard errors."""
     count = 400 * 400
-    drawn = uniform(
-        Draw(derive_key(11)).key_words(torch.device("cpu")), torch.arange(400), torch.arange(100)
-    ).double()
-    assert drawn.numel() == count and drawn.min() >= 0 and drawn.max() < 1
+    words = Draw(derive_key(11)).key_words(torch.device("cpu"))
+    drawn = uniform(words, torch.arange(400), torch.arange(25), bits).double()
+    assert drawn.numel() == count and drawn.min() > 0 and drawn.max() < 1
     assert abs(drawn.mean().item() - 0.5) < 4 * (1 / 12 / count) ** 0.5
-    # Var((u - 1/2)**2) = 1/80 - 1/144
-    spread = (drawn - 0.5).square().mean().item()
-    assert abs(spread - 1 / 12) < 4 * ((1 / 80 - 1 / 144) / count) ** 0.5
-    bins = torch.bincount((drawn * 8).long().flatten(), minlength=8)
-    assert (bins - count / 8).abs().max() < 4 * (count * 1 / 8 * 7 / 8) ** 0.5
+    bins = torch.bincount((drawn * 256).long().flatten(), minlength=256)
+    # 4.5: the largest of 256 is above 4 once in 60.
+    assert (bins - count / 256).abs().max() < 4.5 * (count / 256) ** 0.5
+    centred = drawn - 0.5
+    products = (centred[:, 1:] * centred[:, :-1]).flatten()
+    assert abs(products.mean().item()) < 4 * products.std().item() / products.numel() ** 0.5
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_centred_bits_are_unbiased_over_fractions(bits):
+    """Over all 2**bits numbers, "up" is off a fraction by half a step at most, and not on average.
+
+    Were the bits not centred, it would be off by half a step on average.
+    """
+    count, step = 4096, 2.0**-bits
+    numbers = (torch.arange(2**bits).double() + 0.5) * step
+    fractions = torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for shift, bias in ((0.0, 0.0), (0.5 * step, 0.5 * step)):
+        off = torch.searchsorted(numbers - shift, fractions).double() * step - fractions
+        assert (off - bias).abs().max() <= 0.5 * step
+        assert abs(off.mean().item() - bias) < 4 * step / (12 * count) ** 0.5
 
 
 def test_shard_draws_the_slice_of_the_whole():
     device = torch.device("cpu")
     whole = Draw(99)
-    full = uniform(whole.key_words(device), *whole.counters(40, 64, device))
-    for first_row, rows, first_quad, quads in ((0, 40, 0, 16), (8, 5, 4, 3), (39, 1, 15, 1)):
+    full = uniform(whole.key_words(device), *whole.counters(40, 64, device), 8)
+    for first_row, rows, first_group, groups in ((0, 40, 0, 4), (8, 5, 1, 2), (39, 1, 3, 1)):
         shard = Draw(
             99,
             torch.arange(first_row, first_row + rows),
-            torch.arange(first_quad, first_quad + quads),
+            torch.arange(first_group, first_group + groups),
         )
-        part = uniform(shard.key_words(device), *shard.counters(rows, 4 * quads, device))
-        columns = slice(4 * first_quad, 4 * (first_quad + quads))
+        part = uniform(shard.key_words(device), *shard.counters(rows, 16 * groups, device), 8)
+        columns = slice(16 * first_group, 16 * (first_group + groups))
         assert torch.equal(part, full[first_row : first_row + rows, columns])
 
 
 def test_counters_cover_ragged_columns_and_refuse_other_sizes():
     device = torch.device("cpu")
-    rows, quads = Draw(1).counters(3, 5, device)
-    assert rows.tolist() == [0, 1, 2] and quads.tolist() == [0, 1]
-    for draw in (Draw(1, rows=torch.arange(4)), Draw(1, quads=torch.arange(3))):
-        with pytest.raises(ValueError, match="3 x 5"):
-            draw.counters(3, 5, device)
+    rows, groups = Draw(1).counters(3, 17, device)
+    assert rows.tolist() == [0, 1, 2] and groups.tolist() == [0, 1]
+    for draw in (Draw(1, rows=torch.arange(4)), Draw(1, groups=torch.arange(3))):
+        with pytest.raises(ValueError, match="3 x 17"):
+            draw.counters(3, 17, device)
 
 
 def test_derive_key():

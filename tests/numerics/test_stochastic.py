@@ -35,12 +35,13 @@ PARTS = (1 / 16, 1 / 3, 7 / 8)
 DRAWS = 2048
 
 
-def random_numbers(source: str, columns: int) -> torch.Tensor:
+def random_numbers(source: str, columns: int, bits: int) -> torch.Tensor:
     """Return (DRAWS, columns) in [0, 1): ours, or torch's own."""
     if source == "torch":
         return torch.rand(DRAWS, columns, generator=torch.Generator().manual_seed(columns))
     words = Draw(derive_key("stochastic", columns)).key_words(torch.device("cpu"))
-    return uniform(words, torch.arange(DRAWS), torch.arange(-(-columns // 4)))[:, :columns]
+    groups = torch.arange(-(-columns // 16))
+    return uniform(words, torch.arange(DRAWS), groups, bits)[:, :columns]
 
 
 @pytest.mark.parametrize("source", ["philox", "torch"])
@@ -52,7 +53,7 @@ def test_unbiased_on_every_interval(element, source, grids):
     low, step = np.repeat(grid[:-1], len(PARTS)), np.repeat(np.diff(grid), len(PARTS))
     x = (low + np.tile(PARTS, len(grid) - 1) * step).astype(np.float32)
     x[1::2] *= -1
-    random = random_numbers(source, len(x))
+    random = random_numbers(source, len(x), element.random_bits)
     part = (np.abs(x.astype(np.float64)) - low) / step
     bound = 4 * step * np.sqrt(part * (1 - part) / DRAWS)
     inputs = torch.from_numpy(x).expand(DRAWS, -1)
