@@ -168,6 +168,7 @@ RECIPES = {
     "mxfp8": "mxfp8",
     "mxfp4-backward": "mxfp4-backward",
     "nvfp4": "nvfp4",
+    "nvfp4-fold": "nvfp4-fold",
 }
 CONTENDERS = {
     "BF16": Contender(_bf16, "bf16"),
@@ -178,7 +179,7 @@ CONTENDERS = {
     "TE current": Contender(partial(_transformer_engine, "Float8CurrentScaling"), "fp8-tensorwise"),
     **{
         f"{name} in TE": Contender(partial(_in_transformer_engine, name), name)
-        for name in ("fp8-tile", "mxfp8", "mxfp4-backward", "nvfp4")
+        for name in ("fp8-tile", "mxfp8", "mxfp4-backward", "nvfp4", "nvfp4-fold")
     },
     "TE nvfp4 reference": Contender(_te_reference, None, long=True),
     "torchao blockwise": Contender(_torchao_blockwise, "fp8-tile"),
@@ -188,12 +189,10 @@ CONTENDERS = {
     ),
 }
 
-# The fastest GEMM that takes a pair of formats, exactly or folded; any other pair is multiplied in
-# BF16. MXFP4 folds with one scale a row, MXFP8 and 1x128 tiles with one a tensor.
+# The fastest GEMM that takes a pair of formats as they are, or MXFP4 folded with a scale a row; any
+# other pair is folded with a scale a tensor where both can be, or else multiplied in BF16.
 _RATES = {
     ("fp8-128x128", "fp8-1x128"): "fp8 1x128 . 128x128",
-    ("fp8-1x128", "fp8-1x128"): "fp8 per tensor",
-    ("mxfp8", "mxfp8"): "fp8 per tensor",
     ("fp8-tensor", "fp8-tensor"): "fp8 per tensor",
     ("fp8-row", "fp8-row"): "fp8 per row",
     ("mxfp4", "mxfp4"): "fp8 per row",
@@ -202,9 +201,10 @@ _RATES = {
 
 def gemm_kind(precision: GemmPrecision) -> str:
     """Return which of the measured GEMMs carries a GEMM out."""
-    sides = (precision.lhs, precision.rhs)
-    names = (side.format.name.partition("-e")[0] for side in sides if side is not None)
-    return _RATES.get(tuple(sorted(name.removesuffix("-2d") for name in names)), "bf16")
+    formats = [side.format for side in (precision.lhs, precision.rhs) if side is not None]
+    names = (format.name.partition("-e")[0].removesuffix("-2d") for format in formats)
+    folds = len(formats) == 2 and all(format.folds for format in formats)
+    return _RATES.get(tuple(sorted(names)), "fp8 per tensor" if folds else "bf16")
 
 
 def _kept_bytes(quantizer: Quantizer) -> float:

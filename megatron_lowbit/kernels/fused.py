@@ -113,10 +113,10 @@ class FusedEngine(Engine):
         """Return the form to write: codes where the GEMM's form is too large, or no codes."""
         if request is None or request.needs_codes:
             return Form.CODES
-        form = self._form(request, dtype)
-        if form is Form.FOLDED and not request.quantizer.format.folds:
+        form, format = self._form(request, dtype), request.quantizer.format
+        if form is Form.FOLDED and not format.folds:
             return Form.CODES  # it is FP8 with a scale a tensor already
-        return Form.CODES if form is Form.VALUES and request.saved else form
+        return Form.CODES if request.saved and form.bits > format.bits_per_element else form
 
     def gemm(
         self,

@@ -266,6 +266,7 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
         block_rows=format.block_rows,
         block=format.block,
         row_scaled=format.row_scaled,
+        tensor_scaled=format.tensor_scaled,
         element=element(format.element),
         options=options,
         stochastic=quantizer.rounding is Rounding.STOCHASTIC,
@@ -280,9 +281,10 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
 def _scale_function(format: BlockFormat) -> tuple[Callable, Any]:
     """Return the Triton function of a format's scales, and its options."""
     module, _, name = (format.scale_kernel or "").partition(":")
-    options = format.kernel_options
-    if isinstance(options, ElementFormat):
-        options = element(options)
+    options = tuple(
+        element(option) if isinstance(option, ElementFormat) else option
+        for option in format.kernel_options
+    )
     return getattr(import_module(module), name), options
 
 

@@ -76,7 +76,7 @@ def fold_rows(operand: QuantizedTensor, inexact: Tensor | None = None) -> Scaled
 
 
 def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> QuantizedTensor:
-    """Fold codes with power-of-two block scales, with the bits of ``numerics/folding.py``.
+    """Fold codes with their block scales, with the bits of ``numerics/folding.py``.
 
     The number of values that are rounded is added to ``inexact``, int64 ().
     """
@@ -84,9 +84,9 @@ def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> QuantizedTe
     codes = _new_folded(operand)
     tensor_scale = torch.empty((), device=codes.device)
     if codes.numel():
-        exponents = _scale_bytes(operand)
-        largest = _largest_exponent(operand, exponents)
-        _launch(operand, exponents, codes, largest, operand.tensor_scale, tensor_scale, inexact)
+        scales = _scale_bytes(operand)
+        largest = None if operand.format.tensor_scaled else _largest_exponent(operand, scales)
+        _launch(operand, scales, codes, largest, operand.tensor_scale, tensor_scale, inexact)
     scales = tensor_scale.new_empty((codes.shape[0], 0))
     return QuantizedTensor(codes, scales, tensor_scale, target, operand.shape)
 
@@ -139,7 +139,7 @@ def _launch(operand: QuantizedTensor, scales: Tensor, out: Tensor, *folding: Ten
         *(folding or (None, None, None, None)), rows, columns, *tile,
         operand.format.block, element(operand.format.element),
         element(E4M3) if isinstance(operand.format, NVFP4) else None, target, raised,
-        bool(folding) and folding[0].ndim == 1, even, num_warps=4, enable_fp_fusion=False,
+        bool(folding) and folding[2].ndim == 2, even, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -170,9 +170,9 @@ def _decode_kernel(
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
-    SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that codes are
-    folded by, and ``out_scales`` what they are then multiplied by: (R,) with ROWS, else (). RAISED
-    is the logarithm of the lift.
+    SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0
+    scales are divided by, and ``out_scales`` what folded codes are multiplied by: (R,) with ROWS,
+    else (). RAISED is the logarithm of the lift.
     """
     LOWERED: tl.constexpr = 2.0**-RAISED
     tiles = tl.cdiv(K, TN)
@@ -194,13 +194,18 @@ def _decode_kernel(
     else:
         r = row0 + tl.arange(0, TM)
         at = r if ROWS else r * 0
-        most = tl.load(largest + at, mask=r < R, other=0).to(tl.int32)
+        top = 1.0
+        if SCALE is None:
+            most = tl.load(largest + at, mask=r < R, other=0).to(tl.int32)
+            top = _power(most)
+            # Only tiles of zeros have a larger scale.
+            shift = tl.minimum(stored - most[:, None], 0)
+            scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
+        else:
+            scale = _decode(stored, SCALE) * (1.0 / LOWERED)
         if col0 == 0:
-            out_scale = _power(most) * LOWERED * tl.load(tensor_scale)
-            tl.store(out_scales + at, out_scale, mask=r < R)
-        # Only tiles of zeros have a larger scale.
-        shift = tl.minimum(stored - most[:, None], 0)
-        scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
+            out_scale = top * LOWERED * tl.load(tensor_scale)
+            tl.store(out_scales + at, out_scale + tl.zeros_like(at).to(tl.float32), mask=r < R)
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:

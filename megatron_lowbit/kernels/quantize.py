@@ -51,6 +51,7 @@ class Side(NamedTuple):
     block_rows: int
     block: int
     row_scaled: bool
+    tensor_scaled: bool
     element: Element
     options: tuple
     stochastic: bool
@@ -225,10 +226,13 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
     LIFT: tl.constexpr = S.lift
-    amax = amax + tl.zeros((1,), tl.float32)
-    _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
-    top = tl.sum(top, 0)
-    return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode
+    if S.tensor_scaled:
+        return scale * LIFT, decode * (1.0 / LIFT)
+    else:
+        amax = amax + tl.zeros((1,), tl.float32)
+        _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
+        top = tl.sum(top, 0)
+        return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode
 
 
 @triton.jit

@@ -35,16 +35,42 @@ def _finite_or_nan(scale, amax):
 
 @triton.jit
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
-    """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale. OPTIONS: E4M3."""
-    s_enc = _quotient(2688.0, amax)
+    """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale.
+
+    OPTIONS: (E4M3, index of ``block_scales``).
+    """
+    E4M3: tl.constexpr = OPTIONS[0]
+    s_enc = _quotient(2304.0 if OPTIONS[1] else 2688.0, amax)
     s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
     s_dec = _quotient(1.0, s_enc)
     scale = _finite_or_nan(most * (s_enc * SIXTH), most)
     nan = scale != scale
-    value = on_grid(scale, OPTIONS)
-    code = tl.where(nan, OPTIONS.nan_code, magnitude_codes(value, OPTIONS))
+    if OPTIONS[1]:
+        value = _foldable(scale, OPTIONS[1] == 2)
+    else:
+        value = on_grid(scale, E4M3)
+    code = tl.where(nan, E4M3.nan_code, magnitude_codes(value, E4M3))
     value = tl.where(nan, scale, value)
     return code, _quotient(1.0, value * s_dec), value, s_dec
+
+
+@triton.jit
+def _foldable(scale, UP: tl.constexpr):
+    """Round to 1, 1.25 or 1.5 times a power of two, up to 384, as the reference does."""
+    QUARTER: tl.constexpr = 1 << 21
+    HALF_UP: tl.constexpr = QUARTER - 1 if UP else QUARTER // 2
+    LAST: tl.constexpr = 2 * QUARTER + 1 if UP else 3 * QUARTER
+    scale = tl.minimum(scale, 384.0)
+    bits = scale.to(tl.int32, bitcast=True)
+    mantissa = bits & 0x7FFFFF
+    quarters = tl.minimum((mantissa + HALF_UP) >> 21, 2)
+    quarters = tl.where(mantissa >= LAST, 4, quarters)
+    grid = ((bits & 0x7F800000) + (quarters << 21)).to(tl.float32, bitcast=True)
+    below = tl.floor(scale * 512.0)
+    rest = scale * 512.0 - below
+    above = rest > 0.0 if UP else rest >= 0.5
+    small = (below + above.to(tl.float32)) * (1.0 / 512.0)
+    return tl.where(scale < 2.0**-7, small, grid)
 
 
 @triton.jit

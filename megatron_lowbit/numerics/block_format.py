@@ -89,12 +89,12 @@ class BlockFormat(ABC):
 
     @property
     def folds(self) -> bool:
-        """True if every scale is a power of two times that of the tensor (``folding.py``)."""
+        """True if a code times its block's scale is an FP8 number, as in ``folding.py``."""
         return False
 
     @property
     def kernel_options(self) -> Any:
-        """Constants for ``scale_kernel``: a tuple of integers, or an element format."""
+        """Constants for ``scale_kernel``: a tuple of integers and element formats."""
         return ()
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:

@@ -207,9 +207,13 @@ def _holds_mxfp8(format: BlockFormat) -> bool:
     return isinstance(format, MX) and format.element in (E4M3, E5M2) and format.block == BLOCK
 
 
+def _holds_nvfp4(format: BlockFormat) -> bool:
+    return isinstance(format, NVFP4) and not format.options
+
+
 _KINDS = (
     _Kind("Float8CurrentScaling", (8, 9), lambda f: isinstance(f, FP8Tensor), _tensors),
     _Kind("Float8BlockScaling", (9, 0), _holds_tiles, _tiles),
     _Kind("MXFP8BlockScaling", (10, 0), _holds_mxfp8, _mxfp8),
-    _Kind("NVFP4BlockScaling", (10, 0), lambda f: isinstance(f, NVFP4), _nvfp4),
+    _Kind("NVFP4BlockScaling", (10, 0), _holds_nvfp4, _nvfp4),
 )

@@ -31,6 +31,7 @@ ROWS = {
     ),
     "mxfp4": ("--fp4-recipe mxfp4", 8, "RHT-32"),
     "nvfp4": ("--fp4-recipe nvfp4", 8, "RHT-16"),
+    "nvfp4-fold": ("--fp4-recipe nvfp4-fold", 8, "nvfp4 foldable-up"),
 }  # fmt: skip
 LENGTH = 6
 

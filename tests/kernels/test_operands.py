@@ -134,6 +134,11 @@ def test_folding_zeros():
 FOLDS = {name: format for name, format in EXACT.items() if format.folds} | {
     "mxfp4 three quarters": FORMATS["mxfp4"].with_options(three_quarters=True),
     "mxfp8 rceil": FORMATS["mxfp8-e4m3"].with_options(scale_rounding="rceil"),
+    **{
+        f"{name} {scales}": FORMATS[name].with_options(block_scales=scales)
+        for name in ("nvfp4", "nvfp4-2d")
+        for scales in ("foldable", "foldable-up")
+    },
 }
 
 
@@ -168,7 +173,9 @@ def test_folded_tensors_are_the_references(name, rows, columns):
     assert int(inexact) == wrong.sum() and (wrong.any() or "mxfp8-e4m3" not in name)
 
 
-@pytest.mark.parametrize("name", ["mxfp4 three quarters", "mxfp8-e4m3", "fp8-1x128-e4m3 128"])
+@pytest.mark.parametrize(
+    "name", ["mxfp4 three quarters", "mxfp8-e4m3", "fp8-1x128-e4m3 128", "nvfp4 foldable-up"]
+)
 def test_folding_what_is_transformed_and_rounded_stochastically(name):
     x, quantizer = values(64, 128), Quantizer(FOLDS[name], Rounding.STOCHASTIC)
     request = Request(quantizer, Hadamard(16), draw=Draw(3))
@@ -177,7 +184,7 @@ def test_folding_what_is_transformed_and_rounded_stochastically(name):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4", "fp8-1x128-e5m2 128"])
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "mxfp4", "fp8-1x128-e5m2 128", "nvfp4 foldable"])
 def test_a_folded_tensor_with_a_value_that_is_not_finite_is_nan(name, value):
     x, quantizer = values(64, 128), Quantizer((FOLDS | POW2_E5M2)[name])
     x[3, 5] = value
@@ -186,7 +193,7 @@ def test_a_folded_tensor_with_a_value_that_is_not_finite_is_nan(name, value):
         assert folded.dequantize().isnan().all()
 
 
-@pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-1x128-e4m3 128"])
+@pytest.mark.parametrize("name", ["mxfp8-e4m3", "fp8-1x128-e4m3 128", "nvfp4 foldable"])
 def test_folding_zeros_to_a_tensor(name):
     quantizer = Quantizer(FOLDS[name])
     x = torch.zeros(64, 128, device=DEVICE)

@@ -31,6 +31,8 @@ OPTIONS = {
     "fp8 64x64": ("fp8-128x128-e5m2", {"block": 64}),
     "fp8 1x16 pow2": ("fp8-1x128-e5m2", {"block": 16, "scale_format": "pow2"}),
     "fp8 32x32 pow2": ("fp8-128x128-e4m3", {"block": 32, "scale_format": "pow2"}),
+    "nvfp4 foldable": ("nvfp4", {"block_scales": "foldable"}),
+    "nvfp4 foldable-up": ("nvfp4", {"block_scales": "foldable-up"}),
 }  # fmt: skip
 ALL = FORMATS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
 # The interpreter takes a second for a tile of 64 rows: there one of them, not whole, is enough.

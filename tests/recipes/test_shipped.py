@@ -30,7 +30,7 @@ def says(quantizer) -> str:
     for name in form.OPTIONS:
         value = getattr(form, name)
         shown = {"three_quarters": "3/4" if value else "", "block": ""}
-        words.append(shown.get(name, str(value)))
+        words.append(shown.get(name, "" if value == "e4m3" else str(value)))
     return " ".join(filter(None, [*words, quantizer.rounding.value]))
 
 
@@ -75,6 +75,11 @@ OPERANDS = {
         "wgrad": ("e2m1 1x16 tensor stochastic", "e2m1 1x16 tensor nearest"),
     },
 }
+OPERANDS["nvfp4-fold"] = {
+    "fprop": ("e2m1 1x16 tensor foldable nearest", "e2m1 16x16 tensor foldable nearest"),
+    "dgrad": ("e2m1 1x16 tensor foldable-up stochastic", "e2m1 16x16 tensor foldable nearest"),
+    "wgrad": ("e2m1 1x16 tensor foldable-up stochastic", "e2m1 1x16 tensor foldable nearest"),
+}
 OPERANDS["fp8-row"] = dict.fromkeys(("fprop", "dgrad", "wgrad"), ("e4m3 row nearest",) * 2)
 OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
 
@@ -84,10 +89,13 @@ HADAMARDS = {
     "nvfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(16, "fixed", "bf16")},
 }
 
+HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4"]
+
 KEPT = {  # blocks of the published model -> what stays in high precision, from the ends
     "fp8-tile-e4m3": (10, {0, 8, 9}),
     "mxfp4": (62, {0, 1, *range(54, 62)}),
     "nvfp4": (62, {0, 1, *range(54, 62)}),
+    "nvfp4-fold": (62, {0, 1, *range(54, 62)}),
 }
 
 

@@ -14,9 +14,16 @@ E4M3 scale for some amax pairs. s_b has no lower clamp: an underflowed block sto
 elements keep the sign and code of x * FLT_MAX, decoded as zero. A NaN or an infinity anywhere makes
 the tensor amax, all scales and all decoded values NaN. (Transformer Engine takes S_enc 1 for an
 infinite amax, and its amax ignores NaN: the infinity becomes 2688.)
+
+``block_scales: foldable`` is this project's own: s_b is 1, 1.25 or 1.5 times a power of two, still
+an E4M3 number, so that a code times its scale has at most 4 significant bits and NVFP4 folds into
+FP8 (``folding.py``). S_enc is then min(384 * 6 / amax_tensor, FLT_MAX), and s_b the nearest such
+number up to 384, the upper one of two as near; with ``foldable-up`` the next one up, which never
+clips and so leaves stochastic rounding unbiased. Below 2**-7 s_b is a multiple of 2**-9.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +39,26 @@ from megatron_lowbit.numerics.block_format import (
 from megatron_lowbit.numerics.formats import E2M1, E4M3, ElementFormat, decode, encode
 
 BLOCK = 16
+FOLDABLE_MAX = 384.0
 _FLT_MAX = torch.finfo(torch.float32).max
+_QUARTERS = 1 << 21
+"""A quarter of a power of two, in the last bit of FP32."""
+
+
+def foldable_scales(x: Tensor, up: bool) -> Tensor:
+    """Round FP32 numbers >= 0 to 1, 1.25 or 1.5 times powers of two, up or to nearest."""
+    x = x.clamp(max=FOLDABLE_MAX)
+    bits = x.view(torch.int32)
+    power, mantissa = bits & 0x7F800000, bits & 0x7FFFFF
+    quarters = (mantissa + (_QUARTERS - 1 if up else _QUARTERS // 2)) // _QUARTERS
+    above = (mantissa > 2 * _QUARTERS) if up else (mantissa >= 3 * _QUARTERS)
+    quarters = torch.where(above, 4, quarters.clamp(max=2))
+    grid = (power + quarters * _QUARTERS).view(torch.float32)
+    steps = x * 2.0**9
+    rest = steps - steps.floor()
+    above = (rest > 0) if up else (rest >= 0.5)
+    small = (steps.floor() + above.to(torch.float32)) * 2.0**-9
+    return torch.where(x.isnan(), x, torch.where(x < 2.0**-7, small, grid))
 
 
 @dataclass(frozen=True)
@@ -43,16 +69,29 @@ class NVFP4(BlockFormat):
     as tensor cores read them; ``tensor_scale`` is the decode scale 1 / S_enc.
     """
 
+    block_scales: Literal["e4m3", "foldable", "foldable-up"] = "e4m3"
+
     block = BLOCK
     tensor_scaled = True
     scale_bits = 8
     scale_kernel = "megatron_lowbit.kernels.scales:nvfp4_scales"
     scale_dtype = torch.float8_e4m3fn
+    OPTIONS: ClassVar = {"block_scales": ("e4m3", "foldable", "foldable-up")}
 
     @property
-    def kernel_options(self) -> ElementFormat:
-        """Element format of the scales, for ``scale_kernel``."""
-        return E4M3
+    def kernel_options(self) -> tuple[ElementFormat, int]:
+        """Element format of the scales and index of their rounding, for ``scale_kernel``."""
+        return E4M3, self.OPTIONS["block_scales"].index(self.block_scales)
+
+    @property
+    def folds(self) -> bool:
+        """True if a code times its block's scale is an FP8 number."""
+        return self.block_scales != "e4m3"
+
+    @property
+    def max_scale(self) -> float:
+        """Largest block scale."""
+        return FOLDABLE_MAX if self.folds else E4M3.max
 
     @property
     def exact_in_bf16(self) -> bool:
@@ -65,12 +104,15 @@ class NVFP4(BlockFormat):
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
         # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
-        s_enc = (torch.full_like(amax, E4M3.max * E2M1.max) / amax).clamp(max=_FLT_MAX)
+        s_enc = (torch.full_like(amax, self.max_scale * E2M1.max) / amax).clamp(max=_FLT_MAX)
         s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
         sixth = constant(1.0 / 6.0, like=x)
-        scales = encode(block_amax(tiles) * (s_enc * sixth), E4M3)
+        scaled = block_amax(tiles) * (s_enc * sixth)
+        if self.folds:
+            scaled = foldable_scales(scaled, self.block_scales == "foldable-up")
+        scales = encode(scaled, E4M3)
         s_enc_b = (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
         codes = encode((tiles * s_enc_b).view(x.shape), E2M1, uniform)
         return codes, for_each_row(scales, self.block_rows), s_dec
