@@ -2,11 +2,12 @@
 
     python benchmarks/model.py
 
-Four layers of Llama-3-8B, vocabulary 32000, 4 sequences of 4096 random tokens; gradients in BF16 by
-plain autograd, no optimizer. Recipes quantize all four layers. A process for each contender, one
-after another, so that memory is its own; they import side by side. The bound counts FLOPs only: of
-the blocks' linear layers at the rates measured for their operand formats, of attention and the
-output layer at BF16's.
+Four layers of Llama-3-8B, vocabulary 32000, 4 sequences of 4096 random tokens; no optimizer. Each
+step quantizes the weights anew and adds gradients to FP32 main gradients: Transformer Engine's
+layers inside their GEMMs, as Megatron-LM has them do, all others by a hook. Recipes quantize all
+four layers. A process for each contender, one after another, so that memory is its own; they import
+side by side. The bound counts FLOPs only: of the blocks' linear layers at the rates measured for
+their operand formats, of attention and the output layer at BF16's.
 """
 
 import argparse
@@ -60,6 +61,7 @@ OWN_RECIPES = {
     "mxfp8": ("--precision-recipe", "mxfp8"),
     "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
     "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
+    "nvfp4-fold": ("--precision-recipe", "nvfp4-fold", "--recipe-set", "bf16_blocks=none"),
 }
 SQUARE = ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT)
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe")
@@ -144,18 +146,44 @@ def _measure(name: str, args: Namespace) -> None:
 
 
 def _step(model: nn.Module, args: Namespace) -> timing.Step:
+    from megatron_lowbit.megatron.layer_state import layer_states
+
     shape = (args.micro_batch_size, args.seq_length)
     device = timing.device()
     tokens, labels = torch.randint(VOCABULARY, (2, *shape), device=device).unbind()
     positions = torch.arange(args.seq_length, device=device).expand(shape)
+    _add_to_main_grads(model)
+    states = list(layer_states([model]))
 
     def step(mark: timing.Mark) -> None:
-        model.zero_grad(set_to_none=True)
+        for state in states:
+            state.forget_weight()
+        for module in model.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.is_first_microbatch = True
         loss = model(tokens, positions, attention_mask=None, labels=labels).mean()
         mark()
         loss.backward()
 
     return step
+
+
+def _add_to_main_grads(model: nn.Module) -> None:
+    """Give each parameter an FP32 gradient, to which backward passes add."""
+
+    def add(parameter: nn.Parameter) -> None:
+        if not parameter.grad_added_to_main_grad:
+            parameter.main_grad.add_(parameter.grad)
+        parameter.grad, parameter.grad_added_to_main_grad = None, False
+
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+        parameter.grad_added_to_main_grad = False
+        parameter.register_post_accumulate_grad_hook(add)
+    for module in model.modules():
+        # Megatron-LM's argument for it is for local layers, too, which need Apex.
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _flops(args: Namespace) -> dict[str, int]:

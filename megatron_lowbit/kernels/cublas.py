@@ -1,7 +1,8 @@
-"""A BF16 GEMM whose factor lies in device memory, which cuBLASLt takes and torch does not pass on.
+"""A GEMM with a factor in device memory and a sum to add to, which torch does not pass on.
 
-NVFP4's tensor scales are made on the device. Multiplied into the sums here they cost nothing; a
-pass over the product takes a tenth of the GEMM's time. Numbers are those of cublasLt.h.
+Tensor scales are made on the device. Multiplied into the sums here they cost nothing; a pass over
+the product takes a tenth of the GEMM's time. So does adding a weight's gradient to what earlier
+microbatches gave. Numbers are those of cublasLt.h.
 """
 
 import ctypes
@@ -12,7 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 14}  # cudaDataType_t
+_TYPES = {  # cudaDataType_t
+    torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29,
+}  # fmt: skip
 _COMPUTE_FP32 = 68
 _POINTER_MODE, _TRANSA, _TRANSB = 2, 3, 4  # cublasLtMatmulDescAttributes_t
 _ON_DEVICE = 1
@@ -48,30 +51,39 @@ class _Plan(NamedTuple):
     choice: _Heuristic
 
 
-def scaled_matmul(a: Tensor, b: Tensor, factor: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Compute ``factor * a @ b.T``, summed in FP32 and rounded once.
+def scaled_matmul(
+    a: Tensor, b: Tensor, factor: Tensor, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """Compute ``factor * a @ b.T``, or ``out + factor * a @ b.T``, rounded once.
+
+    Sums are in FP32; those of FP8 tensor cores are promoted.
 
     Args:
-        a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU.
+        a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU; or FP8, not both E5M2,
+            rows contiguous, all sizes multiples of 16.
         factor: FP32 scalar on the same GPU.
-        out_dtype: Of the result (M, N): BF16 or FP32.
+        out_dtype: of the result (M, N): BF16 or FP32.
+        out: contiguous (M, N) in ``out_dtype`` that the product is added to; it is the result.
 
     Raises:
         RuntimeError: cuBLASLt has no algorithm for these matrices, or fails.
     """
-    y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
+    y = out
+    if y is None:
+        y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not a.numel() or not b.numel():
-        return y.zero_()
+        return y.zero_() if out is None else y
     a, b = _dense(a), _dense(b)
     # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
-    plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), out_dtype, a.device)
+    dtypes = b.dtype, a.dtype, out_dtype
+    plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), dtypes, a.device)
     workspace = torch.empty(plan.choice.workspace, dtype=torch.uint8, device=a.device)
-    zero = _zero(a.device)
-    left, right, out = plan.layouts
+    share = _constant(0.0 if out is None else 1.0, a.device)
+    left, right, result = plan.layouts
     _call(
         "cublasLtMatmul", torch.cuda.current_blas_handle(), plan.description, factor.data_ptr(),
-        b.data_ptr(), left, a.data_ptr(), right, zero.data_ptr(), y.data_ptr(), out, y.data_ptr(),
-        out, byref(plan.choice), workspace.data_ptr(), plan.choice.workspace,
+        b.data_ptr(), left, a.data_ptr(), right, share.data_ptr(), y.data_ptr(), result,
+        y.data_ptr(), result, byref(plan.choice), workspace.data_ptr(), plan.choice.workspace,
         torch.cuda.current_stream(a.device).cuda_stream,
     )  # fmt: skip
     return y
@@ -95,7 +107,11 @@ def _matrix(x: Tensor, transposed: bool = False) -> _Matrix:
 
 @cache
 def _plan(
-    left: _Matrix, right: _Matrix, out: _Matrix, out_dtype: torch.dtype, device: torch.device
+    left: _Matrix,
+    right: _Matrix,
+    out: _Matrix,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    device: torch.device,
 ) -> _Plan:
     description = c_void_p()
     _call("cublasLtMatmulDescCreate", byref(description), c_int(_COMPUTE_FP32), c_int(0))
@@ -107,8 +123,7 @@ def _plan(
         value = c_int32(value)
         _call("cublasLtMatmulDescSetAttribute", description, c_int(name), byref(value), c_size_t(4))
     layouts = tuple(
-        _layout(matrix, dtype)
-        for matrix, dtype in ((left, torch.bfloat16), (right, torch.bfloat16), (out, out_dtype))
+        _layout(matrix, dtype) for matrix, dtype in zip((left, right, out), dtypes, strict=True)
     )
     preference = c_void_p()
     _call("cublasLtMatmulPreferenceCreate", byref(preference))
@@ -136,8 +151,8 @@ def _layout(matrix: _Matrix, dtype: torch.dtype) -> c_void_p:
 
 
 @cache
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), device=device)
+def _constant(value: float, device: torch.device) -> Tensor:
+    return torch.full((), value, device=device)
 
 
 @cache

@@ -66,6 +66,10 @@ class Engine:
         """Describe how two formats (None: high precision) are multiplied."""
         raise NotImplementedError
 
+    def add_product(self, out: Tensor, lhs: Any, rhs: Any, folding: bool = True) -> Tensor:
+        """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return it."""
+        return out.add_(self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding))
+
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""
         return tensor_amaxes(x, row, col)

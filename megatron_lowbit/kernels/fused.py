@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.gemm import PRODUCTS, GpuOperand, plain
+from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, plain
 from megatron_lowbit.kernels.launch import quantize_both, tensor_amaxes
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
@@ -135,6 +135,17 @@ class FusedEngine(Engine):
         if found.form is not Form.VALUES:
             lhs, rhs = plain(lhs), plain(rhs)
         return PRODUCTS[found](lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
+
+    def add_product(
+        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True
+    ) -> Tensor:
+        """Add the product inside the GEMM where its route can."""
+        quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
+        if quantized and out.dtype is torch.float32 and out.is_contiguous():
+            add = ADDED_PRODUCTS.get(self.route_of(lhs, rhs, folding))
+            if add is not None and add(out, lhs, rhs):
+                return out
+        return super().add_product(out, lhs, rhs, folding)
 
     def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> Route:
         """Return the route of two operands, one of them at least quantized."""

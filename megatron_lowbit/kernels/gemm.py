@@ -44,6 +44,15 @@ def exact_product(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
+def add_exact_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> bool:
+    """Add the product of exact operands to ``out`` (FP32)."""
+    left, right = _as_values(lhs), _as_values(rhs)
+    scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
+    factor = reduce(torch.mul, scales) if scales else torch.ones((), device=out.device)
+    scaled_matmul(left.values, right.values, factor, torch.float32, out)
+    return True
+
+
 def _as_values(operand: GpuOperand) -> Values:
     if isinstance(operand, Tensor):
         if operand.dtype is not torch.bfloat16:  # cuBLAS is given a pointer, and would read on
@@ -84,14 +93,27 @@ def tensor_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply FP8 with a scale a tensor."""
-    # Blocks of different lengths pad K differently.
-    padded = max(lhs.codes.shape[1], rhs.codes.shape[1])
-    a, b = (_aligned(q.codes, least=padded) for q in (lhs, rhs))
+    a, b = _aligned_pair(lhs, rhs)
     one = ScalingType.TensorWise
     y = F.scaled_mm(
         a, b.t(), lhs.tensor_scale, one, rhs.tensor_scale, one, output_dtype=_fp8_output(out_dtype)
     )
     return _finish(y, lhs, rhs, bias, out_dtype)
+
+
+def add_tensor_product(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor) -> bool:
+    """Add the product of FP8 with a scale a tensor to ``out`` (FP32), of whole alignments alone."""
+    a, b = _aligned_pair(lhs, rhs)
+    if out.shape != (a.shape[0], b.shape[0]):
+        return False
+    scaled_matmul(a, b, lhs.tensor_scale * rhs.tensor_scale, torch.float32, out)
+    return True
+
+
+def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    # Blocks of different lengths pad K differently.
+    padded = max(lhs.codes.shape[1], rhs.codes.shape[1])
+    return _aligned(lhs.codes, least=padded), _aligned(rhs.codes, least=padded)
 
 
 def row_product(
@@ -114,8 +136,16 @@ def folded_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply codes folded to FP8 with a scale a tensor, now or when they were written."""
-    folded = [q if isinstance(q.format, FP8Tensor) else fold(q) for q in (lhs, rhs)]
-    return tensor_product(*folded, bias, out_dtype)
+    return tensor_product(_folded(lhs), _folded(rhs), bias, out_dtype)
+
+
+def add_folded_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> bool:
+    """Add the product of folded codes to ``out`` (FP32)."""
+    return add_tensor_product(out, _folded(plain(lhs)), _folded(plain(rhs)))
+
+
+def _folded(operand: QuantizedTensor) -> QuantizedTensor:
+    return operand if isinstance(operand.format, FP8Tensor) else fold(operand)
 
 
 def _aligned_rows(codes: Tensor, scales: Tensor) -> ScaledRows:
@@ -175,3 +205,10 @@ PRODUCTS = {
     routes.DEQUANTIZED: dequantized_product,
 }
 """Function of each route."""
+
+ADDED_PRODUCTS = {
+    routes.TENSORS: add_tensor_product,
+    routes.FOLDED: add_folded_product,
+    routes.EXACT: add_exact_product,
+}
+"""Functions of the routes whose GEMM can add to its output, False where sizes forbid it."""

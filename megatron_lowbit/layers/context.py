@@ -175,19 +175,22 @@ class LinearContext:
         dtype: torch.dtype,
         bias: Tensor | None = None,
         high_precision: tuple[Tensor, Tensor] | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Compute one of the three products, in ``dtype``.
+        """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
         ``high_precision`` are the operands from which a product that is not finite is computed
         again where the recipe says so. Each rank does so with its own product: of one that is to be
         summed over ranks, with its own term.
         """
         precision = self.precision.gemms[name]
+        if out is not None and precision.accumulation is None and precision.fallback is None:
+            return self.engine.add_product(out, lhs, rhs, precision.folding)
         y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)
-        if precision.fallback is None or high_precision is None:
-            return y
-        count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
-        return recompute_unless_finite(y, *high_precision, bias, count)
+        if precision.fallback is not None and high_precision is not None:
+            count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
+            y = recompute_unless_finite(y, *high_precision, bias, count)
+        return y if out is None else out.add_(y)
 
 
 def draw_key(precision: LinearPrecision) -> int:

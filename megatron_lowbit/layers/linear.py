@@ -87,14 +87,19 @@ class _LowbitLinear(torch.autograd.Function):
 
 
 def _wgrad(
-    context: LinearContext, lhs: Any, saved: Any, grad: Tensor, dtype: torch.dtype
+    context: LinearContext,
+    lhs: Any,
+    saved: Any,
+    grad: Tensor,
+    dtype: torch.dtype,
+    out: Tensor | None,
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision."""
     if context.precision.wgrad.fallback:
         x = gather_input(context, saved)
         rhs = quantize_all_tokens(context, "wgrad", x)
-        return context.gemm("wgrad", lhs, rhs, dtype, high_precision=(grad.t(), x.t()))
-    return context.gemm("wgrad", lhs, wgrad_input(context, saved), dtype)
+        return context.gemm("wgrad", lhs, rhs, dtype, high_precision=(grad.t(), x.t()), out=out)
+    return context.gemm("wgrad", lhs, wgrad_input(context, saved), dtype, out=out)
 
 
 @eager

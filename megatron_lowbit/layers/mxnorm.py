@@ -84,7 +84,12 @@ class _MXNormLinear(torch.autograd.Function):
         if product is not None and needs_gain:
             gain_grad = _gain_grad(context.shards, product, weight).to(gain.dtype)
         if product is not None and needs_weight:
-            wgrad = deliver_wgrad(context, weight, (product * gain.float()).to)
+            gained = product * gain.float()
+            wgrad = deliver_wgrad(
+                context,
+                weight,
+                lambda dtype, out: gained.to(dtype) if out is None else out.add_(gained),
+            )
         return (
             context.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,
             gain_grad,

@@ -158,15 +158,15 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
 
 
 def deliver_wgrad(
-    context: LinearContext, weight: Tensor, wgrad: Callable[[torch.dtype], Tensor]
+    context: LinearContext, weight: Tensor, wgrad: Callable[[torch.dtype, Tensor | None], Tensor]
 ) -> Tensor:
     """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add.
 
-    ``wgrad`` computes dW in the dtype that it is given.
+    ``wgrad`` computes dW in a dtype, and adds it to a tensor unless that is None.
     """
     if not (context.accumulate_main_grad and hasattr(weight, "main_grad")):
-        return wgrad(weight.dtype)
-    weight.main_grad.add_(wgrad(torch.float32))
+        return wgrad(weight.dtype, None)
+    wgrad(torch.float32, weight.main_grad)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
         return torch.zeros_like(weight)

@@ -41,7 +41,7 @@ class TELayerState(LayerState):
 
     def __init__(self, plan: LayerPlan, module: torch.nn.Module) -> None:
         self.module, self.is_column = module, isinstance(module, _COLUMN)
-        self.calls = CallTracker(self._make_context, opened_outside=True)
+        self.calls = CallTracker(self._make_context, opened_outside=True, main_grad=self._main_grad)
         module.name = _Name(plan.layer.path)
         module.name.state = self
         module.register_forward_pre_hook(self._open)
@@ -64,8 +64,6 @@ class TELayerState(LayerState):
         module.finish_init(QuantizationConfig(content, where, "recipe"))
         self.native = _native(precision)
         self.own = precision.quantized and self.native is None
-        # Transformer Engine's GEMM of a custom recipe leaves main_grad alone.
-        module.fuse_wgrad_accumulation = self.plan.accumulate_main_grad and not self.own
         module.fp8_initialized = module.fp8_meta_tensors_initialized = False
         module._fp8_workspaces.clear()
 
@@ -79,6 +77,14 @@ class TELayerState(LayerState):
     def _open(self, module: torch.nn.Module, _: Any) -> None:
         if self.own and (module.training or self.plan.evaluates):
             self.calls.open(training=module.training and torch.is_grad_enabled())
+
+    def _main_grad(self) -> torch.Tensor | None:
+        # Transformer Engine hands main_grad to its own GEMMs, but not to those of a custom recipe.
+        module, weight = self.module, self.module.weight
+        if not module.fuse_wgrad_accumulation:
+            return None
+        main_grad = getattr(weight, "get_main_grad", lambda: weight.main_grad)()
+        return main_grad.zero_() if getattr(weight, "overwrite_main_grad", False) else main_grad
 
     def _make_context(self, training: bool) -> LinearContext:
         shards, group = UNSHARDED, self.module.tp_group

@@ -3,7 +3,7 @@
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.transformer_engine.native import native_recipe
+from megatron_lowbit.transformer_engine.native import folds_on_hopper, native_recipe
 
 _MEASURED = {
     routes.TENSORS: "fp8 per tensor",
@@ -43,8 +43,9 @@ def gemm_name(
     if sides.accumulation is not None:
         return "fp32"
     formats = tuple(None if side is None else side.format for side in (sides.lhs, sides.rhs))
-    # Transformer Engine multiplies tiles itself, and folds nothing.
-    is_native = transformer_engine and all(isinstance(format, FP8Tile) for format in formats)
+    # Tiles that Transformer Engine multiplies itself are not folded.
+    tiles = all(isinstance(format, FP8Tile) for format in formats)
+    is_native = transformer_engine and tiles and not folds_on_hopper(precision, capability)
     found = routes.route(*formats, capability, sides.folding and not is_native)
     if found is not routes.TILES:
         return _MEASURED[found]

@@ -8,6 +8,8 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
+from torch import Tensor
+
 from megatron_lowbit.layers import LinearContext
 
 
@@ -19,12 +21,16 @@ class CallTracker:
         opened_outside: True if whoever runs the module begins calls by :meth:`open`, each of which
             has a backward pass if it trains. Otherwise the quantizer of its input begins them, and
             a call whose input autograd has let go of has no backward pass.
+        main_grad: returns the tensor that wgrad is added to, or None to have it returned.
     """
 
     def __init__(
-        self, make_context: Callable[[bool], LinearContext], opened_outside: bool = False
+        self,
+        make_context: Callable[[bool], LinearContext],
+        opened_outside: bool = False,
+        main_grad: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self.opened_outside = opened_outside
+        self.opened_outside, self.main_grad = opened_outside, main_grad
         self.forward: LinearContext | None = None
         self.backward: LinearContext | None = None
         self._make_context = make_context

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.routes import FOLDED, route
 from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
@@ -48,19 +49,29 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
     """Return the recipe for a linear layer's precision on a GPU of a compute capability.
 
     None where Transformer Engine has no kernels: another format, several formats in one layer, a
-    GEMM in high precision, or a GPU that lacks the format.
+    GEMM in high precision, or a GPU that lacks the format. None, too, on GPUs of compute capability
+    9.x where folding serves one of the GEMMs: this project's is then the faster.
 
     Raises:
         UserError: there is a recipe for the formats, but it lacks something that is asked for.
     """
     quantizers = [operand.quantizer for operand in precision.operands()]
-    if None in quantizers:
+    if None in quantizers or folds_on_hopper(precision, capability):
         return None
     for kind in _KINDS:
         if all(kind.holds(quantizer.format) for quantizer in quantizers):
             return kind.settings(_Reader(kind.name, precision)) if capability >= kind.capability \
                 else None  # fmt: skip
     return None
+
+
+def folds_on_hopper(precision: LinearPrecision, capability: tuple[int, int]) -> bool:
+    """Return True if the GPU is a Hopper and folding serves one of the GEMMs."""
+    return capability[0] == 9 and any(
+        route(gemm.lhs.format, gemm.rhs.format, capability, gemm.folding) is FOLDED
+        for gemm in precision.gemms.values()
+        if gemm.lhs is not None and gemm.rhs is not None
+    )
 
 
 class _Reader:

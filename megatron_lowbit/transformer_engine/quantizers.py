@@ -194,7 +194,8 @@ class LowbitQuantizer(IdentityQuantizer):
         if isinstance(qw, Unquantized):
             qw = quantize_dgrad_weight(context, qw.weight)
         bias = bias.to(out_dtype) if bias is not None and bias.numel() else None
-        return context.gemm(name, qx, qw, out_dtype, bias)
+        main_grad = self.calls.main_grad() if name == "wgrad" else None
+        return context.gemm(name, qx, qw, out_dtype, bias, out=main_grad)
 
 
 class Factory:

@@ -37,6 +37,22 @@ def test_products(shape, left, right, out_dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("left", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fp8_and_a_sum_to_add_to(left):
+    """Few products, so that the sums of FP8 tensor cores are exact to FP32's last bits."""
+    draws = torch.Generator("cuda").manual_seed(2)
+    a = torch.randn(64, 32, generator=draws, device="cuda").to(left)
+    b = torch.randn(48, 32, generator=draws, device="cuda").to(torch.float8_e4m3fn)
+    out = torch.randn(64, 48, generator=draws, device="cuda")
+    factor = torch.tensor(0.37, device="cuda")
+    exact = out.double() + a.double() @ b.double().t() * factor.double()
+    most = out.abs().double() + a.double().abs() @ b.double().abs().t() * factor.double()
+    assert scaled_matmul(a, b, factor, torch.float32, out) is out
+    # Hopper cuts each step of 32 products off at 2**-13 of the largest.
+    assert ((out.double() - exact).abs() <= 2.0**-13 * most).all()
+
+
+@pytest.mark.gpu
 def test_no_elements():
     factor = torch.ones((), device="cuda")
     new = {"device": "cuda", "dtype": torch.bfloat16}

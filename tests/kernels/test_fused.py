@@ -39,6 +39,9 @@ PAIRS = {
     ("fp8 1x128 pow2", "fp8 128x128 pow2"): "FP8 tiles",
     ("fp8 64x64 pow2", "fp8-1x128-e4m3"): "dequantized to FP32",
     ("fp8 1x64 pow2", None): "exact BF16",
+    ("nvfp4 foldable-up", "nvfp4-2d foldable"): "folded to FP8 tensors",
+    ("nvfp4 foldable-up", "mxfp8-e4m3"): "folded to FP8 tensors",
+    ("nvfp4 foldable-up", "nvfp4"): "exact BF16",
 }
 TILES = {
     "fp8 1x64": ("fp8-1x128-e4m3", "fp32", 64),
@@ -50,6 +53,10 @@ TILES = {
 ALL = FORMATS | {
     name: FORMATS[of].with_options(block=block, scale_format=scale)
     for name, (of, scale, block) in TILES.items()
+}
+ALL |= {
+    f"{name} {scales}": FORMATS[name].with_options(block_scales=scales)
+    for name, scales in (("nvfp4", "foldable-up"), ("nvfp4-2d", "foldable"))
 }
 # Errors of the sum, as shares of the sum of magnitudes, before rounding to the output. Hopper's FP8
 # tensor cores cut each step of 32 products off at 2**-13 of the largest; tiles are promoted to FP32
@@ -141,12 +148,16 @@ def test_products(pair, dtype, shape):
     rounding = 2.0**-8 * ((expected - bias).abs() + expected.abs()) * 1.01
     if dtype is torch.float32:
         rounding = 0
-    assert (
-        (seen.double() - expected).abs() <= BOUNDS[PAIRS[pair]](length) * magnitude + rounding
-    ).all()
+    bound = BOUNDS[PAIRS[pair]](length) * magnitude
+    assert ((seen.double() - expected).abs() <= bound + rounding).all()
+    total = torch.randn(rows, columns, device="cuda")
+    before = total.double()
+    assert engine.add_product(total, left, right) is total
+    expected = before + expected - bias
+    assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
 
 
-RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "mxfp8", "fp8-delayed", "fp8-row"]
+RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row"]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),
