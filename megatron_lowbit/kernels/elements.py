@@ -144,12 +144,6 @@ def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
-def rounded_or_nan(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Round x to E's grid as :func:`rounded`; a NaN stays one."""
-    return tl.where(x != x, x, rounded(x, random, E, STOCHASTIC))
-
-
-@triton.jit
 def fold_ratio(scale, top):
     """Divide block scales by the tensor's largest; only blocks of zeros may have a larger one."""
     ratio = tl.div_rn(scale, tl.zeros_like(scale) + top)
@@ -158,7 +152,10 @@ def fold_ratio(scale, top):
 
 @triton.jit
 def fold_pair(low, high, ratio, E: tl.constexpr):
-    """Encode two tensors as :func:`encode_pair`, multiply the codes by a ratio, encode again."""
+    """Encode two tensors as :func:`encode_pair`, multiply the codes by a ratio, encode again.
+
+    A block with a NaN has a ratio that is NaN.
+    """
     if HARDWARE_CASTS:
         KIND: tl.constexpr = "e4m3x2" if E.mantissa_bits == 3 else "e5m2x2"
         return tl.inline_asm_elementwise(
@@ -171,7 +168,7 @@ def fold_pair(low, high, ratio, E: tl.constexpr):
             dtype=tl.int16, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        low, high = rounded_or_nan(low, low, E, False), rounded_or_nan(high, high, E, False)
+        low, high = rounded(low, low, E, False), rounded(high, high, E, False)
         return encode_pair(low * ratio, high * ratio, E)
 
 

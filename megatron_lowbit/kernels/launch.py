@@ -17,6 +17,7 @@ from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS,
 from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
 from megatron_lowbit.kernels.row_amax import row_amax_kernel
+from megatron_lowbit.kernels.scales import NVFP4Options
 from megatron_lowbit.numerics import (
     Amaxes,
     Hadamard,
@@ -31,8 +32,9 @@ from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
+from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import folded_format, lift
-from megatron_lowbit.numerics.formats import ElementFormat
+from megatron_lowbit.numerics.formats import E4M3
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP, Draw
 
@@ -281,10 +283,9 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
 def _scale_function(format: BlockFormat) -> tuple[Callable, Any]:
     """Return the Triton function of a format's scales, and its options."""
     module, _, name = (format.scale_kernel or "").partition(":")
-    options = tuple(
-        element(option) if isinstance(option, ElementFormat) else option
-        for option in format.kernel_options
-    )
+    options = format.kernel_options
+    if isinstance(format, NVFP4):
+        options = NVFP4Options(element(E4M3), *options)
     return getattr(import_module(module), name), options
 
 

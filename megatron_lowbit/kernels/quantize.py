@@ -17,13 +17,13 @@ from megatron_lowbit.kernels.elements import (
     block_amax,
     code_pair,
     encode,
+    encode_pair,
     exact_bf16,
     fold_ratio,
     larger,
     over_block,
     over_rows,
     rounded,
-    rounded_or_nan,
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
 from megatron_lowbit.kernels.random_words import number, philox, random_of, random_tile
@@ -154,7 +154,7 @@ def _block(
     N: tl.constexpr = r.shape[0]
     F: tl.constexpr = S.fold
     # Codes in an int32 word of the output.
-    PER: tl.constexpr = 8 if E.bits == 4 and S.fold is None else 4
+    PER: tl.constexpr = 8 if E.bits == 4 else 4
     most = tl.abs(points[0])
     for i in tl.static_range(1, BLOCK):
         most = larger(most, tl.abs(points[i]))
@@ -174,13 +174,14 @@ def _block(
     words = (stored, stored, stored, stored)
     word = stored
     outs = ()
+    values = ()
     FOLD: tl.constexpr = S.fold is not None
     PAIRS: tl.constexpr = E.bits == 8 and not S.stochastic and not S.values
     if PAIRS:
         for i in tl.static_range(0, BLOCK, 4):
             low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
             high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
-            outs = outs + ((low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16),)
+            outs = outs + (_word(low, high),)
     for i in tl.static_range(0 if PAIRS else BLOCK):
         if S.stochastic and i % DRAWN == 0:
             group_number = number(groups, (at + i) // 16, tl.cdiv(columns, 16))
@@ -190,33 +191,40 @@ def _block(
         if S.stochastic:
             random = random_of(words, i % DRAWN, BITS)
         if S.values:
-            value = rounded(x, random, E, S.stochastic) * scale
-            outs = outs + (exact_bf16(value, E),)
+            outs = outs + (exact_bf16(rounded(x, random, E, S.stochastic) * scale, E),)
+        elif S.fold is not None:
+            values = values + (rounded(x, random, E, S.stochastic) * scale,)
         else:
-            if S.fold is None:
-                code = encode(x, random, E, S.stochastic)
-            else:
-                value = rounded_or_nan(x, random, E, S.stochastic) * scale
-                code = encode(value, value, F, False)
+            code = encode(x, random, E, S.stochastic)
             if i % PER == 0:
                 word = code
             else:
                 word = word | (code << ((i % PER) * (32 // PER)))
             if i % PER == PER - 1:
                 outs = outs + (word,)
+    for i in tl.static_range(0, BLOCK if FOLD and not PAIRS else 0, 4):
+        low = encode_pair(values[i], values[i + 1], F)
+        outs = outs + (_word(low, encode_pair(values[i + 2], values[i + 3], F)),)
     if S.values and TRANSPOSED:
         for i in tl.static_range(BLOCK):
             store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
     elif S.values:
         store_groups(codes, side_by_side(outs, BLOCK), r, at, R, columns, EVEN)
     else:
-        packed = side_by_side(outs, BLOCK // PER)
-        store_groups(codes, packed, r, at // PER, R, columns // PER, EVEN)
+        CODES: tl.constexpr = 4 if FOLD else PER
+        packed = side_by_side(outs, BLOCK // CODES)
+        store_groups(codes, packed, r, at // CODES, R, columns // CODES, EVEN)
         if S.fold is None:
             store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
     # Every program has the same; the first writes it.
     if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)
+
+
+@triton.jit
+def _word(low, high):
+    """Join two int16 tensors as int32."""
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
@@ -276,7 +284,7 @@ def tile_side(
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)
             wide = over_block(scale, A, B, S.block_rows, S.block)
-            x = rounded_or_nan(x, random, E, S.stochastic) * wide
+            x = rounded(x, random, E, S.stochastic) * wide
             store_tile(codes, encode(x, x, F, False), row0, col0, R, columns, EVEN)
         elif S.values:
             wide = over_block(scale, A, B, S.block_rows, S.block)

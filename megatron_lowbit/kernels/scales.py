@@ -5,10 +5,12 @@ of one shape for one format, and gives (what is stored, what elements are multip
 decode scale, the tensor's decode scale). Amaxes that are not finite give NaN factors and scales.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import abs_bits, magnitude_codes, on_grid
+from megatron_lowbit.kernels.elements import Element, abs_bits, magnitude_codes, on_grid
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1 / 6 in FP32
@@ -18,6 +20,13 @@ FLOOR = tl.constexpr(0)
 RCEIL = tl.constexpr(1)
 CEIL = tl.constexpr(2)
 EVEN = tl.constexpr(3)
+
+
+class NVFP4Options(NamedTuple):
+    """Options of ``nvfp4_scales``: E4M3, and the index of ``block_scales``."""
+
+    element: Element
+    rounding: int
 
 
 @triton.jit
@@ -37,16 +46,16 @@ def _finite_or_nan(scale, amax):
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale.
 
-    OPTIONS: (E4M3, index of ``block_scales``).
+    OPTIONS: NVFP4Options.
     """
-    E4M3: tl.constexpr = OPTIONS[0]
-    s_enc = _quotient(2304.0 if OPTIONS[1] else 2688.0, amax)
+    E4M3: tl.constexpr = OPTIONS.element
+    s_enc = _quotient(2304.0 if OPTIONS.rounding else 2688.0, amax)
     s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
     s_dec = _quotient(1.0, s_enc)
     scale = _finite_or_nan(most * (s_enc * SIXTH), most)
     nan = scale != scale
-    if OPTIONS[1]:
-        value = _foldable(scale, OPTIONS[1] == 2)
+    if OPTIONS.rounding:
+        value = _foldable(scale, OPTIONS.rounding == 2)
     else:
         value = on_grid(scale, E4M3)
     code = tl.where(nan, E4M3.nan_code, magnitude_codes(value, E4M3))

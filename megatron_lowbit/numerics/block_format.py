@@ -94,7 +94,7 @@ class BlockFormat(ABC):
 
     @property
     def kernel_options(self) -> Any:
-        """Constants for ``scale_kernel``: a tuple of integers and element formats."""
+        """Constants for ``scale_kernel``: a tuple of integers."""
         return ()
 
     def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:

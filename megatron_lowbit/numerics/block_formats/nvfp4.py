@@ -36,7 +36,7 @@ from megatron_lowbit.numerics.block_format import (
     finite_amax,
     for_each_row,
 )
-from megatron_lowbit.numerics.formats import E2M1, E4M3, ElementFormat, decode, encode
+from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 
 BLOCK = 16
 FOLDABLE_MAX = 384.0
@@ -79,9 +79,9 @@ class NVFP4(BlockFormat):
     OPTIONS: ClassVar = {"block_scales": ("e4m3", "foldable", "foldable-up")}
 
     @property
-    def kernel_options(self) -> tuple[ElementFormat, int]:
-        """Element format of the scales and index of their rounding, for ``scale_kernel``."""
-        return E4M3, self.OPTIONS["block_scales"].index(self.block_scales)
+    def kernel_options(self) -> tuple[int]:
+        """Index of the scales' rounding, for ``scale_kernel``."""
+        return (self.OPTIONS["block_scales"].index(self.block_scales),)
 
     @property
     def folds(self) -> bool:
