@@ -196,6 +196,12 @@ def code_pair(low, high, ratio, E: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
+def join_pairs(low, high):
+    """Join two int16 tensors as int32."""
+    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+
+
+@triton.jit
 def _sign_bit(x, E: tl.constexpr):
     return (x.to(tl.int32, bitcast=True) >> (32 - E.bits)) & (1 << (E.bits - 1))
 

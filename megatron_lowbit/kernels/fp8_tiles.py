@@ -8,7 +8,7 @@ of the transpose, which is four times less to move between threads.
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import code_pair, fold_ratio, larger
+from megatron_lowbit.kernels.elements import code_pair, fold_ratio, join_pairs, larger
 from megatron_lowbit.kernels.scales import fp8_tile_scales
 from megatron_lowbit.kernels.tiles import load_raw
 
@@ -127,7 +127,7 @@ def _four_rows(rows, factor, ratio, E: tl.constexpr, FOLD: tl.constexpr):
     """Encode four neighbours along a column as words (int32)."""
     low = _two_rows(rows[0], rows[1], factor, ratio, E, FOLD)
     high = _two_rows(rows[2], rows[3], factor, ratio, E, FOLD)
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    return join_pairs(low, high)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from megatron_lowbit.kernels.elements import (
     encode_pair,
     exact_bf16,
     fold_ratio,
+    join_pairs,
     larger,
     over_block,
     over_rows,
@@ -181,7 +182,7 @@ def _block(
         for i in tl.static_range(0, BLOCK, 4):
             low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
             high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
-            outs = outs + (_word(low, high),)
+            outs = outs + (join_pairs(low, high),)
     for i in tl.static_range(0 if PAIRS else BLOCK):
         if S.stochastic and i % DRAWN == 0:
             group_number = number(groups, (at + i) // 16, tl.cdiv(columns, 16))
@@ -204,7 +205,7 @@ def _block(
                 outs = outs + (word,)
     for i in tl.static_range(0, BLOCK if FOLD and not PAIRS else 0, 4):
         low = encode_pair(values[i], values[i + 1], F)
-        outs = outs + (_word(low, encode_pair(values[i + 2], values[i + 3], F)),)
+        outs = outs + (join_pairs(low, encode_pair(values[i + 2], values[i + 3], F)),)
     if S.values and TRANSPOSED:
         for i in tl.static_range(BLOCK):
             store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
@@ -219,12 +220,6 @@ def _block(
     # Every program has the same; the first writes it.
     if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)
-
-
-@triton.jit
-def _word(low, high):
-    """Join two int16 tensors as int32."""
-    return (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
 
 
 @triton.jit
