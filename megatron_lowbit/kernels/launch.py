@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.fp8_tiles import fp8_tiles_kernel
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
 from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
@@ -30,8 +29,6 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.block_formats.fp8 import TILE as FP8_TILE
-from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import folded_format, lift
 from megatron_lowbit.numerics.formats import E4M3
@@ -40,6 +37,8 @@ from megatron_lowbit.numerics.randomness import GROUP, Draw
 
 _LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""
+_GROUP = 32
+"""Points of a group in longer blocks."""
 _NOTHING = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
 
@@ -69,46 +68,14 @@ def quantize_both(
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
     amaxes = _all_amaxes(x, row, col, amaxes, forms)
-    tiles = Form.VALUES not in forms and all(r is None or _is_plain_tile(r) for r in (row, col))
-    row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, forms[0], tiles)
-    col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, forms[1], tiles)
-    if tiles:
-        _quantize_fp8_tiles(x, row_side, row_arguments, col_side, col_arguments)
-        return by_row, by_col
+    row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, forms[0])
+    col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, forms[1])
     tile, options = _tile(row_side, col_side)
     quantize_kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, *row_arguments, *col_arguments,
         *tile, row_side, col_side, _is_even(x, tile), enable_fp_fusion=False, **options,
     )  # fmt: skip
     return by_row, by_col
-
-
-def _is_plain_tile(request: Request) -> bool:
-    """Return True for FP8 tiles of 128 without options, which have a kernel of their own."""
-    quantizer = request.quantizer
-    tiles = isinstance(quantizer.format, FP8Tile) and quantizer.format.block == FP8_TILE
-    nearest = quantizer.rounding is not Rounding.STOCHASTIC
-    return tiles and nearest and request.hadamard is None
-
-
-def _quantize_fp8_tiles(
-    x: Tensor, row: Side | None, row_arguments: tuple, col: Side | None, col_arguments: tuple
-) -> None:
-    sides = [side for side in (row, col) if side is not None]
-    if len({(side.element, side.options) for side in sides}) == 2:
-        _quantize_fp8_tiles(x, row, row_arguments, None, _NOTHING)
-        _quantize_fp8_tiles(x, None, _NOTHING, col, col_arguments)
-        return
-    r_columns, r_amax, r_codes, r_scales, r_scale, *_ = row_arguments
-    c_columns, c_amax, c_codes, c_scales, c_scale, *_ = col_arguments
-    tile = (FP8_TILE, FP8_TILE)
-    fp8_tiles_kernel[_grid(x, tile)](
-        x, *x.stride(), *x.shape, c_amax if r_amax is None else r_amax,
-        None if r_codes is None else r_codes.view(torch.int16), r_scales,
-        None if c_codes is None else c_codes.view(torch.int32), c_scales, r_scale, c_scale,
-        r_columns, c_columns, row.block_rows if row else 0, col.block_rows if col else 0,
-        sides[0].element, sides[0].options, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 def _all_amaxes(
@@ -198,12 +165,13 @@ def outputs(
     amax: Tensor | None,
     transposed: bool,
     form: Form,
-    tiles: bool,
     out: QuantizedTensor | None = None,
+    points: bool = True,
 ) -> tuple[tuple, Side | None, QuantizedTensor | Values | None]:
     """Return one side's kernel arguments, its constexpr, and the operand that it fills.
 
-    ``tiles``: by the kernel of FP8 tiles. ``out``: codes to fill, which are new where None.
+    ``out``: codes to fill, which are new where None. ``points``: False for a kernel that quantizes
+    tiles as one tensor.
     """
     if request is None:
         return _NOTHING, None, None
@@ -213,6 +181,7 @@ def outputs(
         columns = _round_up(columns, hadamard.size)
     padded = _round_up(columns, format.block)
     side = _side(request.quantizer, hadamard, form)
+    side = side if points else side._replace(points=0)
     tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     if form is Form.VALUES:
         shape = (columns, rows) if transposed else (rows, columns)
@@ -222,7 +191,7 @@ def outputs(
         pointers = (columns, amax, codes, None, tensor_scale)
     else:
         stored = folded_format(format) if form is Form.FOLDED else format
-        made = out or _codes(stored, rows, columns, padded, tensor_scale, tiles)
+        made = out or _codes(stored, rows, columns, padded, tensor_scale, side.points > 0)
         codes = made.codes.view(torch.uint8)
         scales = _as_bytes(made.scales) if made.scales.numel() else None
         pointers = (padded, amax, codes.view(torch.int32) if side.points else codes, scales,
@@ -237,18 +206,18 @@ def outputs(
 
 
 def _codes(
-    format: BlockFormat, rows: int, columns: int, padded: int, tensor_scale: Tensor, tiles: bool
+    format: BlockFormat, rows: int, columns: int, padded: int, tensor_scale: Tensor, points: bool
 ) -> QuantizedTensor:
     """Allocate a quantized tensor (rows, columns).
 
-    Its scales are contiguous, but the kernel of ``tiles`` writes those of 1x128 as cuBLAS reads
-    them, with rows fastest.
+    Its scales are contiguous, but those of FP8 tiles of one row that are quantized on ``points``
+    have rows fastest, as cuBLAS reads them.
     """
     new = partial(torch.empty, device=tensor_scale.device)
     codes = new((rows, padded // 2 if format.element.bits == 4 else padded), dtype=torch.uint8)
     shape, dtype = format.scale_shape(rows, padded), format.scale_dtype
     codes = codes.view(format.element.dtype or torch.uint8)
-    if tiles and format.block_rows == 1:
+    if points and not format.repeats_scales and format.block_rows == 1:
         scales = new(shape[::-1], dtype=dtype).t()
     else:
         scales = new(shape, dtype=dtype)
@@ -259,15 +228,15 @@ def _codes(
 def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
     format = quantizer.format
     function, options = _scale_function(format)
-    points = 0
-    # Points store a scale for each row.
-    if format.block > 1 and format.repeats_scales:
-        points = max(format.block, hadamard.size if hadamard else 0)
+    points = min(format.block, _GROUP) if format.block > 1 else 0
+    if hadamard is not None and points:
+        points = max(points, hadamard.size) if format.block <= _GROUP else 0
     return Side(
         scales=function,
         block_rows=format.block_rows,
         block=format.block,
         row_scaled=format.row_scaled,
+        repeats_scales=format.repeats_scales,
         tensor_scaled=format.tensor_scaled,
         element=element(format.element),
         options=options,
@@ -330,7 +299,8 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
     height, width = 32 if col is None else 64, 128
     if any(side.transform and side.transform.points > _LARGEST_TRANSFORM for side in sides):
         height = width = 32
-    if all(side.points for side in sides):
+    points = all(side.points for side in sides)
+    if points and all(side.block <= _GROUP for side in sides):
         if any(side.points == 64 for side in sides):
             return (64, 128), {"num_warps": 4, "maxnreg": 168}
         # Fewer values a thread, so that more threads hide each other's waiting.
@@ -343,7 +313,8 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
             along = max(side.block, side.transform.points if side.transform else 0, side.points)
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
-    return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}
+    warps = max(4 if points else 8, height * width // 2048)
+    return (height, width), {"num_warps": warps, "maxnreg": 128}
 
 
 def _signed(key: int) -> int:

@@ -107,11 +107,9 @@ def row_side(
 
     That is ``out``, or new where none is given.
     """
-    arguments, side, made = outputs(request, x, amax, False, form, False, out)
+    arguments, side, made = outputs(request, x, amax, False, form, out, points=False)
     _, _, codes, scales, tensor_scale, *_ = arguments
-    # A row of blocks is one tensor here, not points.
-    codes = codes if form is Form.VALUES else codes.view(torch.uint8)
-    return side._replace(points=0), (amax, codes, scales, tensor_scale), made
+    return side, (amax, codes, scales, tensor_scale), made
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Quantization on a GPU: a matrix and its transpose in one pass, bit for bit as ``numerics/`` says.
 
-A program takes a tile of the matrix. A side whose blocks are short is computed on points (see
-``tiles.py``): amaxes, butterflies and random bits then stay within a thread. Blocks of 128 and
-longer transforms are computed on the tile as one tensor.
+A program takes a tile of the matrix. A side with blocks is computed on points (see ``tiles.py``):
+the amaxes of up to 64 neighbours, butterflies and random bits then stay within a thread. Sides
+without blocks and longer transforms are computed on the tile as one tensor.
 """
 
 from collections.abc import Callable
@@ -52,6 +52,7 @@ class Side(NamedTuple):
     block_rows: int
     block: int
     row_scaled: bool
+    repeats_scales: bool
     tensor_scaled: bool
     element: Element
     options: tuple
@@ -104,7 +105,7 @@ def quantize_kernel(
             _points_side(
                 points, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
                 c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
-                1, COL, True, EVEN,
+                TN, COL, True, EVEN,
             )  # fmt: skip
         else:
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
@@ -117,11 +118,11 @@ def quantize_kernel(
 @triton.jit
 def _points_side(
     points, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
-    NEXT_ROW: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize groups of points: the ``group``-th of row ``r`` of x, or of its TRANSPOSED.
 
-    ``NEXT_ROW`` is how many groups further the same group of the next row is.
+    Groups come in the order of the tile, which has ``WIDE`` of them from left to right.
     """
     H: tl.constexpr = S.transform
     P: tl.constexpr = S.points
@@ -130,39 +131,46 @@ def _points_side(
         points = transform_points(points, signs, P, H)
     amax = tl.load(amax) if amax is not None else 0.0
     row_number = number(rows, r, R)
-    if P == BLOCK:
+    if P <= BLOCK:
         _block(points, 0, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key,
-               groups, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
+               groups, WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
     else:
         # A loop, for Triton's sake: compiled once, and apart from the transform.
         for first in range(0, P, BLOCK):
             _block(points, first, r, group, row_number, R, columns, amax, codes, scales,
-                   tensor_scale, key, groups, NEXT_ROW, S, TRANSPOSED, EVEN)  # fmt: skip
+                   tensor_scale, key, groups, WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
             points = points[BLOCK:] + points[:BLOCK]
 
 
 @triton.jit
 def _block(
     points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
-    NEXT_ROW: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+    WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the first block of ``points``, which is at ``first`` in its group."""
+    """Quantize the first block of ``points``, or all of them where a block has several groups.
+
+    ``first`` is the place of the first point in its group.
+    """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
     BLOCK: tl.constexpr = S.block
-    SQUARE: tl.constexpr = S.block_rows
+    ROWS: tl.constexpr = S.block_rows
+    LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
+    # Groups of the tile that have a block in common, from top to bottom and from left to right.
+    DOWN: tl.constexpr = S.block // LENGTH if TRANSPOSED else S.block_rows
+    ACROSS: tl.constexpr = S.block_rows if TRANSPOSED else S.block // LENGTH
     N: tl.constexpr = r.shape[0]
     F: tl.constexpr = S.fold
     # Codes in an int32 word of the output.
     PER: tl.constexpr = 8 if E.bits == 4 else 4
     most = tl.abs(points[0])
-    for i in tl.static_range(1, BLOCK):
+    for i in tl.static_range(1, LENGTH):
         most = larger(most, tl.abs(points[i]))
-    if SQUARE > 1:
-        shape: tl.constexpr = (N // (SQUARE * NEXT_ROW), SQUARE, NEXT_ROW)
-        bits = tl.max(tl.reshape(abs_bits(most), shape), 1)
-        bits = tl.reshape(tl.broadcast_to(bits[:, None, :], shape), (N,))
+    if DOWN * ACROSS > 1:
+        shape: tl.constexpr = (N // (WIDE * DOWN), DOWN, WIDE // ACROSS, ACROSS)
+        bits = tl.max(tl.max(tl.reshape(abs_bits(most), shape), 3), 1)
+        bits = tl.reshape(tl.broadcast_to(bits[:, None, :, None], shape), (N,))
         most = bits.to(tl.float32, bitcast=True)
     stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
     if S.fold is not None:
@@ -179,11 +187,11 @@ def _block(
     FOLD: tl.constexpr = S.fold is not None
     PAIRS: tl.constexpr = E.bits == 8 and not S.stochastic and not S.values
     if PAIRS:
-        for i in tl.static_range(0, BLOCK, 4):
+        for i in tl.static_range(0, LENGTH, 4):
             low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
             high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
             outs = outs + (join_pairs(low, high),)
-    for i in tl.static_range(0 if PAIRS else BLOCK):
+    for i in tl.static_range(0 if PAIRS else LENGTH):
         if S.stochastic and i % DRAWN == 0:
             group_number = number(groups, (at + i) // 16, tl.cdiv(columns, 16))
             words = philox(key, group_number * CALLS + i // DRAWN % CALLS, row_number)
@@ -203,20 +211,26 @@ def _block(
                 word = word | (code << ((i % PER) * (32 // PER)))
             if i % PER == PER - 1:
                 outs = outs + (word,)
-    for i in tl.static_range(0, BLOCK if FOLD and not PAIRS else 0, 4):
+    for i in tl.static_range(0, LENGTH if FOLD and not PAIRS else 0, 4):
         low = encode_pair(values[i], values[i + 1], F)
         outs = outs + (join_pairs(low, encode_pair(values[i + 2], values[i + 3], F)),)
     if S.values and TRANSPOSED:
-        for i in tl.static_range(BLOCK):
+        for i in tl.static_range(LENGTH):
             store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
     elif S.values:
-        store_groups(codes, side_by_side(outs, BLOCK), r, at, R, columns, EVEN)
+        store_groups(codes, side_by_side(outs, LENGTH), r, at, R, columns, EVEN)
     else:
         CODES: tl.constexpr = 4 if FOLD else PER
-        packed = side_by_side(outs, BLOCK // CODES)
+        packed = side_by_side(outs, LENGTH // CODES)
         store_groups(codes, packed, r, at // CODES, R, columns // CODES, EVEN)
-        if S.fold is None:
+        if S.fold is None and S.repeats_scales:
             store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
+        elif S.fold is None:
+            # Scales of 1xN blocks with rows fastest; one of each block.
+            block = at // BLOCK
+            place = r // ROWS * (columns // BLOCK) + block if ROWS > 1 else block * R + r
+            alone = (at % BLOCK == 0) & (r % ROWS == 0) & (r < R) & (at < columns)
+            tl.store(scales + place, stored, mask=alone)
     # Every program has the same; the first writes it.
     if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)
