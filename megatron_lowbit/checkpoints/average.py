@@ -15,13 +15,12 @@ from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.checkpoints.writer import (
     COMMON,
     LazyChunk,
-    by_size,
     object_chunk,
     write_iteration,
 )
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.resumable_output import progress, resumable_output
+from megatron_lowbit.storage.resumable_output import resumable_output
 
 FILE_BYTES = 5 * 10**9
 
@@ -58,8 +57,8 @@ def average(
     common = COMMON | carried | {
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
-    with resumable_output(output, force, task) as partial, progress(len(chunks)) as done:
-        write_iteration(partial, partial.path, common, by_size(chunks, FILE_BYTES), done)
+    with resumable_output(output, force, task, len(chunks)) as partial:
+        write_iteration(partial, common, chunks, FILE_BYTES)
     return list(iterations)
 
 

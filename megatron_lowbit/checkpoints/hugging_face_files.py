@@ -5,13 +5,12 @@ Tensors are read and written one at a time.
 
 import json
 import math
-import os
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -130,27 +129,19 @@ def _computed(names: Iterable[str]) -> set[str]:
 
 
 def write_tensors(
-    partial: ResumableOutput,
-    contents: Iterable[LazyTensors],
-    shard_bytes: int,
-    done: Callable[[], None],
+    partial: ResumableOutput, contents: Iterable[LazyTensors], shard_bytes: int
 ) -> None:
     """Write weights into a folder, one after another, in files of at most ``shard_bytes`` each.
 
     Tensors that are made together are in one file, which may be larger. The files that ``partial``
-    has finished already are left. ``done`` is called for each of ``contents``.
+    has finished already are left.
     """
     shards = in_files(contents, shard_bytes)
     weight_map, total = {}, 0
     for number, shard in enumerate(shards):
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         file = partial.path / (name if len(shards) > 1 else SINGLE)
-        if partial.note(file) is None:
-            _write_file(file, shard, done)
-            partial.finish(file, {})
-        else:
-            for _ in shard:
-                done()
+        partial.write(file, shard, _write_part, _head(shard))
         weight_map |= {name: file.name for tensors in shard for name in tensors.names}
         total += sum(tensors.nbytes for tensors in shard)
     if len(shards) > 1:
@@ -158,10 +149,11 @@ def write_tensors(
         write_json(partial.path / INDEX, index)
 
 
-def _write_file(path: Path, shard: Sequence[LazyTensors], done: Callable[[], None]) -> None:
-    """Write a file in safetensors' format with one tensor in memory at a time.
+def _head(shard: Sequence[LazyTensors]) -> bytes:
+    """Return the first bytes of a file in safetensors' format.
 
-    The library's own writer needs all of them at once, and copies each.
+    It is written here with one tensor in memory at a time; the library's own writer needs all of
+    them at once, and copies each.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -172,18 +164,16 @@ def _write_file(path: Path, shard: Sequence[LazyTensors], done: Callable[[], Non
                             "data_offsets": [start, end]}  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensors in shard:
-            contents = list(tensors.make())
-            for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
-                tensor = contents.pop(0)
-                if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
-                    raise ValueError(f"{tensors.names}: {tuple(tensor.shape)} {tensor.dtype}")
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-            done()
-        file.flush()
-        os.fsync(file.fileno())
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_part(file: BinaryIO, tensors: LazyTensors) -> None:
+    contents = list(tensors.make())
+    for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
+        tensor = contents.pop(0)
+        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
+            raise ValueError(f"{tensors.names}: {tuple(tensor.shape)} {tensor.dtype}")
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
