@@ -4,7 +4,6 @@ Tensors are read and written one at a time.
 """
 
 import json
-import math
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,17 +39,18 @@ WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class LazyTensors(NamedTuple):
-    """Tensors of these names, shapes and dtypes that ``make`` returns together, on demand."""
+    """Tensors that ``make`` returns together by name, on demand.
 
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    dtypes: Sequence[torch.dtype]
-    make: Callable[[], Sequence[Tensor]]
+    ``outline`` has the same names, shapes and dtypes on the ``meta`` device.
+    """
+
+    outline: Mapping[str, Tensor]
+    make: Callable[[], dict[str, Tensor]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return sum(map(_nbytes, self.shapes, self.dtypes))
+        return sum(tensor.nbytes for tensor in self.outline.values())
 
 
 class Folder:
@@ -65,8 +65,7 @@ class Folder:
                 self.file_of = dict.fromkeys(file.keys(), SINGLE)
         else:
             raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}")
-        missing = sorted({f for f in self.file_of.values() if not (path / f).is_file()})
-        if missing:
+        if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
 
     def check(self, names: Iterable[str]) -> None:
@@ -104,11 +103,10 @@ class Folder:
         except OSError as error:
             raise UserError(f"{self.path / file}: cannot be read ({error})") from None
         except SafetensorError as error:
-            what = "cut short, or not a safetensors file"
+            what = f"cut short, or not a safetensors file ({error})"
             if "does not contain tensor" in str(error):
                 what = f"holds no {name}, which {INDEX} says is there"
-                raise UserError(f"{self.path / file}: {what}") from None
-            raise UserError(f"{self.path / file}: {what} ({error})") from None
+            raise UserError(f"{self.path / file}: {what}") from None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -142,7 +140,7 @@ def write_tensors(
         name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         file = partial.path / (name if len(shards) > 1 else SINGLE)
         partial.write(file, shard, _write_part, _head(shard))
-        weight_map |= {name: file.name for tensors in shard for name in tensors.names}
+        weight_map |= {name: file.name for tensors in shard for name in tensors.outline}
         total += sum(tensors.nbytes for tensors in shard)
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -158,9 +156,9 @@ def _head(shard: Sequence[LazyTensors]) -> bytes:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensors in shard:
-        for name, shape, dtype in zip(tensors.names, tensors.shapes, tensors.dtypes, strict=True):
-            start, end = end, end + _nbytes(shape, dtype)
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
+        for name, tensor in tensors.outline.items():
+            start, end = end, end + tensor.nbytes
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
                             "data_offsets": [start, end]}  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -168,16 +166,12 @@ def _head(shard: Sequence[LazyTensors]) -> bytes:
 
 
 def _write_part(file: BinaryIO, tensors: LazyTensors) -> None:
-    contents = list(tensors.make())
-    for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
-        tensor = contents.pop(0)
-        if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
-            raise ValueError(f"{tensors.names}: {tuple(tensor.shape)} {tensor.dtype}")
+    contents = tensors.make()
+    for name, outline in tensors.outline.items():
+        tensor = contents.pop(name)
+        if (tensor.shape, tensor.dtype) != (outline.shape, outline.dtype):
+            raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}")
         file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
 
 
 def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ their block scales and the tensor scale.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule, TensorTransform
 from megatron_lowbit.errors import require
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
-from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
@@ -65,25 +64,16 @@ class QuantizedAs(NamedTuple):
 class Quantization(NamedTuple):
     """Checked plan of an export.
 
-    ``formats`` are those of Hugging Face's quantized modules; ``unquantized`` are its other modules
-    with matrices.
+    ``config`` is the ``quantization_config`` for config.json; ``documents`` are other JSON files by
+    name; ``unquantized`` are Hugging Face's modules with matrices that are not quantized.
     """
 
     recipe: Recipe
     layout: Layout
     weights: Mapping[Names, Weight]
-    formats: Mapping[str, BlockFormat]
+    config: dict[str, Any]
+    documents: dict[str, dict]
     unquantized: Sequence[str]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The ``quantization_config`` for config.json."""
-        return self.layout.config(self.formats, self.unquantized)
-
-    @property
-    def documents(self) -> dict[str, dict]:
-        """Other JSON files, by name."""
-        return self.layout.documents(self.formats, self.unquantized)
 
 
 def plan_quantization(
@@ -110,18 +100,18 @@ def plan_quantization(
                 weights[names] = weight
                 continue
         if len(tensors.shape(shares[0].target)) > 1:
-            unquantized += map(_module, names)
+            unquantized += (name.removesuffix(".weight") for name in names)
     recipe.check_matchers(layers)
     require(len(weights) > 0, f"recipe {recipe.name} quantizes no weight in fprop")
     formats = {
-        _module(name): weight.quantizer.format
+        name.removesuffix(".weight"): weight.quantizer.format
         for names, weight in weights.items()
         for name in names
     }
     # A tied head has no tensor of its own, but readers build the module.
     modules = list(dict.fromkeys([*unquantized, _HEAD]))
-    layout.config(formats, modules)
-    return Quantization(recipe, layout, weights, formats, modules)
+    config, documents = layout.config(formats, modules), layout.documents(formats, modules)
+    return Quantization(recipe, layout, weights, config, documents, modules)
 
 
 def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
@@ -160,27 +150,23 @@ def quantized_tensors(
     return contents
 
 
-def quantize_parts(
-    weight: Tensor, quantizer: Quantizer, transform: TensorTransform
-) -> list[QuantizedTensor]:
+def _quantize_parts(weight: Weight, content: Tensor) -> dict[str, QuantizedTensor]:
     """Quantize the parts of a weight (R, K), FP32 or BF16, with the bits of the quantized whole.
 
     Each in a format with blocks of one row: scales have a row for each row of codes.
     """
-    whole = quantizer(weight.float())
+    whole = weight.quantizer(content.float())
     scales, rows = whole.scales, whole.codes.shape[0]
     if scales.shape[0] < rows:
         scales = scales.repeat_interleave(whole.format.block_rows, dim=0)[:rows]
-    return _parts(replace(whole, scales=scales), transform)
-
-
-def _parts(whole: QuantizedTensor, transform: TensorTransform) -> list[QuantizedTensor]:
     format = replace(whole.format, block_rows=1)
-    codes, scales = _split(whole.codes, transform), _split(whole.scales, transform)
-    return [
-        QuantizedTensor(rows, scale, whole.tensor_scale, format, (len(rows), whole.shape[1]))
-        for rows, scale in zip(codes, scales, strict=True)
-    ]
+    parts = (_split(tensor, weight.transform) for tensor in (whole.codes, scales))
+    return {
+        name: QuantizedTensor(
+            codes, scale, whole.tensor_scale, format, (len(codes), whole.shape[1])
+        )
+        for name, codes, scale in zip(weight.names, *parts, strict=True)
+    }
 
 
 def _split(rows: Tensor, transform: TensorTransform) -> list[Tensor]:
@@ -190,34 +176,15 @@ def _split(rows: Tensor, transform: TensorTransform) -> list[Tensor]:
     return [part.contiguous().view(rows.dtype) for part in parts]
 
 
-def _outline(weight: Weight) -> list[QuantizedTensor]:
-    """Return what :func:`quantize_parts` will make, without content."""
-    rows, columns = weight.shape
-    sample = weight.quantizer(torch.zeros(1, columns))
-    codes, scales = (
-        part[:1].to("meta").expand(rows, -1).contiguous() for part in (sample.codes, sample.scales)
-    )
-    whole = QuantizedTensor(
-        codes, scales, sample.tensor_scale.to("meta"), sample.format, weight.shape
-    )
-    return _parts(whole, weight.transform)
-
-
 def _encoded(tensors: CheckpointReader, weights: Sequence[Weight], layout: Layout) -> LazyTensors:
-    def encode(parts: Iterator[list[QuantizedTensor]]) -> dict[str, Tensor]:
-        named = [
-            zip(weight.names, each, strict=True)
-            for weight, each in zip(weights, parts, strict=True)
-        ]
-        return layout.encode({name: part for pairs in named for name, part in pairs})
+    def encode(read: Callable[[Weight], Tensor]) -> dict[str, Tensor]:
+        parts: dict[str, QuantizedTensor] = {}
+        for weight in weights:
+            parts |= _quantize_parts(weight, read(weight))
+        return layout.encode(parts)
 
-    def make() -> list[Tensor]:
-        parts = (quantize_parts(w.read(tensors), w.quantizer, w.transform) for w in weights)
-        return list(encode(parts).values())
-
-    outline = encode(map(_outline, weights))
-    shapes = [tuple(tensor.shape) for tensor in outline.values()]
-    return LazyTensors(list(outline), shapes, [tensor.dtype for tensor in outline.values()], make)
+    outline = encode(lambda weight: torch.empty(weight.shape, device="meta"))
+    return LazyTensors(outline, lambda: encode(lambda weight: weight.read(tensors)))
 
 
 def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
@@ -232,10 +199,6 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     if len(target.indices) > 1:
         rest = rest.replace("experts.experts", f"experts.local_experts.{target.indices[1]}")
     return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _weight(
