@@ -39,6 +39,11 @@ class TensorSlice(NamedTuple):
     indices: tuple[int, ...] = ()
     leading: tuple[int, ...] = ()
 
+    def block(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offset and sizes in the tensor; ``shape`` is the slice's without leading axes."""
+        ones, zeros = (1,) * len(self.indices), (0,) * len(shape)
+        return (*self.indices, *zeros), (*ones, *shape)
+
 
 class CheckpointReader:
     """Tensors of a checkpoint, read one at a time.
@@ -111,9 +116,8 @@ class CheckpointReader:
 
     def read(self, target: TensorSlice) -> Tensor:
         """Read a slice of a tensor of the model, of :meth:`shape`."""
-        rest = self.shape(target)
-        offset, lead = (*target.indices, *(0 for _ in rest)), (1 for _ in target.indices)
-        return self.read_part(target.key, offset, (*lead, *rest)).view(rest)
+        shape = self.shape(target)
+        return self.read_part(target.key, *target.block(shape)).view(shape)
 
     def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a block of a tensor from its chunks: ``sizes`` entries from ``offset`` on."""

@@ -45,8 +45,8 @@ _EXTRA_STATE = re.compile(
 class LazyChunk(NamedTuple):
     """Chunk of the tensor ``key`` that ``make`` returns on demand.
 
-    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``whole``. Without a dtype it is an
-    object, a pickle in bytes.
+    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``whole``; the tensor of ``make``
+    may lack leading axes of length 1. Without a dtype it is an object, a pickle in bytes.
     """
 
     key: str
@@ -60,18 +60,6 @@ class LazyChunk(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize if self.dtype else 0
-
-
-def chunk_at(
-    target: TensorSlice, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
-) -> LazyChunk:
-    """Return the chunk that is a slice of a tensor.
-
-    ``shape`` and the tensor that ``make`` returns lack the slice's leading axes.
-    """
-    ones = tuple(1 for _ in target.indices)
-    offset = (*target.indices, *(0 for _ in shape))
-    return LazyChunk(target.key, offset, (*ones, *shape), (*target.leading, *shape), dtype, make)
 
 
 def object_chunk(key: str, content: bytes) -> LazyChunk:
@@ -127,15 +115,10 @@ def _write_chunk(file: BinaryIO, chunk: LazyChunk) -> None:
     if isinstance(content, bytes):
         file.write(content)
     else:
-        torch.save(_compact(content).view(chunk.shape), file)
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Copy a tensor that is a view: torch.save writes the whole storage of a view."""
-    tensor = tensor.contiguous()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone()
+        tensor = content.contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes the whole storage of a view
+        torch.save(tensor.view(chunk.shape), file)
 
 
 def _write_metadata(

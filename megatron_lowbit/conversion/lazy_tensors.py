@@ -17,7 +17,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
     LazyTensors,
 )
 from megatron_lowbit.checkpoints.reader import CheckpointReader
-from megatron_lowbit.checkpoints.writer import LazyChunk, chunk_at
+from megatron_lowbit.checkpoints.writer import LazyChunk
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
@@ -84,7 +84,8 @@ def lazy_chunk(folder: Folder, rule: Rule) -> LazyChunk:
     def make() -> Tensor:
         return rule.transform.to_megatron([folder.read(name) for name in rule.names])
 
-    return chunk_at(rule.target, tuple(whole.shape), whole.dtype, make)
+    target, shape = rule.target, tuple(whole.shape)
+    return LazyChunk(target.key, *target.block(shape), (*target.leading, *shape), whole.dtype, make)
 
 
 def _check_rows(
