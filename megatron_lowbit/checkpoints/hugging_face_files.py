@@ -36,6 +36,8 @@ DTYPE_NAMES = {
 """Names of dtypes in the heads of safetensors files."""
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights that are not quantized."""
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Tensors of old checkpoints that follow from the configuration; the last two are GPT-2's mask."""
 
 
 class LazyTensors(NamedTuple):
@@ -67,27 +69,29 @@ class Folder:
             raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}")
         if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
+        self._stored_in = self.file_of
 
     def check(self, names: Iterable[str]) -> None:
         """Raise UserError where these are not all tensors there are, or fewer."""
         names = set(names)
         if missing := sorted(names - self.file_of.keys()):
             raise UserError(f"{self.path}: no tensor {missing[0]} ({len(missing)} are missing)")
-        if unknown := sorted(self.file_of.keys() - names - _computed(self.file_of)):
+        others = (name for name in self.file_of.keys() - names if not name.endswith(_COMPUTED))
+        if unknown := sorted(others):
             raise UserError(
                 f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such)"
             )
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a tensor, from its file's head."""
-        with self._open(self.file_of[name], name) as file:
+        with self._open(self._stored_in[name], name) as file:
             part = file.get_slice(name)
             empty = part[:0] if part.get_shape() else file.get_tensor(name)
             return tuple(part.get_shape()), empty.dtype
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU."""
-        with self._open(self.file_of[name], name) as file:
+        with self._open(self._stored_in[name], name) as file:
             return file.get_tensor(name)
 
     def files(self) -> dict[str, list[int]]:
@@ -118,12 +122,6 @@ def _weight_map(index: Path) -> dict[str, str]:
             f"{place}: {name}: {reprlib.repr(file)} is not the name of a file in this folder",
         )
     return files
-
-
-def _computed(names: Iterable[str]) -> set[str]:
-    """Return tensors that old checkpoints hold, but that follow from the configuration."""
-    endings = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # two of GPT-2's mask
-    return {name for name in names if name.endswith(endings)}
 
 
 def write_tensors(
