@@ -223,36 +223,26 @@ def _refusal(layer: Layer, why: str) -> str:
 def _check(weight: Weight, layout: Layout) -> None:
     """Raise UserError where the layout cannot hold this weight."""
     layer, format, (rows, columns) = weight.layer, weight.quantizer.format, weight.shape
-    require(
-        format.name in layout.formats,
-        f"--quantized {layout.name} holds {', '.join(layout.formats)}, but the recipe has the "
-        f"weight of {layer.path} in {format}",
-    )
+    path, option, held = layer.path, f"--quantized {layout.name}", ", ".join(layout.formats)
+    actual = f"but the recipe has the weight of {path} in {format}"
+    require(format.name in layout.formats, f"{option} holds {held}, {actual}")
     block = FORMATS[format.name].block
-    require(
-        format.block == block,
-        f"--quantized {layout.name} holds blocks of {block}, but the recipe has the weight of "
-        f"{layer.path} in {format}: its block must be {block}",
-    )
+    message = f"{option} holds blocks of {block}, {actual}: its block must be {block}"
+    require(format.block == block, message)
     nearest = weight.quantizer.rounding is Rounding.NEAREST_EVEN
     require(nearest, _refusal(layer, "is rounded stochastically"))
     scaled = getattr(format, "three_quarters", False)
     require(not scaled, _refusal(layer, "is scaled by three quarters"))
     tiles = isinstance(format, FP8Tile)
-    require(
-        tiles or columns % format.block == 0,
-        f"{layer.path}: {columns} columns are not whole blocks of {format.block}, as --quantized "
-        f"{layout.name} needs them",
-    )
-    require(
-        not weight.transform.is_transposed,
-        f"{weight.names[0]} is the transpose of a weight: --quantized does not store such",
-    )
+    message = f"{path}: {columns} columns are not whole blocks of {block}, as {option} needs them"
+    require(tiles or columns % block == 0, message)
+    message = f"{weight.names[0]} is the transpose of a weight: --quantized does not store such"
+    require(not weight.transform.is_transposed, message)
     parts = weight.transform.to_hugging_face(torch.arange(rows))
     require(
         not tiles or all(_whole_tiles(part, format.block_rows) for part in parts),
-        f"{layer.path}: tiles of {format.block_rows} rows lie across the borders of "
-        f"{', '.join(weight.names)}: --quantized {layout.name} cannot keep their scales",
+        f"{path}: tiles of {format.block_rows} rows lie across the borders of "
+        f"{', '.join(weight.names)}: {option} cannot keep their scales",
     )
 
 
