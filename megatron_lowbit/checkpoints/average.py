@@ -58,11 +58,10 @@ def average(source: Path, iterations: Sequence[int], output: Path, force: bool =
 
 def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
     """Raise UserError where two checkpoints differ in more than their values."""
-    described = [
-        ("models", described_by(first.tensors.args), described_by(last.tensors.args)),
-        ("recipes", _recipes(first), _recipes(last)),
-    ]
-    for kind, mine, theirs in described:
+    pair = (first, last)
+    models = [described_by(checkpoint.tensors.args) for checkpoint in pair]
+    recipes = [{"precision_recipe": c.recipes, "recipe_set": c.recipe_set} for c in pair]
+    for kind, (mine, theirs) in (("models", models), ("recipes", recipes)):
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 raise UserError(
@@ -70,23 +69,15 @@ def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
                     f"{mine.get(name)!r} and {theirs.get(name)!r}"
                 )
     before, after = (
-        {k: (tuple(e.size), e.properties.dtype) for k, e in checkpoint.tensors.model.items()}
-        for checkpoint in (first, last)
+        {k: f"{list(e.size)} {e.properties.dtype}" for k, e in checkpoint.tensors.model.items()}
+        for checkpoint in pair
     )
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             raise UserError(
-                f"{first.path} and {last.path}: {key} is {_shown(before.get(key))} and "
-                f"{_shown(after.get(key))}; only tensors of one shape and dtype are averaged"
+                f"{first.path} and {last.path}: {key} is {before.get(key, 'absent')} and "
+                f"{after.get(key, 'absent')}; only tensors of one shape and dtype are averaged"
             )
-
-
-def _recipes(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    return {"precision_recipe": checkpoint.recipes, "recipe_set": checkpoint.recipe_set}
-
-
-def _shown(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "absent" if entry is None else f"{list(entry[0])} {entry[1]}"
 
 
 def _mean(sources: Sequence[CheckpointReader], key: str, chunk: ChunkStorageMetadata) -> Tensor:

@@ -125,7 +125,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def write_tensors(
-    partial: ResumableOutput, contents: Iterable[LazyTensors], shard_bytes: int
+    partial: ResumableOutput, contents: Sequence[LazyTensors], shard_bytes: int
 ) -> None:
     """Write weights into a folder, one after another, in files of at most ``shard_bytes`` each.
 
@@ -133,14 +133,13 @@ def write_tensors(
     has finished already are left.
     """
     shards = in_files(contents, shard_bytes)
-    weight_map, total = {}, 0
-    for number, shard in enumerate(shards):
-        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        file = partial.path / (name if len(shards) > 1 else SINGLE)
-        partial.write(file, shard, _write_part, _head(shard))
-        weight_map |= {name: file.name for tensors in shard for name in tensors.outline}
-        total += sum(tensors.nbytes for tensors in shard)
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
+        partial.write(partial.path / file, shard, _write_part, _head(shard))
+        weight_map |= {name: file for tensors in shard for name in tensors.outline}
     if len(shards) > 1:
+        total = sum(tensors.nbytes for tensors in contents)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(partial.path / INDEX, index)
 

@@ -111,12 +111,9 @@ def resumable_output(
     except KeyboardInterrupt:
         print(f"interrupted: {path} keeps the finished files for the same command")
         raise
-    except UserError:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
     except Exception as error:
         cause = error_behind(error, OSError)  # torch.save hides it
-        if cause is None:
+        if cause is None or isinstance(error, UserError):
             shutil.rmtree(path, ignore_errors=True)
             raise
         raise UserError(
