@@ -88,9 +88,9 @@ def plan_quantization(
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
     layout = LAYOUTS[wanted.layout]
-    weights, layers, unquantized = {}, [], []
+    weights, formats, layers, unquantized = {}, {}, [], []
     for names, group in groupby(rules, key=lambda rule: rule.names):
-        shares = list(group)
+        shares, modules = list(group), [name.removesuffix(".weight") for name in names]
         layer = _layer(shares[0].target, num_layers)
         if layer is not None:
             layers.append(layer)
@@ -98,20 +98,16 @@ def plan_quantization(
             if weight is not None:
                 _check(weight, layout)
                 weights[names] = weight
+                formats |= dict.fromkeys(modules, weight.quantizer.format)
                 continue
         if len(tensors.shape(shares[0].target)) > 1:
-            unquantized += (name.removesuffix(".weight") for name in names)
+            unquantized += modules
     recipe.check_matchers(layers)
     require(len(weights) > 0, f"recipe {recipe.name} quantizes no weight in fprop")
-    formats = {
-        name.removesuffix(".weight"): weight.quantizer.format
-        for names, weight in weights.items()
-        for name in names
-    }
     # A tied head has no tensor of its own, but readers build the module.
-    modules = list(dict.fromkeys([*unquantized, _HEAD]))
-    config, documents = layout.config(formats, modules), layout.documents(formats, modules)
-    return Quantization(recipe, layout, weights, config, documents, modules)
+    kept = list(dict.fromkeys([*unquantized, _HEAD]))
+    config, documents = layout.config(formats, kept), layout.documents(formats, kept)
+    return Quantization(recipe, layout, weights, config, documents, kept)
 
 
 def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
@@ -123,10 +119,8 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
     if not names:
         require(not overrides, "--recipe-set changes the recipe that --recipe names: name one")
         names, overrides = checkpoint.recipes, checkpoint.recipe_set
-    require(
-        len(names) > 0,
-        f"{checkpoint.path}: was not trained here with a recipe; name one by --recipe",
-    )
+    advice = "was not trained here with a recipe; name one by --recipe"
+    require(len(names) > 0, f"{checkpoint.path}: {advice}")
     return load_recipes(names, overrides)
 
 
