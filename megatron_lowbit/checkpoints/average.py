@@ -12,24 +12,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from megatron_lowbit.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from megatron_lowbit.checkpoints.model_arguments import described_by
 from megatron_lowbit.checkpoints.reader import CheckpointReader
-from megatron_lowbit.checkpoints.writer import (
-    COMMON,
-    LazyChunk,
-    by_size,
-    object_chunk,
-    write_iteration,
-)
+from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, object_chunk, write_iteration
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.resumable_output import progress, resumable_output
+from megatron_lowbit.storage.resumable_output import resumable_output
 
 FILE_BYTES = 5 * 10**9
 
 
-def average(
-    source: Path, iterations: Sequence[int], output: Path, force: bool = False
-) -> list[int]:
-    """Write the mean of a directory's checkpoints of these iterations; return the iterations.
+def average(source: Path, iterations: Sequence[int], output: Path, force: bool = False) -> None:
+    """Write the mean of a directory's checkpoints of these iterations.
 
     ``output`` gets the averaged model under the last iteration's number, for ``--finetune``; it has
     no optimizer state. Sums are FP32 (FP64 for FP64 tensors), results have their tensor's dtype.
@@ -41,11 +33,13 @@ def average(
     last = opened[-1]
     for other in opened[:-1]:
         _check_alike(other, last)
+    sources = [checkpoint.tensors for checkpoint in opened]
     chunks = [
-        _chunk([checkpoint.tensors for checkpoint in opened], key, chunk)
+        LazyChunk(key, chunk.offsets, chunk.sizes, entry.size, entry.properties.dtype,
+                  bind(_mean, sources, key, chunk))
         for key, entry in last.tensors.model.items()
         for chunk in entry.chunks
-    ]
+    ]  # fmt: skip
     chunks += [
         object_chunk(key, last.tensors.read_object(key))
         for key in last.tensors.objects
@@ -58,18 +52,16 @@ def average(
     common = COMMON | carried | {
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
-    with resumable_output(output, force, task) as partial, progress(len(chunks)) as done:
-        write_iteration(partial, partial.path, common, by_size(chunks, FILE_BYTES), done)
-    return list(iterations)
+    with resumable_output(output, force, task, len(chunks)) as partial:
+        write_iteration(partial, common, chunks, FILE_BYTES)
 
 
 def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
     """Raise UserError where two checkpoints differ in more than their values."""
-    described = [
-        ("models", described_by(first.tensors.args), described_by(last.tensors.args)),
-        ("recipes", _recipes(first), _recipes(last)),
-    ]
-    for kind, mine, theirs in described:
+    pair = (first, last)
+    models = [described_by(checkpoint.tensors.args) for checkpoint in pair]
+    recipes = [{"precision_recipe": c.recipes, "recipe_set": c.recipe_set} for c in pair]
+    for kind, (mine, theirs) in (("models", models), ("recipes", recipes)):
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):
                 raise UserError(
@@ -77,40 +69,23 @@ def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
                     f"{mine.get(name)!r} and {theirs.get(name)!r}"
                 )
     before, after = (
-        {k: (tuple(e.size), e.properties.dtype) for k, e in checkpoint.tensors.model.items()}
-        for checkpoint in (first, last)
+        {k: f"{list(e.size)} {e.properties.dtype}" for k, e in checkpoint.tensors.model.items()}
+        for checkpoint in pair
     )
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             raise UserError(
-                f"{first.path} and {last.path}: {key} is {_shown(before.get(key))} and "
-                f"{_shown(after.get(key))}; only tensors of one shape and dtype are averaged"
+                f"{first.path} and {last.path}: {key} is {before.get(key, 'absent')} and "
+                f"{after.get(key, 'absent')}; only tensors of one shape and dtype are averaged"
             )
 
 
-def _recipes(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    return {"precision_recipe": checkpoint.recipes, "recipe_set": checkpoint.recipe_set}
-
-
-def _shown(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
-    return "absent" if entry is None else f"{list(entry[0])} {entry[1]}"
-
-
-def _chunk(sources: Sequence[CheckpointReader], key: str, chunk: ChunkStorageMetadata) -> LazyChunk:
-    entry = sources[-1].model[key]
-    offset, sizes, dtype = tuple(chunk.offsets), tuple(chunk.sizes), entry.properties.dtype
-    make = bind(_mean, sources, key, offset, sizes)
-    return LazyChunk(key, offset, sizes, tuple(entry.size), dtype, make)
-
-
-def _mean(
-    sources: Sequence[CheckpointReader], key: str, offset: tuple[int, ...], sizes: tuple[int, ...]
-) -> Tensor:
-    last = sources[-1].read_part(key, offset, sizes)
+def _mean(sources: Sequence[CheckpointReader], key: str, chunk: ChunkStorageMetadata) -> Tensor:
+    last = sources[-1].read_part(key, chunk.offsets, chunk.sizes)
     if not last.is_floating_point():
         return last
-    total = torch.zeros(sizes, dtype=torch.promote_types(last.dtype, torch.float32))
+    total = torch.zeros(chunk.sizes, dtype=torch.promote_types(last.dtype, torch.float32))
     for source in sources[:-1]:
-        total += source.read_part(key, offset, sizes)
+        total += source.read_part(key, chunk.offsets, chunk.sizes)
     total += last
     return total.div_(len(sources)).to(last.dtype)

@@ -17,7 +17,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 import megatron.core  # noqa: F401  it tells torch which of its classes are safe to load
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.storage.pickles import Reader, load_restricted
 
 KEY = "common_state/shard_0_1"
@@ -41,17 +41,10 @@ def read_common_state(path: Path) -> dict[str, Any]:
 
 def read_object(path: Path, key: str) -> Any:
     """Read one object of a checkpoint's files, a list of one entry."""
-    place = Reader(path).read_metadata().storage_data.get(MetadataIndex(key))
-    if place is None:
-        raise UserError(f"{path}: no object {key}")
-    file = path / place.relative_path
-    try:
-        with open(file, "rb") as stream:
-            stream.seek(place.offset)
-            content = stream.read(place.length)
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
-    return load_restricted(file, content)
+    reader = Reader(path)
+    place = reader.read_metadata().storage_data.get(MetadataIndex(key))
+    require(place is not None, f"{path}: no object {key}")
+    return reader.read_object(place)
 
 
 def as_object(value: Any) -> bytes:

@@ -4,14 +4,12 @@ Tensors are read and written one at a time.
 """
 
 import json
-import math
-import os
 import reprlib
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,20 +36,23 @@ DTYPE_NAMES = {
 """Names of dtypes in the heads of safetensors files."""
 WEIGHT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Dtypes of weights that are not quantized."""
+_COMPUTED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
+"""Tensors of old checkpoints that follow from the configuration; the last two are GPT-2's mask."""
 
 
 class LazyTensors(NamedTuple):
-    """Tensors of these names, shapes and dtypes that ``make`` returns together, on demand."""
+    """Tensors that ``make`` returns together by name, on demand.
 
-    names: Sequence[str]
-    shapes: Sequence[tuple[int, ...]]
-    dtypes: Sequence[torch.dtype]
-    make: Callable[[], Sequence[Tensor]]
+    ``outline`` has the same names, shapes and dtypes on the ``meta`` device.
+    """
+
+    outline: Mapping[str, Tensor]
+    make: Callable[[], dict[str, Tensor]]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all of them."""
-        return sum(map(_nbytes, self.shapes, self.dtypes))
+        return sum(tensor.nbytes for tensor in self.outline.values())
 
 
 class Folder:
@@ -66,30 +67,31 @@ class Folder:
                 self.file_of = dict.fromkeys(file.keys(), SINGLE)
         else:
             raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}")
-        missing = sorted({f for f in self.file_of.values() if not (path / f).is_file()})
-        if missing:
+        if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
+        self._stored_in = self.file_of
 
     def check(self, names: Iterable[str]) -> None:
         """Raise UserError where these are not all tensors there are, or fewer."""
         names = set(names)
         if missing := sorted(names - self.file_of.keys()):
             raise UserError(f"{self.path}: no tensor {missing[0]} ({len(missing)} are missing)")
-        if unknown := sorted(self.file_of.keys() - names - _computed(self.file_of)):
+        others = (name for name in self.file_of.keys() - names if not name.endswith(_COMPUTED))
+        if unknown := sorted(others):
             raise UserError(
                 f"{self.path}: tensor {unknown[0]} has no place in the model ({len(unknown)} such)"
             )
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a tensor, from its file's head."""
-        with self._open(self.file_of[name], name) as file:
+        with self._open(self._stored_in[name], name) as file:
             part = file.get_slice(name)
             empty = part[:0] if part.get_shape() else file.get_tensor(name)
             return tuple(part.get_shape()), empty.dtype
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU."""
-        with self._open(self.file_of[name], name) as file:
+        with self._open(self._stored_in[name], name) as file:
             return file.get_tensor(name)
 
     def files(self) -> dict[str, list[int]]:
@@ -105,11 +107,10 @@ class Folder:
         except OSError as error:
             raise UserError(f"{self.path / file}: cannot be read ({error})") from None
         except SafetensorError as error:
-            what = "cut short, or not a safetensors file"
+            what = f"cut short, or not a safetensors file ({error})"
             if "does not contain tensor" in str(error):
                 what = f"holds no {name}, which {INDEX} says is there"
-                raise UserError(f"{self.path / file}: {what}") from None
-            raise UserError(f"{self.path / file}: {what} ({error})") from None
+            raise UserError(f"{self.path / file}: {what}") from None
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -123,71 +124,51 @@ def _weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def _computed(names: Iterable[str]) -> set[str]:
-    """Return tensors that old checkpoints hold, but that follow from the configuration."""
-    endings = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # two of GPT-2's mask
-    return {name for name in names if name.endswith(endings)}
-
-
 def write_tensors(
-    partial: ResumableOutput,
-    contents: Iterable[LazyTensors],
-    shard_bytes: int,
-    done: Callable[[], None],
+    partial: ResumableOutput, contents: Sequence[LazyTensors], shard_bytes: int
 ) -> None:
     """Write weights into a folder, one after another, in files of at most ``shard_bytes`` each.
 
     Tensors that are made together are in one file, which may be larger. The files that ``partial``
-    has finished already are left. ``done`` is called for each of ``contents``.
+    has finished already are left.
     """
     shards = in_files(contents, shard_bytes)
-    weight_map, total = {}, 0
-    for number, shard in enumerate(shards):
-        name = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
-        file = partial.path / (name if len(shards) > 1 else SINGLE)
-        if partial.note(file) is None:
-            _write_file(file, shard, done)
-            partial.finish(file, {})
-        else:
-            for _ in shard:
-                done()
-        weight_map |= {name: file.name for tensors in shard for name in tensors.names}
-        total += sum(tensors.nbytes for tensors in shard)
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
+        partial.write(partial.path / file, shard, _write_part, _head(shard))
+        weight_map |= {name: file for tensors in shard for name in tensors.outline}
     if len(shards) > 1:
+        total = sum(tensors.nbytes for tensors in contents)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(partial.path / INDEX, index)
 
 
-def _write_file(path: Path, shard: Sequence[LazyTensors], done: Callable[[], None]) -> None:
-    """Write a file in safetensors' format with one tensor in memory at a time.
+def _head(shard: Sequence[LazyTensors]) -> bytes:
+    """Return the first bytes of a file in safetensors' format.
 
-    The library's own writer needs all of them at once, and copies each.
+    It is written here with one tensor in memory at a time; the library's own writer needs all of
+    them at once, and copies each.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensors in shard:
-        for name, shape, dtype in zip(tensors.names, tensors.shapes, tensors.dtypes, strict=True):
-            start, end = end, end + _nbytes(shape, dtype)
-            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape),
+        for name, tensor in tensors.outline.items():
+            start, end = end, end + tensor.nbytes
+            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
                             "data_offsets": [start, end]}  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensors in shard:
-            contents = list(tensors.make())
-            for shape, dtype in zip(tensors.shapes, tensors.dtypes, strict=True):
-                tensor = contents.pop(0)
-                if (tuple(tensor.shape), tensor.dtype) != (tuple(shape), dtype):
-                    raise ValueError(f"{tensors.names}: {tuple(tensor.shape)} {tensor.dtype}")
-                file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-            done()
-        file.flush()
-        os.fsync(file.fileno())
+    return len(text).to_bytes(8, "little") + text
 
 
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
+def _write_part(file: BinaryIO, tensors: LazyTensors) -> None:
+    contents = tensors.make()
+    for name, outline in tensors.outline.items():
+        tensor = contents.pop(name)
+        if (tensor.shape, tensor.dtype) != (outline.shape, outline.dtype):
+            raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}")
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]) -> None:

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.checkpoints.model_arguments import described_by
@@ -33,10 +35,7 @@ def _megatron(source: Path) -> dict[str, Any]:
     checkpoint = open_checkpoint(source, check=False)
     tensors = checkpoint.tensors
     model, state, histories = (
-        [
-            _row(key, entry.size, entry.properties.dtype) | _chunks(entry)
-            for key, entry in part.items()
-        ]
+        [_stored_row(key, entry) for key, entry in part.items()]
         for part in (tensors.model, tensors.state, tensors.histories)
     )
     on_disk = {path.name: path.stat().st_size for path in sorted(checkpoint.path.iterdir())}
@@ -95,9 +94,10 @@ def _row(key: str, shape: Iterable[int], dtype: Any) -> Row:
     return {"key": key, "shape": shape, "dtype": str(dtype).removeprefix("torch."), "bytes": nbytes}
 
 
-def _chunks(entry: Any) -> Row:
-    shapes = sorted({tuple(chunk.sizes) for chunk in entry.chunks})
-    return {"pieces": len(entry.chunks), "piece_shapes": [list(shape) for shape in shapes]}
+def _stored_row(key: str, entry: TensorStorageMetadata) -> Row:
+    shapes = [list(shape) for shape in sorted({tuple(chunk.sizes) for chunk in entry.chunks})]
+    row = _row(key, entry.size, entry.properties.dtype)
+    return row | {"pieces": len(entry.chunks), "piece_shapes": shapes}
 
 
 def _sums(rows: list[Row]) -> dict[str, int]:
@@ -118,23 +118,19 @@ def report(checkpoint: dict[str, Any]) -> list[str]:
         f"model: {checkpoint['parameters']:,} parameters, {checkpoint['bytes']:,} bytes, "
         f"{len(checkpoint['tensors'])} tensors",
     ]
-    optimizer = checkpoint["optimizer"]
-    if optimizer is not None:
+    if optimizer := checkpoint["optimizer"]:
         lines.append(f"optimizer: {optimizer['tensors']} tensors, {optimizer['bytes']:,} bytes")
     if histories := checkpoint["amax_histories"]:
         lengths = sorted({row["shape"][-1] for row in histories})
         steps = " or ".join(map(str, lengths))
         lines.append(f"amax histories: {len(histories)} layers, {steps} steps")
-    if checkpoint["averaged"]:
-        lines.append(f"mean of iterations {', '.join(map(str, checkpoint['averaged']))}")
+    if averaged := checkpoint["averaged"]:
+        lines.append(f"mean of iterations {', '.join(map(str, averaged))}")
     if checkpoint["recipes"]:
-        chosen = " ".join(
-            checkpoint["recipes"] + [f"--recipe-set {s}" for s in checkpoint["recipe_set"]]
-        )
-        lines.append(f"recipe: {chosen}")
-    lines.append(
-        "files: " + ", ".join(f"{n} ({size:,})" for n, size in checkpoint["files"].items())
-    )
+        changes = [f"--recipe-set {change}" for change in checkpoint["recipe_set"]]
+        lines.append(f"recipe: {' '.join([*checkpoint['recipes'], *changes])}")
+    sizes = [f"{name} ({size:,})" for name, size in checkpoint["files"].items()]
+    lines.append(f"files: {', '.join(sizes)}")
     lines += ["", *(f"{key}: {value}" for key, value in checkpoint["model"].items())]
     return list(map(printable, lines))
 

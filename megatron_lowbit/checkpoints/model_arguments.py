@@ -22,10 +22,14 @@ _ALWAYS = (
     "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 _ROPE = ("rotary_base", "rotary_percent")
-_ROPE_SCALING = ("use_rope_scaling", "rope_scaling_factor")
-_EXPERTS = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-            "moe_router_pre_softmax")  # fmt: skip
-_MAMBA = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+_OPTIONAL = (
+    ("use_rope_scaling", "rope_scaling_factor"),
+    ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
+     "moe_router_pre_softmax"),
+    ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
+     "mamba_num_heads"),
+)  # fmt: skip
+"""Arguments of features that a model has if the first argument of a row is set."""
 _PLACE = "the checkpoint's arguments"
 _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size",
           "max_position_embeddings", "num_query_groups", "moe_router_topk", "moe_ffn_hidden_size",
@@ -80,25 +84,26 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         "num_query_groups" if grouped else "num_attention_heads"
     )
     model["vocab_size"] = vocab_size
-    if model["position_embedding_type"] == "rope":
-        model |= {name: arguments.get(name) for name in _ROPE}
-    if arguments.get("use_rope_scaling"):
-        model |= {name: arguments.get(name) for name in _ROPE_SCALING}
+    model |= {name: arguments.get(name) for name in _optional(arguments)}
     if not (model["swiglu"] or model["squared_relu"]):
         # Megatron-LM's fused kernel computes the approximation by tanh.
         model["openai_gelu"] = bool(
             arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion")
         )
-    if arguments.get("num_experts"):
-        model |= {name: arguments.get(name) for name in _EXPERTS}
+    if "num_experts" in model:
         model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
-    if arguments.get("hybrid_layer_pattern"):
-        model |= {name: arguments.get(name) for name in _MAMBA}
+    if "hybrid_layer_pattern" in model:
         # Bars only say where a pipeline is cut.
         pattern = Entries(arguments, _PLACE).string("hybrid_layer_pattern")
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
     return model
+
+
+def _optional(arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of the features that a run's model has."""
+    names = [name for row in _OPTIONAL if arguments.get(row[0]) for name in row]
+    return [*_ROPE, *names] if arguments.get("position_embedding_type") == "rope" else names
 
 
 def _check_numbers(model: dict[str, Any]) -> None:
@@ -117,13 +122,9 @@ def _check_numbers(model: dict[str, Any]) -> None:
 
 def described_by(args: Namespace) -> dict[str, Any]:
     """Return the arguments of a run that say what its model computes, for a model of any kind."""
-    names = [*_ALWAYS, "num_query_groups", "group_query_attention", "vocab_size"]
     arguments = vars(args)
-    if arguments.get("position_embedding_type") == "rope":
-        names += _ROPE
-    for switch, more in (("use_rope_scaling", _ROPE_SCALING), ("num_experts", _EXPERTS),
-                         ("hybrid_layer_pattern", ("hybrid_layer_pattern", *_MAMBA))):  # fmt: skip
-        names += more if arguments.get(switch) else ()
+    names = [*_ALWAYS, "num_query_groups", "group_query_attention", "vocab_size"]
+    names += _optional(arguments)
     names += [name for name, usual in _FEATURES.items() if arguments.get(name, usual) != usual]
     return {name: arguments[name] for name in names if arguments.get(name) is not None}
 

@@ -4,7 +4,6 @@ It needs neither a model nor other ranks: the format holds whole tensors in chun
 of ranks wrote them.
 """
 
-import math
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -13,12 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_lowbit.checkpoints.common_state import read_common_state
 from megatron_lowbit.errors import UserError, require
@@ -38,6 +39,11 @@ class TensorSlice(NamedTuple):
     indices: tuple[int, ...] = ()
     leading: tuple[int, ...] = ()
 
+    def block(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offset and sizes in the tensor; ``shape`` is the slice's without leading axes."""
+        ones, zeros = (1,) * len(self.indices), (0,) * len(shape)
+        return (*self.indices, *zeros), (*ones, *shape)
+
 
 class CheckpointReader:
     """Tensors of a checkpoint, read one at a time.
@@ -53,10 +59,7 @@ class CheckpointReader:
 
     def __init__(self, path: Path) -> None:
         self.path, self._reader = path, Reader(path)
-        try:
-            metadata = self._reader.read_metadata()
-        except OSError as error:
-            raise UserError(f"{path / '.metadata'}: cannot be read ({error.strerror})") from None
+        metadata = self._reader.read_metadata()
         self.places = metadata.storage_data
         self.model: dict[str, TensorStorageMetadata] = {}
         self.state: dict[str, TensorStorageMetadata] = {}
@@ -113,37 +116,29 @@ class CheckpointReader:
 
     def read(self, target: TensorSlice) -> Tensor:
         """Read a slice of a tensor of the model, of :meth:`shape`."""
-        rest = self.shape(target)
-        offset, lead = (*target.indices, *(0 for _ in rest)), (1 for _ in target.indices)
-        return self.read_part(target.key, offset, (*lead, *rest)).view(rest)
+        shape = self.shape(target)
+        return self.read_part(target.key, *target.block(shape)).view(shape)
 
     def read_part(self, key: str, offset: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Read a block of a tensor from its chunks: ``sizes`` entries from ``offset`` on."""
         key = self._stored(key) or key
         entry = self._entry(key)
-        target, filled = None, 0
-        for chunk in entry.chunks:
-            common = _common(chunk, offset, sizes)
-            if common is None:
-                continue
-            stored = self._reader.read_tensor(self.places[MetadataIndex(key, chunk.offsets)])
-            if (tuple(chunk.offsets), tuple(chunk.sizes)) == (tuple(offset), tuple(sizes)):
-                return stored
-            if target is None:
-                target = torch.empty(tuple(sizes), dtype=entry.properties.dtype)
-            for_target, for_chunk = common
-            target[for_target] = stored[for_chunk]
-            filled += target[for_target].numel()
-        if target is None or filled != math.prod(sizes):
+        block = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+        items = create_read_items_for_chunk_list(key, entry, [block])
+        if sum(item.lengths.numel() for item in items) != block.sizes.numel():
             raise UserError(f"{self.path}: {key}: chunks are missing, or overlap")
+        target = torch.empty(block.sizes, dtype=entry.properties.dtype)
+        for item in items:
+            stored = self._reader.read_tensor(self.places[item.storage_index])
+            if item.lengths == block.sizes == stored.shape:
+                return stored
+            into = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
+            into.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
         return target
 
     def read_object(self, key: str) -> bytes:
         """Return a pickle as it is in its file, not opened."""
-        info = self.places[MetadataIndex(key)]
-        with open(self.path / info.relative_path, "rb") as file:
-            file.seek(info.offset)
-            return file.read(info.length)
+        return self._reader.read_bytes(self.places[MetadataIndex(key)])
 
     def _stored(self, key: str) -> str | None:
         """Return the key that a tensor of the model has in this checkpoint."""
@@ -157,17 +152,3 @@ class CheckpointReader:
 def _twin(key: str) -> str:
     """Return the key that a tensor of local layers has in Transformer Engine's layers."""
     return key.replace(*NORM_BEFORE_EXPERTS)
-
-
-def _common(
-    chunk: ChunkStorageMetadata, offset: Sequence[int], sizes: Sequence[int]
-) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-    """Return the overlap of a chunk and a block, in the indices of each; None if there is none."""
-    in_block, in_chunk = [], []
-    for theirs, length, ours, size in zip(chunk.offsets, chunk.sizes, offset, sizes, strict=True):
-        start, end = max(theirs, ours), min(theirs + length, ours + size)
-        if start >= end:
-            return None
-        in_block.append(slice(start - ours, end - ours))
-        in_chunk.append(slice(start - theirs, end - theirs))
-    return tuple(in_block), tuple(in_chunk)

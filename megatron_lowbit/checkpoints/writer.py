@@ -1,10 +1,9 @@
 """Writer of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, file by file."""
 
-import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +27,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron_lowbit.checkpoints.common_state import KEY, as_object
 from megatron_lowbit.checkpoints.reader import TensorSlice
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.resumable_output import ResumableOutput, in_files
+from megatron_lowbit.storage.resumable_output import ResumableOutput, Span, in_files
 
-Span = tuple[int, int]
-"""Place of a chunk in its file: first byte, number of bytes."""
 COMMON = {
     "checkpoint_version": 3.0,
     "num_floating_point_operations_so_far": 0,
@@ -48,8 +45,8 @@ _EXTRA_STATE = re.compile(
 class LazyChunk(NamedTuple):
     """Chunk of the tensor ``key`` that ``make`` returns on demand.
 
-    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``whole``. Without a dtype it is an
-    object, a pickle in bytes.
+    ``shape`` is the chunk's, at ``offset`` of a tensor of shape ``whole``; the tensor of ``make``
+    may lack leading axes of length 1. Without a dtype it is an object, a pickle in bytes.
     """
 
     key: str
@@ -63,18 +60,6 @@ class LazyChunk(NamedTuple):
     def nbytes(self) -> int:
         """Bytes of its tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize if self.dtype else 0
-
-
-def chunk_at(
-    target: TensorSlice, shape: tuple[int, ...], dtype: torch.dtype, make: Callable[[], Tensor]
-) -> LazyChunk:
-    """Return the chunk that is a slice of a tensor.
-
-    ``shape`` and the tensor that ``make`` returns lack the slice's leading axes.
-    """
-    ones = tuple(1 for _ in target.indices)
-    offset = (*target.indices, *(0 for _ in shape))
-    return LazyChunk(target.key, offset, (*ones, *shape), (*target.leading, *shape), dtype, make)
 
 
 def object_chunk(key: str, content: bytes) -> LazyChunk:
@@ -99,72 +84,41 @@ def extra_states(targets: Iterable[TensorSlice]) -> list[LazyChunk]:
     return list(states.values())
 
 
-def by_size(chunks: Iterable[LazyChunk], most: int) -> dict[str, list[LazyChunk]]:
-    """Distribute chunks over files of up to ``most`` bytes, or one larger chunk."""
-    parts = in_files(chunks, most)
-    return {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
-
-
 def write_iteration(
-    partial: ResumableOutput,
-    parent: Path,
-    common: dict[str, Any],
-    contents: dict[str, list[LazyChunk]],
-    done: Callable[[], None],
+    partial: ResumableOutput, common: dict[str, Any], chunks: Iterable[LazyChunk], file_bytes: int
 ) -> None:
-    """Write the checkpoint of one iteration into ``parent``, and the tracker file that names it.
+    """Write the checkpoint of one iteration, and the tracker file that names it.
 
     Args:
-        partial: output that has the files which are finished already.
-        parent: the directory of checkpoints.
+        partial: the directory of checkpoints.
         common: the common state; its ``iteration`` is the checkpoint's.
-        contents: chunks by file.
-        done: called for each chunk.
+        chunks: content of the checkpoint.
+        file_bytes: largest size of a file that holds several chunks.
     """
     iteration = common["iteration"]
-    path = files.iteration_directory(parent, iteration)
+    path = files.iteration_directory(partial.path, iteration)
     path.mkdir(parents=True, exist_ok=True)
-    first = next(iter(contents))
-    contents = contents | {first: [*contents[first], object_chunk(KEY, as_object(common))]}
-    spans = {}
-    for name, chunks in contents.items():
-        spans[name] = partial.note(path / name)
-        if spans[name] is None:
-            spans[name] = _write_file(path / name, chunks, done)
-            partial.finish(path / name, spans[name])
-        else:
-            for _ in chunks:
-                done()
+    parts = in_files(chunks, file_bytes)
+    parts[0].append(object_chunk(KEY, as_object(common)))
+    contents = {f"__0_{number}.distcp": part for number, part in enumerate(parts)}
+    spans = {
+        name: partial.write(path / name, part, _write_chunk) for name, part in contents.items()
+    }
     _write_metadata(path, contents, spans)
     save_config(CheckpointingConfig("torch_dist"), str(path))
     files.write_document(path, {"files": files.checksums(path)})
-    files.write_tracker(parent, iteration)
+    files.write_tracker(partial.path, iteration)
 
 
-def _write_file(path: Path, chunks: Sequence[LazyChunk], done: Callable[[], None]) -> list[Span]:
-    spans = []
-    with open(path, "wb") as file:
-        for chunk in chunks:
-            start = file.tell()
-            content = chunk.make()
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                torch.save(_compact(content).view(chunk.shape), file)
-            del content
-            spans.append((start, file.tell() - start))
-            done()
-        file.flush()
-        os.fsync(file.fileno())
-    return spans
-
-
-def _compact(tensor: Tensor) -> Tensor:
-    """Copy a tensor that is a view: torch.save writes the whole storage of a view."""
-    tensor = tensor.contiguous()
-    if tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    return tensor.clone()
+def _write_chunk(file: BinaryIO, chunk: LazyChunk) -> None:
+    content = chunk.make()
+    if isinstance(content, bytes):
+        file.write(content)
+    else:
+        tensor = content.contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes the whole storage of a view
+        torch.save(tensor.view(chunk.shape), file)
 
 
 def _write_metadata(

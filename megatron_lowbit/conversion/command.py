@@ -38,9 +38,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder, checkpoint = args.output, args.source
     if args.verify:
         # It needs megatron-core's models, which take seconds to import.
-        from megatron_lowbit.conversion.verify import TOKENS, print_difference
+        from megatron_lowbit.conversion.verify import TOKENS, verify
 
-        print_difference(folder, checkpoint, args.verify_tokens or TOKENS, quantized)
+        tokens = args.verify_tokens or TOKENS
+        difference, largest = verify(folder, checkpoint, tokens, quantized)
+        print(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
 
 
 def _parser() -> argparse.ArgumentParser:

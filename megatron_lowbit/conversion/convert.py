@@ -15,7 +15,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
 )
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.checkpoints.reader import NORM_BEFORE_EXPERTS
-from megatron_lowbit.checkpoints.writer import COMMON, by_size, extra_states, write_iteration
+from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_iteration
 from megatron_lowbit.conversion.choices import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
@@ -25,7 +25,7 @@ from megatron_lowbit.conversion.quantization_report import finish
 from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization, quantized_tensors
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
 from megatron_lowbit.json_files import read_object
-from megatron_lowbit.storage.resumable_output import progress, resumable_output
+from megatron_lowbit.storage.resumable_output import resumable_output
 
 ITERATION = 0
 MODEL_ARGUMENTS, COMPANIONS = "model.args", "hugging_face"
@@ -55,8 +55,8 @@ def to_megatron(
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(converted.model)}
     task = {"task": "to-megatron", "source": str(source.absolute()), "config": folder.config,
             "files": folder.files(), "file_bytes": file_bytes}  # fmt: skip
-    with resumable_output(output, force, task) as partial, progress(len(chunks)) as done:
-        write_iteration(partial, partial.path, common, by_size(chunks, file_bytes), done)
+    with resumable_output(output, force, task, len(chunks)) as partial:
+        write_iteration(partial, common, chunks, file_bytes)
         copy_companions(source, partial.path / COMPANIONS, folder.config)
         text = argument_file(converted.name, converted.model)
         (partial.path / MODEL_ARGUMENTS).write_text(text)
@@ -134,8 +134,8 @@ def to_hugging_face(
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
             "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
             "dtype": dtype, "shard_bytes": shard_bytes}  # fmt: skip
-    with resumable_output(output, force, task) as partial, progress(len(contents)) as done:
-        write_tensors(partial, contents, shard_bytes, done)
+    with resumable_output(output, force, task, len(contents)) as partial:
+        write_tensors(partial, contents, shard_bytes)
         copy_companions(companions, partial.path, config)
         if plan is not None:
             finish(partial.path, tensors, plan)

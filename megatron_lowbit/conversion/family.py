@@ -50,10 +50,8 @@ def query_groups(entries: Entries) -> int:
     """Return the number of heads of key and value."""
     heads = entries.integer("num_attention_heads")
     groups = entries.integer("num_key_value_heads", heads)
-    require(
-        heads % groups == 0,
-        f"{CONFIG}: num_key_value_heads {groups}: must divide num_attention_heads {heads}",
-    )
+    rule = f"must divide num_attention_heads {heads}"
+    require(heads % groups == 0, f"{CONFIG}: num_key_value_heads {groups}: {rule}")
     return groups
 
 
@@ -71,10 +69,6 @@ class ConvertibleModel(NamedTuple):
     model: Model
     config: Mapping[str, Any]
     rules: list[Rule]
-
-
-def _nothing(_: Any) -> dict[str, Any]:
-    return {}
 
 
 @dataclass(frozen=True)
@@ -103,8 +97,8 @@ class Family:
     entries: Mapping[str, Entry]
     tensors: Callable[[Model], TensorTable]
     is_transposed: bool = False
-    more_arguments: Callable[[Entries], dict[str, Any]] = _nothing
-    more_entries: Callable[[Model], dict[str, Any]] = _nothing
+    more_arguments: Callable[[Entries], dict[str, Any]] = lambda entries: {}
+    more_entries: Callable[[Model], dict[str, Any]] = lambda model: {}
 
     def from_config(self, config: dict[str, Any]) -> ConvertibleModel:
         """Return the model that a config.json describes.

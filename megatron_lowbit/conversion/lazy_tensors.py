@@ -17,7 +17,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
     LazyTensors,
 )
 from megatron_lowbit.checkpoints.reader import CheckpointReader
-from megatron_lowbit.checkpoints.writer import LazyChunk, chunk_at
+from megatron_lowbit.checkpoints.writer import LazyChunk
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
@@ -84,7 +84,8 @@ def lazy_chunk(folder: Folder, rule: Rule) -> LazyChunk:
     def make() -> Tensor:
         return rule.transform.to_megatron([folder.read(name) for name in rule.names])
 
-    return chunk_at(rule.target, tuple(whole.shape), whole.dtype, make)
+    target, shape = rule.target, tuple(whole.shape)
+    return LazyChunk(target.key, *target.block(shape), (*target.leading, *shape), whole.dtype, make)
 
 
 def _check_rows(
@@ -114,31 +115,28 @@ def lazy_tensors(
 
 
 def _lazy_tensors(
-    reader: CheckpointReader,
-    names: tuple[str, ...],
-    shares: list[Rule],
-    dtype: torch.dtype | None,
+    reader: CheckpointReader, names: tuple[str, ...], shares: list[Rule], dtype: torch.dtype | None
 ) -> LazyTensors:
     wanted = dtype or reader.dtype(shares[0].target)
-    parts = []
+
+    def concatenated(parts: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        columns = zip(*parts, strict=True)
+        wholes = (column[0] if len(column) == 1 else torch.cat(column) for column in columns)
+        return {name: whole.to(wanted) for name, whole in zip(names, wholes, strict=True)}
+
+    def make() -> dict[str, Tensor]:
+        return concatenated(
+            [rule.transform.to_hugging_face(reader.read(rule.target)) for rule in shares]
+        )
+
+    outlines = []
     for rule in shares:
         shape = reader.shape(rule.target)
         try:
-            # Tensors without content have the shapes of what will be made of them.
-            parts.append(rule.transform.to_hugging_face(torch.empty(shape, device="meta")))
+            outlines.append(rule.transform.to_hugging_face(torch.empty(shape, device="meta")))
         except (RuntimeError, IndexError):
             raise UserError(
                 f"{reader.path}: {rule.target.key} is {list(shape)}, which is not the model's: "
                 f"{list(rule.transform.rows)} rows"
             ) from None
-
-    def concatenated(parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        return [together[0] if len(together) == 1 else torch.cat(together)
-                for together in zip(*parts, strict=True)]  # fmt: skip
-
-    def make() -> list[Tensor]:
-        parts = [rule.transform.to_hugging_face(reader.read(rule.target)) for rule in shares]
-        return [tensor.to(wanted) for tensor in concatenated(parts)]
-
-    shapes = [tuple(tensor.shape) for tensor in concatenated(parts)]
-    return LazyTensors(names, shapes, [wanted] * len(names), make)
+    return LazyTensors(concatenated(outlines), make)

@@ -21,6 +21,9 @@ Model = Mapping[str, Any]
 """Megatron-LM's arguments that describe a model, by their attributes' names."""
 TensorTable = Mapping[str, str | tuple[str, ...]]
 HEAD = "output_layer.weight"
+_HIDDEN_ROWS = ("layer_norm_weight", "layer_norm_bias", "final_layernorm", "final_norm",
+                "linear_proj", "linear_fc2", "out_proj")  # fmt: skip
+"""Tensors with a row for each hidden unit."""
 
 
 @dataclass(frozen=True)
@@ -164,18 +167,12 @@ def _output_rows(model: Model) -> dict[str, int]:
     hidden, vocabulary = model["hidden_size"], model["vocab_size"]
     ffn = model.get("moe_ffn_hidden_size", model["ffn_hidden_size"])
     heads = model["num_attention_heads"] + 2 * model["num_query_groups"]
-    rows = {
+    rows = dict.fromkeys(_HIDDEN_ROWS, hidden) | {
         "word_embeddings": vocabulary,
         "output_layer": vocabulary,
         "position_embeddings": model["max_position_embeddings"],
-        "layer_norm_weight": hidden,
-        "layer_norm_bias": hidden,
-        "final_layernorm": hidden,
-        "final_norm": hidden,
         "linear_qkv": heads * model["kv_channels"],
-        "linear_proj": hidden,
         "linear_fc1": 2 * ffn if model["swiglu"] else ffn,
-        "linear_fc2": hidden,
         "router": model.get("num_experts", 0),
     }
     if "mamba_head_dim" in model:
@@ -183,5 +180,5 @@ def _output_rows(model: Model) -> dict[str, int]:
         inner = heads * model["mamba_head_dim"]
         states = model["mamba_num_groups"] * model["mamba_state_dim"]
         rows |= {"z": inner, "x": inner, "B": states, "C": states, "norm": inner}
-        rows |= dict.fromkeys(("dt", "A_log", "D", "dt_bias"), heads) | {"out_proj": hidden}
+        rows |= dict.fromkeys(("dt", "A_log", "D", "dt_bias"), heads)
     return rows

@@ -6,7 +6,7 @@ their block scales and the tensor scale.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule, TensorTransform
 from megatron_lowbit.errors import require
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
-from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
@@ -65,25 +64,16 @@ class QuantizedAs(NamedTuple):
 class Quantization(NamedTuple):
     """Checked plan of an export.
 
-    ``formats`` are those of Hugging Face's quantized modules; ``unquantized`` are its other modules
-    with matrices.
+    ``config`` is the ``quantization_config`` for config.json; ``documents`` are other JSON files by
+    name; ``unquantized`` are Hugging Face's modules with matrices that are not quantized.
     """
 
     recipe: Recipe
     layout: Layout
     weights: Mapping[Names, Weight]
-    formats: Mapping[str, BlockFormat]
+    config: dict[str, Any]
+    documents: dict[str, dict]
     unquantized: Sequence[str]
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The ``quantization_config`` for config.json."""
-        return self.layout.config(self.formats, self.unquantized)
-
-    @property
-    def documents(self) -> dict[str, dict]:
-        """Other JSON files, by name."""
-        return self.layout.documents(self.formats, self.unquantized)
 
 
 def plan_quantization(
@@ -98,9 +88,9 @@ def plan_quantization(
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
     layout = LAYOUTS[wanted.layout]
-    weights, layers, unquantized = {}, [], []
+    weights, formats, layers, unquantized = {}, {}, [], []
     for names, group in groupby(rules, key=lambda rule: rule.names):
-        shares = list(group)
+        shares, modules = list(group), [name.removesuffix(".weight") for name in names]
         layer = _layer(shares[0].target, num_layers)
         if layer is not None:
             layers.append(layer)
@@ -108,20 +98,16 @@ def plan_quantization(
             if weight is not None:
                 _check(weight, layout)
                 weights[names] = weight
+                formats |= dict.fromkeys(modules, weight.quantizer.format)
                 continue
         if len(tensors.shape(shares[0].target)) > 1:
-            unquantized += map(_module, names)
+            unquantized += modules
     recipe.check_matchers(layers)
     require(len(weights) > 0, f"recipe {recipe.name} quantizes no weight in fprop")
-    formats = {
-        _module(name): weight.quantizer.format
-        for names, weight in weights.items()
-        for name in names
-    }
     # A tied head has no tensor of its own, but readers build the module.
-    modules = list(dict.fromkeys([*unquantized, _HEAD]))
-    layout.config(formats, modules)
-    return Quantization(recipe, layout, weights, formats, modules)
+    kept = list(dict.fromkeys([*unquantized, _HEAD]))
+    config, documents = layout.config(formats, kept), layout.documents(formats, kept)
+    return Quantization(recipe, layout, weights, config, documents, kept)
 
 
 def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
@@ -133,10 +119,8 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
     if not names:
         require(not overrides, "--recipe-set changes the recipe that --recipe names: name one")
         names, overrides = checkpoint.recipes, checkpoint.recipe_set
-    require(
-        len(names) > 0,
-        f"{checkpoint.path}: was not trained here with a recipe; name one by --recipe",
-    )
+    advice = "was not trained here with a recipe; name one by --recipe"
+    require(len(names) > 0, f"{checkpoint.path}: {advice}")
     return load_recipes(names, overrides)
 
 
@@ -160,27 +144,23 @@ def quantized_tensors(
     return contents
 
 
-def quantize_parts(
-    weight: Tensor, quantizer: Quantizer, transform: TensorTransform
-) -> list[QuantizedTensor]:
+def _quantize_parts(weight: Weight, content: Tensor) -> dict[str, QuantizedTensor]:
     """Quantize the parts of a weight (R, K), FP32 or BF16, with the bits of the quantized whole.
 
     Each in a format with blocks of one row: scales have a row for each row of codes.
     """
-    whole = quantizer(weight.float())
+    whole = weight.quantizer(content.float())
     scales, rows = whole.scales, whole.codes.shape[0]
     if scales.shape[0] < rows:
         scales = scales.repeat_interleave(whole.format.block_rows, dim=0)[:rows]
-    return _parts(replace(whole, scales=scales), transform)
-
-
-def _parts(whole: QuantizedTensor, transform: TensorTransform) -> list[QuantizedTensor]:
     format = replace(whole.format, block_rows=1)
-    codes, scales = _split(whole.codes, transform), _split(whole.scales, transform)
-    return [
-        QuantizedTensor(rows, scale, whole.tensor_scale, format, (len(rows), whole.shape[1]))
-        for rows, scale in zip(codes, scales, strict=True)
-    ]
+    parts = (_split(tensor, weight.transform) for tensor in (whole.codes, scales))
+    return {
+        name: QuantizedTensor(
+            codes, scale, whole.tensor_scale, format, (len(codes), whole.shape[1])
+        )
+        for name, codes, scale in zip(weight.names, *parts, strict=True)
+    }
 
 
 def _split(rows: Tensor, transform: TensorTransform) -> list[Tensor]:
@@ -190,34 +170,15 @@ def _split(rows: Tensor, transform: TensorTransform) -> list[Tensor]:
     return [part.contiguous().view(rows.dtype) for part in parts]
 
 
-def _outline(weight: Weight) -> list[QuantizedTensor]:
-    """Return what :func:`quantize_parts` will make, without content."""
-    rows, columns = weight.shape
-    sample = weight.quantizer(torch.zeros(1, columns))
-    codes, scales = (
-        part[:1].to("meta").expand(rows, -1).contiguous() for part in (sample.codes, sample.scales)
-    )
-    whole = QuantizedTensor(
-        codes, scales, sample.tensor_scale.to("meta"), sample.format, weight.shape
-    )
-    return _parts(whole, weight.transform)
-
-
 def _encoded(tensors: CheckpointReader, weights: Sequence[Weight], layout: Layout) -> LazyTensors:
-    def encode(parts: Iterator[list[QuantizedTensor]]) -> dict[str, Tensor]:
-        named = [
-            zip(weight.names, each, strict=True)
-            for weight, each in zip(weights, parts, strict=True)
-        ]
-        return layout.encode({name: part for pairs in named for name, part in pairs})
+    def encode(read: Callable[[Weight], Tensor]) -> dict[str, Tensor]:
+        parts: dict[str, QuantizedTensor] = {}
+        for weight in weights:
+            parts |= _quantize_parts(weight, read(weight))
+        return layout.encode(parts)
 
-    def make() -> list[Tensor]:
-        parts = (quantize_parts(w.read(tensors), w.quantizer, w.transform) for w in weights)
-        return list(encode(parts).values())
-
-    outline = encode(map(_outline, weights))
-    shapes = [tuple(tensor.shape) for tensor in outline.values()]
-    return LazyTensors(list(outline), shapes, [tensor.dtype for tensor in outline.values()], make)
+    outline = encode(lambda weight: torch.empty(weight.shape, device="meta"))
+    return LazyTensors(outline, lambda: encode(lambda weight: weight.read(tensors)))
 
 
 def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
@@ -232,10 +193,6 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     if len(target.indices) > 1:
         rest = rest.replace("experts.experts", f"experts.local_experts.{target.indices[1]}")
     return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
-
-
-def _module(name: str) -> str:
-    return name.removesuffix(".weight")
 
 
 def _weight(
@@ -260,36 +217,26 @@ def _refusal(layer: Layer, why: str) -> str:
 def _check(weight: Weight, layout: Layout) -> None:
     """Raise UserError where the layout cannot hold this weight."""
     layer, format, (rows, columns) = weight.layer, weight.quantizer.format, weight.shape
-    require(
-        format.name in layout.formats,
-        f"--quantized {layout.name} holds {', '.join(layout.formats)}, but the recipe has the "
-        f"weight of {layer.path} in {format}",
-    )
+    path, option, held = layer.path, f"--quantized {layout.name}", ", ".join(layout.formats)
+    actual = f"but the recipe has the weight of {path} in {format}"
+    require(format.name in layout.formats, f"{option} holds {held}, {actual}")
     block = FORMATS[format.name].block
-    require(
-        format.block == block,
-        f"--quantized {layout.name} holds blocks of {block}, but the recipe has the weight of "
-        f"{layer.path} in {format}: its block must be {block}",
-    )
+    message = f"{option} holds blocks of {block}, {actual}: its block must be {block}"
+    require(format.block == block, message)
     nearest = weight.quantizer.rounding is Rounding.NEAREST_EVEN
     require(nearest, _refusal(layer, "is rounded stochastically"))
     scaled = getattr(format, "three_quarters", False)
     require(not scaled, _refusal(layer, "is scaled by three quarters"))
     tiles = isinstance(format, FP8Tile)
-    require(
-        tiles or columns % format.block == 0,
-        f"{layer.path}: {columns} columns are not whole blocks of {format.block}, as --quantized "
-        f"{layout.name} needs them",
-    )
-    require(
-        not weight.transform.is_transposed,
-        f"{weight.names[0]} is the transpose of a weight: --quantized does not store such",
-    )
+    message = f"{path}: {columns} columns are not whole blocks of {block}, as {option} needs them"
+    require(tiles or columns % block == 0, message)
+    message = f"{weight.names[0]} is the transpose of a weight: --quantized does not store such"
+    require(not weight.transform.is_transposed, message)
     parts = weight.transform.to_hugging_face(torch.arange(rows))
     require(
         not tiles or all(_whole_tiles(part, format.block_rows) for part in parts),
-        f"{layer.path}: tiles of {format.block_rows} rows lie across the borders of "
-        f"{', '.join(weight.names)}: --quantized {layout.name} cannot keep their scales",
+        f"{path}: tiles of {format.block_rows} rows lie across the borders of "
+        f"{', '.join(weight.names)}: {option} cannot keep their scales",
     )
 
 

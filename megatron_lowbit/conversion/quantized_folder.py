@@ -34,9 +34,8 @@ def open_folder(path: Path) -> Folder:
     place = f"{path / CONFIG}: {QUANTIZATION}"
     method = as_object(quantization, place).get("quant_method")
     if not isinstance(method, str) or method not in METHODS:
-        raise UserError(
-            f"{place}: quant_method {reprlib.repr(method)} is not one of {', '.join(METHODS)}"
-        )
+        known = ", ".join(METHODS)
+        raise UserError(f"{place}: quant_method {reprlib.repr(method)} is not one of {known}")
     return QuantizedFolder(path, METHODS[method], config | {QUANTIZATION: quantization})
 
 
@@ -50,15 +49,13 @@ class QuantizedFolder(Folder):
         parts = {part for stored in self._weights.values() for part in stored.parts}
         if missing := sorted(parts - self.file_of.keys()):
             raise UserError(f"{path}: no tensor {missing[0]} ({len(missing)} are missing)")
-        self._stored_in = self.file_of
-        plain = {
+        self.file_of = {
             name: file
-            for name, file in self.file_of.items()
+            for name, file in self._stored_in.items()
             if name not in parts and not name.endswith(_OF_ACTIVATIONS)
         }
-        self.file_of = plain | {
-            name: self.file_of[stored.parts[0]] for name, stored in self._weights.items()
-        }
+        for name, stored in self._weights.items():
+            self.file_of[name] = self._stored_in[stored.parts[0]]
 
     def shape(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return shape and dtype of a tensor as :meth:`read` gives it."""
@@ -69,17 +66,14 @@ class QuantizedFolder(Folder):
         stored = self._weights[name]
         parts = [self._outline(part, stored.entry) for part in stored.parts]
         codes, dtype = stored.parts[0], parts[0].dtype
-        require(
-            dtype == stored.dtype,
-            f"{self.path}: {codes} is {dtype}; these codes are {stored.dtype}",
-        )
+        expected = stored.dtype
+        require(dtype == expected, f"{self.path}: {codes} is {dtype}; these codes are {expected}")
         try:
             return tuple(stored.decode(*parts).shape), torch.bfloat16
         except RuntimeError:
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise UserError(
-                f"{self.path}: {codes} and its scales do not fit together: {shapes}"
-            ) from None
+            why = f"{codes} and its scales do not fit together: {shapes}"
+            raise UserError(f"{self.path}: {why}") from None
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU."""
@@ -95,10 +89,7 @@ class QuantizedFolder(Folder):
 
     def _outline(self, part: str, entry: int | None) -> Tensor:
         """Return a part without content."""
-        with self._open(self._stored_in[part], part) as file:
-            content = file.get_slice(part)
-            shape = content.get_shape()
-            dtype = (content[:0] if shape else file.get_tensor(part)).dtype
+        shape, dtype = super().shape(part)
         return torch.empty(shape if entry is None else shape[1:], dtype=dtype, device="meta")
 
     def _part(self, part: str, entry: int | None) -> Tensor:

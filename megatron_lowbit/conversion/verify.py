@@ -4,7 +4,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +15,7 @@ from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
-from megatron_lowbit.conversion.quantized_folder import (
-    QUANTIZATION,
-    QuantizedFolder,
-    open_folder,
-)
+from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes import Recipe
 
@@ -53,12 +48,6 @@ def verify(
     theirs = _of_transformers(opened, batch, exact=quantized is not None)
     ours = _of_megatron(checkpoint, converted, batch, quantized)[..., :size]
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
-
-
-def print_difference(*arguments: Any) -> None:
-    """Print what :func:`verify` finds, of its arguments."""
-    difference, largest = verify(*arguments)
-    print(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
 
 
 def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:

@@ -24,7 +24,7 @@ from megatron_lowbit.data.dataset_writer import (
     write_datasets,
 )
 from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import parse_json
 
@@ -43,44 +43,76 @@ class Document(NamedTuple):
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments by which the tools choose their text."""
     parser.add_argument(
-        "--input",
-        nargs="+",
-        required=True,
-        metavar="PATH",
+        "--input", nargs="+", required=True, metavar="PATH",
         help="text files, .jsonl files (a document a line), or folders of them",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
+        "--json-keys", nargs="+", default=["text"], metavar="KEY",
         help="keys of a .jsonl record that hold text (default: text)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--pattern",
-        default="*",
-        metavar="GLOB",
+        "--pattern", default="*", metavar="GLOB",
         help="file names to take from folders (default: all)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="NAME",
+        "--exclude", nargs="+", default=[], metavar="NAME",
         help="file and folder names to leave out, e.g. tests site-packages",
-    )
+    )  # fmt: skip
 
 
-def collect_files(
-    inputs: Sequence[str | Path], pattern: str = "*", exclude: Sequence[str] = ()
-) -> list[Path]:
-    """Return the files of ``inputs`` in order: a file as it is, a folder's files sorted.
+class Corpus:
+    """Text that the arguments of :func:`add_corpus_arguments` choose.
 
     Within folders ``pattern`` filters file names and ``exclude`` drops every path with one of
     these names as a component. Raises UserError for a missing input, or if nothing is left.
+
+    Attributes:
+        files: the inputs in order: a file as it is, a folder's files sorted.
+        skipped: those of folders that :meth:`documents` found not to be UTF-8.
     """
+
+    def __init__(
+        self,
+        inputs: Sequence[str | Path],
+        json_keys: Sequence[str],
+        pattern: str,
+        exclude: Sequence[str],
+    ) -> None:
+        self._inputs, self._json_keys = list(map(Path, inputs)), json_keys
+        self.files = _collect_files(self._inputs, pattern, exclude)
+        self.skipped: list[Path] = []
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents: each line of a ``.jsonl``, any other file as a whole.
+
+        Raises UserError, naming file:line, for a malformed line or a missing key, and for an input
+        that is a text file, but not UTF-8.
+        """
+        for path in self.files:
+            try:
+                if path.suffix == ".jsonl":
+                    yield from _read_json_lines(path, self._json_keys)
+                    continue
+                require(len(self._json_keys) == 1, f"{path}: several --json-keys need .jsonl files")
+                content = path.read_bytes()
+            except OSError as error:
+                raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+            try:
+                yield Document((content.decode("utf-8"),), len(content))
+            except UnicodeDecodeError:
+                if path in self._inputs:
+                    raise UserError(f"--input {path}: not UTF-8 text") from None
+                self.skipped.append(path)
+
+    def report_skipped(self) -> None:
+        """Print how many files of the input folders were left out, if any."""
+        if self.skipped:
+            print(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
+
+
+def _collect_files(inputs: Sequence[Path], pattern: str, exclude: Sequence[str]) -> list[Path]:
     files: list[Path] = []
-    for entry in map(Path, inputs):
+    for entry in inputs:
         try:
             mode = entry.stat().st_mode
         except FileNotFoundError:
@@ -106,37 +138,6 @@ def _folder_files(folder: Path, pattern: str, exclude: frozenset[str]) -> list[P
         chosen = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
         found.extend(path for path in (Path(root, name) for name in chosen) if path.is_file())
     return sorted(found)
-
-
-def read_documents(
-    files: Sequence[Path],
-    json_keys: Sequence[str] = ("text",),
-    *,
-    required: Sequence[Path] = (),
-    skipped: list[Path] | None = None,
-) -> Iterator[Document]:
-    """Yield the documents of ``files``: each line of a ``.jsonl``, any other file as a whole.
-
-    A text file that is not UTF-8 is appended to ``skipped`` unless it is in ``required`` (files
-    the user named). Raises UserError, naming file:line, for a malformed line or a missing key.
-    """
-    for path in files:
-        try:
-            if path.suffix == ".jsonl":
-                yield from _read_json_lines(path, json_keys)
-                continue
-            if len(json_keys) > 1:
-                raise UserError(f"{path}: several --json-keys need .jsonl files")
-            content = path.read_bytes()
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-        try:
-            yield Document((content.decode("utf-8"),), len(content))
-        except UnicodeDecodeError:
-            if path in required:
-                raise UserError(f"--input {path}: not UTF-8 text") from None
-            if skipped is not None:
-                skipped.append(path)
 
 
 def _read_json_lines(path: Path, json_keys: Sequence[str]) -> Iterator[Document]:
@@ -165,12 +166,6 @@ def _text_of(record: object, key: str, place: str) -> str:
     return text
 
 
-def report_skipped(skipped: Sequence[Path]) -> None:
-    """Print how many files of the input folders were left out, if any."""
-    if skipped:
-        print(f"skipped as not UTF-8: {len(skipped)} files, the first {skipped[0]}")
-
-
 def preprocess(
     inputs: Sequence[str | Path],
     tokenizer_model: str,
@@ -191,29 +186,25 @@ def preprocess(
     most = _WORKERS_PER_CPU * (os.cpu_count() or 1)
     if not 1 <= workers <= most:
         raise UserError(f"--workers {workers}: at least 1 and at most {most} on this machine")
-    if len(set(json_keys)) != len(json_keys):
-        raise UserError(f"--json-keys {' '.join(json_keys)}: each key once")
+    keys = " ".join(json_keys)
+    require(len(set(json_keys)) == len(json_keys), f"--json-keys {keys}: each key once")
     tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model, None)
-    files = collect_files(inputs, pattern, exclude)
-    skipped: list[Path] = []
-    documents = read_documents(
-        files, json_keys, required=[Path(entry) for entry in inputs], skipped=skipped
-    )
+    corpus = Corpus(inputs, json_keys, pattern, exclude)
     prefixes = (
         [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{k}" for k in json_keys]
     )
     check_targets(output_prefix, prefixes)
     dtype = indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
-    encoded = _encode_documents(documents, encode, workers)
-    total_bytes = sum(file.stat().st_size for file in files)
+    encoded = _encode_documents(corpus.documents(), encode, workers)
+    total_bytes = sum(file.stat().st_size for file in corpus.files)
     summaries = write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
     for summary in summaries:
         print(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
             f"{summary.text_bytes / summary.tokens:.2f} bytes per token"
         )
-    report_skipped(skipped)
+    corpus.report_skipped()
     return summaries
 
 

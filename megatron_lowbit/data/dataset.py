@@ -19,6 +19,7 @@ from megatron_lowbit.json_files import Entries, read_object
 
 _CHECKED_TOKENS = 1 << 24
 _CHUNK = 1 << 22
+_ANEW = "preprocess the data again"
 _MAX_EPOCHS = 100_000
 """Far more than data can be repeated with use; Megatron-LM's index of them takes seconds."""
 _DOCUMENT_BYTES = 16
@@ -51,34 +52,26 @@ def read_index(prefix: str) -> DatasetIndex:
     Raises UserError for a missing, foreign or truncated file, and for lengths, offsets and document
     boundaries that do not describe documents one after another.
     """
-    path = Path(f"{prefix}.idx")
+    path, start = Path(f"{prefix}.idx"), _INDEX_HEADER.size
+    place = f"--data-path {prefix}: {path}"
     for file in (path, Path(f"{prefix}.bin")):
-        if not file.is_file():
-            raise UserError(
-                f"--data-path {prefix}: {file} is missing; a dataset is PREFIX.bin and PREFIX.idx"
-            )
+        message = f"--data-path {prefix}: {file} is missing; a dataset is PREFIX.bin and PREFIX.idx"
+        require(file.is_file(), message)
     with path.open("rb") as stream:
-        header = stream.read(_INDEX_HEADER.size)
-    if not header.startswith(_INDEX_MAGIC):
-        raise UserError(f"--data-path {prefix}: {path} is not the index of a Megatron dataset")
-    if len(header) < _INDEX_HEADER.size:
-        raise UserError(f"--data-path {prefix}: {path} is truncated; preprocess the data again")
+        header = stream.read(start)
+    require(header.startswith(_INDEX_MAGIC), f"{place} is not the index of a Megatron dataset")
+    require(len(header) == start, f"{place} is truncated; {_ANEW}")
     _, version, code, sequences, boundaries = _INDEX_HEADER.unpack(header)
     if version != 1 or code not in {dtype.value for dtype in DType}:
         raise UserError(
-            f"--data-path {prefix}: {path} has version {version} and dtype code {code}; "
+            f"{place} has version {version} and dtype code {code}; "
             "only version 1 with codes 1 to 8 can be read"
         )
     dtype = np.dtype(DType.dtype_from_code(code))
-    expected = _INDEX_HEADER.size + 12 * sequences + 8 * boundaries
-    if path.stat().st_size != expected:
-        raise UserError(
-            f"--data-path {prefix}: {path} has {path.stat().st_size} bytes, "
-            f"its header promises {expected}; preprocess the data again"
-        )
-    if not sequences:
-        raise UserError(f"--data-path {prefix}: the dataset is empty")
-    start = _INDEX_HEADER.size
+    size, promised = path.stat().st_size, start + 12 * sequences + 8 * boundaries
+    message = f"{place} has {size} bytes, its header promises {promised}; {_ANEW}"
+    require(size == promised, message)
+    require(sequences > 0, f"--data-path {prefix}: the dataset is empty")
     lengths = np.memmap(path, np.int32, "r", start, (sequences,))
     offsets = np.memmap(path, np.int64, "r", start + 4 * sequences, (sequences,))
     documents = np.memmap(path, np.int64, "r", start + 12 * sequences, (boundaries,))
@@ -101,7 +94,7 @@ def _check_sequences(
             raise UserError(
                 f"--data-path {prefix}: sequence {number} of {prefix}.idx has length "
                 f"{lengths[number]} and offset {offsets[number]}, which does not follow the one "
-                "before; preprocess the data again"
+                f"before; {_ANEW}"
             )
         end = int(ends[-1])
     return end
@@ -113,7 +106,7 @@ def _check_documents(prefix: str, boundaries: np.ndarray, sequences: int) -> Non
     if not whole or (np.diff(boundaries) < 0).any():
         raise UserError(
             f"--data-path {prefix}: the document boundaries of {prefix}.idx do not rise from 0 to "
-            f"{sequences}; preprocess the data again"
+            f"{sequences}; {_ANEW}"
         )
 
 
@@ -179,15 +172,12 @@ def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> 
         vocab_size: ids of the tokenizer, not padded.
         tokenizer_model: the folder with tokenizer.json; None for other tokenizers.
     """
-    index = read_index(prefix)
-    size = Path(f"{prefix}.bin").stat().st_size
-    if size != index.data_bytes:
-        raise UserError(
-            f"--data-path {prefix}: {prefix}.bin has {size} bytes, its index promises "
-            f"{index.data_bytes}; preprocess the data again"
-        )
-    if not np.issubdtype(index.dtype, np.integer):
-        raise UserError(f"--data-path {prefix}: holds {index.dtype}, not token ids")
+    index, place = read_index(prefix), f"--data-path {prefix}"
+    size, promised = Path(f"{prefix}.bin").stat().st_size, index.data_bytes
+    message = f"{place}: {prefix}.bin has {size} bytes, its index promises {promised}; {_ANEW}"
+    require(size == promised, message)
+    has_integers = np.issubdtype(index.dtype, np.integer)
+    require(has_integers, f"{place}: holds {index.dtype}, not token ids")
     if Path(f"{prefix}.json").is_file():
         _check_sidecar(prefix, vocab_size, tokenizer_model)
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")[:_CHECKED_TOKENS]
@@ -204,12 +194,9 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
     sidecar = read_object(path)
     entries = Entries(sidecar, f"--data-path {prefix}: {path}")
     made_with, made_size = sidecar.get("tokenizer_sha256"), entries.integer("vocab_size")
-    recorded = entries.string("data_sha256")
-    if recorded != data_digest(Path(f"{prefix}.bin")):
-        raise UserError(
-            f"--data-path {prefix}: {prefix}.bin is not the data that {path} describes; "
-            "preprocess the data again"
-        )
+    is_same = entries.string("data_sha256") == data_digest(Path(f"{prefix}.bin"))
+    message = f"--data-path {prefix}: {prefix}.bin is not the data that {path} describes; {_ANEW}"
+    require(is_same, message)
     file = Path(tokenizer_model or "", "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
     fits = made_with == sha256 if made_with and sha256 else made_size <= vocab_size

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import Tokenizer
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import check_file, check_folder, writing
 
 _PLAIN_LINE_SECONDS = 10.0
@@ -51,8 +51,8 @@ def check_targets(output_prefix: str, prefixes: list[str]) -> None:
         raise UserError(f"{_ARGUMENT} {output_prefix}: a name of files, not a folder")
     check_folder(_ARGUMENT, folder)
     for prefix in prefixes:
-        if Path(prefix).parent != folder:
-            raise UserError(f"--json-keys: {prefix} is no name for a file beside {output_prefix}")
+        is_beside = Path(prefix).parent == folder
+        require(is_beside, f"--json-keys: {prefix} is no name for a file beside {output_prefix}")
         for suffix in _SUFFIXES:
             check_file(_ARGUMENT, prefix + suffix)
 
@@ -131,28 +131,19 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
 @contextmanager
 def _progress(total_bytes: int) -> Iterator[Callable[[int, DatasetSummary], None]]:
     """Show a bar on a terminal, else a line every few seconds; give advance(bytes, counts)."""
-    if sys.stdout.isatty():
-        columns = (BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeRemainingColumn())
-        counts = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
-        with Progress(*columns, counts) as bar:
-            task = bar.add_task("", total=total_bytes, documents=0, tokens=0)
+    share, counts = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
+    columns = (BarColumn(), share, TimeRemainingColumn(), counts)
+    last_line = time.monotonic()
+    with Progress(*columns, disable=not sys.stdout.isatty()) as bar:
+        bar.add_task("0 documents, 0 tokens", total=total_bytes)
+        [task] = bar.tasks
 
-            def advance_bar(size: int, summary: DatasetSummary) -> None:
-                bar.update(task, advance=size, documents=summary.documents, tokens=summary.tokens)
+        def advance(size: int, summary: DatasetSummary) -> None:
+            nonlocal last_line
+            text = f"{summary.documents:,} documents, {summary.tokens:,} tokens"
+            bar.update(task.id, advance=size, description=text)
+            if bar.disable and time.monotonic() - last_line >= _PLAIN_LINE_SECONDS:
+                last_line = time.monotonic()
+                print(f"{task.percentage:.0f} %: {text}", flush=True)
 
-            yield advance_bar
-        return
-    done, last_line = 0, time.monotonic()
-
-    def advance_lines(size: int, summary: DatasetSummary) -> None:
-        nonlocal done, last_line
-        done += size
-        if time.monotonic() - last_line >= _PLAIN_LINE_SECONDS:
-            last_line = time.monotonic()
-            share = 100 * done / max(total_bytes, 1)
-            print(
-                f"{share:.0f} %: {summary.documents:,} documents, {summary.tokens:,} tokens",
-                flush=True,
-            )
-
-    yield advance_lines
+        yield advance

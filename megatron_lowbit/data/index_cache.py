@@ -4,13 +4,13 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
 
 from megatron_lowbit.data.dataset import read_index
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 
 _LOCK = ".lock"
 
@@ -28,13 +28,10 @@ def cache_folder(prefixes: list[str]) -> str:
     for prefix in prefixes:
         digest.update(read_index(prefix).lengths)
     folder = Path(prefixes[0]).parent / "cache" / digest.hexdigest()[:16]
-    try:
+    with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        writable = os.access(folder, os.W_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        raise UserError(f"{folder.parent}: cannot be written to; give --data-cache-path")
+    is_writable = folder.is_dir() and os.access(folder, os.W_OK)
+    require(is_writable, f"{folder.parent}: cannot be written to; give --data-cache-path")
     return str(folder)
 
 

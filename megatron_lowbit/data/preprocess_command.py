@@ -12,41 +12,27 @@ from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.data.corpus import add_corpus_arguments, preprocess
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line and run it."""
+def main(argv: list[str] | None = None) -> None:
+    """Tokenize what the command line names."""
     parser = command_parser(description=__doc__)
     add_corpus_arguments(parser)
     parser.add_argument(
         "--tokenizer-model", required=True, metavar="DIR", help="folder with tokenizer.json"
     )
     parser.add_argument(
-        "--output-prefix",
-        required=True,
-        metavar="PREFIX",
+        "--output-prefix", required=True, metavar="PREFIX",
         help="path of the dataset without suffix, as --data-path takes it",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--workers", type=int, default=1, metavar="N", help="processes that tokenize"
     )
     parser.add_argument(
-        "--append-eod",
-        action=argparse.BooleanOptionalAction,
-        default=True,
+        "--append-eod", action=argparse.BooleanOptionalAction, default=True,
         help="end each document with the end-of-document token (default: on)",
-    )
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Tokenize what the command line names."""
-    args = parse_arguments(argv)
+    )  # fmt: skip
+    args = parser.parse_args(argv)
     preprocess(
-        args.input,
-        args.tokenizer_model,
-        args.output_prefix,
-        json_keys=args.json_keys,
-        pattern=args.pattern,
-        exclude=args.exclude,
-        workers=args.workers,
+        args.input, args.tokenizer_model, args.output_prefix, json_keys=args.json_keys,
+        pattern=args.pattern, exclude=args.exclude, workers=args.workers,
         append_eod=args.append_eod,
-    )
+    )  # fmt: skip

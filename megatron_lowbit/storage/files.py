@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object
 from megatron_lowbit.storage.pickles import check_lengths
 
@@ -65,8 +65,7 @@ def _tracker_text(directory: str | Path) -> str | None:
     tracker = Path(directory) / TRACKER
     if not tracker.exists():
         return None
-    if not tracker.is_file():
-        raise UserError(f"{tracker}: is no file")
+    require(tracker.is_file(), f"{tracker}: is no file")
     try:
         return tracker.read_text(errors="replace").strip()
     except OSError as error:
@@ -75,7 +74,8 @@ def _tracker_text(directory: str | Path) -> str | None:
 
 def iterations(directory: Path) -> list[int]:
     """Return the iterations that have a folder in DIR, complete or not, in ascending order."""
-    numbers = [int(path.name[5:]) for path in directory.glob("iter_*") if _is_numbered(path)]
+    found = (re.fullmatch(r"iter_(\d{7,})", path.name, re.A) for path in directory.glob("iter_*"))
+    numbers = (int(match[1]) for match in found if match)
     return sorted(number for number in numbers if iteration_directory(directory, number).is_dir())
 
 
@@ -136,10 +136,8 @@ def read_document(path: Path) -> dict[str, Any]:
     Raises UserError if it is missing, damaged or of another version.
     """
     file = path / DOCUMENT
-    if not path.is_dir():
-        raise UserError(f"{path}: missing")
-    if not file.is_file():
-        raise UserError(f"{file}: missing")
+    require(path.is_dir(), f"{path}: missing")
+    require(file.is_file(), f"{file}: missing")
     document = read_object(file)
     version = Entries(document, str(file)).integer("format_version", least=0)
     if version != FORMAT_VERSION:
@@ -154,8 +152,7 @@ def read_document(path: Path) -> dict[str, Any]:
         recorded = Entries(entry, f"{file}: files: {name}")
         recorded.integer("bytes", least=0, most=sys.maxsize)
         recorded.string("blake2b")
-        if not is_inside(name):
-            raise UserError(f"{file}: files: {name}: not the name of a file in this folder")
+        require(is_inside(name), f"{file}: files: {name}: not the name of a file in this folder")
     return document
 
 
@@ -164,9 +161,8 @@ def check_files(path: Path, files: dict[str, dict[str, Any]], names: Iterable[st
     for name in names:
         file, expected = path / name, files[name]
         try:
-            size = file.stat().st_size
-            if size != expected["bytes"]:
-                raise UserError(f"{file}: {size} bytes instead of {expected['bytes']}")
+            size, length = file.stat().st_size, expected["bytes"]
+            require(size == length, f"{file}: {size} bytes instead of {length}")
             digest = _digest(file)
         except FileNotFoundError:
             raise UserError(f"{file}: missing") from None
@@ -174,10 +170,6 @@ def check_files(path: Path, files: dict[str, dict[str, Any]], names: Iterable[st
             raise UserError(f"{file}: cannot be read ({error.strerror})") from error
         if digest != expected["blake2b"]:
             raise UserError(f"{file}: its content differs from what was saved")
-
-
-def _is_numbered(path: Path) -> bool:
-    return re.fullmatch(r"iter_\d{7,}", path.name, re.ASCII) is not None
 
 
 def is_complete(path: Path) -> bool:

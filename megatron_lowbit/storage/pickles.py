@@ -16,7 +16,7 @@ import torch.distributed.checkpoint.metadata as torch_metadata
 import torch.distributed.checkpoint.planner as torch_planner
 from torch.distributed.checkpoint import FileSystemReader
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 
 
 class _SavedPath(PurePosixPath):
@@ -63,13 +63,13 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> torch_metadata.Metadata:
         path = Path(self.path) / ".metadata"
-        with open(path, "rb") as file:
-            try:
+        try:
+            with open(path, "rb") as file:
                 metadata = _MetadataUnpickler(file).load()
-            except OSError:
-                raise
-            except Exception as error:  # a damaged pickle raises almost anything
-                _refuse(path, error)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+        except Exception as error:  # a damaged pickle raises almost anything
+            _refuse(path, error)
         if not isinstance(metadata, torch_metadata.Metadata):
             raise UserError(f"{path}: holds {type(metadata).__name__}, not torch's Metadata")
         metadata.storage_meta = torch_metadata.StorageMeta(load_id=self.load_id)
@@ -84,6 +84,20 @@ class Reader(FileSystemReader):
                 return torch.load(piece, map_location="cpu", weights_only=True)
         except Exception as error:
             _refuse(path, error)
+
+    def read_bytes(self, place: torch_filesystem._StorageInfo) -> bytes:
+        """Read a stored object, which stays pickled."""
+        path = Path(self.path) / place.relative_path
+        try:
+            with open(path, "rb") as file:
+                file.seek(place.offset)
+                return file.read(place.length)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def read_object(self, place: torch_filesystem._StorageInfo) -> Any:
+        """Load a stored object; raise UserError where it is damaged or could run code."""
+        return load_restricted(Path(self.path) / place.relative_path, self.read_bytes(place))
 
 
 def saved_tensors(path: Path) -> dict[str, tuple[int, ...]]:
@@ -117,10 +131,9 @@ def check_lengths(path: Path) -> None:
         ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     for name, end in ends.items():
         file = path / name
-        if not file.is_file():
-            raise UserError(f"{file}: missing")
-        if file.stat().st_size < end:
-            raise UserError(f"{file}: {file.stat().st_size} bytes instead of {end}")
+        require(file.is_file(), f"{file}: missing")
+        size = file.stat().st_size
+        require(size >= end, f"{file}: {size} bytes instead of {end}")
 
 
 def check_objects(path: Path) -> None:
@@ -133,15 +146,12 @@ def check_objects(path: Path) -> None:
         load_restricted(common, common.read_bytes())
     if not (path / ".metadata").is_file():
         return
-    metadata = Reader(path).read_metadata()
+    reader = Reader(path)
+    metadata = reader.read_metadata()
     for index, place in metadata.storage_data.items():
-        if isinstance(
-            metadata.state_dict_metadata.get(index.fqn), torch_metadata.BytesStorageMetadata
-        ):
-            file = path / place.relative_path
-            with open(file, "rb") as stream:
-                stream.seek(place.offset)
-                load_restricted(file, stream.read(place.length))
+        entry = metadata.state_dict_metadata.get(index.fqn)
+        if isinstance(entry, torch_metadata.BytesStorageMetadata):
+            reader.read_object(place)
 
 
 def load_restricted(path: Path, content: bytes) -> Any:

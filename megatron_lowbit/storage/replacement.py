@@ -6,18 +6,11 @@ checkpoints there, so the old directory is set aside until the new one is comple
 
 import os
 import shutil
+from os.path import lexists
 from pathlib import Path
 
-from megatron_lowbit.storage.files import (
-    CONFIG,
-    DOCUMENT,
-    METADATA,
-    complete_iterations,
-    is_complete,
-    iteration_directory,
-    latest_iteration,
-    sync_directory,
-)
+from megatron_lowbit.storage import files
+from megatron_lowbit.storage.files import sync_directory
 
 
 def replace_directory(partial: Path, final: Path) -> None:
@@ -27,7 +20,7 @@ def replace_directory(partial: Path, final: Path) -> None:
     """
     replaced = replaced_directory(final)
     sync_directory(partial)
-    if _is_there(final):
+    if lexists(final):
         os.rename(final, replaced)
     os.rename(partial, final)
     sync_directory(final.parent)
@@ -40,11 +33,11 @@ def restore_replaced(final: Path) -> bool:
     If the new one is already in its place, the old one is deleted instead.
     """
     replaced = replaced_directory(final)
-    is_lost = _is_there(replaced) and not _is_there(final)
+    is_lost = lexists(replaced) and not lexists(final)
     if is_lost:
         os.rename(replaced, final)
         sync_directory(final.parent)
-    elif _is_there(replaced):
+    else:
         _remove(replaced)
     return is_lost
 
@@ -56,10 +49,10 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
     complete checkpoint. A failure is printed instead of raised, so that training continues.
     """
     delete_hidden(directory)
-    older = [number for number in complete_iterations(directory) if number < saved]
-    named = latest_iteration(directory)
+    older = [number for number in files.complete_iterations(directory) if number < saved]
+    named = files.latest_iteration(directory)
     for number in older[: max(0, len(older) - (keep - 1))]:
-        path = iteration_directory(directory, number)
+        path = files.iteration_directory(directory, number)
         if path.is_symlink() or number == named:
             continue
         hidden = path.with_name(f".{path.name}.deleted")
@@ -89,7 +82,7 @@ def set_aside(path: Path) -> None:
     stays: a save in the background is about to complete it.
     """
     replaced = replaced_directory(path)
-    if _is_there(replaced):
+    if lexists(replaced):
         if not is_replacement(path):
             return
         _remove(replaced)
@@ -99,18 +92,18 @@ def set_aside(path: Path) -> None:
 
 def is_replacement(path: Path) -> bool:
     """Return True if the checkpoint that replaces the one set aside is complete."""
-    if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
+    if not any((path / name).is_file() for name in (files.METADATA, files.DOCUMENT)):
         return False
     # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
-    has_config = (path / CONFIG).is_file() or not (replaced_directory(path) / CONFIG).is_file()
-    return has_config and is_complete(path)
+    needs_config = (replaced_directory(path) / files.CONFIG).is_file()
+    has_config = (path / files.CONFIG).is_file()
+    return (has_config or not needs_config) and files.is_complete(path)
 
 
 def discard_replaced(path: Path) -> None:
     """Move what was set aside for a checkpoint out of the way, for ``delete_hidden``."""
     hidden = path.with_name(f".{path.name}.deleted")
-    if _is_there(hidden):
-        _remove(hidden)
+    _remove(hidden)
     os.rename(replaced_directory(path), hidden)
 
 
@@ -125,19 +118,15 @@ def settle_replaced(directory: Path) -> None:
         if is_replacement(path):
             discard_replaced(path)
             continue
-        if _is_there(path):
-            _remove(path)
+        _remove(path)
         os.rename(replaced, path)
         sync_directory(directory)
         print(f"{path}: put back, since a killed run did not finish its replacement", flush=True)
     delete_hidden(directory)
 
 
-def _is_there(path: Path) -> bool:
-    return path.is_symlink() or path.exists()
-
-
 def _remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if there is one."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:

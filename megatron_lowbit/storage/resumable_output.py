@@ -7,10 +7,10 @@ Until then it is a hidden folder beside it, with a journal of its finished files
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import Progress
@@ -20,48 +20,78 @@ from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.storage import replacement
 
 JOURNAL = ".finished.jsonl"
+Span = tuple[int, int]
+"""Place of a part in its file: first byte, number of bytes."""
 
 
 class ResumableOutput:
-    """Folder that is being written, with a note on each of its finished files."""
+    """Folder that is being written, with a journal of its finished files and a progress bar.
 
-    def __init__(self, path: Path, task: dict[str, Any]) -> None:
-        """Continue an interrupted task, a JSON object, or begin with an empty folder."""
-        self.path, self._journal = path, path / JOURNAL
-        self._finished = _finished(path, json.loads(json.dumps(task)))
-        if self._finished is None:
+    Continues an interrupted ``task``, a JSON object, or begins with an empty folder.
+    """
+
+    def __init__(self, path: Path, task: dict[str, Any], parts: int) -> None:
+        self.path, self.bar = path, Progress(console=Console(stderr=True))
+        self._bar_task = self.bar.add_task("tensors", total=parts)
+        self.finished = _finished(path, json.loads(json.dumps(task)))
+        if self.finished is None:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir(parents=True)
-            self._finished = {}
+            self.finished = {}
         # Write all lines again, since the last one may be torn.
-        _write(self._journal, "w", task, *self._finished.values())
+        _write(path / JOURNAL, "w", task, *self.finished.values())
 
-    def __len__(self) -> int:
-        """Return the number of finished files."""
-        return len(self._finished)
+    def write(
+        self,
+        file: Path,
+        parts: Sequence[Any],
+        write_part: Callable[[BinaryIO, Any], None],
+        head: bytes = b"",
+    ) -> list[Span]:
+        """Write a file of this folder part by part, unless it is finished.
 
-    def note(self, file: Path) -> Any:
-        """Return the note on a file of this folder; None where the file is still to be made."""
-        return self._finished.get(str(file.relative_to(self.path)), {}).get("note")
+        Args:
+            file: the file's path.
+            parts: content of the file.
+            write_part: function that writes one of ``parts`` into the open file.
+            head: bytes before the first part.
 
-    def finish(self, file: Path, note: Any) -> None:
-        """Record that a file is written, and on the disk. ``note`` is JSON, and not None."""
+        Returns:
+            The span of each part in the file.
+        """
         name = str(file.relative_to(self.path))
-        entry = {"file": name, "bytes": file.stat().st_size, "note": note}
-        self._finished[name] = entry
-        _write(self._journal, "a", entry)
+        if name in self.finished:
+            self.bar.advance(self._bar_task, len(parts))
+        else:
+            spans = []
+            with open(file, "wb") as stream:
+                stream.write(head)
+                for part in parts:
+                    start = stream.tell()
+                    write_part(stream, part)
+                    spans.append((start, stream.tell() - start))
+                    self.bar.advance(self._bar_task)
+                stream.flush()
+                os.fsync(stream.fileno())
+            self.finish(name, spans)
+        return self.finished[name]["note"]
 
-    def close(self) -> None:
-        """Remove the journal."""
-        self._journal.unlink()
+    def finish(self, name: str, spans: list[Span]) -> None:
+        """Record that a file is written, and on the disk."""
+        entry = {"file": name, "bytes": (self.path / name).stat().st_size, "note": spans}
+        self.finished[name] = entry
+        _write(self.path / JOURNAL, "a", entry)
 
 
 @contextmanager
-def resumable_output(output: Path, force: bool, task: dict[str, Any]) -> Iterator[ResumableOutput]:
+def resumable_output(
+    output: Path, force: bool, task: dict[str, Any], parts: int
+) -> Iterator[ResumableOutput]:
     """Provide a folder to write into, which becomes ``output`` if all goes well.
 
     After an interruption its finished files are kept for the next call with an equal ``task``,
     which names the source and every argument that decides on the files. Bad input leaves nothing.
+    A bar on the terminal counts the ``parts`` of all files.
 
     Raises UserError where ``output`` exists, without ``force``, or the system refuses to read or
     write.
@@ -71,34 +101,24 @@ def resumable_output(output: Path, force: bool, task: dict[str, Any]) -> Iterato
     require(force or not output.exists(), f"{output} exists; --force replaces it")
     path = output.with_name(f".{output.name}.partial")
     try:
-        partial = ResumableOutput(path, task)
-        if len(partial):
-            print(f"{output}: going on where it was interrupted, {len(partial)} files are there")
-        yield partial
-        partial.close()
+        partial = ResumableOutput(path, task, parts)
+        if count := len(partial.finished):
+            print(f"{output}: going on where it was interrupted, {count} files are there")
+        with partial.bar:
+            yield partial
+        (path / JOURNAL).unlink()
         replacement.replace_directory(path, output)
     except KeyboardInterrupt:
         print(f"interrupted: {path} keeps the finished files for the same command")
         raise
-    except UserError:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
     except Exception as error:
         cause = error_behind(error, OSError)  # torch.save hides it
-        if cause is None:
+        if cause is None or isinstance(error, UserError):
             shutil.rmtree(path, ignore_errors=True)
             raise
         raise UserError(
             f"{output}: stopped: {cause.strerror or cause}; the same command goes on from there"
         ) from error
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[], None]]:
-    """Show a bar on the terminal; call what it provides for each tensor."""
-    with Progress(console=Console(stderr=True)) as bar:
-        task = bar.add_task("tensors", total=total)
-        yield lambda: bar.advance(task)
 
 
 def in_files(contents: Iterable[Any], most: int) -> list[list[Any]]:
@@ -120,13 +140,13 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
     Deletes all other files.
     """
     try:
-        lines = (path / JOURNAL).read_bytes().splitlines()
-        if not lines or parse_json(lines[0], JOURNAL) != task:
+        first, *lines = (path / JOURNAL).read_bytes().splitlines() or [b""]
+        if parse_json(first, JOURNAL) != task:
             return None
     except (OSError, UserError):
         return None
     finished = {}
-    for line in lines[1:]:
+    for line in lines:
         try:
             entry = as_object(parse_json(line, JOURNAL), JOURNAL)
         except UserError:

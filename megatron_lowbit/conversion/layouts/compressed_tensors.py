@@ -6,7 +6,8 @@ of 32; ``weight_global_scale``, FP32 of shape (1,), divides NVFP4's block scales
 reciprocal of this project's tensor scale. MXFP8 keeps E4M3 codes in ``weight``.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from megatron_lowbit.conversion.layouts.layout import (
     decode_blocks,
     modules_with,
     one_by_one,
+    stored_weights,
 )
 from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
 from megatron_lowbit.errors import UserError
@@ -43,7 +45,7 @@ def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
 def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
     by_kind: dict[str, list[str]] = {}
     for module, format in formats.items():
-        by_kind.setdefault(_one_row(format), []).append(module)
+        by_kind.setdefault(format.name.removesuffix("-2d"), []).append(module)
     several = len(by_kind) > 1
     groups = {
         f"group_{number}": {
@@ -60,10 +62,6 @@ def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> d
         "config_groups": groups,
         "ignore": list(unquantized),
     }
-
-
-def _one_row(format: BlockFormat) -> str:
-    return format.name.removesuffix("-2d")
 
 
 def _weights(format: BlockFormat) -> dict[str, Any]:
@@ -93,36 +91,22 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
         raise UserError(
             "config.json: quantization_config: transform_config: transformed weights are not read"
         )
-    names = set(names)
+    # Each of the formats has other tensors.
+    quantized = set(modules_with(names, "weight_scale"))
+    packed = quantized.intersection(modules_with(names, "weight_packed"))
+    nvfp4 = packed.intersection(modules_with(names, "weight_global_scale"))
+    mxfp8_parts, mxfp4_parts = ("weight", "weight_scale"), ("weight_packed", "weight_scale")
+    mxfp8, mxfp4 = bind(decode_blocks, "mxfp8-e4m3"), bind(decode_blocks, "mxfp4")
     return {
-        f"{module}weight": _weight(module, names) for module in modules_with(names, "weight_scale")
+        **stored_weights(quantized - packed, mxfp8_parts, torch.float8_e4m3fn, mxfp8),
+        **stored_weights(packed - nvfp4, mxfp4_parts, torch.uint8, mxfp4),
+        **stored_weights(nvfp4, (*mxfp4_parts, "weight_global_scale"), torch.uint8, _decode_nvfp4),
     }
 
 
-def _weight(module: str, names: set[str]) -> Stored:
-    """Find quantized weights by their tensors: each of the formats has others."""
-    scales = f"{module}weight_scale"
-    if f"{module}weight_packed" not in names:
-        return Stored((f"{module}weight", scales), torch.float8_e4m3fn, _mx("mxfp8-e4m3"))
-    packed = f"{module}weight_packed"
-    if f"{module}weight_global_scale" not in names:
-        return Stored((packed, scales), torch.uint8, _mx("mxfp4"))
-
-    def nvfp4(codes: Tensor, scales: Tensor, divisor: Tensor) -> Tensor:
-        return decode_blocks(codes, scales, 1.0 / divisor.float().view(()), FORMATS["nvfp4"])
-
-    parts = (packed, scales, f"{module}weight_global_scale")
-    return Stored(parts, torch.uint8, nvfp4)
+def _decode_nvfp4(codes: Tensor, scales: Tensor, divisor: Tensor) -> Tensor:
+    return decode_blocks("nvfp4", codes, scales, 1.0 / divisor.float())
 
 
-def _mx(name: str) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda codes, scales: decode_blocks(codes, scales, torch.ones(()), FORMATS[name])
-
-
-LAYOUT = Layout(
-    METHOD,
-    tuple(name + suffix for name in _KINDS for suffix in ("", "-2d")),
-    one_by_one(_tensors),
-    _config,
-    _stored,
-)
+_FORMATS = tuple(name + suffix for name in _KINDS for suffix in ("", "-2d"))
+LAYOUT = Layout(METHOD, _FORMATS, one_by_one(_tensors), _config, _stored)

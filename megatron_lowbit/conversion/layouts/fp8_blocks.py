@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion.layouts.layout import Layout, Stored, modules_with, one_by_one
+from megatron_lowbit.conversion.layouts.layout import (
+    Layout,
+    Stored,
+    modules_with,
+    one_by_one,
+    stored_weights,
+)
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -54,12 +60,8 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
         wide = scales.float().repeat_interleave(tile[1], dim=1)[:, :columns]
         return codes.to(torch.float32) * wide.repeat_interleave(tile[0], dim=0)[:rows]
 
-    return {
-        f"{module}weight": Stored(
-            (f"{module}weight", f"{module}weight_scale_inv"), torch.float8_e4m3fn, decode
-        )
-        for module in modules_with(names, "weight_scale_inv")
-    }
+    modules = modules_with(names, "weight_scale_inv")
+    return stored_weights(modules, ("weight", "weight_scale_inv"), torch.float8_e4m3fn, decode)
 
 
 LAYOUT = Layout("fp8-blocks", ("fp8-128x128-e4m3",), one_by_one(_tensors), _config, _stored)

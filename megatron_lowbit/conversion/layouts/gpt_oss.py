@@ -14,15 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion.layouts.layout import (
-    Layout,
-    Stored,
-    decode_blocks,
-    modules_with,
-)
+from megatron_lowbit.conversion.layouts.layout import Layout, Stored, decode_blocks, modules_with
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
-from megatron_lowbit.numerics import FORMATS, QuantizedTensor
+from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 
 METHOD = "mxfp4"
@@ -81,35 +76,23 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     entries = Entries(config, "config.json")
     experts = entries.integer("num_local_experts", entries.integer("num_experts", 0, 0), 0, _MOST)
     family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
-    gate, up, down = _NAMES[family]
-    stored = {}
-    for layer in modules_with(names, f"{_PAIR}_blocks"):
-        for number in range(experts):
-            module = f"{layer}{family}.experts.{number}"
-            pair, single = (
-                (f"{layer}{name}_blocks", f"{layer}{name}_scales") for name in (_PAIR, _DOWN)
-            )
-            stored[f"{module}.{gate}.weight"] = _expert(pair, number, slice(0, None, 2))
-            stored[f"{module}.{up}.weight"] = _expert(pair, number, slice(1, None, 2))
-            stored[f"{module}.{down}.weight"] = _expert(single, number, slice(None))
-    return stored
+    sources = ((_PAIR, slice(0, None, 2)), (_PAIR, slice(1, None, 2)), (_DOWN, slice(None)))
+    return {
+        f"{layer}{family}.experts.{number}.{role}.weight": _expert(layer + name, number, rows)
+        for layer in modules_with(names, f"{_PAIR}_blocks")
+        for number in range(experts)
+        for role, (name, rows) in zip(_NAMES[family], sources, strict=True)
+    }
 
 
-def _expert(parts: tuple[str, str], number: int, rows: slice) -> Stored:
+def _expert(name: str, number: int, rows: slice) -> Stored:
     """Describe rows of one expert in blocks (rows, K/32, 16) and scales (rows, K/32)."""
 
     def decode(blocks: Tensor, scales: Tensor) -> Tensor:
-        codes = blocks[rows].flatten(1).contiguous()
-        return decode_blocks(codes, scales[rows], torch.ones(()), FORMATS["mxfp4"])
+        return decode_blocks("mxfp4", blocks[rows].flatten(1).contiguous(), scales[rows])
 
-    return Stored(parts, torch.uint8, decode, number)
+    return Stored((f"{name}_blocks", f"{name}_scales"), torch.uint8, decode, number)
 
 
-LAYOUT = Layout(
-    "gpt-oss",
-    ("mxfp4", "mxfp4-2d"),
-    _encode,
-    _config,
-    _stored,
-    group_of=lambda names: _layer(names[0]),
-)
+_FORMATS = ("mxfp4", "mxfp4-2d")
+LAYOUT = Layout("gpt-oss", _FORMATS, _encode, _config, _stored, lambda names: _layer(names[0]))

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.numerics import FORMATS, QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
+
+_NO_SCALE = torch.ones(())
 
 
 class Stored(NamedTuple):
@@ -72,10 +74,21 @@ def modules_with(names: Iterable[str], ending: str) -> list[str]:
     return [name.removesuffix(ending) for name in names if name.endswith(f".{ending}")]
 
 
+def stored_weights(
+    modules: Iterable[str], parts: Sequence[str], dtype: torch.dtype, decode: Callable[..., Tensor]
+) -> dict[str, Stored]:
+    """Describe the weights of modules, each of which has these parts."""
+    return {
+        f"{module}weight": Stored(tuple(module + part for part in parts), dtype, decode)
+        for module in modules
+    }
+
+
 def decode_blocks(
-    codes: Tensor, scales: Tensor, tensor_scale: Tensor, format: BlockFormat
+    format: str, codes: Tensor, scales: Tensor, tensor_scale: Tensor = _NO_SCALE
 ) -> Tensor:
     """Decode 4-bit codes (R, K/2) or 8-bit ones (R, K), a scale a block and row, to FP32 (R, K)."""
-    columns = codes.shape[1] * (2 if format.element.bits == 4 else 1)
-    shape = (codes.shape[0], columns)
-    return QuantizedTensor(codes, scales, tensor_scale, format, shape).dequantize()
+    known = FORMATS[format]
+    shape = (codes.shape[0], codes.shape[1] * (2 if known.element.bits == 4 else 1))
+    scale = tensor_scale.float().view(())
+    return QuantizedTensor(codes, scales, scale, known, shape).dequantize()

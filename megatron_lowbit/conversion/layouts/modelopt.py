@@ -8,6 +8,7 @@ by an ``input_scale`` from calibration that training does not have: it is read, 
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial as bind
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from megatron_lowbit.conversion.layouts.layout import (
     decode_blocks,
     modules_with,
     one_by_one,
+    stored_weights,
 )
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor
@@ -70,25 +72,10 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
             f"{', '.join(_READ)}"
         )
 
-    def decode(codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
-        return decode_blocks(codes, scales, tensor_scale.float().view(()), FORMATS["nvfp4"])
-
+    modules = modules_with(names, "weight_scale_2")
     parts = ("weight", "weight_scale", "weight_scale_2")
-    return {
-        f"{module}weight": Stored(
-            tuple(module + part for part in parts),
-            torch.uint8,
-            decode,
-        )
-        for module in modules_with(names, "weight_scale_2")
-    }
+    return stored_weights(modules, parts, torch.uint8, bind(decode_blocks, "nvfp4"))
 
 
-LAYOUT = Layout(
-    METHOD,
-    ("nvfp4", "nvfp4-2d"),
-    one_by_one(_tensors),
-    _config,
-    _stored,
-    documents=_documents,
-)
+_FORMATS = ("nvfp4", "nvfp4-2d")
+LAYOUT = Layout(METHOD, _FORMATS, one_by_one(_tensors), _config, _stored, documents=_documents)
