@@ -12,14 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm

@@ -14,10 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError

@@ -12,16 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
-from torch.overrides import TorchFunctionMode
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 from megatron.training.training import destroy_global_state
+from rich.table import Table
+from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.megatron.failures import translate_assertions

@@ -6,11 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import (
@@ -21,6 +16,7 @@ from megatron.core.utils import (
 )
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
+from torch import Tensor
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.datasets import has_mtp

@@ -6,9 +6,6 @@ Megatron-LM only has a hybrid stack of Transformer Engine's layers.
 from functools import partial
 from typing import Any
 
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules

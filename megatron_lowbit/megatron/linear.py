@@ -9,10 +9,6 @@ import weakref
 from typing import Any
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear

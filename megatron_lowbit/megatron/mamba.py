@@ -5,14 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 
 from megatron_lowbit.layers.ssd import causal_convolution, grouped_rms_norm, ssd
 

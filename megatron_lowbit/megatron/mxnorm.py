@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP

@@ -13,12 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.training import global_vars
+from torch import Tensor, nn
 
 from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, figures, gemm_sums
 from megatron_lowbit.errors import require

@@ -17,10 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.training.utils import is_rank0
 
 from megatron_lowbit.console import plain_console

@@ -10,10 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lowbit.megatron.random_key import set_microbatch_key

@@ -8,10 +8,6 @@ finds its module by the name that Transformer Engine hands on.
 from typing import Any
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
     TEGroupedLinear,
