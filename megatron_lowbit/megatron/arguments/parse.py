@@ -26,6 +26,8 @@ COMMAND = "pretrain"
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _PACKED = ("--sft", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
 """Arguments for sequences of several documents, which forward_step.py does not support."""
+_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
+"""Exceptions by which Megatron-LM refuses arguments."""
 _NEVER = 10**9
 """Interval that is longer than any run, in iterations."""
 
@@ -178,29 +180,25 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import unset_global_variables
 
-    args = None
     try:
         with command_line(tokens):
-            parsed: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
-        if not parsed.dry_run:
-            check_samples(parsed)
-        args = parsed
+            args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        if not args.dry_run:
+            check_samples(args)
         return args
-    except UserError:
-        raise
-    except SystemExit as error:
-        raise UserError(
-            f"Megatron-LM refused the arguments (exit {error.code}), see above"
-        ) from error
-    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        raise UserError(in_one_line(error)) from error
-    except Exception as error:
-        # Megatron-LM computes with some values before it checks them.
-        raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
-    finally:
-        if args is None:
-            # Those that are set by now would prevent another run in this process.
-            unset_global_variables()
+    except (Exception, SystemExit) as error:
+        # Variables that are set by now would prevent another run in this process.
+        unset_global_variables()
+        if isinstance(error, UserError):
+            raise
+        if isinstance(error, SystemExit):
+            message = f"Megatron-LM refused the arguments (exit {error.code}), see above"
+        elif isinstance(error, _REFUSALS):
+            message = in_one_line(error)
+        else:
+            # Megatron-LM computes with some values before it checks them.
+            message = f"Megatron-LM cannot follow the arguments: {in_one_line(error)}"
+        raise UserError(message) from error
 
 
 def in_one_line(error: Exception) -> str:
