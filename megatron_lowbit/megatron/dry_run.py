@@ -15,12 +15,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
-from megatron.training.training import destroy_global_state
 from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.megatron.failures import translate_assertions
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.pretrain import model_config_of
@@ -59,22 +57,14 @@ def dry_run(args: Namespace) -> None:
     Raises:
         UserError: the model cannot be built, or the recipe does not match its layers.
     """
-    try:
-        if args.rank == 0:
-            with translate_assertions():
-                _describe(args)
-    finally:
-        destroy_global_state()
-
-
-def _describe(args: Namespace) -> None:
-    console = plain_console(130)
-    stages = model_stages(args, show_recipe=True)
-    console.print(parameter_table(args, stages))
+    if args.rank != 0:
+        return
     from megatron_lowbit.planning.run_plan import describe_plan
 
-    for line in describe_plan(args):
-        console.print(line)
+    console = plain_console(130)
+    stages = model_stages(args, show_recipe=True)
+    for part in (parameter_table(args, stages), *describe_plan(args)):
+        console.print(part)
     console.print("dry run: nothing was trained, nothing was written")
 
 

@@ -13,7 +13,7 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
 from megatron_lowbit.numerics.randomness import WORDS, layer_key
-from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
+from megatron_lowbit.recipes import OPERANDS, LinearPrecision
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
@@ -125,9 +125,3 @@ def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
             state = getattr(module, "layer_state", None)
             if state is not None:
                 yield state
-
-
-def set_recipe(states: Iterable[LayerState], recipe: Recipe) -> None:
-    """Let linear layers compute as a recipe says from now on."""
-    for state in states:
-        state.set_precision(recipe.precision_for(state.plan.layer))

@@ -25,8 +25,8 @@ from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import allreduce_norm, experts, linear
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
-from megatron_lowbit.megatron.layer_plan import plans
-from megatron_lowbit.megatron.layer_state import LayerState, layer_states, set_recipe
+from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
+from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
@@ -64,11 +64,16 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    precisions = list(recipe.precisions())
-    if any(precision.quantized for precision in precisions):
+    if any(precision.quantized for precision in recipe.precisions()):
         _check(args)
-    if any(precision.falls_back for precision in precisions):
-        _check_fallback(args)
+    if any(precision.falls_back for precision in recipe.precisions()):
+        require(
+            args.transformer_impl == "local",
+            "fallback: bf16 needs --transformer-impl local: Transformer Engine's layers hand on "
+            "quantized operands alone",
+        )
+        require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
+                "whole")  # fmt: skip
     if args.fused_allreduce_norm:
         allreduce_norm.check(args)
     if args.mxnorm:
@@ -90,17 +95,6 @@ def _check(args: Namespace) -> None:
     }
     for flag, (given, reason) in refused.items():
         require(not given, f"{flag} under a recipe: {reason}; leave it out")
-
-
-def _check_fallback(args: Namespace) -> None:
-    """Raise UserError for layers that have no operands in high precision where they multiply."""
-    local = args.transformer_impl == "local"
-    require(
-        local,
-        "fallback: bf16 needs --transformer-impl local: Transformer Engine's layers hand on "
-        "quantized operands alone",
-    )
-    require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never whole")
 
 
 class RecipeHook:
@@ -138,7 +132,8 @@ class RecipeHook:
 
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
         """Give the linear layers of this rank the precision with which the run begins."""
-        self.engine = select_engine(_device(chunks), self.args.quantization_engine)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.engine = select_engine(device, self.args.quantization_engine)
         self.start = source.iteration if source else 0
         first = self.recipe.at(self._progress(self.start))
         self.states = [state for chunk in chunks for state in self._take_over(chunk, first)]
@@ -167,11 +162,19 @@ class RecipeHook:
             from megatron_lowbit.megatron import transformer_engine_layers as kind
 
             modules = kind.te_linears(chunk)
-        first_expert = experts.first_local(chunk.config)
-        norm = mxnorm_of(self.args)
-        evaluates = self.args.eval_precision == "recipe"
-        found = plans(chunk, modules, recipe, self.engine, first_expert, norm, evaluates)
-        return [kind.take_over(modules[name], plan) for name, plan in found.items()]
+        states, first_expert = [], experts.first_local(chunk.config)
+        for name, module in modules.items():
+            if (layer := layer_of(chunk, name, first_expert)) is not None:
+                plan = LayerPlan(
+                    layer,
+                    recipe.precision_for(layer),
+                    self.engine,
+                    accumulate_main_grad=chunk.config.gradient_accumulation_fusion,
+                    norm=mxnorm_of(self.args),
+                    evaluates=self.args.eval_precision == "recipe",
+                )
+                states.append(kind.take_over(module, plan))
+        return states
 
     def _progress(self, iteration: int) -> Progress:
         args = self.args
@@ -185,7 +188,8 @@ class RecipeHook:
             state.forget_weight()
         current = self.recipe.at(self._progress(iteration))
         if training and current != self.current:
-            set_recipe(self.states, current)
+            for state in self.states:
+                state.set_precision(current.precision_for(state.plan.layer))
             self.current = current
             if is_rank0():
                 print(f"iteration {iteration}: recipe {current.name}", flush=True)
@@ -203,7 +207,3 @@ def in_order(layers: Iterable[Layer]) -> list[Layer]:
     """Return layers sorted by block and path, each path once."""
     unique = {layer.path: layer for layer in layers}
     return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))
-
-
-def _device(chunks: list[torch.nn.Module]) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
