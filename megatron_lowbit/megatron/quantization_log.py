@@ -20,7 +20,7 @@ from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, fi
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.numerics import Operand, derive_key
 
 METRIC = "quantization"
@@ -49,7 +49,8 @@ def log_quantization_errors(args: Namespace, chunks: list[nn.Module]) -> None:
 
     def begin_step(iteration: int, training: bool) -> None:
         if training and iteration % interval == 0:
-            Measurement(chunks, iteration, partial(_write, METRIC), partial(_write, norms.METRIC))
+            Measurement(chunks, iteration, partial(_write, METRIC))
+            _log_norms(chunks, iteration)
 
     steps_of(args, chunks).listeners.append(begin_step)
 
@@ -65,18 +66,10 @@ class Measurement:
         iteration: finished iterations.
         report: called on all ranks at the end with the number of the iteration, counted from 1, and
             the figures of each layer by its path.
-        report_norms: the same of each norm; None leaves norms out.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        iteration: int,
-        report: Any,
-        report_norms: Any = None,
-    ) -> None:
-        self._iteration, self._report, self._report_norms = iteration, report, report_norms
-        self._norms = norms.NormStatistics(chunks, iteration) if report_norms else None
+    def __init__(self, chunks: Sequence[nn.Module], iteration: int, report: Any) -> None:
+        self._iteration, self._report = iteration, report
         self._found: dict[str, Sums] = {}
         self._is_finite = True
         self._handles = [
@@ -85,20 +78,12 @@ class Measurement:
             for module in chunk.modules()
             if hasattr(module, "layer_state") and not hasattr(module, "layer_norm_weight")
         ]
-        # The one public hook that runs on all ranks once an iteration's backward passes are done.
-        self._config = chunks[0].config
-        self._finalize = self._config.finalize_model_grads_func
-        self._config.finalize_model_grads_func = self._finalize_and_end
+        run_after_backward(chunks, self._end)
 
-    def _finalize_and_end(self, *args: Any, **kwargs: Any) -> None:
-        self._config.finalize_model_grads_func = self._finalize
-        self._finalize(*args, **kwargs)
+    def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._report(self._iteration + 1, _gather(self._found, figures))
-        if self._norms is not None:
-            self._norms.remove()
-            self._report_norms(self._iteration + 1, _gather(self._norms.sums, norms.figures))
 
     def _watch(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
         """Measure the forward pass of a layer, and its backward pass when the gradient is there."""
@@ -148,6 +133,17 @@ class Measurement:
                     f"{name.removesuffix(NONFINITE)}{NONFINITE}: {int(value)}, the first of them",
                     flush=True,
                 )
+
+
+def _log_norms(chunks: Sequence[nn.Module], iteration: int) -> None:
+    """Log the statistics of norms over the same microbatch."""
+    statistics = norms.NormStatistics(chunks, iteration)
+
+    def end() -> None:
+        statistics.remove()
+        _write(norms.METRIC, iteration + 1, _gather(statistics.sums, norms.figures))
+
+    run_after_backward(chunks, end)
 
 
 def _gather(found: dict[str, Sums], figures: Any) -> dict[str, dict[str, float]]:

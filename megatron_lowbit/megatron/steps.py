@@ -59,3 +59,18 @@ def steps_of(args: Namespace, chunks: list[Any]) -> Steps:
         chunks[0].lowbit_steps = Steps(args, chunks)
     steps: Steps = chunks[0].lowbit_steps
     return steps
+
+
+def run_after_backward(chunks: Sequence[Any], function: Callable[[], None]) -> None:
+    """Call a function once, when Megatron-LM has finalized the present iteration's gradients."""
+    # The one public hook that runs on all ranks once an iteration's backward passes are done.
+    # Megatron-LM sets it after the model is built.
+    config = chunks[0].config
+    finalize = config.finalize_model_grads_func
+
+    def finalize_and_run(*args: Any, **kwargs: Any) -> None:
+        config.finalize_model_grads_func = finalize
+        finalize(*args, **kwargs)
+        function()
+
+    config.finalize_model_grads_func = finalize_and_run
