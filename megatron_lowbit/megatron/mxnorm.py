@@ -58,8 +58,7 @@ def mxnorm_of(args: Namespace) -> MXNorm | None:
     """Return the normalization that the arguments ask for; None for megatron's own."""
     if not args.mxnorm:
         return None
-    eps = args.layernorm_epsilon
-    return MXNorm(p=args.mxnorm_p, eps=eps, rounded=args.mxnorm_post_round)
+    return MXNorm(p=args.mxnorm_p, eps=args.layernorm_epsilon, rounded=args.mxnorm_post_round)
 
 
 def use_mxnorm_spec(model_config: Any) -> None:
@@ -83,16 +82,14 @@ def _layer_spec(model_config: Any, vp_stage: int | None) -> Any:
 def with_mxnorm(spec: Any) -> Any:
     """Return a spec of local layers in which first linear layers normalize their input."""
     if isinstance(spec, TransformerLayerSubmodules):
-        attention = _with_fused(spec.self_attention, "linear_qkv")
-        mlp = _with_fused(spec.mlp, "linear_fc1")
-        is_own = attention is spec.self_attention, mlp is spec.mlp
-        return dataclasses.replace(
-            spec,
-            self_attention=attention,
-            input_layernorm=spec.input_layernorm if is_own[0] else IdentityOp,
-            mlp=mlp,
-            pre_mlp_layernorm=spec.pre_mlp_layernorm if is_own[1] else IdentityOp,
-        )
+        for part, linear, norm in (
+            ("self_attention", "linear_qkv", "input_layernorm"),
+            ("mlp", "linear_fc1", "pre_mlp_layernorm"),
+        ):
+            fused = _with_fused(getattr(spec, part), linear)
+            if fused is not None:
+                spec = dataclasses.replace(spec, **{part: fused, norm: IdentityOp})
+        return spec
     if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **{k: with_mxnorm(v) for k, v in fields.items()})
@@ -102,19 +99,16 @@ def with_mxnorm(spec: Any) -> Any:
 
 
 def _with_fused(spec: Any, name: str) -> Any:
-    """Return a spec whose first linear layer normalizes; the same spec where there is none.
+    """Return a spec whose first linear layer normalizes; None where there is no such layer.
 
     A mixture of experts stays as it is: it shares its norm with the router.
     """
+    fused = {name: MXNormColumnParallelLinear}
     if isinstance(spec, partial) and spec.func == MLP.as_mlp_submodule:
-        submodules = dataclasses.replace(
-            spec.keywords["submodules"], **{name: MXNormColumnParallelLinear}
-        )
-        return partial(spec.func, *spec.args, **{**spec.keywords, "submodules": submodules})
-    if not isinstance(spec, ModuleSpec) or not hasattr(spec.submodules, name):
-        return spec
-    submodules = dataclasses.replace(spec.submodules, **{name: MXNormColumnParallelLinear})
-    return dataclasses.replace(spec, submodules=submodules)
+        return partial(spec, submodules=dataclasses.replace(spec.keywords["submodules"], **fused))
+    if isinstance(spec, ModuleSpec) and hasattr(spec.submodules, name):
+        return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **fused))
+    return None
 
 
 def mxnorm_layers(chunks: list[torch.nn.Module]) -> tuple[int, int]:
