@@ -62,7 +62,7 @@ class LayerState:
             return x
         return Operand(handed[1], None, x)
 
-    def context(self, shards: Shards = UNSHARDED) -> LinearContext:
+    def context(self, shards: Shards) -> LinearContext:
         """Return the context of a call in the present microbatch."""
         return LinearContext(
             self.plan.precision,
@@ -73,6 +73,26 @@ class LayerState:
             amax_history=self.amax_history,
             weight_cache=self.weight_cache,
             fallbacks=self.fallbacks,
+        )
+
+    def shards(
+        self,
+        group: dist.ProcessGroup,
+        is_column: bool,
+        sequence_parallel: bool = False,
+        allreduce_dgrad: bool = False,
+    ) -> Shards:
+        """Return how tensor parallelism splits this column- or row-parallel layer."""
+        if self.features is None:
+            return UNSHARDED
+        if not is_column:
+            return Shards(group, frozenset({"weight", "input"}), in_features=self.features)
+        return Shards(
+            group,
+            frozenset({"weight", "grad", "input"} if sequence_parallel else {"weight", "grad"}),
+            out_features=self.features,
+            sequence_parallel=sequence_parallel,
+            allreduce_dgrad=allreduce_dgrad,
         )
 
     def forget_weight(self) -> None:
@@ -97,17 +117,16 @@ def device_of(module: torch.nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def split_features(
-    path: str, split: int, parts: int, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor | None:
-    """Return the global numbers (int64) of this rank's ``split`` features; None if unsplit.
+def split_features(path: str, split: int, module: torch.nn.Module) -> torch.Tensor | None:
+    """Return the global numbers (int64) of a rank's ``split`` features of a layer; None if unsplit.
 
-    They come in ``parts``, each split over the group: a gated fc1 holds its share of the gate, then
-    its share of the up projection.
+    They may come in parts, each split over the tensor-parallel group: a gated fc1 holds its share
+    of the gate, then its share of the up projection.
     """
-    ranks = group.size()
+    group, ranks = module.tp_group, module.tp_group.size()
     if ranks == 1:
         return None
+    parts = getattr(module.weight, "partition_stride", 1)
     part = split // parts
     if part % WORDS:
         raise UserError(
@@ -115,7 +134,7 @@ def split_features(
             f"multiple of {WORDS}: choose a smaller one"
         )
     starts = (torch.arange(parts) * ranks + group.rank()) * part
-    return (starts[:, None] + torch.arange(part)).flatten().to(device)
+    return (starts[:, None] + torch.arange(part)).flatten().to(device_of(module))
 
 
 def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:

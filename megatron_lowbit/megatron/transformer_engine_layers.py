@@ -19,7 +19,7 @@ from megatron.core.quantization.quant_config import MatchContext, QuantizationCo
 from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 from megatron_lowbit.recipes import LinearPrecision
@@ -41,15 +41,11 @@ class TELayerState(LayerState):
         module.name = _Name(plan.layer.path)
         module.name.state = self
         module.register_forward_pre_hook(self._open)
-        super().__init__(plan, device_of(module), self._features(plan.layer.path))
-
-    def _features(self, path: str) -> torch.Tensor | None:
-        module = self.module
-        if module.tp_size == 1:
-            return None
-        split = module.out_features if self.is_column else module.in_features
-        parts = getattr(module.weight, "partition_stride", 1)
-        return split_features(path, split, parts, module.tp_group, device_of(module))
+        features = None
+        if module.tp_size > 1:
+            split = module.out_features if self.is_column else module.in_features
+            features = split_features(plan.layer.path, split, module)
+        super().__init__(plan, device_of(module), features)
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
@@ -77,19 +73,13 @@ class TELayerState(LayerState):
             self.calls.open(training=module.training and torch.is_grad_enabled())
 
     def _make_context(self, training: bool) -> LinearContext:
-        shards, group = UNSHARDED, self.module.tp_group
-        if self.features is not None and self.is_column:
-            roles = frozenset({"weight", "grad"})
-            shards = Shards(group, roles, out_features=self.features)
-        elif self.features is not None:
-            shards = Shards(group, frozenset({"weight", "input"}), in_features=self.features)
         # Communication, gradient buffers and the weight's cache are Transformer Engine's.
         return LinearContext(
             self.plan.precision,
             self.plan.engine,
             self.microbatch_key(),
             training,
-            shards=shards,
+            shards=self.shards(self.module.tp_group, self.is_column),
             amax_history=self.amax_history,
         )
 
