@@ -12,9 +12,7 @@ from megatron_lowbit.errors import UserError, error_behind
 
 
 @contextmanager
-def same_outcome(
-    doing: str, directory: Path, group: dist.ProcessGroup | None = None
-) -> Iterator[None]:
+def same_outcome(doing: str, directory: Path) -> Iterator[None]:
     """Raise an exception on all ranks if any rank raises one, so that no rank waits for another.
 
     A UserError or an OSError, also as a cause, becomes the same UserError on all ranks. Any other
@@ -23,7 +21,6 @@ def same_outcome(
     Args:
         doing: description of the operation for errors, such as "read the checkpoint in".
         directory: folder of the operation, named after the description.
-        group: ranks that run the operation; None for all.
     """
     caught: BaseException | None = None
     try:
@@ -32,7 +29,7 @@ def same_outcome(
         caught = error
     reports: list[Any] = [None] * dist.get_world_size()
     report = caught and _report(caught, f"cannot {doing} {directory}")
-    dist.all_gather_object(reports, report, group)
+    dist.all_gather_object(reports, report)
     failures = [report for report in reports if report is not None]
     for is_user_error, message in failures:
         if is_user_error:
