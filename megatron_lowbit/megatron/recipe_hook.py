@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.training.utils import is_rank0
+from megatron.training.utils import is_rank0, print_rank_0
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import allreduce_norm, experts, linear
+from megatron_lowbit.megatron import allreduce_norm, experts, linear, upstream_gaps
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
@@ -33,12 +33,6 @@ from megatron_lowbit.megatron.quantization_log import log_quantization_errors
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
-from megatron_lowbit.megatron.upstream_gaps import (
-    check_local_layers,
-    use_local_latent_attention,
-    use_prebuilt_dataset_helpers,
-    use_torch_rms_norm,
-)
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
 
@@ -55,12 +49,12 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     Raises:
         UserError: the recipe does not exist, or does not fit the other arguments.
     """
-    use_prebuilt_dataset_helpers()
-    check_local_layers(args)
+    upstream_gaps.use_prebuilt_dataset_helpers()
+    upstream_gaps.check_local_layers(args)
     if args.transformer_impl == "local":
-        use_torch_rms_norm()
+        upstream_gaps.use_torch_rms_norm()
     if args.multi_latent_attention:
-        use_local_latent_attention()
+        upstream_gaps.use_local_latent_attention()
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
@@ -191,8 +185,7 @@ class RecipeHook:
             for state in self.states:
                 state.set_precision(current.precision_for(state.plan.layer))
             self.current = current
-            if is_rank0():
-                print(f"iteration {iteration}: recipe {current.name}", flush=True)
+            print_rank_0(f"iteration {iteration}: recipe {current.name}")
 
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:

@@ -15,15 +15,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from typing import Literal, NoReturn
 
-from megatron_lowbit.command_line import (
-    HELP_PROGRAM,
-    HELP_WIDTH,
-    CommandParser,
-    HelpFormatter,
-    add_print_completion,
-    help_cache,
-    print_help,
-)
+from megatron_lowbit import command_line
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
 
@@ -123,7 +115,7 @@ def _add_groups(parser: argparse.ArgumentParser, *titles: str) -> argparse.Argum
     return parser
 
 
-def front_parser() -> CommandParser:
+def front_parser() -> command_line.CommandParser:
     """Build the parser of a whole command line, with this project's arguments first.
 
     Unlike Megatron-LM's parser, it accepts any recipe name, and ``--normalization MXNorm``. Only
@@ -132,17 +124,17 @@ def front_parser() -> CommandParser:
     from megatron.training.arguments import add_megatron_arguments
 
     _read_sources_once()
-    parser = CommandParser(
+    parser = command_line.CommandParser(
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
         "@FILE reads arguments from FILE, which may have comments.",
         usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
         "    --seq-length N --max-position-embeddings N --micro-batch-size N --train-iters N\n"
         "    --lr X --data-path PREFIX ...",
         allow_abbrev=False,
-        formatter_class=partial(HelpFormatter, width=HELP_WIDTH),
+        formatter_class=partial(command_line.HelpFormatter, width=command_line.HELP_WIDTH),
     )
     add_own_arguments(parser)
-    add_print_completion(parser)
+    command_line.add_print_completion(parser)
     add_megatron_arguments(parser)
     # Put this project's groups first in the help, before argparse's "options".
     parser._action_groups.sort(key=lambda group: group.title not in _OWN_GROUPS)
@@ -183,11 +175,11 @@ def describe_unknown(
 
 def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
     """Render a command's help, store it in the user's cache, print it and exit."""
-    parser.prog = HELP_PROGRAM
+    parser.prog = command_line.HELP_PROGRAM
     text = parser.format_help()
     # The cache is optional. RuntimeError: there is no home folder.
     with suppress(OSError, RuntimeError):
-        path = help_cache(command)
+        path = command_line.help_cache(command)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Rename a complete file, so that no other process reads a partial one.
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
@@ -196,7 +188,7 @@ def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    print_help(text)
+    command_line.print_help(text)
 
 
 @cache
