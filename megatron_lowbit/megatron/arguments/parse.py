@@ -20,9 +20,6 @@ from megatron_lowbit.megatron.arguments.parser import (
 from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, translate_precision
 from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
 
-COMMAND = "pretrain"
-"""Name under which the help of the pretraining programs is cached."""
-
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _PACKED = ("--sft", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
 """Arguments for sequences of several documents, which forward_step.py does not support."""
@@ -50,7 +47,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     """
     parser = front_parser()
     if asks_for_help(argv):
-        show_help(COMMAND, parser)
+        show_help("pretrain", parser)
     written = expand_files(sys.argv[1:] if argv is None else argv)
     args, unknown = parser.parse_known_args(written)
     if unknown:
@@ -165,10 +162,9 @@ def _world_size(ranks: int | None) -> Iterator[None]:
     try:
         yield
     finally:
+        os.environ.pop("WORLD_SIZE", None)
         if before is not None:
             os.environ["WORLD_SIZE"] = before
-        elif ranks is not None:
-            del os.environ["WORLD_SIZE"]
 
 
 def _parse_upstream(tokens: list[str]) -> Namespace:

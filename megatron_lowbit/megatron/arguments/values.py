@@ -173,23 +173,19 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
     destinations = words.destinations()
     for action in parser._actions:
         if action.dest in destinations and action.type in (int, float):
-            flag = action.option_strings[0]
-            _check_number(flag, getattr(args, action.dest), action.type is int)
+            flag, value = action.option_strings[0], getattr(args, action.dest)
+            bounds = RANGES.get(flag, _INT if action.type is int else _FLOAT)
+            for number in value if isinstance(value, list) else [value]:
+                require(
+                    number is None or bounds.low <= number <= bounds.high,
+                    f"{flag} {number}: must be {bounds.words}",
+                )
     _check_split(args.split)
     _check_layout(args.pipeline_model_parallel_layout)
     require(
         args.recompute_num_layers != 0 or args.recompute_method != "uniform",
         "--recompute-num-layers 0: must be at least 1 with --recompute-method uniform",
     )
-
-
-def _check_number(flag: str, value: Any, is_int: bool) -> None:
-    bounds = RANGES.get(flag, _INT if is_int else _FLOAT)
-    for number in value if isinstance(value, list) else [value]:
-        require(
-            number is None or bounds.low <= number <= bounds.high,
-            f"{flag} {number}: must be {bounds.words}",
-        )
 
 
 def _check_split(split: str | None) -> None:
