@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import (
     TEColumnParallelLinear,
-    TEGroupedLinear,
     TELayerNormColumnParallelLinear,
     TELinear,
     TERowParallelLinear,
@@ -18,7 +17,6 @@ from megatron.core.extensions.transformer_engine import (
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from transformer_engine.pytorch.quantization import RecipeState
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
@@ -85,19 +83,9 @@ class TELayerState(LayerState):
 
 
 def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return a chunk's linear layers that can take a recipe, by their path in it.
-
-    Raises UserError for grouped GEMMs, which take no recipe yet.
-    """
-    found = {}
-    for name, module in chunk.named_modules():
-        if isinstance(module, TEGroupedLinear):
-            raise UserError(
-                f"{name}: grouped GEMMs take no recipe yet: leave out --moe-grouped-gemm"
-            )
-        if isinstance(module, (*_COLUMN, TERowParallelLinear, TELinear)):
-            found[name] = module
-    return found
+    """Return a chunk's linear layers that can take a recipe, by their path in it."""
+    kinds = (*_COLUMN, TERowParallelLinear, TELinear)
+    return {name: module for name, module in chunk.named_modules() if isinstance(module, kinds)}
 
 
 def take_over(module: torch.nn.Module, plan: LayerPlan) -> TELayerState:
@@ -117,18 +105,14 @@ def factory(role: Any) -> Any:
     state = None if role is None else getattr(role.name, "state", None)
     if state is None or state.own:
         return slot(role, lambda: state.calls)
-    return _native_quantizer(state.native, role.tensor_type)
-
-
-def _native_quantizer(native: Native, tensor: str) -> Any:
-    """Return the quantizer that Transformer Engine's own recipe has for an operand."""
+    # Transformer Engine's own recipe makes the quantizers of a pass together.
     mode, count, index = {
         "input": ("forward", 3, 0),
         "weight": ("forward", 3, 1),
         "grad_output": ("backward", 2, 0),
-    }[tensor]
-    state = RecipeState.create(build(native), mode=mode, num_quantizers=count)
-    return state.make_quantizers()[index]
+    }[role.tensor_type]
+    own = RecipeState.create(build(state.native), mode=mode, num_quantizers=count)
+    return own.make_quantizers()[index]
 
 
 def _content(precision: LinearPrecision, evaluates: bool) -> dict[str, Any]:
