@@ -112,7 +112,7 @@ def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
     capacity = rows * args.hidden_size * args.params_dtype.itemsize
     run = AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
     for chunk in chunks:
-        _fuse(chunk, run)
+        _fuse(chunk.decoder, run)
 
 
 def check(args: Namespace) -> None:
@@ -131,8 +131,7 @@ def check(args: Namespace) -> None:
     require(not missing, f"--fused-allreduce-norm needs {', '.join(missing)}")
 
 
-def _fuse(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
-    decoder = chunk.decoder
+def _fuse(decoder: torch.nn.Module, run: AllReduceNorm) -> None:
     layers: list[TransformerLayer] = list(decoder.layers)
     for layer in layers:
         layer.input_layernorm = PrecomputedNorm(layer.input_layernorm)

@@ -14,8 +14,6 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lowbit.megatron.random_key import set_microbatch_key
 
-Listener = Callable[[int, bool], None]
-
 
 class Steps:
     """Counter of the forward passes of a model's chunks.
@@ -29,7 +27,7 @@ class Steps:
     """
 
     def __init__(self, args: Namespace, chunks: Sequence[torch.nn.Module]) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[[int, bool], None]] = []
         self._args = args
         self._step: tuple[int, bool] | None = None
         self._passes: Counter[int] = Counter()
