@@ -8,13 +8,13 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_lowbit.command_line import CommandLine, asks_for_help, expand_files
+from megatron_lowbit.command_line import CommandLine, asks_for_help
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.arguments.parser import (
     add_own_arguments,
-    describe_unknown,
     front_parser,
+    read_command_line,
     show_help,
 )
 from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, translate_precision
@@ -48,11 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     parser = front_parser()
     if asks_for_help(argv):
         show_help("pretrain", parser)
-    written = expand_files(sys.argv[1:] if argv is None else argv)
-    args, unknown = parser.parse_known_args(written)
-    if unknown:
-        raise UserError(describe_unknown(parser, written, unknown))
-    words = CommandLine(parser, written)
+    args, words = read_command_line(parser, sys.argv[1:] if argv is None else argv)
     check_values(parser, args, words)
     _check(args, words, hybrid)
     if not args.dry_run:

@@ -8,7 +8,8 @@ takes seconds. :func:`show_help` therefore caches the text for each version, and
 import argparse
 import inspect
 import os
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,6 +17,7 @@ from functools import cache, partial
 from typing import Literal, NoReturn
 
 from megatron_lowbit import command_line
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
 
@@ -149,7 +151,25 @@ def front_parser() -> command_line.CommandParser:
     return parser
 
 
-def describe_unknown(
+def read_command_line(
+    parser: argparse.ArgumentParser, argv: Iterable[str]
+) -> tuple[Namespace, command_line.CommandLine]:
+    """Parse a command line, with files of arguments expanded, by the front parser.
+
+    Returns:
+        The parsed arguments, and the same arguments as written.
+
+    Raises:
+        UserError: an argument is unknown or has an invalid value, or a file cannot be read.
+    """
+    written = command_line.expand_files(argv)
+    args, unknown = parser.parse_known_args(written)
+    if unknown:
+        raise UserError(_describe_unknown(parser, written, unknown))
+    return args, command_line.CommandLine(parser, written)
+
+
+def _describe_unknown(
     parser: argparse.ArgumentParser, written: Sequence[str], unknown: Sequence[str]
 ) -> str:
     """Describe all unknown arguments in one line, each with similar known ones."""
