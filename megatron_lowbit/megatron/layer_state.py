@@ -141,6 +141,5 @@ def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
     """Yield the states of this rank's linear layers that a recipe reaches."""
     for chunk in chunks:
         for module in chunk.modules():
-            state = getattr(module, "layer_state", None)
-            if state is not None:
-                yield state
+            if hasattr(module, "layer_state"):
+                yield module.layer_state

@@ -18,6 +18,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import default_layer_spec
+from torch import Tensor
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
@@ -36,19 +37,15 @@ class MXNormColumnParallelLinear(ColumnParallelLinear):
         # Each rank has a part of its gradient then: megatron sums those that are so marked.
         self.layer_norm_weight.sequence_parallel = self.config.sequence_parallel
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any):
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Any:
         """Normalize and multiply in high precision."""
         gain, eps = self.layer_norm_weight, self.config.layernorm_epsilon
         normalized = F.rms_norm(input, gain.shape, gain, eps)
         return super()._forward_impl(normalized, weight, **kwargs)
 
     def normalized_product(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        context: LinearContext,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, input: Tensor, weight: Tensor, context: LinearContext, bias: Tensor | None = None
+    ) -> Tensor:
         """Normalize and multiply in a quantized precision; arguments as ``lowbit_linear``'s."""
         norm = self.layer_state.plan.norm
         return mxnorm_linear(input, self.layer_norm_weight, weight, context, norm, bias)
