@@ -45,10 +45,9 @@ class CheckpointGuard:
         """
         if self._args.save is not None:
             self._take_save_folder(Path(self._args.save))
+            training.save_checkpoint = self._save
         if self._args.load is not None:
             choose_checkpoint(self._args)
-        if self._args.save is not None:
-            training.save_checkpoint = self._save
         if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
         return chunks

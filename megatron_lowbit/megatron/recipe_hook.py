@@ -96,8 +96,6 @@ class RecipeHook:
 
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
-        self.current: Recipe | None = None
-        self.start = 0
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
@@ -129,9 +127,8 @@ class RecipeHook:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.engine = select_engine(device, self.args.quantization_engine)
         self.start = source.iteration if source else 0
-        first = self.recipe.at(self._progress(self.start))
-        self.states = [state for chunk in chunks for state in self._take_over(chunk, first)]
-        self.current = first
+        self.current = self.recipe.at(self._progress(self.start))
+        self.states = [state for chunk in chunks for state in self._take_over(chunk)]
         if source:
             source.check_histories(self.states)
 
@@ -146,10 +143,10 @@ class RecipeHook:
         console = plain_console(130)
         for line in describe(self.recipe, self.engine, layers, chunks, self.args):
             console.print(line)
-        if self.recipe.switches and self.current is not None:
+        if self.recipe.switches:
             print(f"in force from iteration {self.start} on: recipe {self.current.name}")
 
-    def _take_over(self, chunk: torch.nn.Module, recipe: Recipe) -> list[LayerState]:
+    def _take_over(self, chunk: torch.nn.Module) -> list[LayerState]:
         kind: Any = linear
         modules = linear.local_linears(chunk)
         if self.args.transformer_impl == "transformer_engine":
@@ -161,7 +158,7 @@ class RecipeHook:
             if (layer := layer_of(chunk, name, first_expert)) is not None:
                 plan = LayerPlan(
                     layer,
-                    recipe.precision_for(layer),
+                    self.current.precision_for(layer),
                     self.engine,
                     accumulate_main_grad=chunk.config.gradient_accumulation_fusion,
                     norm=mxnorm_of(self.args),
