@@ -115,8 +115,8 @@ def rank_of_stage(args: Namespace, stage: int, replicas: int = 1) -> Iterator[No
     dense = (
         args.tensor_model_parallel_size * args.context_parallel_size * args.gtp_weight_remat_size
     )
-    expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    expert *= args.expert_model_parallel_size * args.expert_gtp_weight_remat_size
+    expert = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+    expert *= args.expert_gtp_weight_remat_size
     ranks = math.lcm(dense, expert) * replicas
     dist.init_process_group(
         "fake", store=FakeStore(), rank=stage * ranks, world_size=ranks * pipeline
@@ -185,8 +185,7 @@ class _OnMeta(TorchFunctionMode):
 def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Parameters:
     """Count the parameters of a rank and of its whole pipeline stage."""
     rank = experts = whole = 0
-    tensor = args.tensor_model_parallel_size
-    expert_tensor = args.expert_tensor_parallel_size or tensor
+    tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             size, is_expert = parameter.numel(), ".experts." in name

@@ -34,9 +34,8 @@ def count_fallbacks(args: Namespace, chunks: list[nn.Module]) -> None:
 def _report(chunks: list[nn.Module], iteration: int) -> None:
     states = [state for state in layer_states(chunks) if state.fallbacks is not None]
     device = next(chunks[0].parameters()).device
-    total = torch.zeros(len(GEMM_ROLES), dtype=torch.int64, device=device)
-    for state in states:
-        total += state.fallbacks
+    none = torch.zeros(len(GEMM_ROLES), dtype=torch.int64, device=device)
+    total = sum((state.fallbacks for state in states), none)
     if total.any():
         for state in states:
             _print(state, iteration)

@@ -156,9 +156,8 @@ def log_metrics(args: Namespace) -> Iterator[None]:
 
     from megatron_lowbit.megatron.metrics import MetricsWriter
 
-    folder = Path(args.save)
     board, tokens = global_vars.get_tensorboard_writer(), args.global_batch_size * args.seq_length
-    writer = MetricsWriter(folder, board, args.log_interval, tokens)
+    writer = MetricsWriter(Path(args.save), board, args.log_interval, tokens)
     global_vars._GLOBAL_TENSORBOARD_WRITER = writer
     try:
         yield

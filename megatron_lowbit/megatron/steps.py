@@ -55,8 +55,7 @@ def steps_of(args: Namespace, chunks: list[Any]) -> Steps:
     """Return the counter of a model's chunks; the first call creates it."""
     if not hasattr(chunks[0], "lowbit_steps"):
         chunks[0].lowbit_steps = Steps(args, chunks)
-    steps: Steps = chunks[0].lowbit_steps
-    return steps
+    return chunks[0].lowbit_steps
 
 
 def run_after_backward(chunks: Sequence[Any], function: Callable[[], None]) -> None:

@@ -8,12 +8,7 @@ finds its module by the name that Transformer Engine hands on.
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import (
-    TEColumnParallelLinear,
-    TELayerNormColumnParallelLinear,
-    TELinear,
-    TERowParallelLinear,
-)
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from transformer_engine.pytorch.quantization import RecipeState
 
@@ -26,7 +21,7 @@ from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import slot
 from megatron_lowbit.transformer_engine.recipe import build
 
-_COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+_COLUMN = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear)
 _FACTORY = f"{__name__}.factory"
 
 
@@ -84,7 +79,7 @@ class TELayerState(LayerState):
 
 def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return a chunk's linear layers that can take a recipe, by their path in it."""
-    kinds = (*_COLUMN, TERowParallelLinear, TELinear)
+    kinds = (*_COLUMN, te.TERowParallelLinear, te.TELinear)
     return {name: module for name, module in chunk.named_modules() if isinstance(module, kinds)}
 
 

@@ -13,6 +13,7 @@ import re
 import stat
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_lowbit.command_line import CommandLine
@@ -130,22 +131,20 @@ def guard_layer_lists(parser: argparse.ArgumentParser) -> None:
     """Limit the length of lists such as ``([0]*3+[1])*8`` before Megatron-LM evaluates them."""
     for flag in _LAYER_LISTS:
         action = parser._option_string_actions[flag]
-        action.type = _bounded(action.type)
+        action.type = partial(_layer_list, action.type)
 
 
-def _bounded(evaluate: Any) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
-        try:
-            size = _size(ast.parse(text, mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither an integer nor a list such as ([0]*3+[1])*2"
-            ) from None
-        if "[" in text and size > _MOST_LAYERS:
-            raise argparse.ArgumentTypeError(f"{text!r} is longer than {_MOST_LAYERS} layers")
-        return evaluate(text)
-
-    return checked
+def _layer_list(evaluate: Callable[[str], Any], text: str) -> Any:
+    """Evaluate a list by Megatron-LM's function, unless it is too long."""
+    try:
+        size = _size(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither an integer nor a list such as ([0]*3+[1])*2"
+        ) from None
+    if "[" in text and size > _MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than {_MOST_LAYERS} layers")
+    return evaluate(text)
 
 
 def _size(node: ast.AST) -> int:
