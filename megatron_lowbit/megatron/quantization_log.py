@@ -20,6 +20,7 @@ from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, fi
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
+from megatron_lowbit.megatron.same_outcome import gather_from_ranks
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.numerics import Operand, derive_key
 
@@ -149,11 +150,9 @@ def _log_norms(chunks: Sequence[nn.Module], iteration: int) -> None:
 def _gather(found: dict[str, Sums], figures: Any) -> dict[str, dict[str, float]]:
     """Return the figures of every layer or norm, from the sums of all ranks."""
     mine = {path: {k: float(v) for k, v in sums.items()} for path, sums in found.items()}
-    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
     total: dict[str, dict[str, float]] = {}
-    for ranks in gathered:
-        for path, sums in ranks.items():
+    for sums_of_rank in gather_from_ranks(mine):
+        for path, sums in sums_of_rank.items():
             add(total.setdefault(path, {}), sums)
     return {path: figures(sums) for path, sums in sorted(total.items())}
 

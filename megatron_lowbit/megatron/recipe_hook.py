@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.training.utils import is_rank0, print_rank_0
 
 from megatron_lowbit.console import plain_console
@@ -30,7 +29,7 @@ from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
-from megatron_lowbit.megatron.same_outcome import same_outcome
+from megatron_lowbit.megatron.same_outcome import gather_from_ranks, same_outcome
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
@@ -188,9 +187,7 @@ class RecipeHook:
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
     """Return all linear layers of the model that a recipe can reach, in the model's order."""
     mine = [state.plan.layer for state in layer_states(chunks)]
-    gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    return in_order(layer for layers in gathered for layer in layers)
+    return in_order(layer for layers in gather_from_ranks(mine) for layer in layers)
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:

@@ -27,10 +27,8 @@ def same_outcome(doing: str, directory: Path) -> Iterator[None]:
         yield
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         caught = error
-    reports: list[Any] = [None] * dist.get_world_size()
-    report = caught and _report(caught, f"cannot {doing} {directory}")
-    dist.all_gather_object(reports, report)
-    failures = [report for report in reports if report is not None]
+    own = caught and _report(caught, f"cannot {doing} {directory}")
+    failures = [report for report in gather_from_ranks(own) if report is not None]
     for is_user_error, message in failures:
         if is_user_error:
             raise UserError(message) from caught
@@ -38,6 +36,13 @@ def same_outcome(doing: str, directory: Path) -> Iterator[None]:
         raise caught
     if failures:
         raise RuntimeError(f"another rank failed: {failures[0][1]}")
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, on all ranks; each can be pickled."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _report(error: BaseException, failure: str) -> tuple[bool, str]:

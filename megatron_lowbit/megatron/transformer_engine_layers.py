@@ -44,10 +44,10 @@ class TELayerState(LayerState):
         """Compute in another precision from now on."""
         super().set_precision(precision)
         module, layer = self.module, self.plan.layer
-        where = MatchContext(layer.path, layer.block)
-        content = _content(precision, self.plan.evaluates)
-        module.finish_init(QuantizationConfig(content, where, "recipe"))
         self.native = _native(precision)
+        content = _content(precision, self.native, self.plan.evaluates)
+        where = MatchContext(layer.path, layer.block)
+        module.finish_init(QuantizationConfig(content, where, "recipe"))
         self.own = precision.quantized and self.native is None
         # Transformer Engine's GEMM of a custom recipe leaves main_grad alone.
         module.fuse_wgrad_accumulation = self.plan.accumulate_main_grad and not self.own
@@ -110,11 +110,10 @@ def factory(role: Any) -> Any:
     return own.make_quantizers()[index]
 
 
-def _content(precision: LinearPrecision, evaluates: bool) -> dict[str, Any]:
+def _content(precision: LinearPrecision, native: Native | None, evaluates: bool) -> dict[str, Any]:
     """Return megatron-core's configuration of a module; an empty recipe is high precision."""
     training: dict[str, Any] = {}
     if precision.quantized:
-        native = _native(precision)
         custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
         training = dict(native.megatron) if native and native.megatron else custom
         training["override_nonquantized_autocast"] = True

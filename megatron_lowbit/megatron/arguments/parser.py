@@ -176,14 +176,13 @@ def _describe_unknown(
     known = parser._option_string_actions
     parts, of_unknown_flag, rest = [], False, list(unknown)
     for token in written:
-        is_flag = token.startswith("--")
+        name, is_flag = token.partition("=")[0], token.startswith("--")
         if is_flag:
-            of_unknown_flag = token.partition("=")[0] not in known
+            of_unknown_flag = name not in known
         if token not in rest:
             continue
         rest.remove(token)
         if is_flag:
-            name = token.partition("=")[0]
             near = get_close_matches(name, known, n=2)
             parts.append(f"{name} (did you mean {' or '.join(near)}?)" if near else name)
         elif not of_unknown_flag:
