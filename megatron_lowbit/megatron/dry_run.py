@@ -63,8 +63,9 @@ def dry_run(args: Namespace) -> None:
 
     console = plain_console(130)
     stages = model_stages(args, show_recipe=True)
-    for part in (parameter_table(args, stages), *describe_plan(args)):
-        console.print(part)
+    console.print(parameter_table(args, stages))
+    for line in describe_plan(args):
+        console.print(line)
     console.print("dry run: nothing was trained, nothing was written")
 
 

@@ -102,11 +102,9 @@ _REPLACED = {
 }  # fmt: skip
 _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in flags.split()}
 """Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
-_SILENT = ("--fp8-recipe", "--fp4-recipe")
+_NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
-_UPSTREAM_ONLY = (
-    "--fp4-recipe", "--fp8-recipe", "--fp8-format", "--fp4-format", "--te-precision-config-file",
-)  # fmt: skip
+_UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
 
 
 def translate_precision(
@@ -159,7 +157,7 @@ def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> P
         require("custom" not in names, "recipe custom needs --fp8-format, or --fp4-format, and its "
                 "quantizer factory")  # fmt: skip
         recipes = [MEGATRON_NAMES.get(name, name) for name in names]
-        given = [words.text(flag) for flag in _SILENT if flag in words]
+        given = [words.text(flag) for flag in _NAMING if flag in words]
         reason = f"{' and '.join(given)} without a format"
     else:
         require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
@@ -272,6 +270,6 @@ def _with_recipes(
     lines += [
         f"precision: left out {words.text(flag)}: {_DEPENDENT[flag]}"
         for flag in left_out
-        if flag not in _SILENT
+        if flag not in _NAMING
     ]
     return Precision(recipes, overrides, left_out, tuple(lines))
