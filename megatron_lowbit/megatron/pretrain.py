@@ -179,6 +179,17 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
 
 
+def stop_data_workers() -> None:
+    """End the processes of data loaders, which a failed run's traceback keeps alive.
+
+    With ``--exit-signal-handler`` they ignore the signal by which Python ends its children, and
+    Python would wait for them for ever.
+    """
+    for found in gc.get_objects():
+        if type(found) is _MultiProcessingDataLoaderIter:
+            found._shutdown_workers()
+
+
 @contextmanager
 def teardown() -> Iterator[None]:
     """Remove process groups and Megatron-LM's global state on exit."""
@@ -194,12 +205,7 @@ def teardown() -> Iterator[None]:
     finally:
         failed = sys.exc_info()[0] is not None
         if failed:
-            # A failed run's traceback keeps the processes of data loaders alive. With
-            # --exit-signal-handler they ignore the signal by which Python ends its children, and
-            # Python would wait for them for ever.
-            for found in gc.get_objects():
-                if type(found) is _MultiProcessingDataLoaderIter:
-                    found._shutdown_workers()
+            stop_data_workers()
         destroy_global_state()
         destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
         if torch.distributed.is_initialized():
