@@ -12,14 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
 
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm
@@ -117,7 +112,7 @@ def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
     capacity = rows * args.hidden_size * args.params_dtype.itemsize
     run = AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
     for chunk in chunks:
-        _fuse(chunk, run)
+        _fuse(chunk.decoder, run)
 
 
 def check(args: Namespace) -> None:
@@ -136,8 +131,7 @@ def check(args: Namespace) -> None:
     require(not missing, f"--fused-allreduce-norm needs {', '.join(missing)}")
 
 
-def _fuse(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
-    decoder = chunk.decoder
+def _fuse(decoder: torch.nn.Module, run: AllReduceNorm) -> None:
     layers: list[TransformerLayer] = list(decoder.layers)
     for layer in layers:
         layer.input_layernorm = PrecomputedNorm(layer.input_layernorm)
@@ -147,12 +141,13 @@ def _fuse(chunk: torch.nn.Module, run: AllReduceNorm) -> None:
         decoder.final_layernorm = PrecomputedNorm(decoder.final_layernorm)
         following.append((decoder.final_layernorm, None))
     for layer in layers:
-        _skip_all_reduce(layer.self_attention.linear_proj)
+        # megatron-core's own switch, by which the linear layer leaves out its all-reduce.
+        layer.self_attention.linear_proj.explicit_expert_comm = True
         norm, linear = layer.pre_mlp_layernorm, layer.mlp.linear_fc1
         layer.self_attn_bda = _AddAndNormalize(run, norm, linear)
     # The last layer of a stage in the middle has no norm after it, and keeps its all-reduce.
     for layer, (norm, linear) in zip(layers, following, strict=False):
-        _skip_all_reduce(layer.mlp.linear_fc2)
+        layer.mlp.linear_fc2.explicit_expert_comm = True
         layer.mlp_bda = _AddAndNormalize(run, norm, linear)
 
 
@@ -170,8 +165,3 @@ def describe(chunks: list[torch.nn.Module]) -> str:
         f"{len(additions)} fused all-reduces in forward on rank 0, {casts} of them with the cast "
         f"of the next layer: {additions[0].run.choice}"
     )
-
-
-def _skip_all_reduce(linear: RowParallelLinear) -> None:
-    """Disable the all-reduce of a linear layer by megatron-core's own switch."""
-    linear.explicit_expert_comm = True

@@ -9,10 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from megatron_lowbit.megatron import experts

@@ -70,7 +70,6 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
         if args.world_size > 1:
             raise TrainingError(f"{trouble}: recorded; a restarted run skips it") from error
         print(f"{trouble}: restarting from the last checkpoint without its data", flush=True)
-        sys.stdout.flush()
         # Worker processes for checkpoints and data would outlive exec and keep the output open.
         for process in multiprocessing.active_children():
             process.terminate()

@@ -8,16 +8,12 @@ one run at a time can use a folder.
 
 import threading
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError
@@ -36,8 +32,7 @@ class CheckpointGuard:
 
     def __init__(self, args: Namespace) -> None:
         self._args = args
-        self._lock: FolderLock | None = None
-        self._made_folder = False
+        self._opened = ExitStack()
         self._recorder: Recorder | None = None
         self._upstream_save = training.save_checkpoint
 
@@ -50,10 +45,9 @@ class CheckpointGuard:
         """
         if self._args.save is not None:
             self._take_save_folder(Path(self._args.save))
+            training.save_checkpoint = self._save
         if self._args.load is not None:
             choose_checkpoint(self._args)
-        if self._args.save is not None:
-            training.save_checkpoint = self._save
         if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
         return chunks
@@ -62,13 +56,15 @@ class CheckpointGuard:
         """Lock ``--save`` and complete or undo the replacements of a killed run, on rank 0."""
         with same_outcome("save into", directory):
             if dist.get_rank() == 0:
-                self._made_folder = not directory.exists()
-                directory.mkdir(parents=True, exist_ok=True)
-                self._lock = FolderLock(directory)
+                if not directory.exists():
+                    directory.mkdir(parents=True, exist_ok=True)
+                    self._opened.callback(_remove_if_empty, directory)
+                self._opened.enter_context(closing(FolderLock(directory)))
                 replacement.settle_replaced(directory)
                 if (temporary := _non_persistent_directory(self._args)) is not None:
                     replacement.settle_replaced(temporary)
-                self._recorder = Recorder(directory, self._args.save_keep_last)
+                recorder = Recorder(directory, self._args.save_keep_last)
+                self._recorder = self._opened.enter_context(closing(recorder))
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
         """Set aside an older checkpoint of the iteration, and save by Megatron-LM's own function.
@@ -88,13 +84,12 @@ class CheckpointGuard:
     def close(self) -> None:
         """Record the remaining checkpoints, and release the folder."""
         training.save_checkpoint = self._upstream_save
-        if self._recorder is not None:
-            self._recorder.close()
-        if self._lock is not None:
-            self._lock.close()
-        if self._made_folder:
-            with suppress(OSError):  # Remove the folder of a refused run, which is empty.
-                Path(self._args.save).rmdir()
+        self._opened.close()
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):  # The folder of a refused run is empty.
+        directory.rmdir()
 
 
 def _non_persistent_directory(args: Namespace) -> Path | None:

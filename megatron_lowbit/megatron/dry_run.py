@@ -12,19 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.table import Table
-from torch.overrides import TorchFunctionMode
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.models.dist_utils import build_virtual_pipeline_stages
-from megatron.training.training import destroy_global_state
+from rich.table import Table
+from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.megatron.failures import translate_assertions
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.pretrain import model_config_of
@@ -63,20 +57,13 @@ def dry_run(args: Namespace) -> None:
     Raises:
         UserError: the model cannot be built, or the recipe does not match its layers.
     """
-    try:
-        if args.rank == 0:
-            with translate_assertions():
-                _describe(args)
-    finally:
-        destroy_global_state()
+    if args.rank != 0:
+        return
+    from megatron_lowbit.planning.run_plan import describe_plan
 
-
-def _describe(args: Namespace) -> None:
     console = plain_console(130)
     stages = model_stages(args, show_recipe=True)
     console.print(parameter_table(args, stages))
-    from megatron_lowbit.planning.run_plan import describe_plan
-
     for line in describe_plan(args):
         console.print(line)
     console.print("dry run: nothing was trained, nothing was written")
@@ -129,8 +116,8 @@ def rank_of_stage(args: Namespace, stage: int, replicas: int = 1) -> Iterator[No
     dense = (
         args.tensor_model_parallel_size * args.context_parallel_size * args.gtp_weight_remat_size
     )
-    expert = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    expert *= args.expert_model_parallel_size * args.expert_gtp_weight_remat_size
+    expert = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+    expert *= args.expert_gtp_weight_remat_size
     ranks = math.lcm(dense, expert) * replicas
     dist.init_process_group(
         "fake", store=FakeStore(), rank=stage * ranks, world_size=ranks * pipeline
@@ -199,8 +186,7 @@ class _OnMeta(TorchFunctionMode):
 def count_parameters(args: Namespace, chunks: list[torch.nn.Module]) -> Parameters:
     """Count the parameters of a rank and of its whole pipeline stage."""
     rank = experts = whole = 0
-    tensor = args.tensor_model_parallel_size
-    expert_tensor = args.expert_tensor_parallel_size or tensor
+    tensor, expert_tensor = args.tensor_model_parallel_size, args.expert_tensor_parallel_size
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             size, is_expert = parameter.numel(), ".experts." in name

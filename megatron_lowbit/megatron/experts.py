@@ -1,10 +1,6 @@
 """Mixture-of-experts layers: which experts a rank holds, and which ranks share them."""
 
 import torch.distributed as dist
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 

@@ -2,15 +2,14 @@
 
 from argparse import Namespace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron_lowbit.megatron.layer_state import layer_states
+from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.quantization_log import write_scalars
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 METRIC = "bf16_fallbacks"
@@ -23,37 +22,20 @@ def count_fallbacks(args: Namespace, chunks: list[nn.Module]) -> None:
     They are of the iterations since the last report; what is recomputed in backward counts twice.
     Each rank prints which of its layers they were in.
     """
-    config = chunks[0].config
 
     def begin_step(iteration: int, training: bool) -> None:
-        # Megatron-LM sets the function after the model is built.
-        if training and not isinstance(config.finalize_model_grads_func, _Finalize):
-            finalize = config.finalize_model_grads_func
-            config.finalize_model_grads_func = _Finalize(finalize, partial(_report, args, chunks))
+        number = iteration + 1
+        if training and (number % args.log_interval == 0 or number == args.train_iters):
+            run_after_backward(chunks, partial(_report, chunks, number))
 
     steps_of(args, chunks).listeners.append(begin_step)
 
 
-class _Finalize:
-    """Megatron-LM's function that ends an iteration's backward passes, and a report after it."""
-
-    def __init__(self, finalize: Any, report: Any) -> None:
-        self._finalize, self._report = finalize, report
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self._finalize(*args, **kwargs)
-        self._report()
-
-
-def _report(args: Namespace, chunks: list[nn.Module]) -> None:
-    iteration = args.curr_iteration + 1
-    if iteration % args.log_interval and iteration != args.train_iters:
-        return
+def _report(chunks: list[nn.Module], iteration: int) -> None:
     states = [state for state in layer_states(chunks) if state.fallbacks is not None]
     device = next(chunks[0].parameters()).device
-    total = torch.zeros(len(GEMM_ROLES), dtype=torch.int64, device=device)
-    for state in states:
-        total += state.fallbacks
+    none = torch.zeros(len(GEMM_ROLES), dtype=torch.int64, device=device)
+    total = sum((state.fallbacks for state in states), none)
     if total.any():
         for state in states:
             _print(state, iteration)
@@ -63,7 +45,7 @@ def _report(args: Namespace, chunks: list[nn.Module]) -> None:
     write_scalars({f"{METRIC}/{gemm}": count for gemm, count in counts}, iteration)
 
 
-def _print(state: Any, iteration: int) -> None:
+def _print(state: LayerState, iteration: int) -> None:
     for gemm, count in zip(GEMM_ROLES, state.fallbacks.tolist(), strict=True):
         if count:
             print(

@@ -6,21 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
-from megatron.core import mpu
+from megatron.core import mpu, utils
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.utils import (
-    StragglerDetector,
-    get_attr_wrapped_model,
-    get_batch_on_this_cp_rank,
-    get_batch_on_this_tp_rank,
-)
 from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
+from torch import Tensor
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.datasets import has_mtp
@@ -47,14 +37,14 @@ def forward_step(
         The chunk's output (token losses (b, s) on the last stage) or its schedule plan, and the
         function that computes the loss from the output.
     """
-    timers, straggler = get_timers(), StragglerDetector()
+    timers, straggler = get_timers(), utils.StragglerDetector()
     timers("batch-generator", log_level=2).start()
     with straggler(bdata=True):
-        batch = _next_batch(data, get_attr_wrapped_model(model, "vp_stage"))
+        batch = _next_batch(data, utils.get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     run = model
     if return_schedule_plan:
-        run = get_attr_wrapped_model(model, "build_schedule_plan")
+        run = utils.get_attr_wrapped_model(model, "build_schedule_plan")
     with straggler:
         output = run(
             batch["tokens"],
@@ -81,7 +71,7 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
             key: loaded[key].cuda(non_blocking=True) if key in loaded else None for key in _KEYS
         }
     virtual = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    batch = get_batch_on_this_tp_rank(
+    batch = utils.get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
@@ -98,7 +88,7 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(**virtual),
     )
     group = mpu.get_context_parallel_group()
-    return get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    return utils.get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
 
 
 def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:

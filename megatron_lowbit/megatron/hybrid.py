@@ -3,23 +3,16 @@
 Megatron-LM only has a hybrid stack of Transformer Engine's layers.
 """
 
-from functools import partial
 from typing import Any
 
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.dot_product_attention import DotProductAttention
-from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -64,33 +57,25 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
 
     Checkpoints use the same names for the norms as Transformer Engine's fused layers.
     """
-    column, row = ColumnParallelLinear, RowParallelLinear
-    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=column, out_proj=row))
+    gpt = get_gpt_layer_local_submodules()
+    projections = MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
     mamba = MambaLayerSubmodules(
         norm=WrappedTorchNorm,
-        mixer=mixer,
+        mixer=ModuleSpec(MambaMixer, submodules=projections),
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
     attention = TransformerLayerSubmodules(
         input_layernorm=WrappedTorchNorm,
-        self_attention=ModuleSpec(
-            SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=SelfAttentionSubmodules(
-                linear_qkv=column, core_attention=DotProductAttention, linear_proj=row
-            ),
-        ),
+        self_attention=gpt.self_attention,
         self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+        sharded_state_dict_keys_map=gpt.sharded_state_dict_keys_map,
     )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=WrappedTorchNorm,
-        mlp=partial(
-            MLP.as_mlp_submodule, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)
-        ),
+        mlp=gpt.mlp,
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        sharded_state_dict_keys_map=gpt.sharded_state_dict_keys_map,
     )
     experts = get_moe_module_spec(
         use_te=False,

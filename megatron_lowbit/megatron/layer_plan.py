@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.numerics.mxnorm import MXNorm
-from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe
+from megatron_lowbit.recipes import Layer, LinearPrecision
 
 _BLOCK = re.compile(r"(?P<where>.*?\blayers)\.\d+")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+")
@@ -49,23 +49,3 @@ def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | No
     path = f"{found['where']}.{number}{name[found.end() :]}"
     path = _EXPERT.sub(lambda expert: str(int(expert[0]) + first_expert), path)
     return Layer(path, number + (num_blocks if name.startswith(_MTP) else 0), num_blocks)
-
-
-def plans(
-    chunk: torch.nn.Module,
-    modules: dict[str, torch.nn.Module],
-    recipe: Recipe,
-    engine: Engine,
-    first_expert: int,
-    norm: MXNorm | None = None,
-    evaluates: bool = True,
-) -> dict[str, LayerPlan]:
-    """Return the plan of each of a chunk's linear modules that is in a block, by its path there."""
-    accumulate = chunk.config.gradient_accumulation_fusion
-    found = {}
-    for name in modules:
-        layer = layer_of(chunk, name, first_expert)
-        if layer is not None:
-            precision = recipe.precision_for(layer)
-            found[name] = LayerPlan(layer, precision, engine, accumulate, norm, evaluates)
-    return found

@@ -12,7 +12,7 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
 from megatron_lowbit.numerics.randomness import GROUP, layer_key
-from megatron_lowbit.recipes import OPERANDS, LinearPrecision, Recipe
+from megatron_lowbit.recipes import OPERANDS, LinearPrecision
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
@@ -61,7 +61,7 @@ class LayerState:
             return x
         return Operand(handed[1], None, x)
 
-    def context(self, shards: Shards = UNSHARDED) -> LinearContext:
+    def context(self, shards: Shards) -> LinearContext:
         """Return the context of a call in the present microbatch."""
         return LinearContext(
             self.plan.precision,
@@ -72,6 +72,26 @@ class LayerState:
             amax_history=self.amax_history,
             weight_cache=self.weight_cache,
             fallbacks=self.fallbacks,
+        )
+
+    def shards(
+        self,
+        group: dist.ProcessGroup,
+        is_column: bool,
+        sequence_parallel: bool = False,
+        allreduce_dgrad: bool = False,
+    ) -> Shards:
+        """Return how tensor parallelism splits this column- or row-parallel layer."""
+        if self.features is None:
+            return UNSHARDED
+        if not is_column:
+            return Shards(group, frozenset({"weight", "input"}), in_features=self.features)
+        return Shards(
+            group,
+            frozenset({"weight", "grad", "input"} if sequence_parallel else {"weight", "grad"}),
+            out_features=self.features,
+            sequence_parallel=sequence_parallel,
+            allreduce_dgrad=allreduce_dgrad,
         )
 
     def forget_weight(self) -> None:
@@ -96,33 +116,26 @@ def device_of(module: torch.nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def split_features(
-    split: int, parts: int, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor | None:
-    """Return the global numbers (int64) of this rank's ``split`` features; None if unsplit.
+def split_features(split: int, module: torch.nn.Module) -> torch.Tensor | None:
+    """Return the global numbers (int64) of a rank's ``split`` features; None if unsplit.
 
-    They come in ``parts``, each split over the group: a gated fc1 holds its share of the gate, then
-    its share of the up projection. A part's numbers start at a multiple of 16, as random bits are
-    drawn: parts of another size leave gaps, and draw other bits than the whole layer does.
+    They may come in parts, each split over the tensor-parallel group: a gated fc1 holds its share
+    of the gate, then its share of the up projection. A part's numbers start at a multiple of 16, as
+    random bits are drawn: parts of another size leave gaps, and draw other bits than the whole
+    layer does.
     """
-    ranks = group.size()
+    group, ranks = module.tp_group, module.tp_group.size()
     if ranks == 1:
         return None
+    parts = getattr(module.weight, "partition_stride", 1)
     part = split // parts
     starts = (torch.arange(parts) * ranks + group.rank()) * (part + -part % GROUP)
-    return (starts[:, None] + torch.arange(part)).flatten().to(device)
+    return (starts[:, None] + torch.arange(part)).flatten().to(device_of(module))
 
 
 def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
     """Yield the states of this rank's linear layers that a recipe reaches."""
     for chunk in chunks:
         for module in chunk.modules():
-            state = getattr(module, "layer_state", None)
-            if state is not None:
-                yield state
-
-
-def set_recipe(states: Iterable[LayerState], recipe: Recipe) -> None:
-    """Let linear layers compute as a recipe says from now on."""
-    for state in states:
-        state.set_precision(recipe.precision_for(state.plan.layer))
+            if hasattr(module, "layer_state"):
+                yield module.layer_state

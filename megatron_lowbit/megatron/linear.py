@@ -9,13 +9,9 @@ import weakref
 from typing import Any
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_lowbit.layers import UNSHARDED, Shards, lowbit_linear
+from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
@@ -30,11 +26,8 @@ def local_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def take_over(module: torch.nn.Module, plan: LayerPlan) -> LayerState:
     """Let a parallel linear layer compute as its plan says; return the state it now has."""
     is_column = isinstance(module, ColumnParallelLinear)
-    if is_column:
-        split = module.output_size_per_partition, getattr(module.weight, "partition_stride", 1)
-    else:
-        split = module.input_size_per_partition, 1
-    features = split_features(*split, module.tp_group, device_of(module))
+    split = module.output_size_per_partition if is_column else module.input_size_per_partition
+    features = split_features(split, module)
     state = LayerState(plan, device_of(module), features, module.is_expert)
     module.layer_state = state
     module._forward_impl = _Product(module, state, is_column)
@@ -61,21 +54,8 @@ class _Product:
         # An expert without tokens has nothing to quantize, nor an amax to record.
         if in_high_precision or input.numel() == 0:
             return self.high_precision(input, weight, *args, **kwargs)
-        shards = self._shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"])
+        shards = state.shards(
+            self.group, self.is_column, kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]
+        )
         context = state.context(shards)
         return self.quantized(state.operand_of(input), weight, context, bias=kwargs["bias"])
-
-    def _shards(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Shards:
-        features = self.state.features
-        if features is None:
-            return UNSHARDED
-        if not self.is_column:
-            return Shards(self.group, frozenset({"weight", "input"}), in_features=features)
-        roles = {"weight", "grad"} | ({"input"} if sequence_parallel else set())
-        return Shards(
-            group=self.group,
-            roles=frozenset(roles),
-            out_features=features,
-            sequence_parallel=sequence_parallel,
-            allreduce_dgrad=allreduce_dgrad,
-        )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
+from megatron.training import print_rank_0
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
@@ -92,7 +93,7 @@ def choose_checkpoint(args: Namespace) -> int | None:
                         f"; a start with --save {directory} restores what a killed run set aside"
                     )
                 raise UserError(f"{error} ({others})") from error
-            _print(f"--load-latest-valid: skipped {path.name}: {error}")
+            print_rank_0(f"--load-latest-valid: skipped {path.name}: {error}")
             skipped = error
             continue
         if args.load_latest_valid:
@@ -117,18 +118,18 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[int]:
     if args.ckpt_step:
         return [args.ckpt_step]
     _mend_empty_tracker(directory)
-    newest_first = files.iterations(directory)[::-1]
-    if not args.load_latest_valid:
-        latest = files.latest_iteration(directory)
-        return [] if latest is None else [latest]
+    latest = None
     try:
         latest = files.latest_iteration(directory)
     except UserError as error:
-        _print(f"--load-latest-valid: {error}")
-        return newest_first
-    if latest is None:
-        return newest_first
-    return [latest, *(number for number in newest_first if number < latest)]
+        if not args.load_latest_valid:
+            raise
+        print_rank_0(f"--load-latest-valid: {error}")
+    newest = [] if latest is None else [latest]
+    if not args.load_latest_valid:
+        return newest
+    older = [number for number in files.iterations(directory) if latest is None or number < latest]
+    return newest + older[::-1]
 
 
 def _mend_empty_tracker(directory: Path) -> None:
@@ -142,7 +143,7 @@ def _mend_empty_tracker(directory: Path) -> None:
     last = files.last_saved(directory)
     if last is not None:
         files.write_tracker(directory, last)
-        _print(f"{tracker}: empty after a killed save; restored to {last}")
+        print_rank_0(f"{tracker}: empty after a killed save; restored to {last}")
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -159,12 +160,7 @@ def verify_checkpoint(path: Path) -> None:
             raise UserError(f"{path}: missing")
         elif dist.get_rank() == 0:
             check_lengths(path)
-            _print(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
+            print_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
     with same_outcome(_READING, path.parent):
         if dist.get_rank() == 0:
             check_objects(path)
-
-
-def _print(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)

@@ -5,14 +5,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state
 from megatron.core.ssm import mamba_mixer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
 
 from megatron_lowbit.layers.ssd import causal_convolution, grouped_rms_norm, ssd
 
@@ -20,22 +16,21 @@ _HAVE_MAMBA_SSM: bool = mamba_mixer.HAVE_MAMBA_SSM  # before use_best_scan chang
 
 
 class GatedNorm(torch.nn.Module):
-    """Group-wise RMSNorm of this rank's channels, after an optional gate."""
+    """Group-wise RMSNorm of this rank's channels, after an optional gate.
+
+    Args:
+        channels, eps, group_size, norm_before_gate: as for mamba-ssm's norm.
+        **factory: device and dtype of the weight.
+    """
 
     def __init__(
-        self,
-        channels: int,
-        eps: float,
-        group_size: int,
-        norm_before_gate: bool,
-        device: torch.device | int | str,
-        dtype: torch.dtype,
+        self, channels: int, eps: float, group_size: int, norm_before_gate: bool, **factory: Any
     ) -> None:
         super().__init__()
         if norm_before_gate:
             raise NotImplementedError("norm_before_gate: only a gate before the norm is supported")
         self.eps, self.group_size = eps, group_size
-        self.weight = torch.nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
+        self.weight = torch.nn.Parameter(torch.ones(channels, **factory))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Normalize x (..., channels), multiplied by silu(gate), in x's dtype."""

@@ -54,11 +54,6 @@ class MetricsWriter:
         """True once training has begun."""
         return self._since is not None
 
-    def start(self, iteration: int) -> None:
-        """Remove incomplete lines, and those after the iteration from which the run resumes."""
-        _drop_lines_after(self.path, iteration)
-        self._since = iteration, time.perf_counter()
-
     def add_scalar(self, name: str, value: Any, step: int, **settings: Any) -> None:
         """Add a number or one-element tensor of an iteration."""
         if self._board is not None:
@@ -77,7 +72,9 @@ class MetricsWriter:
     ) -> None:
         """Forward a text; the first call marks the beginning of training and its iteration."""
         if self._since is None:
-            self.start(global_step or 0)
+            # Remove incomplete lines, and those after the iteration from which the run resumes.
+            _drop_lines_after(self.path, global_step or 0)
+            self._since = global_step or 0, time.perf_counter()
         if self._board is not None:
             self._board.add_text(tag, text, global_step, **settings)
 

@@ -12,16 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from megatron.training.models.gpt import default_layer_spec
+from torch import Tensor
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
@@ -40,19 +37,15 @@ class MXNormColumnParallelLinear(ColumnParallelLinear):
         # Each rank has a part of its gradient then: megatron sums those that are so marked.
         self.layer_norm_weight.sequence_parallel = self.config.sequence_parallel
 
-    def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, **kwargs: Any):
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Any:
         """Normalize and multiply in high precision."""
         gain, eps = self.layer_norm_weight, self.config.layernorm_epsilon
         normalized = F.rms_norm(input, gain.shape, gain, eps)
         return super()._forward_impl(normalized, weight, **kwargs)
 
     def normalized_product(
-        self,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        context: LinearContext,
-        bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, input: Tensor, weight: Tensor, context: LinearContext, bias: Tensor | None = None
+    ) -> Tensor:
         """Normalize and multiply in a quantized precision; arguments as ``lowbit_linear``'s."""
         norm = self.layer_state.plan.norm
         return mxnorm_linear(input, self.layer_norm_weight, weight, context, norm, bias)
@@ -62,8 +55,7 @@ def mxnorm_of(args: Namespace) -> MXNorm | None:
     """Return the normalization that the arguments ask for; None for megatron's own."""
     if not args.mxnorm:
         return None
-    eps = args.layernorm_epsilon
-    return MXNorm(p=args.mxnorm_p, eps=eps, rounded=args.mxnorm_post_round)
+    return MXNorm(p=args.mxnorm_p, eps=args.layernorm_epsilon, rounded=args.mxnorm_post_round)
 
 
 def use_mxnorm_spec(model_config: Any) -> None:
@@ -87,16 +79,14 @@ def _layer_spec(model_config: Any, vp_stage: int | None) -> Any:
 def with_mxnorm(spec: Any) -> Any:
     """Return a spec of local layers in which first linear layers normalize their input."""
     if isinstance(spec, TransformerLayerSubmodules):
-        attention = _with_fused(spec.self_attention, "linear_qkv")
-        mlp = _with_fused(spec.mlp, "linear_fc1")
-        is_own = attention is spec.self_attention, mlp is spec.mlp
-        return dataclasses.replace(
-            spec,
-            self_attention=attention,
-            input_layernorm=spec.input_layernorm if is_own[0] else IdentityOp,
-            mlp=mlp,
-            pre_mlp_layernorm=spec.pre_mlp_layernorm if is_own[1] else IdentityOp,
-        )
+        for part, linear, norm in (
+            ("self_attention", "linear_qkv", "input_layernorm"),
+            ("mlp", "linear_fc1", "pre_mlp_layernorm"),
+        ):
+            fused = _with_fused(getattr(spec, part), linear)
+            if fused is not None:
+                spec = dataclasses.replace(spec, **{part: fused, norm: IdentityOp})
+        return spec
     if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
         fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
         return dataclasses.replace(spec, **{k: with_mxnorm(v) for k, v in fields.items()})
@@ -106,19 +96,16 @@ def with_mxnorm(spec: Any) -> Any:
 
 
 def _with_fused(spec: Any, name: str) -> Any:
-    """Return a spec whose first linear layer normalizes; the same spec where there is none.
+    """Return a spec whose first linear layer normalizes; None where there is no such layer.
 
     A mixture of experts stays as it is: it shares its norm with the router.
     """
+    fused = {name: MXNormColumnParallelLinear}
     if isinstance(spec, partial) and spec.func == MLP.as_mlp_submodule:
-        submodules = dataclasses.replace(
-            spec.keywords["submodules"], **{name: MXNormColumnParallelLinear}
-        )
-        return partial(spec.func, *spec.args, **{**spec.keywords, "submodules": submodules})
-    if not isinstance(spec, ModuleSpec) or not hasattr(spec.submodules, name):
-        return spec
-    submodules = dataclasses.replace(spec.submodules, **{name: MXNormColumnParallelLinear})
-    return dataclasses.replace(spec, submodules=submodules)
+        return partial(spec, submodules=dataclasses.replace(spec.keywords["submodules"], **fused))
+    if isinstance(spec, ModuleSpec) and hasattr(spec.submodules, name):
+        return dataclasses.replace(spec, submodules=dataclasses.replace(spec.submodules, **fused))
+    return None
 
 
 def mxnorm_layers(chunks: list[torch.nn.Module]) -> tuple[int, int]:

@@ -9,13 +9,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.training import global_vars
+from torch import Tensor, nn
 
 from megatron_lowbit.megatron.experts import first_local
 from megatron_lowbit.megatron.layer_plan import layer_of

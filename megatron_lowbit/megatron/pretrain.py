@@ -14,15 +14,10 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from megatron_lowbit.megatron import failures
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.bad_iterations import skip_bad_iterations
-from megatron_lowbit.megatron.failures import (
-    translate_assertions,
-    translate_load_errors,
-    translate_machine_limits,
-    translate_model_errors,
-)
 
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
@@ -45,13 +40,13 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     if args.dry_run:
         from megatron_lowbit.megatron.dry_run import dry_run
 
-        with teardown(), translate_assertions():
+        with teardown(), failures.translate_assertions():
             dry_run(args)
         return
     with (
         skip_bad_iterations(args),
         teardown(),
-        translate_assertions(),
+        failures.translate_assertions(),
         # Megatron-LM's fault tolerance parses the command line again.
         command_line(args.upstream_command_line),
     ):
@@ -60,6 +55,7 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
 
 def model_config_of(args: Namespace) -> Any:
     """Return Megatron-LM's configuration of the arguments' model, with its recipe as a hook."""
+    from megatron.training import print_rank_0
     from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
     from megatron_lowbit.megatron.hybrid import use_local_stack
@@ -71,11 +67,10 @@ def model_config_of(args: Namespace) -> Any:
     else:
         model_config = hybrid_config_from_args(args)
         scan = use_local_stack(model_config)
-        if scan is not None and args.rank == 0:
-            print(f"Mamba scan: {scan}", flush=True)
+        if scan is not None:
+            print_rank_0(f"Mamba scan: {scan}")
     for line in apply_ignored_arguments(model_config, args):
-        if args.rank == 0:
-            print(line, flush=True)
+        print_rank_0(line)
     use_recipe(model_config, args)
     return model_config
 
@@ -97,14 +92,14 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron_lowbit.megatron.forward_step import forward_step
 
     kind = ModelType.encoder_or_decoder
-    with translate_model_errors():
+    with failures.translate_model_errors():
         model_config = model_config_of(args)
         container = pretrain_cfg_container_from_args(args, model_config)
     with (
-        translate_machine_limits(args),
+        failures.translate_machine_limits(args),
         log_metrics(args),
         closing(CheckpointGuard(args)) as guard,
-        translate_load_errors(args),
+        failures.translate_load_errors(args),
         release_model(model_config),
     ):
         model_config.pre_wrap_hooks.insert(0, guard)
@@ -161,9 +156,8 @@ def log_metrics(args: Namespace) -> Iterator[None]:
 
     from megatron_lowbit.megatron.metrics import MetricsWriter
 
-    folder = Path(args.save)
     board, tokens = global_vars.get_tensorboard_writer(), args.global_batch_size * args.seq_length
-    writer = MetricsWriter(folder, board, args.log_interval, tokens)
+    writer = MetricsWriter(Path(args.save), board, args.log_interval, tokens)
     global_vars._GLOBAL_TENSORBOARD_WRITER = writer
     try:
         yield

@@ -13,18 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.training import global_vars
+from torch import Tensor, nn
 
 from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, figures, gemm_sums
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
-from megatron_lowbit.megatron.steps import steps_of
+from megatron_lowbit.megatron.same_outcome import gather_from_ranks
+from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.numerics import Operand, derive_key
 
 METRIC = "quantization"
@@ -53,7 +50,8 @@ def log_quantization_errors(args: Namespace, chunks: list[nn.Module]) -> None:
 
     def begin_step(iteration: int, training: bool) -> None:
         if training and iteration % interval == 0:
-            Measurement(chunks, iteration, partial(_write, METRIC), partial(_write, norms.METRIC))
+            Measurement(chunks, iteration, partial(_write, METRIC))
+            _log_norms(chunks, iteration)
 
     steps_of(args, chunks).listeners.append(begin_step)
 
@@ -69,18 +67,10 @@ class Measurement:
         iteration: finished iterations.
         report: called on all ranks at the end with the number of the iteration, counted from 1, and
             the figures of each layer by its path.
-        report_norms: the same of each norm; None leaves norms out.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        iteration: int,
-        report: Any,
-        report_norms: Any = None,
-    ) -> None:
-        self._iteration, self._report, self._report_norms = iteration, report, report_norms
-        self._norms = norms.NormStatistics(chunks, iteration) if report_norms else None
+    def __init__(self, chunks: Sequence[nn.Module], iteration: int, report: Any) -> None:
+        self._iteration, self._report = iteration, report
         self._found: dict[str, Sums] = {}
         self._is_finite = True
         self._handles = [
@@ -89,20 +79,12 @@ class Measurement:
             for module in chunk.modules()
             if hasattr(module, "layer_state") and not hasattr(module, "layer_norm_weight")
         ]
-        # The one public hook that runs on all ranks once an iteration's backward passes are done.
-        self._config = chunks[0].config
-        self._finalize = self._config.finalize_model_grads_func
-        self._config.finalize_model_grads_func = self._finalize_and_end
+        run_after_backward(chunks, self._end)
 
-    def _finalize_and_end(self, *args: Any, **kwargs: Any) -> None:
-        self._config.finalize_model_grads_func = self._finalize
-        self._finalize(*args, **kwargs)
+    def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._report(self._iteration + 1, _gather(self._found, figures))
-        if self._norms is not None:
-            self._norms.remove()
-            self._report_norms(self._iteration + 1, _gather(self._norms.sums, norms.figures))
 
     def _watch(self, module: nn.Module, inputs: tuple, outputs: Any) -> None:
         """Measure the forward pass of a layer, and its backward pass when the gradient is there."""
@@ -154,14 +136,23 @@ class Measurement:
                 )
 
 
+def _log_norms(chunks: Sequence[nn.Module], iteration: int) -> None:
+    """Log the statistics of norms over the same microbatch."""
+    statistics = norms.NormStatistics(chunks, iteration)
+
+    def end() -> None:
+        statistics.remove()
+        _write(norms.METRIC, iteration + 1, _gather(statistics.sums, norms.figures))
+
+    run_after_backward(chunks, end)
+
+
 def _gather(found: dict[str, Sums], figures: Any) -> dict[str, dict[str, float]]:
     """Return the figures of every layer or norm, from the sums of all ranks."""
     mine = {path: {k: float(v) for k, v in sums.items()} for path, sums in found.items()}
-    gathered: list[dict[str, dict[str, float]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
     total: dict[str, dict[str, float]] = {}
-    for ranks in gathered:
-        for path, sums in ranks.items():
+    for sums_of_rank in gather_from_ranks(mine):
+        for path, sums in sums_of_rank.items():
             add(total.setdefault(path, {}), sums)
     return {path: figures(sums) for path, sums in sorted(total.items())}
 

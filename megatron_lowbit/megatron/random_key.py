@@ -7,10 +7,6 @@ are, so that dropout is the same with recipes and without.
 """
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core import parallel_state
 
 from megatron_lowbit.megatron.cpu.random_state import with_seed

@@ -16,33 +16,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
-from megatron.training.utils import is_rank0
+from megatron.training.utils import is_rank0, print_rank_0
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import allreduce_norm, experts, linear
+from megatron_lowbit.megatron import allreduce_norm, experts, linear, upstream_gaps
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
-from megatron_lowbit.megatron.layer_plan import plans
-from megatron_lowbit.megatron.layer_state import LayerState, layer_states, set_recipe
+from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
+from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
-from megatron_lowbit.megatron.same_outcome import same_outcome
+from megatron_lowbit.megatron.same_outcome import gather_from_ranks, same_outcome
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
-from megatron_lowbit.megatron.upstream_gaps import (
-    check_local_layers,
-    use_local_latent_attention,
-    use_prebuilt_dataset_helpers,
-    use_torch_rms_norm,
-)
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
 
@@ -59,20 +48,25 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     Raises:
         UserError: the recipe does not exist, or does not fit the other arguments.
     """
-    use_prebuilt_dataset_helpers()
-    check_local_layers(args)
+    upstream_gaps.use_prebuilt_dataset_helpers()
+    upstream_gaps.check_local_layers(args)
     if args.transformer_impl == "local":
-        use_torch_rms_norm()
+        upstream_gaps.use_torch_rms_norm()
     if args.multi_latent_attention:
-        use_local_latent_attention()
+        upstream_gaps.use_local_latent_attention()
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    precisions = list(recipe.precisions())
-    if any(precision.quantized for precision in precisions):
+    if any(precision.quantized for precision in recipe.precisions()):
         _check(args)
-    if any(precision.falls_back for precision in precisions):
-        _check_fallback(args)
+    if any(precision.falls_back for precision in recipe.precisions()):
+        require(
+            args.transformer_impl == "local",
+            "fallback: bf16 needs --transformer-impl local: Transformer Engine's layers hand on "
+            "quantized operands alone",
+        )
+        require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
+                "whole")  # fmt: skip
     if args.fused_allreduce_norm:
         allreduce_norm.check(args)
     if args.mxnorm:
@@ -96,24 +90,11 @@ def _check(args: Namespace) -> None:
         require(not given, f"{flag} under a recipe: {reason}; leave it out")
 
 
-def _check_fallback(args: Namespace) -> None:
-    """Raise UserError for layers that have no operands in high precision where they multiply."""
-    local = args.transformer_impl == "local"
-    require(
-        local,
-        "fallback: bf16 needs --transformer-impl local: Transformer Engine's layers hand on "
-        "quantized operands alone",
-    )
-    require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never whole")
-
-
 class RecipeHook:
     """A ``pre_wrap_hook``: takes over the linear layers of a model's chunks."""
 
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
-        self.current: Recipe | None = None
-        self.start = 0
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
@@ -142,11 +123,11 @@ class RecipeHook:
 
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
         """Give the linear layers of this rank the precision with which the run begins."""
-        self.engine = select_engine(_device(chunks), self.args.quantization_engine)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.engine = select_engine(device, self.args.quantization_engine)
         self.start = source.iteration if source else 0
-        first = self.recipe.at(self._progress(self.start))
-        self.states = [state for chunk in chunks for state in self._take_over(chunk, first)]
-        self.current = first
+        self.current = self.recipe.at(self._progress(self.start))
+        self.states = [state for chunk in chunks for state in self._take_over(chunk)]
         if source:
             source.check_histories(self.states)
 
@@ -161,21 +142,29 @@ class RecipeHook:
         console = plain_console(130)
         for line in describe(self.recipe, self.engine, layers, chunks, self.args):
             console.print(line)
-        if self.recipe.switches and self.current is not None:
+        if self.recipe.switches:
             print(f"in force from iteration {self.start} on: recipe {self.current.name}")
 
-    def _take_over(self, chunk: torch.nn.Module, recipe: Recipe) -> list[LayerState]:
+    def _take_over(self, chunk: torch.nn.Module) -> list[LayerState]:
         kind: Any = linear
         modules = linear.local_linears(chunk)
         if self.args.transformer_impl == "transformer_engine":
             from megatron_lowbit.megatron import transformer_engine_layers as kind
 
             modules = kind.te_linears(chunk)
-        first_expert = experts.first_local(chunk.config)
-        norm = mxnorm_of(self.args)
-        evaluates = self.args.eval_precision == "recipe"
-        found = plans(chunk, modules, recipe, self.engine, first_expert, norm, evaluates)
-        return [kind.take_over(modules[name], plan) for name, plan in found.items()]
+        states, first_expert = [], experts.first_local(chunk.config)
+        for name, module in modules.items():
+            if (layer := layer_of(chunk, name, first_expert)) is not None:
+                plan = LayerPlan(
+                    layer,
+                    self.current.precision_for(layer),
+                    self.engine,
+                    accumulate_main_grad=chunk.config.gradient_accumulation_fusion,
+                    norm=mxnorm_of(self.args),
+                    evaluates=self.args.eval_precision == "recipe",
+                )
+                states.append(kind.take_over(module, plan))
+        return states
 
     def _progress(self, iteration: int) -> Progress:
         args = self.args
@@ -189,25 +178,19 @@ class RecipeHook:
             state.forget_weight()
         current = self.recipe.at(self._progress(iteration))
         if training and current != self.current:
-            set_recipe(self.states, current)
+            for state in self.states:
+                state.set_precision(current.precision_for(state.plan.layer))
             self.current = current
-            if is_rank0():
-                print(f"iteration {iteration}: recipe {current.name}", flush=True)
+            print_rank_0(f"iteration {iteration}: recipe {current.name}")
 
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:
     """Return all linear layers of the model that a recipe can reach, in the model's order."""
     mine = [state.plan.layer for state in layer_states(chunks)]
-    gathered: list[list[Layer]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(gathered, mine)
-    return in_order(layer for layers in gathered for layer in layers)
+    return in_order(layer for layers in gather_from_ranks(mine) for layer in layers)
 
 
 def in_order(layers: Iterable[Layer]) -> list[Layer]:
     """Return layers sorted by block and path, each path once."""
     unique = {layer.path: layer for layer in layers}
     return sorted(unique.values(), key=lambda layer: (layer.block, layer.path))
-
-
-def _device(chunks: list[torch.nn.Module]) -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

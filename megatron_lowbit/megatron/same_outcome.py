@@ -12,9 +12,7 @@ from megatron_lowbit.errors import UserError, error_behind
 
 
 @contextmanager
-def same_outcome(
-    doing: str, directory: Path, group: dist.ProcessGroup | None = None
-) -> Iterator[None]:
+def same_outcome(doing: str, directory: Path) -> Iterator[None]:
     """Raise an exception on all ranks if any rank raises one, so that no rank waits for another.
 
     A UserError or an OSError, also as a cause, becomes the same UserError on all ranks. Any other
@@ -23,17 +21,14 @@ def same_outcome(
     Args:
         doing: description of the operation for errors, such as "read the checkpoint in".
         directory: folder of the operation, named after the description.
-        group: ranks that run the operation; None for all.
     """
     caught: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         caught = error
-    reports: list[Any] = [None] * dist.get_world_size()
-    report = caught and _report(caught, f"cannot {doing} {directory}")
-    dist.all_gather_object(reports, report, group)
-    failures = [report for report in reports if report is not None]
+    own = caught and _report(caught, f"cannot {doing} {directory}")
+    failures = [report for report in gather_from_ranks(own) if report is not None]
     for is_user_error, message in failures:
         if is_user_error:
             raise UserError(message) from caught
@@ -41,6 +36,13 @@ def same_outcome(
         raise caught
     if failures:
         raise RuntimeError(f"another rank failed: {failures[0][1]}")
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Return the values of all ranks, on all ranks; each can be pickled."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _report(error: BaseException, failure: str) -> tuple[bool, str]:

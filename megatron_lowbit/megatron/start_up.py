@@ -46,13 +46,10 @@ def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterab
     """Describe how the engine multiplies each pair of formats of the recipe."""
     lines = {}
     for layer in layers:
-        for precision in recipe.precision_for(layer).gemms.values():
-            sides = (precision.lhs, precision.rhs)
-            lhs, rhs = (None if side is None else side.format for side in sides)
-            if precision.quantized:
-                pair = " x ".join(
-                    "bf16" if format is None else str(format) for format in (lhs, rhs)
-                )
+        for gemm in recipe.precision_for(layer).gemms.values():
+            if gemm.quantized:
+                lhs, rhs = (side and side.format for side in (gemm.lhs, gemm.rhs))
+                pair = f"{lhs or 'bf16'} x {rhs or 'bf16'}"
                 lines[f"  {pair}: {engine.describe(lhs, rhs)}"] = None
     return lines
 

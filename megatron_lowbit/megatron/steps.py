@@ -10,15 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from megatron_lowbit.megatron.random_key import set_microbatch_key
-
-Listener = Callable[[int, bool], None]
 
 
 class Steps:
@@ -33,7 +27,7 @@ class Steps:
     """
 
     def __init__(self, args: Namespace, chunks: Sequence[torch.nn.Module]) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[Callable[[int, bool], None]] = []
         self._args = args
         self._step: tuple[int, bool] | None = None
         self._passes: Counter[int] = Counter()
@@ -61,5 +55,19 @@ def steps_of(args: Namespace, chunks: list[Any]) -> Steps:
     """Return the counter of a model's chunks; the first call creates it."""
     if not hasattr(chunks[0], "lowbit_steps"):
         chunks[0].lowbit_steps = Steps(args, chunks)
-    steps: Steps = chunks[0].lowbit_steps
-    return steps
+    return chunks[0].lowbit_steps
+
+
+def run_after_backward(chunks: Sequence[Any], function: Callable[[], None]) -> None:
+    """Call a function once, when Megatron-LM has finalized the present iteration's gradients."""
+    # The one public hook that runs on all ranks once an iteration's backward passes are done.
+    # Megatron-LM sets it after the model is built.
+    config = chunks[0].config
+    finalize = config.finalize_model_grads_func
+
+    def finalize_and_run(*args: Any, **kwargs: Any) -> None:
+        config.finalize_model_grads_func = finalize
+        finalize(*args, **kwargs)
+        function()
+
+    config.finalize_model_grads_func = finalize_and_run

@@ -8,22 +8,11 @@ finds its module by the name that Transformer Engine hands on.
 from typing import Any
 
 import torch
-
-import megatron_lowbit.megatron  # noqa: F401  before megatron
-
-# isort: split
-from megatron.core.extensions.transformer_engine import (
-    TEColumnParallelLinear,
-    TEGroupedLinear,
-    TELayerNormColumnParallelLinear,
-    TELinear,
-    TERowParallelLinear,
-)
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from transformer_engine.pytorch.quantization import RecipeState
 
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 from megatron_lowbit.recipes import LinearPrecision
@@ -32,7 +21,7 @@ from megatron_lowbit.transformer_engine.native import Native, native_recipe
 from megatron_lowbit.transformer_engine.quantizers import slot
 from megatron_lowbit.transformer_engine.recipe import build
 
-_COLUMN = (TEColumnParallelLinear, TELayerNormColumnParallelLinear)
+_COLUMN = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear)
 _FACTORY = f"{__name__}.factory"
 
 
@@ -45,24 +34,20 @@ class TELayerState(LayerState):
         module.name = _Name(plan.layer.path)
         module.name.state = self
         module.register_forward_pre_hook(self._open)
-        super().__init__(plan, device_of(module), self._features())
-
-    def _features(self) -> torch.Tensor | None:
-        module = self.module
-        if module.tp_size == 1:
-            return None
-        split = module.out_features if self.is_column else module.in_features
-        parts = getattr(module.weight, "partition_stride", 1)
-        return split_features(split, parts, module.tp_group, device_of(module))
+        features = None
+        if module.tp_size > 1:
+            split = module.out_features if self.is_column else module.in_features
+            features = split_features(split, module)
+        super().__init__(plan, device_of(module), features)
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
         super().set_precision(precision)
         module, layer = self.module, self.plan.layer
-        where = MatchContext(layer.path, layer.block)
-        content = _content(precision, self.plan.evaluates)
-        module.finish_init(QuantizationConfig(content, where, "recipe"))
         self.native = _native(precision)
+        content = _content(precision, self.native, self.plan.evaluates)
+        where = MatchContext(layer.path, layer.block)
+        module.finish_init(QuantizationConfig(content, where, "recipe"))
         self.own = precision.quantized and self.native is None
         module.fp8_initialized = module.fp8_meta_tensors_initialized = False
         module._fp8_workspaces.clear()
@@ -87,37 +72,21 @@ class TELayerState(LayerState):
         return main_grad.zero_() if getattr(weight, "overwrite_main_grad", False) else main_grad
 
     def _make_context(self, training: bool) -> LinearContext:
-        shards, group = UNSHARDED, self.module.tp_group
-        if self.features is not None and self.is_column:
-            roles = frozenset({"weight", "grad"})
-            shards = Shards(group, roles, out_features=self.features)
-        elif self.features is not None:
-            shards = Shards(group, frozenset({"weight", "input"}), in_features=self.features)
         # Communication, gradient buffers and the weight's cache are Transformer Engine's.
         return LinearContext(
             self.plan.precision,
             self.plan.engine,
             self.microbatch_key(),
             training,
-            shards=shards,
+            shards=self.shards(self.module.tp_group, self.is_column),
             amax_history=self.amax_history,
         )
 
 
 def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return a chunk's linear layers that can take a recipe, by their path in it.
-
-    Raises UserError for grouped GEMMs, which take no recipe yet.
-    """
-    found = {}
-    for name, module in chunk.named_modules():
-        if isinstance(module, TEGroupedLinear):
-            raise UserError(
-                f"{name}: grouped GEMMs take no recipe yet: leave out --moe-grouped-gemm"
-            )
-        if isinstance(module, (*_COLUMN, TERowParallelLinear, TELinear)):
-            found[name] = module
-    return found
+    """Return a chunk's linear layers that can take a recipe, by their path in it."""
+    kinds = (*_COLUMN, te.TERowParallelLinear, te.TELinear)
+    return {name: module for name, module in chunk.named_modules() if isinstance(module, kinds)}
 
 
 def take_over(module: torch.nn.Module, plan: LayerPlan) -> TELayerState:
@@ -137,25 +106,20 @@ def factory(role: Any) -> Any:
     state = None if role is None else getattr(role.name, "state", None)
     if state is None or state.own:
         return slot(role, lambda: state.calls)
-    return _native_quantizer(state.native, role.tensor_type)
-
-
-def _native_quantizer(native: Native, tensor: str) -> Any:
-    """Return the quantizer that Transformer Engine's own recipe has for an operand."""
+    # Transformer Engine's own recipe makes the quantizers of a pass together.
     mode, count, index = {
         "input": ("forward", 3, 0),
         "weight": ("forward", 3, 1),
         "grad_output": ("backward", 2, 0),
-    }[tensor]
-    state = RecipeState.create(build(native), mode=mode, num_quantizers=count)
-    return state.make_quantizers()[index]
+    }[role.tensor_type]
+    own = RecipeState.create(build(state.native), mode=mode, num_quantizers=count)
+    return own.make_quantizers()[index]
 
 
-def _content(precision: LinearPrecision, evaluates: bool) -> dict[str, Any]:
+def _content(precision: LinearPrecision, native: Native | None, evaluates: bool) -> dict[str, Any]:
     """Return megatron-core's configuration of a module; an empty recipe is high precision."""
     training: dict[str, Any] = {}
     if precision.quantized:
-        native = _native(precision)
         custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
         training = dict(native.megatron) if native and native.megatron else custom
         training["override_nonquantized_autocast"] = True

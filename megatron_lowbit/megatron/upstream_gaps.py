@@ -15,7 +15,7 @@ import sys
 import typing
 from argparse import Namespace
 from collections.abc import Iterator
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 from megatron_lowbit.errors import require
@@ -74,13 +74,12 @@ def check_local_layers(args: Namespace) -> None:
     )
 
 
+@cache
 def use_local_latent_attention() -> None:
     """Make local core attention accept the widths of multi-latent attention's keys and values."""
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     upstream = DotProductAttention.__init__
-    if hasattr(upstream, "__wrapped__"):
-        return
 
     @wraps(upstream)
     def init(

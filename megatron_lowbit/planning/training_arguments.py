@@ -12,14 +12,13 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import needs_one_connection
 from megatron_lowbit.megatron.arguments.parse import in_one_line
 from megatron_lowbit.megatron.arguments.parser import (
     add_recipe_arguments,
-    describe_unknown,
     front_parser,
+    read_command_line,
 )
 from megatron_lowbit.megatron.arguments.precision import Machine, translate_precision
 
@@ -50,13 +49,8 @@ class TrainingArguments:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        front = front_parser()
-        written = expand_files(words)
-        args, unknown = front.parse_known_args(written)
-        if unknown:
-            raise UserError(describe_unknown(front, written, unknown))
+        args, self._command_line = read_command_line(front_parser(), words)
         self.flags = args
-        self._command_line = CommandLine(front, written)
         for flag, value in _FILLED:
             self._fill(flag, value)
         if args.seq_length is not None:

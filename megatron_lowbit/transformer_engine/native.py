@@ -3,11 +3,11 @@
 Data only: nothing here needs Transformer Engine. Names and meanings are those of version 2.20.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.routes import FOLDED, route
 from megatron_lowbit.numerics import Hadamard, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -16,9 +16,7 @@ from megatron_lowbit.numerics.block_formats.mx import BLOCK, MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3, E5M2
 from megatron_lowbit.recipes import LinearPrecision
-
-_ROLES = {"input": "inp", "weight": "weight", "grad": "grad"}
-"""Roles, and how Transformer Engine's recipes abbreviate them."""
+from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
 @dataclass(frozen=True)
@@ -60,8 +58,9 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
         return None
     for kind in _KINDS:
         if all(kind.holds(quantizer.format) for quantizer in quantizers):
-            return kind.settings(_Reader(kind.name, precision)) if capability >= kind.capability \
-                else None  # fmt: skip
+            if capability < kind.capability:
+                return None
+            return kind.settings(_Reader(kind.name, precision))
     return None
 
 
@@ -78,56 +77,55 @@ class _Reader:
     """Reads one value for each role off a precision; refuses what the recipe has no word for."""
 
     def __init__(self, name: str, precision: LinearPrecision) -> None:
-        self.name, self.precision = name, precision
-        if any(gemm.accumulation is not None for gemm in precision.gemms.values()):
-            raise self.lacks("emulated accumulation")
-        if precision.falls_back:
-            raise self.lacks("fallback")
-        if any(gemm.rhs_of_fprop for gemm in precision.gemms.values()):
-            raise self.lacks("axis: fprop")
-        if any(gemm.tensor_scale == "group" for gemm in precision.gemms.values()):
-            raise self.lacks("tensor_scale: group")
+        self.name, self.precision, self.gemms = name, precision, precision.gemms.values()
+        self.refuse(any(g.accumulation is not None for g in self.gemms), "emulated accumulation")
+        self.refuse(precision.falls_back, "fallback")
+        self.refuse(any(g.rhs_of_fprop for g in self.gemms), "axis: fprop")
+        self.refuse(any(g.tensor_scale == "group" for g in self.gemms), "tensor_scale: group")
 
-    def lacks(self, what: str) -> UserError:
-        """Return the error that names a setting that the recipe lacks."""
-        return UserError(
-            f"Transformer Engine's {self.name} has no {what}: leave it out, or use "
-            "--transformer-impl local"
-        )
+    def refuse(self, is_set: bool, what: str) -> None:
+        """Raise UserError for a setting that the recipe lacks, if it is set."""
+        require(not is_set, f"Transformer Engine's {self.name} has no {what}: leave it out, or "
+                "use --transformer-impl local")  # fmt: skip
 
-    def of(self, role: str, what: str, value: Callable[[Quantizer], Any]) -> Any:
-        """Return the quantizer that both GEMMs that take a role have in common."""
-        found = {value(o.quantizer) for o in self.precision.operands() if o.role == role}
-        if len(found) > 1:
-            raise self.lacks(f"{role} with one {what} in one GEMM and another in the other")
-        return found.pop()
+    def roles(self, what: str, value: Callable[[Quantizer], Any]) -> dict[str, Any]:
+        """Return the value of each role, which both GEMMs that take it have in common."""
+        found: dict[str, Any] = {}
+        for operand in self.precision.operands():
+            role, own = operand.role, value(operand.quantizer)
+            other = found.setdefault(role, own) != own
+            self.refuse(other, f"{role} with one {what} in one GEMM and another in the other")
+        return found
 
     def everywhere(self, what: str, value: Callable[[Quantizer], Any]) -> Any:
-        """Return an attribute that all six operands have in common."""
-        found = {self.of(role, what, value) for role in _ROLES}
-        if len(found) > 1:
-            raise self.lacks(f"{what} of each role of its own")
+        """Return a value that all six operands have in common."""
+        found = set(self.roles(what, value).values())
+        self.refuse(len(found) > 1, f"{what} of each role of its own")
         return found.pop()
 
-    def hadamard(self, gemms: Iterable[str]) -> Hadamard | None:
-        """Return the transform that these GEMMs have in common; the others must have none."""
-        found = {self.precision.gemms[gemm].hadamard for gemm in gemms}
-        for gemm, precision in self.precision.gemms.items():
-            if gemm not in gemms and precision.hadamard is not None:
-                raise self.lacks(f"hadamard transform in {gemm}")
-        return found.pop() if found else None
+    def square_weights(self, what: str) -> bool:
+        """Return True if weights have square blocks; refuse them elsewhere."""
+        square = self.roles("block", lambda q: q.format.block_rows > 1)
+        self.refuse(square["input"] or square["grad"], f"{what} but for weights")
+        return square["weight"]
+
+    def no_transform(self, *gemms: str) -> None:
+        """Refuse Hadamard transforms in GEMMs."""
+        for gemm in gemms:
+            has_one = self.precision.gemms[gemm].hadamard is not None
+            self.refuse(has_one, f"hadamard transform in {gemm}")
 
     def nearest(self) -> None:
         """Refuse stochastic rounding and transforms."""
-        if self.everywhere("rounding", lambda q: q.rounding) is Rounding.STOCHASTIC:
-            raise self.lacks("stochastic rounding")
-        self.hadamard(())
+        rounding = self.everywhere("rounding", lambda q: q.rounding)
+        self.refuse(rounding is Rounding.STOCHASTIC, "stochastic rounding")
+        self.no_transform(*GEMM_ROLES)
 
     def fp8_format(self) -> str:
         """Return E4M3, or HYBRID with gradients in E5M2."""
-        elements = {r: self.of(r, "format", lambda q: q.format.element) for r in _ROLES}
-        if elements["input"] != E4M3 or elements["weight"] != E4M3:
-            raise self.lacks("input or weight in another format than E4M3")
+        elements = self.roles("format", lambda q: q.format.element)
+        others = {elements["input"], elements["weight"]} - {E4M3}
+        self.refuse(bool(others), "input or weight in another format than E4M3")
         return "HYBRID" if elements["grad"] == E5M2 else "E4M3"
 
 
@@ -135,10 +133,9 @@ def _tiles(read: _Reader) -> Native:
     read.nearest()
     fp8_format = read.fp8_format()
     power_2 = read.everywhere("scale_format", lambda q: q.format.scale_format) == "pow2"
-    dimensions = {r: read.of(r, "block", lambda q: 2 if q.format.block_rows > 1 else 1)
-                  for r in _ROLES}  # fmt: skip
-    if list(dimensions.values()).count(2) > 1:
-        raise read.lacks("GEMM of 128x128 with 128x128 tiles")
+    dimensions = read.roles("block", lambda q: 2 if q.format.block_rows > 1 else 1)
+    two_square = list(dimensions.values()).count(2) > 1
+    read.refuse(two_square, "GEMM of 128x128 with 128x128 tiles")
     arguments = {"fp8_format": fp8_format}
     for role, letter in (("input", "x"), ("weight", "w"), ("grad", "grad")):
         arguments[f"{letter}_block_scaling_dim"] = dimensions[role]
@@ -151,7 +148,7 @@ def _tensors(read: _Reader) -> Native:
     read.nearest()
     fp8_format = read.fp8_format()
     power_2 = read.everywhere("scale_format", lambda q: q.format.scale_format) == "pow2"
-    if any(gemm.delayed for gemm in read.precision.gemms.values()):
+    if any(gemm.delayed for gemm in read.gemms):
         return _delayed(read, fp8_format, power_2)
     megatron = {"fp8_quantization_recipe": "tensorwise", "fp8_format": fp8_format.lower()}
     return Native(read.name, {"fp8_format": fp8_format}, power_2, None if power_2 else megatron)
@@ -159,16 +156,12 @@ def _tensors(read: _Reader) -> Native:
 
 def _delayed(read: _Reader, fp8_format: str, power_2: bool) -> Native:
     read.name = "DelayedScaling"
-    delayed = {gemm.delayed for gemm in read.precision.gemms.values()}
-    if len(delayed) > 1:
-        raise read.lacks("amax_history of one GEMM alone, or of each its own")
+    delayed = {gemm.delayed for gemm in read.gemms}
+    read.refuse(len(delayed) > 1, "amax_history of one GEMM alone, or of each its own")
     history = delayed.pop()
-    if power_2:
-        raise read.lacks("scale_format: pow2")
-    if history.algorithm != "max":
-        raise read.lacks(f"amax_history algorithm: {history.algorithm}")
-    if history.just_in_time is not None:
-        raise read.lacks("amax_history just_in_time")
+    read.refuse(power_2, "scale_format: pow2")
+    read.refuse(history.algorithm != "max", f"amax_history algorithm: {history.algorithm}")
+    read.refuse(history.just_in_time is not None, "amax_history just_in_time")
     # megatron-core's layers take no delayed scaling one by one.
     arguments = {"fp8_format": fp8_format, "amax_history_len": history.length}
     return Native(read.name, arguments | {"amax_compute_algo": "max"})
@@ -178,33 +171,27 @@ def _mxfp8(read: _Reader) -> Native:
     read.nearest()
     fp8_format = read.fp8_format()
     rounding = read.everywhere("scale_rounding", lambda q: q.format.scale_rounding)
-    if rounding != "rceil":
-        raise read.lacks(f"scale_rounding: {rounding}")
-    square = {r: read.of(r, "block", lambda q: q.format.block_rows > 1) for r in _ROLES}
-    if square["input"] or square["grad"]:
-        raise read.lacks("square blocks but for weights")
-    arguments = {"fp8_format": fp8_format, "enable_2d_quantization": square["weight"]}
+    read.refuse(rounding != "rceil", f"scale_rounding: {rounding}")
+    square = read.square_weights("square blocks")
+    arguments = {"fp8_format": fp8_format, "enable_2d_quantization": square}
     megatron = {"fp8_quantization_recipe": "mxfp8", "fp8_format": fp8_format.lower()}
-    return Native(read.name, arguments, megatron=None if square["weight"] else megatron)
+    return Native(read.name, arguments, megatron=None if square else megatron)
 
 
 def _nvfp4(read: _Reader) -> Native:
-    square = {r: read.of(r, "block", lambda q: q.format.block_rows > 1) for r in _ROLES}
-    if square["input"] or square["grad"]:
-        raise read.lacks("16x16 blocks but for weights")
-    rounding = {r: read.of(r, "rounding", lambda q: q.rounding) for r in _ROLES}
-    stochastic = {r for r in _ROLES if rounding[r] is Rounding.STOCHASTIC}
-    if stochastic - {"grad"}:
-        raise read.lacks("stochastic rounding but for gradients")
-    transform = read.hadamard(("wgrad",))
-    if transform not in (None, Hadamard()):
-        raise read.lacks("hadamard transform but of 16 points, fixed signs and BF16 output")
-    if any(gemm.delayed for gemm in read.precision.gemms.values()):
-        raise read.lacks("amax_history")
+    square = read.square_weights("16x16 blocks")
+    rounding = read.roles("rounding", lambda q: q.rounding)
+    stochastic = {role for role in rounding if rounding[role] is Rounding.STOCHASTIC}
+    read.refuse(bool(stochastic - {"grad"}), "stochastic rounding but for gradients")
+    read.no_transform("fprop", "dgrad")
+    transform = read.precision.wgrad.hadamard
+    other = transform not in (None, Hadamard())
+    read.refuse(other, "hadamard transform but of 16 points, fixed signs and BF16 output")
+    read.refuse(any(gemm.delayed for gemm in read.gemms), "amax_history")
     arguments = {
         "disable_rht": transform is None,
         "disable_stochastic_rounding": not stochastic,
-        "disable_2d_quantization": not square["weight"],
+        "disable_2d_quantization": not square,
     }
     megatron = {"fp4_quantization_recipe": "nvfp4"}
     return Native(read.name, arguments, megatron=None if any(arguments.values()) else megatron)

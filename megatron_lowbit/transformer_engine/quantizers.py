@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantized_tensor import QuantizedTensorStorage
 from transformer_engine.pytorch.tensor import IdentityQuantizer
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -206,10 +206,9 @@ class Factory:
     """
 
     def __init__(self, precision: LinearPrecision, engine: Engine) -> None:
-        if precision.history_length:
-            raise UserError("delayed scaling on this GPU needs --transformer-impl local")
-        if precision.falls_back:
-            raise UserError("fallback: bf16 needs --transformer-impl local")
+        delayed = bool(precision.history_length)
+        require(not delayed, "delayed scaling on this GPU needs --transformer-impl local")
+        require(not precision.falls_back, "fallback: bf16 needs --transformer-impl local")
         self.precision, self.engine = precision, engine
         self._calls: CallTracker | None = None
 

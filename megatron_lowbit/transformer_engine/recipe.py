@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from transformer_engine.common import recipe as te_recipes
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
@@ -25,8 +25,7 @@ def to_te_recipe(
             nothing, or not all of its layers alike.
     """
     precision = recipe if isinstance(recipe, LinearPrecision) else _only_precision(recipe)
-    if not precision.quantized:
-        raise UserError("nothing is quantized: use autocast(enabled=False)")
+    require(precision.quantized, "nothing is quantized: use autocast(enabled=False)")
     native = native_recipe(precision, capability or torch.cuda.get_device_capability())
     if native is None:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -49,9 +48,9 @@ def build(native: Native) -> te_recipes.Recipe:
 
 def _only_precision(recipe: Recipe) -> LinearPrecision:
     quantized = {name: p for name, p in recipe.configs.items() if p.quantized}
-    if len(quantized) > 1 or recipe.backward is not None:
-        raise UserError(
-            f"recipe {recipe.name} has several precisions ({', '.join(quantized)}): give the one "
-            "that is meant, a LinearPrecision"
-        )
+    require(
+        len(quantized) <= 1 and recipe.backward is None,
+        f"recipe {recipe.name} has several precisions ({', '.join(quantized)}): give the one that "
+        "is meant, a LinearPrecision",
+    )
     return next(iter(quantized.values()), LinearPrecision())

@@ -19,7 +19,7 @@ def other_rank(monkeypatch):
     def play(report: tuple[bool, str] | None) -> list:
         told = []
 
-        def gather(reports: list, own: object, group: object) -> None:
+        def gather(reports: list, own: object) -> None:
             told.append(own)
             reports[:] = [own, report]
 

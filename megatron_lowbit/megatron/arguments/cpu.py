@@ -159,16 +159,13 @@ def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
     """
     changes = [_apply(row, args, words) for row in _UNSUPPORTED]
     lines = [f"on a CPU: {change}" for change in changes if change]
-    missing = [
-        argument
-        for argument in _ADDED
-        if argument[0] not in words
-        and not (argument[0] in _CONFLICTS and _CONFLICTS[argument[0]] in words)
-    ]
-    for argument in missing:
-        words.add(*argument)
-    if missing:
-        lines.append(f"on a CPU: added {' '.join(word for arg in missing for word in arg)}")
+    added = []
+    for flag, *value in _ADDED:
+        if flag not in words and _CONFLICTS.get(flag, flag) not in words:
+            words.add(flag, *value)
+            added += [flag, *value]
+    if added:
+        lines.append(f"on a CPU: added {' '.join(added)}")
     return lines
 
 

@@ -8,24 +8,23 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from megatron_lowbit.command_line import CommandLine, asks_for_help, expand_files
+from megatron_lowbit.command_line import CommandLine, asks_for_help
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.arguments.parser import (
     add_own_arguments,
-    describe_unknown,
     front_parser,
+    read_command_line,
     show_help,
 )
 from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, translate_precision
 from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
 
-COMMAND = "pretrain"
-"""Name under which the help of the pretraining programs is cached."""
-
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _PACKED = ("--sft", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
 """Arguments for sequences of several documents, which forward_step.py does not support."""
+_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
+"""Exceptions by which Megatron-LM refuses arguments."""
 _NEVER = 10**9
 """Interval that is longer than any run, in iterations."""
 
@@ -48,12 +47,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     """
     parser = front_parser()
     if asks_for_help(argv):
-        show_help(COMMAND, parser)
-    written = expand_files(sys.argv[1:] if argv is None else argv)
-    args, unknown = parser.parse_known_args(written)
-    if unknown:
-        raise UserError(describe_unknown(parser, written, unknown))
-    words = CommandLine(parser, written)
+        show_help("pretrain", parser)
+    args, words = read_command_line(parser, sys.argv[1:] if argv is None else argv)
     check_values(parser, args, words)
     _check(args, words, hybrid)
     if not args.dry_run:
@@ -163,10 +158,9 @@ def _world_size(ranks: int | None) -> Iterator[None]:
     try:
         yield
     finally:
+        os.environ.pop("WORLD_SIZE", None)
         if before is not None:
             os.environ["WORLD_SIZE"] = before
-        elif ranks is not None:
-            del os.environ["WORLD_SIZE"]
 
 
 def _parse_upstream(tokens: list[str]) -> Namespace:
@@ -178,29 +172,25 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import unset_global_variables
 
-    args = None
     try:
         with command_line(tokens):
-            parsed: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
-        if not parsed.dry_run:
-            check_samples(parsed)
-        args = parsed
+            args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        if not args.dry_run:
+            check_samples(args)
         return args
-    except UserError:
-        raise
-    except SystemExit as error:
-        raise UserError(
-            f"Megatron-LM refused the arguments (exit {error.code}), see above"
-        ) from error
-    except (AssertionError, ValueError, RuntimeError, OSError, ImportError) as error:
-        raise UserError(in_one_line(error)) from error
-    except Exception as error:
-        # Megatron-LM computes with some values before it checks them.
-        raise UserError(f"Megatron-LM cannot follow the arguments: {in_one_line(error)}") from error
-    finally:
-        if args is None:
-            # Those that are set by now would prevent another run in this process.
-            unset_global_variables()
+    except (Exception, SystemExit) as error:
+        # Variables that are set by now would prevent another run in this process.
+        unset_global_variables()
+        if isinstance(error, UserError):
+            raise
+        if isinstance(error, SystemExit):
+            message = f"Megatron-LM refused the arguments (exit {error.code}), see above"
+        elif isinstance(error, _REFUSALS):
+            message = in_one_line(error)
+        else:
+            # Megatron-LM computes with some values before it checks them.
+            message = f"Megatron-LM cannot follow the arguments: {in_one_line(error)}"
+        raise UserError(message) from error
 
 
 def in_one_line(error: Exception) -> str:

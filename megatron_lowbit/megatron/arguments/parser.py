@@ -8,24 +8,89 @@ takes seconds. :func:`show_help` therefore caches the text for each version, and
 import argparse
 import inspect
 import os
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial, wraps
-from typing import NoReturn
+from functools import cache, partial
+from typing import Literal, NoReturn
 
-from megatron_lowbit.command_line import (
-    HELP_PROGRAM,
-    HELP_WIDTH,
-    CommandParser,
-    HelpFormatter,
-    add_print_completion,
-    help_cache,
-    print_help,
-)
+from megatron_lowbit import command_line
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
-_OWN_GROUPS = ("dry run", "megatron-lowbit")
+
+@dataclass
+class RecipeArguments:
+    """Precision of the linear layers, and protection of long runs."""
+
+    precision_recipe: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE"}}
+    )
+    """precision of the linear layers: the name or YAML file of one recipe, or of two, for the
+    forward pass and the backward pass (default: none, nothing is quantized)"""
+
+    recipe_set: list[str] = field(
+        default_factory=list,
+        metadata={"argparse_meta": {"action": "append", "nargs": None, "metavar": "FIELD=VALUE"}},
+    )
+    """set one field of the recipe, such as grad.rounding=nearest (repeatable); with two recipes,
+    forward.FIELD=VALUE or backward.FIELD=VALUE"""
+
+    quantization_engine: Literal["auto", "reference"] = "auto"
+    """implementation that quantizes: the fastest available one, or plain torch"""
+
+    eval_precision: Literal["bf16", "recipe"] = "bf16"
+    """precision of validation and test: BF16 as without a recipe, or the recipe's"""
+
+    mxnorm: bool = False
+    """replace RMSNorm before quantized layers by MXNorm, which estimates the norm from the block
+    scales"""
+
+    mxnorm_p: float = 2.0
+    """exponent of MXNorm's power mean"""
+
+    mxnorm_post_round: bool = False
+    """estimate MXNorm's norm from block absmaxes rounded down to powers of two, like E8M0 scales;
+    needs --mxnorm-p 1"""
+
+    fused_allreduce_norm: bool = False
+    """fuse the tensor-parallel all-reduce with the residual addition, the norm and the
+    quantization"""
+
+    log_quantization_error_interval: int = field(
+        default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
+    )
+    """log the quantization error of every layer every N iterations (default: never; without N:
+    1000)"""
+
+    load_latest_valid: bool = False
+    """if the newest checkpoint in --load is incomplete or damaged, load the newest valid one"""
+
+    save_keep_last: int | None = None
+    """after each save, delete complete checkpoints except the newest N (default: keep all)"""
+
+    skip_bad_iterations: int | None = None
+    """after a loss or gradient that is not finite, restart from the last checkpoint without the
+    iteration's data, at most N times (default: the run ends)"""
+
+
+@dataclass
+class DryRunArguments:
+    """Description of a run without training."""
+
+    dry_run: bool = False
+    """check the arguments, describe the run, and exit without training"""
+
+    dry_run_world_size: int | None = field(
+        default=None, metadata={"argparse_meta": {"arg_names": ["--world-size"]}}
+    )
+    """with --dry-run: number of GPUs to describe the run for (default: 1)"""
+
+
+_OWN_GROUPS = {"dry run": DryRunArguments, "megatron-lowbit": RecipeArguments}
+"""Groups of arguments that Megatron-LM does not have, by title."""
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -36,67 +101,23 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Returns:
         The same parser.
     """
-    group = parser.add_argument_group(_OWN_GROUPS[1])
-    group.add_argument(
-        "--precision-recipe", nargs="+", metavar="NAME_OR_FILE",
-        help="precision of the linear layers: the name or YAML file of one recipe, or of two, for "
-        "the forward pass and the backward pass (default: none, nothing is quantized)",
-    )  # fmt: skip
-    group.add_argument(
-        "--recipe-set", action="append", default=[], metavar="FIELD=VALUE",
-        help="set one field of the recipe, such as grad.rounding=nearest (repeatable); with two "
-        "recipes, forward.FIELD=VALUE or backward.FIELD=VALUE",
-    )  # fmt: skip
-    group.add_argument(
-        "--quantization-engine", choices=("auto", "reference"), default="auto",
-        help="implementation that quantizes: the fastest available one, or plain torch",
-    )  # fmt: skip
-    group.add_argument(
-        "--eval-precision", choices=("bf16", "recipe"), default="bf16",
-        help="precision of validation and test: BF16 as without a recipe, or the recipe's",
-    )  # fmt: skip
-    group.add_argument(
-        "--mxnorm", action="store_true",
-        help="replace RMSNorm before quantized layers by MXNorm, which estimates the norm from the "
-        "block scales",
-    )  # fmt: skip
-    group.add_argument(
-        "--mxnorm-p", type=float, default=2.0, help="exponent of MXNorm's power mean"
-    )
-    group.add_argument(
-        "--mxnorm-post-round", action="store_true",
-        help="estimate MXNorm's norm from block absmaxes rounded down to powers of two, like E8M0 "
-        "scales; needs --mxnorm-p 1",
-    )  # fmt: skip
-    group.add_argument(
-        "--fused-allreduce-norm", action="store_true",
-        help="fuse the tensor-parallel all-reduce with the residual addition, the norm and the "
-        "quantization",
-    )  # fmt: skip
-    group.add_argument(
-        "--log-quantization-error-interval", type=int, nargs="?", const=1000, default=0,
-        metavar="N",
-        help="log the quantization error of every layer every N iterations (default: never; "
-        "without N: 1000)",
-    )  # fmt: skip
-    group.add_argument(
-        "--load-latest-valid", action="store_true",
-        help="if the newest checkpoint in --load is incomplete or damaged, load the newest valid "
-        "one",
-    )  # fmt: skip
-    group.add_argument(
-        "--save-keep-last", type=int, metavar="N",
-        help="after each save, delete complete checkpoints except the newest N (default: keep all)",
-    )  # fmt: skip
-    group.add_argument(
-        "--skip-bad-iterations", type=int, metavar="N",
-        help="after a loss or gradient that is not finite, restart from the last checkpoint "
-        "without the iteration's data, at most N times (default: the run ends)",
-    )  # fmt: skip
+    return _add_groups(parser, "megatron-lowbit")
+
+
+def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all arguments that Megatron-LM does not have; return the same parser."""
+    return _add_groups(parser, *_OWN_GROUPS)
+
+
+def _add_groups(parser: argparse.ArgumentParser, *titles: str) -> argparse.ArgumentParser:
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    for title in titles:
+        ArgumentGroupFactory(_OWN_GROUPS[title]).build_group(parser, title)
     return parser
 
 
-def front_parser() -> CommandParser:
+def front_parser() -> command_line.CommandParser:
     """Build the parser of a whole command line, with this project's arguments first.
 
     Unlike Megatron-LM's parser, it accepts any recipe name, and ``--normalization MXNorm``. Only
@@ -105,17 +126,17 @@ def front_parser() -> CommandParser:
     from megatron.training.arguments import add_megatron_arguments
 
     _read_sources_once()
-    parser = CommandParser(
+    parser = command_line.CommandParser(
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
         "@FILE reads arguments from FILE, which may have comments.",
         usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
         "    --seq-length N --max-position-embeddings N --micro-batch-size N --train-iters N\n"
         "    --lr X --data-path PREFIX ...",
         allow_abbrev=False,
-        formatter_class=partial(HelpFormatter, width=HELP_WIDTH),
+        formatter_class=partial(command_line.HelpFormatter, width=command_line.HELP_WIDTH),
     )
     add_own_arguments(parser)
-    add_print_completion(parser)
+    command_line.add_print_completion(parser)
     add_megatron_arguments(parser)
     # Put this project's groups first in the help, before argparse's "options".
     parser._action_groups.sort(key=lambda group: group.title not in _OWN_GROUPS)
@@ -130,35 +151,38 @@ def front_parser() -> CommandParser:
     return parser
 
 
-def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all arguments that Megatron-LM does not have; return the same parser."""
-    group = parser.add_argument_group(_OWN_GROUPS[0])
-    group.add_argument(
-        "--dry-run", action="store_true",
-        help="check the arguments, describe the run, and exit without training",
-    )  # fmt: skip
-    group.add_argument(
-        "--world-size", type=int, metavar="N", dest="dry_run_world_size",
-        help="with --dry-run: number of GPUs to describe the run for (default: 1)",
-    )  # fmt: skip
-    return add_recipe_arguments(parser)
+def read_command_line(
+    parser: argparse.ArgumentParser, argv: Iterable[str]
+) -> tuple[Namespace, command_line.CommandLine]:
+    """Parse a command line, with files of arguments expanded, by the front parser.
+
+    Returns:
+        The parsed arguments, and the same arguments as written.
+
+    Raises:
+        UserError: an argument is unknown or has an invalid value, or a file cannot be read.
+    """
+    written = command_line.expand_files(argv)
+    args, unknown = parser.parse_known_args(written)
+    if unknown:
+        raise UserError(_describe_unknown(parser, written, unknown))
+    return args, command_line.CommandLine(parser, written)
 
 
-def describe_unknown(
+def _describe_unknown(
     parser: argparse.ArgumentParser, written: Sequence[str], unknown: Sequence[str]
 ) -> str:
     """Describe all unknown arguments in one line, each with similar known ones."""
     known = parser._option_string_actions
     parts, of_unknown_flag, rest = [], False, list(unknown)
     for token in written:
-        is_flag = token.startswith("--")
+        name, is_flag = token.partition("=")[0], token.startswith("--")
         if is_flag:
-            of_unknown_flag = token.partition("=")[0] not in known
+            of_unknown_flag = name not in known
         if token not in rest:
             continue
         rest.remove(token)
         if is_flag:
-            name = token.partition("=")[0]
             near = get_close_matches(name, known, n=2)
             parts.append(f"{name} (did you mean {' or '.join(near)}?)" if near else name)
         elif not of_unknown_flag:
@@ -170,35 +194,26 @@ def describe_unknown(
 
 def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
     """Render a command's help, store it in the user's cache, print it and exit."""
-    parser.prog = HELP_PROGRAM
+    parser.prog = command_line.HELP_PROGRAM
     text = parser.format_help()
     # The cache is optional. RuntimeError: there is no home folder.
     with suppress(OSError, RuntimeError):
-        cache = help_cache(command)
-        cache.parent.mkdir(parents=True, exist_ok=True)
+        path = command_line.help_cache(command)
+        path.parent.mkdir(parents=True, exist_ok=True)
         # Rename a complete file, so that no other process reads a partial one.
-        temporary = cache.with_name(f"{cache.name}.{os.getpid()}")
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
             temporary.write_text(text, encoding="utf-8")
-            temporary.replace(cache)
+            temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    print_help(text)
+    command_line.print_help(text)
 
 
+@cache
 def _read_sources_once() -> None:
     """Reuse the help texts that Megatron-LM's parsers read from source code."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    upstream = ArgumentGroupFactory._get_field_docstrings
-    if hasattr(upstream, "__wrapped__"):
-        return
-    docstrings: dict[type, dict[str, str]] = {}
-
-    @wraps(upstream)
-    def read_once(factory: ArgumentGroupFactory, kind: type) -> dict[str, str]:
-        if kind not in docstrings:
-            docstrings[kind] = upstream(factory, kind)
-        return dict(docstrings[kind])
-
-    ArgumentGroupFactory._get_field_docstrings = read_once
+    read = object.__new__(ArgumentGroupFactory)._get_field_docstrings
+    ArgumentGroupFactory._get_field_docstrings = staticmethod(cache(read))

@@ -65,22 +65,22 @@ _CAPABILITY = {
     "custom": (8, 9),
 }
 """Smallest compute capability that runs each of Megatron-LM's recipes."""
-_EQUIVALENTS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
-    ("delayed", "hybrid"): ("fp8-delayed", ()),
-    ("delayed", "e4m3"): ("fp8-delayed", ("grad.format=fp8-tensor-e4m3",)),
-    ("tensorwise", "hybrid"): ("fp8-tensorwise", ()),
-    ("tensorwise", "e4m3"): ("fp8-tensorwise", ("grad.format=fp8-tensor-e4m3",)),
-    ("blockwise", "hybrid"): ("fp8-tile", ()),
+_EQUIVALENTS: dict[tuple[str, str], tuple[str, ...]] = {
+    ("delayed", "hybrid"): ("fp8-delayed",),
+    ("delayed", "e4m3"): ("fp8-delayed", "grad.format=fp8-tensor-e4m3"),
+    ("tensorwise", "hybrid"): ("fp8-tensorwise",),
+    ("tensorwise", "e4m3"): ("fp8-tensorwise", "grad.format=fp8-tensor-e4m3"),
+    ("blockwise", "hybrid"): ("fp8-tile",),
     # Transformer Engine's tiles have scales that are powers of two, unlike the recipe's.
     ("blockwise", "e4m3"): (
         "fp8-tile-e4m3",
-        tuple(f"{role}.scale_format=pow2" for role in ("input", "weight", "grad")),
+        *(f"{role}.scale_format=pow2" for role in ("input", "weight", "grad")),
     ),
-    ("mxfp8", "hybrid"): ("mxfp8", ("grad.format=mxfp8-e5m2",)),
-    ("mxfp8", "e4m3"): ("mxfp8", ()),
-    ("nvfp4", "e2m1"): ("nvfp4", ()),
+    ("mxfp8", "hybrid"): ("mxfp8", "grad.format=mxfp8-e5m2"),
+    ("mxfp8", "e4m3"): ("mxfp8",),
+    ("nvfp4", "e2m1"): ("nvfp4",),
 }
-"""Equivalent recipe of this project for Megatron-LM's recipe and format, with its overrides."""
+"""Equivalent recipe of this project for Megatron-LM's recipe and format, and its overrides."""
 _REPLACED = {
     "the recipe takes its place": "--fp8-format --fp4-format --fp8-recipe --fp4-recipe",
     "bf16_blocks of the recipe take its place":
@@ -102,11 +102,9 @@ _REPLACED = {
 }  # fmt: skip
 _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in flags.split()}
 """Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
-_SILENT = ("--fp8-recipe", "--fp4-recipe")
+_NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
-_UPSTREAM_ONLY = (
-    "--fp4-recipe", "--fp8-recipe", "--fp8-format", "--fp4-format", "--te-precision-config-file",
-)  # fmt: skip
+_UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
 
 
 def translate_precision(
@@ -147,30 +145,25 @@ def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> P
     """
     if args.precision_recipe:
         for flag in _UPSTREAM_ONLY:
-            require(
-                flag not in words,
-                f"--precision-recipe excludes {flag}: leave one of them out",
-            )
+            require(flag not in words, f"--precision-recipe excludes {flag}: leave one of them out")
         require(len(args.precision_recipe) <= 2, "--precision-recipe takes at most two recipes")
-        recipes = tuple(args.precision_recipe)
-        overrides = _blocks_of_named(args, recipes)
-        return _with_recipes(args, words, recipes, overrides, "--precision-recipe names it")
-    if args.fp8 and args.fp4:
+        recipes, reason = args.precision_recipe, "--precision-recipe names it"
+    elif args.fp8 and args.fp4:
         raise UserError("--fp8-format excludes --fp4-format: --fp8-recipe FP8 --fp4-recipe FP4 "
                         "without formats runs FP8 forward and FP4 backward")  # fmt: skip
-    if args.fp8 or args.fp4:
+    elif args.fp8 or args.fp4:
         return _with_format(args, words, machine)
-    names = [name for name in (args.fp8_recipe, args.fp4_recipe) if name]
-    if not names:
+    elif names := [name for name in (args.fp8_recipe, args.fp4_recipe) if name]:
+        require("custom" not in names, "recipe custom needs --fp8-format, or --fp4-format, and its "
+                "quantizer factory")  # fmt: skip
+        recipes = [MEGATRON_NAMES.get(name, name) for name in names]
+        given = [words.text(flag) for flag in _NAMING if flag in words]
+        reason = f"{' and '.join(given)} without a format"
+    else:
         require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
         return Precision(lines=("precision: nothing is quantized, no argument names a recipe",))
-    for name in names:
-        require(name != "custom", "recipe custom needs --fp8-format, or --fp4-format, and its "
-                                  "quantizer factory")  # fmt: skip
-    recipes = tuple(MEGATRON_NAMES.get(name, name) for name in names)
-    flags = [flag for flag in ("--fp8-recipe", "--fp4-recipe") if flag in words]
-    reason = f"{' and '.join(words.text(flag) for flag in flags)} without a format"
-    return _with_recipes(args, words, recipes, _blocks_of_named(args, recipes), reason)
+    sides = [(recipe, _bf16_blocks(args, recipe)) for recipe in recipes]
+    return _with_recipes(args, words, sides, reason)
 
 
 def _with_format(args: Namespace, words: CommandLine, machine: Machine) -> Precision:
@@ -196,18 +189,21 @@ def _with_format(args: Namespace, words: CommandLine, machine: Machine) -> Preci
     require(name != "custom", f"--{bits}-recipe custom {unavailable}")
     flag = "--te-precision-config-file"
     require(flag not in words, f"{flag} {unavailable}")
-    own, changes = _EQUIVALENTS[name, format_]
-    sides = [(own, (*_history(args, name), *changes, *_bf16_blocks(args, own)))]
+    own, *overrides = _EQUIVALENTS[name, format_]
+    if name == "delayed":
+        length = args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1
+        wgrad = () if args.fp8_wgrad else ("wgrad=none",)
+        overrides = [f"amax_history.length={length}", *wgrad, *overrides]
+    # Megatron-LM's own code keeps no blocks in BF16 unless it is asked to.
+    sides = [(own, (*overrides, *(_bf16_blocks(args, own) or bf16_blocks(own, 0, 0))))]
     reason = f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
     if other_recipe:
         require(other_recipe != "custom", "recipe custom cannot be combined with another")
         other = MEGATRON_NAMES.get(other_recipe, other_recipe)
-        sides.append((other, _bf16_blocks(args, other) if args.first_last_layers_bf16 else ()))
+        sides.append((other, _bf16_blocks(args, other)))
     if args.fp4:
         sides.reverse()
-    recipes = tuple(recipe for recipe, _ in sides)
-    overrides = for_sides([changes for _, changes in sides])
-    return _with_recipes(args, words, recipes, overrides, reason)
+    return _with_recipes(args, words, sides, reason)
 
 
 def check_layers(args: Namespace, machine: Machine) -> None:
@@ -239,39 +235,27 @@ def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:
     return None
 
 
-def _history(args: Namespace, name: str) -> tuple[str, ...]:
-    """Return overrides for the arguments of Megatron-LM's delayed scaling."""
-    if name != "delayed":
-        return ()
-    length = args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1
-    return (f"amax_history.length={length}", *(() if args.fp8_wgrad else ("wgrad=none",)))
-
-
-def _blocks_of_named(args: Namespace, recipes: tuple[str, ...]) -> tuple[str, ...]:
-    """Return overrides for ``--first-last-layers-bf16``; without it, keep the recipes' blocks."""
+def _bf16_blocks(args: Namespace, recipe: str) -> tuple[str, ...]:
+    """Return overrides for ``--first-last-layers-bf16``; without it, keep the recipe's blocks."""
     if not args.first_last_layers_bf16:
         return ()
-    return for_sides([_bf16_blocks(args, recipe) for recipe in recipes])
-
-
-def _bf16_blocks(args: Namespace, name: str) -> tuple[str, ...]:
-    """Return overrides for the blocks in BF16; without ``--first-last-layers-bf16``, for none."""
-    if not args.first_last_layers_bf16:
-        return bf16_blocks(name, 0, 0)
-    return bf16_blocks(name, args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+    return bf16_blocks(recipe, args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
 
 
 def _with_recipes(
-    args: Namespace,
-    words: CommandLine,
-    recipes: tuple[str, ...],
-    overrides: tuple[str, ...],
-    reason: str,
+    args: Namespace, words: CommandLine, sides: list[tuple[str, tuple[str, ...]]], reason: str
 ) -> Precision:
-    """Check recipes and return the choice of them. The user's overrides take precedence."""
+    """Check recipes and return the choice of them. The user's overrides take precedence.
+
+    Args:
+        args, words: as for :func:`choose_precision`.
+        sides: one recipe with its overrides, or one for each pass.
+        reason: why these recipes are chosen.
+    """
     require("--te-precision-config-file" not in words, "--te-precision-config-file is for "
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
-    overrides = (*overrides, *args.recipe_set)
+    recipes = tuple(recipe for recipe, _ in sides)
+    overrides = (*for_sides([changes for _, changes in sides]), *args.recipe_set)
     recipe = load_recipes(recipes, overrides)
     require(
         not args.moe_grouped_gemm or all(one == HIGH_PRECISION for one in recipe.precisions()),
@@ -286,6 +270,6 @@ def _with_recipes(
     lines += [
         f"precision: left out {words.text(flag)}: {_DEPENDENT[flag]}"
         for flag in left_out
-        if flag not in _SILENT
+        if flag not in _NAMING
     ]
     return Precision(recipes, overrides, left_out, tuple(lines))

@@ -13,6 +13,7 @@ import re
 import stat
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from megatron_lowbit.command_line import CommandLine
@@ -130,22 +131,20 @@ def guard_layer_lists(parser: argparse.ArgumentParser) -> None:
     """Limit the length of lists such as ``([0]*3+[1])*8`` before Megatron-LM evaluates them."""
     for flag in _LAYER_LISTS:
         action = parser._option_string_actions[flag]
-        action.type = _bounded(action.type)
+        action.type = partial(_layer_list, action.type)
 
 
-def _bounded(evaluate: Any) -> Callable[[str], Any]:
-    def checked(text: str) -> Any:
-        try:
-            size = _size(ast.parse(text, mode="eval").body)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is neither an integer nor a list such as ([0]*3+[1])*2"
-            ) from None
-        if "[" in text and size > _MOST_LAYERS:
-            raise argparse.ArgumentTypeError(f"{text!r} is longer than {_MOST_LAYERS} layers")
-        return evaluate(text)
-
-    return checked
+def _layer_list(evaluate: Callable[[str], Any], text: str) -> Any:
+    """Evaluate a list by Megatron-LM's function, unless it is too long."""
+    try:
+        size = _size(ast.parse(text, mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither an integer nor a list such as ([0]*3+[1])*2"
+        ) from None
+    if "[" in text and size > _MOST_LAYERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than {_MOST_LAYERS} layers")
+    return evaluate(text)
 
 
 def _size(node: ast.AST) -> int:
@@ -173,23 +172,19 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
     destinations = words.destinations()
     for action in parser._actions:
         if action.dest in destinations and action.type in (int, float):
-            flag = action.option_strings[0]
-            _check_number(flag, getattr(args, action.dest), action.type is int)
+            flag, value = action.option_strings[0], getattr(args, action.dest)
+            bounds = RANGES.get(flag, _INT if action.type is int else _FLOAT)
+            for number in value if isinstance(value, list) else [value]:
+                require(
+                    number is None or bounds.low <= number <= bounds.high,
+                    f"{flag} {number}: must be {bounds.words}",
+                )
     _check_split(args.split)
     _check_layout(args.pipeline_model_parallel_layout)
     require(
         args.recompute_num_layers != 0 or args.recompute_method != "uniform",
         "--recompute-num-layers 0: must be at least 1 with --recompute-method uniform",
     )
-
-
-def _check_number(flag: str, value: Any, is_int: bool) -> None:
-    bounds = RANGES.get(flag, _INT if is_int else _FLOAT)
-    for number in value if isinstance(value, list) else [value]:
-        require(
-            number is None or bounds.low <= number <= bounds.high,
-            f"{flag} {number}: must be {bounds.words}",
-        )
 
 
 def _check_split(split: str | None) -> None:

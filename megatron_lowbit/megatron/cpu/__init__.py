@@ -17,11 +17,7 @@ import warnings
 
 import torch
 
-from megatron_lowbit.megatron.cpu.megatron_patches import (
-    add_missing_triton_modules,
-    import_without_compiler,
-    patch_megatron,
-)
+from megatron_lowbit.megatron.cpu import megatron_patches
 from megatron_lowbit.megatron.cpu.torch_patches import patch_torch
 
 _NOT_INSTALLED = ("Transformer Engine and Apex", "Apex is not", "Only transformer-engine")
@@ -38,9 +34,9 @@ def _install() -> None:
     with warnings.catch_warnings():
         for message in _NOT_INSTALLED:
             warnings.filterwarnings("ignore", message=message)
-        add_missing_triton_modules()
-        import_without_compiler()
-        patch_megatron()
+        megatron_patches.add_missing_triton_modules()
+        megatron_patches.import_without_compiler()
+        megatron_patches.patch_megatron()
 
 
 if not torch.cuda.is_available():

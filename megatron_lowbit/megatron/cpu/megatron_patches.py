@@ -12,17 +12,11 @@ from megatron_lowbit.megatron.cpu.random_state import patch_random_states, with_
 from megatron_lowbit.megatron.cpu.te_interfaces import GroupStepAdam, build_norm
 
 _TRITON_KERNELS = {
-    "megatron.core.transformer.moe.ops.paged_stash": (
-        "GLOBAL_BLOCK_SIZE",
-        "paged_stash_copy_kernel",
-        "paged_stash_pop_kernel",
-    ),
-    "megatron.core.inference.contexts.attention_context.triton.tensor_ops": (
-        "tensor_get_slice_after",
-        "tensor_masked_update",
-        "tensor_merge",
-    ),
-}
+    "megatron.core.transformer.moe.ops.paged_stash":
+        "GLOBAL_BLOCK_SIZE paged_stash_copy_kernel paged_stash_pop_kernel",
+    "megatron.core.inference.contexts.attention_context.triton.tensor_ops":
+        "tensor_get_slice_after tensor_masked_update tensor_merge",
+}  # fmt: skip
 """Modules with kernels that megatron imports, but does not call in training on a CPU."""
 
 
@@ -32,7 +26,7 @@ def add_missing_triton_modules() -> None:
         return
     for name, kernels in _TRITON_KERNELS.items():
         module = types.ModuleType(name)
-        for kernel in kernels:
+        for kernel in kernels.split():
             setattr(module, kernel, None)
         sys.modules[name] = module
 

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 import types
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -80,23 +81,6 @@ class _Stream:
         return True
 
 
-class _NoMemoryStatistics(dict[str, int]):
-    """Statistics of a CUDA allocator that has allocated nothing."""
-
-    def __missing__(self, key: str) -> int:
-        return 0
-
-
-def _identity() -> Callable[..., Any]:
-    """Build a method that returns its object."""
-    return lambda self, *_, **__: self
-
-
-def _no_op() -> Callable[..., None]:
-    """Build a function that does nothing; torch._dynamo needs one for each name of torch."""
-    return lambda *_, **__: None
-
-
 def patch_torch() -> None:
     """Replace functions of torch and torch.cuda."""
     # ``with torch.device("meta")`` identifies factories by a list of functions, which is built at
@@ -105,22 +89,19 @@ def patch_torch() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _with_megatron_on_cpu(getattr(torch, name)))
     torch.Tensor.type = _with_cuda_names(torch.Tensor.type)
-    torch.Tensor.cuda = _identity()
-    torch.Tensor.record_stream = _no_op()
-    torch.nn.Module.cuda = _identity()
-    _patch_torch_cuda()
-
-
-def _patch_torch_cuda() -> None:
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.Tensor.record_stream = lambda *_, **__: None
+    torch.nn.Module.cuda = lambda self, *_, **__: self
     cuda, stream = torch.cuda, _Stream()
     cuda.current_device = lambda: torch.device("cpu")
     for name in ("set_device", "synchronize", "empty_cache"):
-        setattr(cuda, name, _no_op())
+        # torch._dynamo needs a function of its own for each name of torch.
+        setattr(cuda, name, lambda *_, **__: None)
     cuda.Stream = cuda.Event = _Stream
     cuda.current_stream = lambda *_: stream
     cuda.default_stream = lambda *_: stream
     cuda.stream = lambda _: contextlib.nullcontext()
-    cuda.memory_stats = lambda *_, **__: _NoMemoryStatistics()
+    cuda.memory_stats = lambda *_, **__: Counter()  # zeros
     # megatron.training demands a device; torch's compiler, which also calls these, must see none.
     cuda.is_available = _for_callers("megatron.training.initialize", True, cuda.is_available)
     cuda.device_count = _for_callers("megatron.training.", 1, cuda.device_count)
