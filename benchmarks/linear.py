@@ -189,13 +189,12 @@ CONTENDERS = {
     ),
 }
 
-# The fastest GEMM that takes a pair of formats as they are, or MXFP4 folded with a scale a row; any
-# other pair is folded with a scale a tensor where both can be, or else multiplied in BF16.
+# The fastest GEMM that takes a pair of formats as they are; any other pair is folded with a scale a
+# tensor where both can be, or else multiplied in BF16.
 _RATES = {
     ("fp8-128x128", "fp8-1x128"): "fp8 1x128 . 128x128",
     ("fp8-tensor", "fp8-tensor"): "fp8 per tensor",
     ("fp8-row", "fp8-row"): "fp8 per row",
-    ("mxfp4", "mxfp4"): "fp8 per row",
 }
 
 

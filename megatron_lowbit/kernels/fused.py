@@ -7,17 +7,16 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, plain
+from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, folded_pair, plain
 from megatron_lowbit.kernels.launch import quantize_both, tensor_amaxes
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
-from megatron_lowbit.kernels.operands import Transposed, Values, fold, fold_rows
+from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.kernels.routes import (
     DEQUANTIZED,
     EXACT,
     FOLDED,
-    FOLDED_ROWS,
     Format,
     Route,
     route,
@@ -73,13 +72,10 @@ class FusedEngine(Engine):
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
         formats = [getattr(operand, "format", None) for operand in (lhs, rhs)]
-        folding = {FOLDED: fold, FOLDED_ROWS: fold_rows}.get(self.route(*formats))
-        if None in formats or folding is None:
+        if None in formats or self.route(*formats) is not FOLDED:
             return 0, 0
         inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
-        for operand in (lhs, rhs):
-            if operand.format.folds:
-                folding(operand, inexact)
+        folded_pair(lhs, rhs, inexact)
         return int(inexact), math.prod(lhs.shape) + math.prod(rhs.shape)
 
     def normalize(

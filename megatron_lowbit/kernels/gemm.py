@@ -10,16 +10,16 @@ from torch.nn.functional import ScalingType
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.operands import (
-    ScaledRows,
     Transposed,
     Values,
     exact_values,
     fold,
-    fold_rows,
 )
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
+from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
+from megatron_lowbit.numerics.folding import folded_format
 
 GpuOperand = Tensor | QuantizedTensor | Values | Transposed
 
@@ -120,15 +120,9 @@ def row_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply FP8 with a scale for each row of either operand; scales multiply finished sums."""
-    y = _multiply_rows(*(_aligned_rows(q.codes, q.scales) for q in (lhs, rhs)), out_dtype)
-    return _finish(y, lhs, rhs, bias, out_dtype)
-
-
-def folded_rows_product(
-    lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """Multiply MXFP4 folded to E4M3 with a power of two a row."""
-    y = _multiply_rows(*(_aligned_rows(*fold_rows(q)) for q in (lhs, rhs)), out_dtype)
+    (a, scale_a), (b, scale_b) = (_aligned_rows(q.codes, q.scales) for q in (lhs, rhs))
+    rows, dtype = ScalingType.RowWise, _fp8_output(out_dtype)
+    y = F.scaled_mm(a, b.t(), scale_a, rows, scale_b.t(), rows, output_dtype=dtype)
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
@@ -136,28 +130,32 @@ def folded_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply codes folded to FP8 with a scale a tensor, now or when they were written."""
-    return tensor_product(_folded(lhs), _folded(rhs), bias, out_dtype)
+    return tensor_product(*folded_pair(lhs, rhs), bias, out_dtype)
 
 
 def add_folded_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> bool:
     """Add the product of folded codes to ``out`` (FP32)."""
-    return add_tensor_product(out, _folded(plain(lhs)), _folded(plain(rhs)))
+    return add_tensor_product(out, *folded_pair(plain(lhs), plain(rhs)))
 
 
-def _folded(operand: QuantizedTensor) -> QuantizedTensor:
-    return operand if isinstance(operand.format, FP8Tensor) else fold(operand)
+def folded_pair(
+    lhs: QuantizedTensor, rhs: QuantizedTensor, inexact: Tensor | None = None
+) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Fold what is not FP8 with a scale a tensor; count the rounded values in ``inexact``."""
+
+    def folded(operand: QuantizedTensor, left: bool, partner: BlockFormat) -> QuantizedTensor:
+        if isinstance(operand.format, FP8Tensor):
+            return operand
+        return fold(operand, folded_format(operand.format, left, partner), inexact)
+
+    return folded(lhs, True, rhs.format), folded(rhs, False, lhs.format)
 
 
-def _aligned_rows(codes: Tensor, scales: Tensor) -> ScaledRows:
+def _aligned_rows(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     codes = _aligned(codes)
     missing = codes.shape[0] - scales.shape[0]
     scales = F.pad(scales, (0, 0, 0, missing), value=1.0) if missing else scales
-    return ScaledRows(codes, scales)
-
-
-def _multiply_rows(a: ScaledRows, b: ScaledRows, out_dtype: torch.dtype) -> Tensor:
-    rows, dtype = ScalingType.RowWise, _fp8_output(out_dtype)
-    return F.scaled_mm(a.codes, b.codes.t(), a.scales, rows, b.scales.t(), rows, output_dtype=dtype)
+    return codes, scales
 
 
 def dequantized_product(
@@ -199,7 +197,6 @@ PRODUCTS = {
     routes.TILES: tile_product,
     routes.TENSORS: tensor_product,
     routes.ROWS: row_product,
-    routes.FOLDED_ROWS: folded_rows_product,
     routes.FOLDED: folded_product,
     routes.EXACT: exact_product,
     routes.DEQUANTIZED: dequantized_product,

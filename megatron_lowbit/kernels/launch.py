@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from typing import Any
@@ -30,7 +31,7 @@ from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.folding import folded_format, lift
+from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
 from megatron_lowbit.numerics.formats import E4M3
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP, Draw
@@ -82,12 +83,20 @@ def _all_amaxes(
     x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes, forms: tuple[Form, Form]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the amaxes of tensors and of rows that scales and folding are made from."""
+    bounded = [
+        request is not None and form is Form.FOLDED and not request.quantizer.format.tensor_scaled
+        for request, form in zip((row, col), forms, strict=True)
+    ]
     missing = [
-        r if amax is None and r and (form is Form.FOLDED or r.quantizer.format.tensor_scaled)
-        else None
-        for r, amax, form in zip((row, col), amaxes, forms, strict=True)
+        None if amax is not None or request is None else
+        replace(request, hadamard=None) if bound else
+        request if request.quantizer.format.tensor_scaled else None
+        for request, amax, bound in zip((row, col), amaxes, bounded, strict=True)
     ]  # fmt: skip
-    own, rows = _tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
+    own, rows = list(_tensor_amaxes(x, *missing)), _row_amaxes(x, row, col)
+    for i, request in enumerate((row, col)):
+        if bounded[i] and own[i] is not None and request.hadamard is not None:
+            own[i] = own[i] * largest_after(request.hadamard)
     found = [
         next((one for one in three if one is not None), None)
         for three in zip(amaxes, own, rows, strict=True)
@@ -180,7 +189,10 @@ def outputs(
     if hadamard is not None:
         columns = _round_up(columns, hadamard.size)
     padded = _round_up(columns, format.block)
-    side = _side(request.quantizer, hadamard, form)
+    stored = format
+    if form is Form.FOLDED:
+        stored = folded_format(format, request.left, request.partner)
+    side = _side(request.quantizer, hadamard, form, stored)
     side = side if points else side._replace(points=0)
     tensor_scale = torch.empty((), dtype=torch.float32, device=x.device)
     if form is Form.VALUES:
@@ -190,7 +202,6 @@ def outputs(
         made = Values(codes.t() if transposed else codes, scale)
         pointers = (columns, amax, codes, None, tensor_scale)
     else:
-        stored = folded_format(format) if form is Form.FOLDED else format
         made = out or _codes(stored, rows, columns, padded, tensor_scale, side.points > 0)
         codes = made.codes.view(torch.uint8)
         scales = _as_bytes(made.scales) if made.scales.numel() else None
@@ -225,7 +236,7 @@ def _codes(
 
 
 @cache
-def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
+def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form, stored: BlockFormat) -> Side:
     format = quantizer.format
     function, options = _scale_function(format)
     points = min(format.block, _GROUP) if format.block > 1 else 0
@@ -244,8 +255,8 @@ def _side(quantizer: Quantizer, hadamard: Hadamard | None, form: Form) -> Side:
         transform=_transform(hadamard),
         points=points if points <= MAX_POINTS.value else 0,
         values=form is Form.VALUES,
-        fold=element(folded_format(format).element) if form is Form.FOLDED else None,
-        lift=lift(format) if form is Form.FOLDED else 1.0,
+        fold=element(stored.element) if form is Form.FOLDED else None,
+        lift=lift(format, stored) if form is Form.FOLDED else 1.0,
     )
 
 

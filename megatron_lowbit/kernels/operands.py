@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +15,7 @@ from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.folding import folded_format, lift
+from megatron_lowbit.numerics.folding import lift
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat
 
 
@@ -38,13 +37,6 @@ class Transposed:
     of: QuantizedTensor
 
 
-class ScaledRows(NamedTuple):
-    """FP8 codes (R, K) with one FP32 scale a row, (R, 1)."""
-
-    codes: Tensor
-    scales: Tensor
-
-
 def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
     if isinstance(operand, Values):
@@ -62,39 +54,24 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
 
 
-def fold_rows(operand: QuantizedTensor, inexact: Tensor | None = None) -> ScaledRows:
-    """Fold MX codes as ``numerics/folding.py``, but with one power of two a row.
-
-    E2M1 is exact while a block's scale lies within 14 binades of the row's largest. The number of
-    values that are rounded is added to ``inexact``, int64 ().
-    """
-    codes = _new_folded(operand)
-    scales = torch.empty((codes.shape[0], 1), device=codes.device)
-    exponents = _scale_bytes(operand)
-    _launch(operand, exponents, codes, exponents.amax(1), operand.tensor_scale, scales, inexact)
-    return ScaledRows(codes, scales)
-
-
-def fold(operand: QuantizedTensor, inexact: Tensor | None = None) -> QuantizedTensor:
-    """Fold codes with their block scales, with the bits of ``numerics/folding.py``.
+def fold(
+    operand: QuantizedTensor, target: BlockFormat, inexact: Tensor | None = None
+) -> QuantizedTensor:
+    """Fold codes with their block scales to ``target``, with the bits of ``numerics/folding.py``.
 
     The number of values that are rounded is added to ``inexact``, int64 ().
     """
-    target = folded_format(operand.format)
-    codes = _new_folded(operand)
+    shape, dtype = (operand.codes.shape[0], _columns(operand)), target.element.dtype
+    codes = torch.empty(shape, dtype=dtype, device=operand.codes.device)
     tensor_scale = torch.empty((), device=codes.device)
     if codes.numel():
         scales = _scale_bytes(operand)
         largest = None if operand.format.tensor_scaled else _largest_exponent(operand, scales)
-        _launch(operand, scales, codes, largest, operand.tensor_scale, tensor_scale, inexact)
+        _launch(
+            operand, scales, codes, target, largest, operand.tensor_scale, tensor_scale, inexact
+        )
     scales = tensor_scale.new_empty((codes.shape[0], 0))
     return QuantizedTensor(codes, scales, tensor_scale, target, operand.shape)
-
-
-def _new_folded(operand: QuantizedTensor) -> Tensor:
-    dtype = folded_format(operand.format).element.dtype
-    shape = operand.codes.shape[0], _columns(operand)
-    return torch.empty(shape, dtype=dtype, device=operand.codes.device)
 
 
 def _largest_exponent(operand: QuantizedTensor, exponents: Tensor) -> Tensor:
@@ -122,24 +99,32 @@ def _columns(operand: QuantizedTensor) -> int:
     return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
 
 
-def _launch(operand: QuantizedTensor, scales: Tensor, out: Tensor, *folding: Tensor | None) -> None:
+def _launch(
+    operand: QuantizedTensor,
+    scales: Tensor,
+    out: Tensor,
+    target: BlockFormat | None = None,
+    largest: Tensor | None = None,
+    tensor_scale: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    inexact: Tensor | None = None,
+) -> None:
     rows, columns = out.shape
     if not out.numel():
         return
     tile = (16, 256)
     grid = (cdiv(rows, tile[0]) * cdiv(columns, tile[1]),)
     even = rows % tile[0] == 0 and columns % tile[1] == 0
-    target, raised = None, 0
-    if folding:
-        target = element(folded_format(operand.format).element)
-        raised = int(math.log2(lift(operand.format)))
+    raised = 0
+    if target is not None:
+        raised = int(math.log2(lift(operand.format, target)))
         out = out.view(torch.uint8)
     _decode_kernel[grid](
-        operand.codes.view(torch.uint8), scales, out,
-        *(folding or (None, None, None, None)), rows, columns, *tile,
-        operand.format.block, element(operand.format.element),
-        element(E4M3) if isinstance(operand.format, NVFP4) else None, target, raised,
-        bool(folding) and folding[2].ndim == 2, even, num_warps=4, enable_fp_fusion=False,
+        operand.codes.view(torch.uint8), scales, out, largest, tensor_scale, out_scale, inexact,
+        rows, columns, *tile, operand.format.block, element(operand.format.element),
+        element(E4M3) if isinstance(operand.format, NVFP4) else None,
+        element(target.element) if target is not None else None, raised, even,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -164,15 +149,15 @@ def element(format: ElementFormat) -> Element:
 
 @triton.jit
 def _decode_kernel(
-    codes, scales, out, largest, tensor_scale, out_scales, inexact, R, K,
+    codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
-    TARGET: tl.constexpr, RAISED: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
     SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0
-    scales are divided by, and ``out_scales`` what folded codes are multiplied by: (R,) with ROWS,
-    else (). RAISED is the logarithm of the lift.
+    scales are divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the
+    logarithm of the lift.
     """
     LOWERED: tl.constexpr = 2.0**-RAISED
     tiles = tl.cdiv(K, TN)
@@ -192,20 +177,17 @@ def _decode_kernel(
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, value.to(tl.bfloat16), row0, col0, R, K, EVEN)
     else:
-        r = row0 + tl.arange(0, TM)
-        at = r if ROWS else r * 0
         top = 1.0
         if SCALE is None:
-            most = tl.load(largest + at, mask=r < R, other=0).to(tl.int32)
+            most = tl.load(largest).to(tl.int32)
             top = _power(most)
             # Only tiles of zeros have a larger scale.
-            shift = tl.minimum(stored - most[:, None], 0)
+            shift = tl.minimum(stored - most, 0)
             scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
         else:
             scale = _decode(stored, SCALE) * (1.0 / LOWERED)
-        if col0 == 0:
-            out_scale = top * LOWERED * tl.load(tensor_scale)
-            tl.store(out_scales + at, out_scale + tl.zeros_like(at).to(tl.float32), mask=r < R)
+        if tl.program_id(0) == 0:
+            tl.store(out_scale, top * LOWERED * tl.load(tensor_scale))
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:

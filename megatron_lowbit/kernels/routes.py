@@ -11,8 +11,7 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
-from megatron_lowbit.numerics.block_formats.mx import MX
-from megatron_lowbit.numerics.formats import E2M1, E5M2
+from megatron_lowbit.numerics.formats import E5M2
 
 Format = BlockFormat | None
 """A format, or None for an operand in BF16."""
@@ -56,10 +55,6 @@ def _takes_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     return both and capability[0] == 9 and not lhs.element == rhs.element == E5M2
 
 
-def _takes_folded_rows(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
-    return all(isinstance(f, MX) and f.element == E2M1 for f in (lhs, rhs))
-
-
 def _takes_folded(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     both = all(f is not None and (f.folds or isinstance(f, FP8Tensor)) for f in (lhs, rhs))
     if not both or lhs.element == rhs.element == E5M2:
@@ -75,9 +70,6 @@ def _takes_exact(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
 TILES = Route("FP8 tiles", "FP32, promoted every 128 products", _takes_tiles)
 TENSORS = Route("FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_tensors)
 ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted", _takes_rows)
-FOLDED_ROWS = Route(
-    "MXFP4 folded to FP8 rows", "FP8 tensor cores' sums, promoted", _takes_folded_rows
-)
 FOLDED = Route(
     "folded to FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_folded, Form.FOLDED
 )
@@ -93,6 +85,6 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
     """
     if capability < MIN_CAPABILITY:
         return DEQUANTIZED
-    folded = (FOLDED_ROWS, FOLDED) if folding else ()
+    folded = (FOLDED,) if folding else ()
     table = (TENSORS, ROWS, *folded, TILES, EXACT, DEQUANTIZED)
     return next(one for one in table if one.takes(lhs, rhs, capability))

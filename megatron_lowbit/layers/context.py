@@ -112,6 +112,7 @@ class LinearContext:
             sign_key=signs,
             draw=draw,
             partner=None if partner is None else partner.format,
+            left=left,
             needs_codes=needs_codes or dequantized_later,
             saved=saved,
             folding=precision.folding,

@@ -165,6 +165,7 @@ class Request:
         sign_key: key of the transform's signs, where they are fresh for each GEMM.
         draw: the random bits; needed by stochastic rounding.
         partner: format of the operand that it will be multiplied with; None for high precision.
+        left: True for the left operand of its product.
         needs_codes: True for an operand whose codes are sent or dequantized. Any other an engine
             may give in the form that its GEMM takes.
         saved: True for an operand that is kept in memory: its form takes no more than codes do.
@@ -176,6 +177,7 @@ class Request:
     sign_key: int = 0
     draw: Draw | None = None
     partner: BlockFormat | None = None
+    left: bool = False
     needs_codes: bool = False
     saved: bool = False
     folding: bool = True

@@ -8,7 +8,6 @@ from megatron_lowbit.transformer_engine.native import folds_on_hopper, native_re
 _MEASURED = {
     routes.TENSORS: "fp8 per tensor",
     routes.ROWS: "fp8 per row",
-    routes.FOLDED_ROWS: "fp8 per row",
     routes.FOLDED: "fp8 per tensor",
     routes.EXACT: "bf16",
     routes.DEQUANTIZED: "fp32",

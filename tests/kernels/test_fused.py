@@ -22,7 +22,7 @@ PAIRS = {
     ("fp8-row-e5m2", "fp8-row-e4m3"): "FP8 rows",
     ("fp8-row-e5m2", "fp8-row-e5m2"): "dequantized to FP32",
     ("fp8-row-e4m3", "fp8-tensor-e4m3"): "dequantized to FP32",
-    ("mxfp4", "mxfp4"): "MXFP4 folded to FP8 rows",
+    ("mxfp4", "mxfp4"): "folded to FP8 tensors",
     ("nvfp4", "nvfp4-2d"): "exact BF16",
     ("mxfp8-e4m3", "mxfp8-e5m2"): "folded to FP8 tensors",
     ("mxfp4", "mxfp8-e4m3"): "folded to FP8 tensors",
@@ -67,7 +67,6 @@ BOUNDS = {
     "FP8 tensors": lambda length: -(-length // PRODUCTS) * STEP,
     "FP8 rows": lambda length: -(-length // PRODUCTS) * STEP,
     "folded to FP8 tensors": lambda length: -(-length // PRODUCTS) * STEP,
-    "MXFP4 folded to FP8 rows": lambda length: -(-length // PRODUCTS) * STEP,
     "exact BF16": lambda length: 1e-5,
     "dequantized to FP32": lambda length: 1e-5,
 }

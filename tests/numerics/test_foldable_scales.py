@@ -94,8 +94,9 @@ def test_every_product_of_code_and_scale_is_an_fp8_number():
     format = FORMATS["nvfp4"].with_options(block_scales="foldable")
     codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     products = (codes[:, None] * torch.from_numpy(ALLOWED).float()).flatten()
-    assert lift(format) == 2.0**-3 and folded_format(format).name == "fp8-tensor-e4m3"
-    folded = products * lift(format)
+    target = folded_format(format, left=True, partner=format)
+    assert lift(format, target) == 2.0**-3 and target.name == "fp8-tensor-e4m3"
+    folded = products * lift(format, target)
     exact = folded.to(torch.float8_e4m3fn).float() == folded
     assert folded.max() == 288 and exact[folded >= 2.0**-6].all()
 

@@ -180,9 +180,9 @@ def test_gemms_go_where_the_engine_sends_them():
     engine = FusedEngine((9, 0))
     words = {"fp8 1x128": ("FP8 tiles",), "bf16": ("exact BF16",),
              "fp8 per tensor": ("FP8 tensors", "folded to FP8 tensors"),
-             "fp8 per row": ("MXFP4 folded to FP8 rows",)}  # fmt: skip
+             "fp8 per row": ("FP8 rows",)}  # fmt: skip
     seen = set()
-    for name in ("fp8-tile", "fp8-delayed", "mxfp4-backward", "mxfp4", "nvfp4", "mxfp8"):
+    for name in ("fp8-tile", "fp8-delayed", "fp8-row", "mxfp4", "nvfp4", "nvfp4-fold", "mxfp8"):
         precision = load_recipe(name).precision_for(Layer("decoder.layers.16.mlp.x", 16, 32))
         for gemm, sides in precision.gemms.items():
             if sides.quantized:
