@@ -233,7 +233,12 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
         amaxes = (
             q.format.row_scaled
             or (q.format.tensor_scaled and not delayed)
-            or (q.format.folds and gemm_kind(precision.gemms[gemm]) == "fp8 per tensor")
+            or (
+                q.format.folds
+                and gemm_kind(precision.gemms[gemm]) == "fp8 per tensor"
+                # Four bits are kept, and folded in backward by what their scales say.
+                and not ((gemm, role) == ("wgrad", "input") and q.format.element.bits == 4)
+            )
             for gemm, q in found
         )
         passes = bool(found) + any(amaxes)

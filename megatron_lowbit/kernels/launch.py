@@ -324,8 +324,9 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
             along = max(side.block, side.transform.points if side.transform else 0, side.points)
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
-    warps = max(4 if points else 8, height * width // 2048)
-    return (height, width), {"num_warps": warps, "maxnreg": 128}
+    if points:
+        return (height, width), {"num_warps": max(4, height * width // 2048), "maxnreg": 80}
+    return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}
 
 
 def _signed(key: int) -> int:

@@ -30,12 +30,13 @@ def test_overheads_are_shares_of_the_time_without(monkeypatch):
     rows = [{"contender": name, "backward": {"median_ms": ms}} for name, ms in times.items()]
     monkeypatch.setattr(linear, "run", lambda *_: rows)
     # An H100: 3 TB/s, 1250 TFLOP/s in FP8.
-    limits = Ceilings(3.0e12, {"bf16": 650e12, "fp8 per row": 1250e12}, {})
+    limits = Ceilings(3.0e12, {"bf16": 650e12, "fp8 per tensor": 1250e12}, {})
     size = Size(16384, 8192, 28672)
     (both,) = [row for row in mxfp4_overhead.run(size, [], limits, 0.1) if "overhead" in row]
     assert both["contender"] == "RHT and SR" and both["overhead"] == {"rht": 0.1, "sr": 0.375}
-    # Two GEMMs; BF16 read once, the kept input in 17/32 bytes; three operands and a half in FP8.
-    moved = 2 * (16384 * 28672 + 8192 * 28672) + 17 / 32 * 16384 * 8192
+    # Two GEMMs; BF16 read twice, once for its amax, the kept input in 17/32 bytes; three operands
+    # and a half in FP8.
+    moved = 4 * (16384 * 28672 + 8192 * 28672) + 17 / 32 * 16384 * 8192
     moved += 2 * 16384 * 28672 + 8192 * 28672 + 16384 * 8192
     elements = 2 * 16384 * 28672 + 8192 * 28672 + 16384 * 8192
     least = 4 * 16384 * 8192 * 28672 / 1250e12 + moved / 3e12
