@@ -16,13 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_lowbit.data.dataset_writer import (
-    DatasetSummary,
-    EncodedDocument,
-    check_targets,
-    indexed_dataset,
-    write_datasets,
-)
+from megatron_lowbit.data import dataset_writer
 from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
@@ -176,7 +170,7 @@ def preprocess(
     exclude: Sequence[str] = (),
     workers: int = 1,
     append_eod: bool = True,
-) -> list[DatasetSummary]:
+) -> list[dataset_writer.DatasetSummary]:
     """Tokenize ``inputs`` into PREFIX.bin, PREFIX.idx and PREFIX.json (several keys: PREFIX_KEY).
 
     Token ids are uint16 where the vocabulary fits, else int32; empty documents are left out. The
@@ -193,12 +187,12 @@ def preprocess(
     prefixes = (
         [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{k}" for k in json_keys]
     )
-    check_targets(output_prefix, prefixes)
-    dtype = indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
+    dataset_writer.check_targets(output_prefix, prefixes)
+    dtype = dataset_writer.indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
     encoded = _encode_documents(corpus.documents(), encode, workers)
     total_bytes = sum(file.stat().st_size for file in corpus.files)
-    summaries = write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
+    summaries = dataset_writer.write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
     for summary in summaries:
         print(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
@@ -208,19 +202,19 @@ def preprocess(
     return summaries
 
 
-Encoder = Callable[[list[Document]], list[EncodedDocument]]
+Encoder = Callable[[list[Document]], list[dataset_writer.EncodedDocument]]
 
 
 def _encode_batch(
     tokenizer: Tokenizer, dtype: type[np.integer], append_eod: bool, batch: list[Document]
-) -> list[EncodedDocument]:
+) -> list[dataset_writer.EncodedDocument]:
     encoded = []
     end = [tokenizer.eod] if append_eod else []
     for document in batch:
         ids = [tokenizer.tokenize(text) for text in document.texts]
         tokens = [np.array(i + end if i else i, dtype=dtype) for i in ids]
         text_bytes = [len(text.encode("utf-8")) for text in document.texts]
-        encoded.append(EncodedDocument(tokens, text_bytes, document.source_bytes))
+        encoded.append(dataset_writer.EncodedDocument(tokens, text_bytes, document.source_bytes))
     return encoded
 
 
@@ -245,7 +239,7 @@ def _start_worker(encode: Encoder) -> None:
     _worker_encode = encode
 
 
-def _encode_in_worker(batch: list[Document]) -> list[EncodedDocument]:
+def _encode_in_worker(batch: list[Document]) -> list[dataset_writer.EncodedDocument]:
     assert _worker_encode is not None
     return _worker_encode(batch)
 
@@ -273,7 +267,7 @@ def _start_pool(encode: Encoder, workers: int) -> ProcessPoolExecutor:
 
 def _encode_documents(
     documents: Iterator[Document], encode: Encoder, workers: int
-) -> Generator[EncodedDocument, None, None]:
+) -> Generator[dataset_writer.EncodedDocument, None, None]:
     """Encode in input order; only a few batches are in memory at a time."""
     if workers == 1:
         for batch in _batches(documents):

@@ -5,6 +5,7 @@ import math
 import torch
 from torch import Tensor
 
+from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, folded_pair, plain
@@ -13,14 +14,6 @@ from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operands import Transposed, Values
-from megatron_lowbit.kernels.routes import (
-    DEQUANTIZED,
-    EXACT,
-    FOLDED,
-    Format,
-    Route,
-    route,
-)
 from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
@@ -36,11 +29,11 @@ class FusedEngine(Engine):
         super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
         self.capability = capability
 
-    def route(self, lhs: Format, rhs: Format, folding: bool = True) -> Route:
+    def route(self, lhs: routes.Format, rhs: routes.Format, folding: bool = True) -> routes.Route:
         """Return the route of a pair of formats, one of them at least quantized, in any order."""
-        return route(lhs, rhs, self.capability, folding)
+        return routes.route(lhs, rhs, self.capability, folding)
 
-    def describe(self, lhs: Format, rhs: Format) -> str:
+    def describe(self, lhs: routes.Format, rhs: routes.Format) -> str:
         """Describe the route of two formats and its sums."""
         found = self.route(lhs, rhs)
         return f"{found.name}, {found.accumulation}"
@@ -72,7 +65,7 @@ class FusedEngine(Engine):
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
         formats = [getattr(operand, "format", None) for operand in (lhs, rhs)]
-        if None in formats or self.route(*formats) is not FOLDED:
+        if None in formats or self.route(*formats) is not routes.FOLDED:
             return 0, 0
         inexact = torch.zeros((), dtype=torch.int64, device=lhs.codes.device)
         folded_pair(lhs, rhs, inexact)
@@ -143,14 +136,14 @@ class FusedEngine(Engine):
                 return out
         return super().add_product(out, lhs, rhs, folding)
 
-    def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> Route:
+    def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> routes.Route:
         """Return the route of two operands, one of them at least quantized."""
         formats = []
         for operand in (lhs, rhs):
             if isinstance(operand, Values):
-                return EXACT
+                return routes.EXACT
             if isinstance(operand, Tensor) and operand.dtype is not torch.bfloat16:
-                return DEQUANTIZED
+                return routes.DEQUANTIZED
             operand = operand.of if isinstance(operand, Transposed) else operand
             formats.append(None if isinstance(operand, Tensor) else operand.format)
         return self.route(formats[0], formats[1], folding)

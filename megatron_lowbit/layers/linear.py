@@ -20,20 +20,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext, draw_key
 from megatron_lowbit.layers.eager import eager
-from megatron_lowbit.layers.operands import (
-    deliver_wgrad,
-    gather_input,
-    quantize_all_tokens,
-    quantize_dgrad_weight,
-    quantize_grad,
-    quantize_input,
-    quantize_weight,
-    reduce_dgrad,
-    wgrad_input,
-)
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.recipes.precision import LinearPrecision
 
@@ -49,9 +39,13 @@ class _LowbitLinear(torch.autograd.Function):
         operand: Operand | None,
     ) -> Tensor:
         keep = context.training and weight.requires_grad
-        fprop_input, kept_input = quantize_input(context, x, operand, keep)
-        fprop_weight, dgrad_weight = quantize_weight(context, lambda: weight)
-        plain = (gather_input(context, x), weight) if context.precision.fprop.fallback else None
+        fprop_input, kept_input = operands.quantize_input(context, x, operand, keep)
+        fprop_weight, dgrad_weight = operands.quantize_weight(context, lambda: weight)
+        plain = (
+            (operands.gather_input(context, x), weight)
+            if context.precision.fprop.fallback
+            else None
+        )
         y = context.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias, plain)
         if not (context.training and x.requires_grad):
             dgrad_weight = None
@@ -67,17 +61,17 @@ class _LowbitLinear(torch.autograd.Function):
         context, weight = ctx.context, ctx.weight
         tensors = iter(ctx.saved_tensors)
         kept_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
-        by_row, by_col = quantize_grad(context, grad, *ctx.needs_input_grad[:2])
+        by_row, by_col = operands.quantize_grad(context, grad, *ctx.needs_input_grad[:2])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
             if dgrad_weight is None:
-                dgrad_weight = quantize_dgrad_weight(context, weight)
+                dgrad_weight = operands.quantize_dgrad_weight(context, weight)
             plain = grad, weight.t()
             dgrad = context.gemm("dgrad", by_row, dgrad_weight, grad.dtype, high_precision=plain)
             by_row = dgrad_weight = None
-            dgrad, handle = reduce_dgrad(context.shards, dgrad)
+            dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
         if ctx.needs_input_grad[1]:
-            wgrad = deliver_wgrad(
+            wgrad = operands.deliver_wgrad(
                 context, weight, partial(_wgrad, context, by_col, kept_input, grad)
             )
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
@@ -96,10 +90,10 @@ def _wgrad(
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision."""
     if context.precision.wgrad.fallback:
-        x = gather_input(context, saved)
-        rhs = quantize_all_tokens(context, "wgrad", x)
+        x = operands.gather_input(context, saved)
+        rhs = operands.quantize_all_tokens(context, "wgrad", x)
         return context.gemm("wgrad", lhs, rhs, dtype, high_precision=(grad.t(), x.t()), out=out)
-    return context.gemm("wgrad", lhs, wgrad_input(context, saved), dtype, out=out)
+    return context.gemm("wgrad", lhs, operands.wgrad_input(context, saved), dtype, out=out)
 
 
 @eager

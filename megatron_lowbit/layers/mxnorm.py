@@ -17,18 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.layers.linear import context_of
-from megatron_lowbit.layers.operands import (
-    deliver_wgrad,
-    quantize_dgrad_weight,
-    quantize_gathered,
-    quantize_grad,
-    quantize_weight,
-    reduce_dgrad,
-)
 from megatron_lowbit.layers.sharding import Shards, gather_rows
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes.mxnorm import norm_block
@@ -48,7 +41,9 @@ class _MXNormLinear(torch.autograd.Function):
     ) -> Tensor:
         x2d = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         fprop_input, rho = _normalize(context, x2d, norm)
-        fprop_weight, dgrad_weight = quantize_weight(context, lambda: _gained(weight, gain))
+        fprop_weight, dgrad_weight = operands.quantize_weight(
+            context, lambda: _gained(weight, gain)
+        )
         y = context.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
         if not (context.training and x.requires_grad):
             dgrad_weight = None
@@ -68,13 +63,13 @@ class _MXNormLinear(torch.autograd.Function):
         needs_x, needs_gain, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         needs_product = needs_gain or needs_weight
         grad = grad_output.reshape(math.prod(grad_output.shape[:-1]), grad_output.shape[-1])
-        by_row, by_col = quantize_grad(context, grad, needs_x, needs_product)
+        by_row, by_col = operands.quantize_grad(context, grad, needs_x, needs_product)
         inner = handle = None
         if needs_x:
             dgrad_weight = unflatten(ctx.dgrad_weight, iter(tensors))
             if dgrad_weight is None:
-                dgrad_weight = quantize_dgrad_weight(context, _gained(weight, gain))
-            inner, handle = reduce_dgrad(
+                dgrad_weight = operands.quantize_dgrad_weight(context, _gained(weight, gain))
+            inner, handle = operands.reduce_dgrad(
                 context.shards, context.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
             )
         product = _product(context, by_col, x.float() * rho) if needs_product else None
@@ -85,7 +80,7 @@ class _MXNormLinear(torch.autograd.Function):
             gain_grad = _gain_grad(context.shards, product, weight).to(gain.dtype)
         if product is not None and needs_weight:
             gained = product * gain.float()
-            wgrad = deliver_wgrad(
+            wgrad = operands.deliver_wgrad(
                 context,
                 weight,
                 lambda dtype, out: gained.to(dtype) if out is None else out.add_(gained),
@@ -109,7 +104,7 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
     precision, split = context.precision, context.shards.sequence_parallel
     if split and not precision.gathers_codes("fprop", len(x)):
         rho = norm.inverse_rms(x, norm_block(precision))
-        return quantize_gathered(context, "fprop", x.float() * rho), rho
+        return operands.quantize_gathered(context, "fprop", x.float() * rho), rho
     request = context.request("fprop", "input", len(x), needs_codes=split)
     assert request is not None, "norm_block raises for an input in high precision"
     amax = None
@@ -123,7 +118,7 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
 def _product(context: LinearContext, lhs: Any, normalized: Tensor) -> Tensor:
     """Compute M (N, D) in FP32 from dH's transpose and this rank's normalized input (R, D)."""
     if context.shards.sequence_parallel:
-        rhs = quantize_gathered(context, "wgrad", normalized)
+        rhs = operands.quantize_gathered(context, "wgrad", normalized)
     else:
         _, rhs = context.quantize(normalized, "input", None, "wgrad")
     return context.gemm("wgrad", lhs, rhs, torch.float32)

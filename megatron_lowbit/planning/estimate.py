@@ -10,20 +10,7 @@ import megatron_lowbit.megatron.cpu  # noqa: F401  before megatron
 from megatron.training.training import num_floating_point_operations
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
-from megatron_lowbit.planning.communication import (
-    Cluster,
-    data_parallel,
-    part_communication,
-    stage_to_stage,
-)
-from megatron_lowbit.planning.compute import (
-    Device,
-    Passes,
-    Seconds,
-    embedding_times,
-    head_times,
-    part_times,
-)
+from megatron_lowbit.planning import communication, compute
 from megatron_lowbit.planning.launches import Launches, stage_launches, waiting
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.memory import Memory, rank_memory
@@ -69,7 +56,7 @@ class Estimate(NamedTuple):
         """Ranks of the layout."""
         return self.layout.tensor * self.layout.pipeline * self.layout.data
 
-    def utilisation(self, device: Device) -> float:
+    def utilisation(self, device: compute.Device) -> float:
         """Return model FLOPs over what the GPUs' BF16 tensor cores could do by the data sheet."""
         peak = self.gpus * device.gpu["peak_bf16"] * 1e12
         return self.model_flops / self.step / peak
@@ -77,7 +64,7 @@ class Estimate(NamedTuple):
 
 def estimate(
     args: Namespace, stages: list[Counter[Part]], layout: Layout, vocabulary: int,
-    device: Device, cluster: Cluster,
+    device: compute.Device, cluster: communication.Cluster,
 ) -> Estimate:  # fmt: skip
     """Estimate the figures of a layout.
 
@@ -123,14 +110,14 @@ def ends(stage: int, pipeline: int) -> str:
 
 def _stage_times(
     args: Namespace, parts: Counter[Part], layout: Layout, vocabulary: int,
-    device: Device, cluster: Cluster, which: str,
-) -> Passes:  # fmt: skip
+    device: compute.Device, cluster: communication.Cluster, which: str,
+) -> compute.Passes:  # fmt: skip
     """Time one microbatch in one stage, and what it does once a step."""
     tokens = layout.micro_batch * args.seq_length
     forward, backward, step = Counter(), Counter(), Counter()
     for part, number in parts.items():
-        times = part_times(args, part, tokens, device)
-        there, back = part_communication(args, part, tokens, layout, cluster, times)
+        times = compute.part_times(args, part, tokens, device)
+        there, back = communication.part_communication(args, part, tokens, layout, cluster, times)
         for sums, more in ((forward, times.forward + there), (backward, times.backward + back)):
             for name, seconds in more.items():
                 sums[name] += number * seconds
@@ -140,18 +127,18 @@ def _stage_times(
         backward["recomputation"] = forward.total() * layout.recomputed / layout.layers
     ended = []
     if "first" in which:
-        ended.append(embedding_times(args, vocabulary, device))
+        ended.append(compute.embedding_times(args, vocabulary, device))
     if "last" in which:
-        ended.append(head_times(args, vocabulary, tokens, device))
+        ended.append(compute.head_times(args, vocabulary, tokens, device))
     for times in ended:
         forward, backward = forward + times.forward, backward + times.backward
-    backward["pipeline transfers"] = stage_to_stage(args, tokens, layout, cluster)
-    return Passes(forward, backward, step)
+    backward["pipeline transfers"] = communication.stage_to_stage(args, tokens, layout, cluster)
+    return compute.Passes(forward, backward, step)
 
 
 def _step(
-    args: Namespace, times: list[Passes], launches: list[Launches], counts: list[Parameters],
-    layout: Layout, device: Device, cluster: Cluster,
+    args: Namespace, times: list[compute.Passes], launches: list[Launches], counts: list[Parameters],
+    layout: Layout, device: compute.Device, cluster: communication.Cluster,
 ) -> dict[str, float]:  # fmt: skip
     """Return the seconds of a step by cause, as the slowest stage sees them.
 
@@ -161,12 +148,12 @@ def _step(
     totals = [passes.forward.total() + passes.backward.total() for passes in times]
     slowest = max(range(len(times)), key=totals.__getitem__)
     passes = times[slowest]
-    found: Seconds = Counter()
+    found: compute.Seconds = Counter()
     for name, seconds in (passes.forward + passes.backward).items():
         found[name] += layout.microbatches * seconds
     found["pipeline bubble"] = (sum(totals) - totals[slowest]) / layout.virtual
     found += passes.step
-    sent = data_parallel(args, counts[slowest], layout, cluster)
+    sent = communication.data_parallel(args, counts[slowest], layout, cluster)
     hidden = passes.backward.total() if args.overlap_grad_reduce else 0.0
     ahead = passes.forward.total() if args.overlap_param_gather else 0.0
     found["data parallel"] = max(0.0, sent.gradients - hidden) + max(0.0, sent.parameters - ahead)

@@ -4,14 +4,8 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
+from megatron_lowbit.planning import compute
 from megatron_lowbit.planning.activation_memory import activation_bytes, quantized_weight_bytes
-from megatron_lowbit.planning.compute import (
-    BF16,
-    FP32,
-    Device,
-    experts_of,
-    weight_gradient_bytes,
-)
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import Linear, Parameters, Part
 from megatron_lowbit.planning.routing import takes_values
@@ -29,7 +23,7 @@ class Memory(NamedTuple):
         return sum(self.parts.values())
 
 
-def usable_bytes(device: Device) -> float:
+def usable_bytes(device: compute.Device) -> float:
     """Return the bytes of a GPU's memory that torch's tensors may fill."""
     return (device.gpu["memory_gib"] - device.gpu["reserve_gib"]) * 2**30
 
@@ -51,7 +45,7 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
         shards = ranks if args.use_distributed_optimizer else 1
         optimizer += each * number / shards
     return {
-        "weights": BF16 * count.all,
+        "weights": compute.BF16 * count.all,
         "main gradients": gradient_bytes(args) * count.all,
         "optimizer": optimizer,
     }
@@ -59,7 +53,7 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
 
 def gradient_bytes(args: Namespace) -> int:
     """Return the bytes of a parameter's main gradient."""
-    return BF16 if args.grad_reduce_in_bf16 else FP32
+    return compute.BF16 if args.grad_reduce_in_bf16 else compute.FP32
 
 
 def in_flight(layout: Layout, stage: int) -> float:
@@ -77,7 +71,7 @@ def in_flight(layout: Layout, stage: int) -> float:
 
 def rank_memory(
     args: Namespace, parts: Counter[Part], count: Parameters, layout: Layout, stage: int,
-    vocabulary: int, device: Device,
+    vocabulary: int, device: compute.Device,
 ) -> Memory:  # fmt: skip
     """Estimate the peak of a rank in one pipeline stage; ``vocabulary`` is padded."""
     tokens, tensor = layout.micro_batch * args.seq_length, layout.tensor
@@ -86,7 +80,7 @@ def rank_memory(
         held = Counter(weights=held["weights"])
     microbatch: Counter[str] = Counter()
     for part, number in parts.items():
-        times = experts_of(args, part)
+        times = compute.experts_of(args, part)
         for linear in part[1:]:
             as_values = takes_values(device.gemm(linear.precision, "fprop"))
             step, each = quantized_weight_bytes(linear, tensor, as_values)
@@ -95,7 +89,7 @@ def rank_memory(
         for name, size in activation_bytes(args, part, tokens, device.scan).items():
             microbatch[name] += number * size
     local = tokens // tensor if args.sequence_parallel else tokens
-    stream = local * args.hidden_size * BF16
+    stream = local * args.hidden_size * compute.BF16
     share = layout.recomputed / layout.layers
     again: Counter[str] = Counter()
     if share:
@@ -115,8 +109,8 @@ def rank_memory(
         head["working memory"] = 2 * stream
         moments["loss"] = held + held_by_all + head
         # The gradients of the logits, of the norm's output and of the table.
-        head = Counter({"logits": tokens * columns * BF16})
-        head["working memory"] = 3 * stream + columns * args.hidden_size * BF16
+        head = Counter({"logits": tokens * columns * compute.BF16})
+        head["working memory"] = 3 * stream + columns * args.hidden_size * compute.BF16
         moments["backward of the output layer"] = held + held_by_all + head
     moment = max(moments, key=lambda name: moments[name].total())
     return Memory(dict(moments[moment]), moment)
@@ -129,10 +123,10 @@ def logit_bytes(args: Namespace) -> int:
     a BF16 copy of their FP32 gradient; Transformer Engine's computes in place.
     """
     in_place = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
-    return BF16 if in_place else BF16 + FP32
+    return compute.BF16 if in_place else compute.BF16 + compute.FP32
 
 
-def _layer_backward(args: Namespace, parts: Counter[Part], device: Device) -> Counter[str]:
+def _layer_backward(args: Namespace, parts: Counter[Part], device: compute.Device) -> Counter[str]:
     """Return the bytes that backward needs beside what forward kept, in the largest part.
 
     There the first linear layer multiplies: its output's gradient and, of a quantized one, that for
@@ -148,21 +142,21 @@ def _layer_backward(args: Namespace, parts: Counter[Part], device: Device) -> Co
         behind = keeps.get("activation", 0.0) + keeps.get("scan", 0.0)
         # In front of it, the activation's gradient and its input's are there at once.
         wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]
-        before = rows * (wide + inner) * BF16
+        before = rows * (wide + inner) * compute.BF16
         most = max(most, needed - behind, before)
-    stream = tokens * args.hidden_size * BF16
+    stream = tokens * args.hidden_size * compute.BF16
     split = tensor if args.sequence_parallel else 1
     return Counter({"working memory": most + 2 * stream / split})
 
 
-def _linear_backward(linear: Linear, rows: int, tensor: int, device: Device) -> float:
+def _linear_backward(linear: Linear, rows: int, tensor: int, device: compute.Device) -> float:
     inputs, outputs = linear.split(tensor)
-    found = rows * (outputs + inputs) * BF16
+    found = rows * (outputs + inputs) * compute.BF16
     weight = inputs * outputs
     quantized = linear.precision.quantized
-    found += weight * weight_gradient_bytes(linear, device)
+    found += weight * compute.weight_gradient_bytes(linear, device)
     if quantized:
         for gemm, size in (("dgrad", rows * outputs), ("wgrad", rows * outputs), ("dgrad", weight)):
             name = device.gemm(linear.precision, gemm)
-            found += size * (BF16 if takes_values(name) else 1)
+            found += size * (compute.BF16 if takes_values(name) else 1)
     return found

@@ -7,13 +7,7 @@ from rich.table import Table
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes.load import (
-    bf16_blocks,
-    for_sides,
-    load_recipe,
-    load_recipes,
-    shipped_recipes,
-)
+from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, side
@@ -34,8 +28,8 @@ _GPT_LAYER: tuple[str, ...] = ("attention", "mlp")
 def list_recipes() -> None:
     """Print the recipes that come with the package."""
     table = Table("recipe", "description")
-    for name in shipped_recipes():
-        table.add_row(name, load_recipe(name).description)
+    for name in load.shipped_recipes():
+        table.add_row(name, load.load_recipe(name).description)
     _print(table)
 
 
@@ -47,7 +41,7 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
         overrides: fields to change, as ``--recipe-set`` takes them.
         shape: the model's layers and norm.
     """
-    recipe = load_recipes(recipes, (*_blocks(recipes, shape), *overrides))
+    recipe = load.load_recipes(recipes, (*_blocks(recipes, shape), *overrides))
     layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
     recipe.check_matchers(layers)
     mxnorm = shape.normalization == "MXNorm"
@@ -67,7 +61,7 @@ def _blocks(recipes: Sequence[str], shape: argparse.Namespace) -> tuple[str, ...
     if not shape.first_last_layers_bf16:
         return ()
     first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
-    return for_sides([bf16_blocks(recipe, first, last) for recipe in recipes])
+    return load.for_sides([load.bf16_blocks(recipe, first, last) for recipe in recipes])
 
 
 def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:

@@ -24,26 +24,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from megatron_lowbit.numerics import formats
 from megatron_lowbit.numerics.block_format import (
     BlockFormat,
     block_amax,
     blocks,
     constant,
     for_each_row,
-)
-from megatron_lowbit.numerics.formats import (
-    E2M1,
-    E2M3,
-    E3M2,
-    E4M3,
-    E5M2,
-    E8M0_BIAS,
-    E8M0_NAN,
-    ElementFormat,
-    decode,
-    decode_e8m0,
-    encode,
-    reciprocal_e8m0,
 )
 
 BLOCK = 32
@@ -55,11 +42,13 @@ _HALF_OF_MIN_NORMAL = 1 << (_MANTISSA_BITS - 1)
 # shifts by none.
 _HALF_UNITS = {
     element.name: 1 << (_MANTISSA_BITS - element.mantissa_bits - 1)
-    for element in (E2M1, E2M3, E3M2, E4M3, E5M2)
+    for element in (formats.E2M1, formats.E2M3, formats.E3M2, formats.E4M3, formats.E5M2)
 }
 
 
-def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRounding) -> Tensor:
+def scale_bytes(
+    amax: Tensor, element: formats.ElementFormat, scale_rounding: ScaleRounding
+) -> Tensor:
     """Round FP32 block amaxes (any shape) to scales, as E8M0 bytes (uint8)."""
     if scale_rounding == "rceil":
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
@@ -74,8 +63,8 @@ def scale_bytes(amax: Tensor, element: ElementFormat, scale_rounding: ScaleRound
         elif scale_rounding == "ceil":
             bits = bits + _MANTISSA
         byte = (bits >> _MANTISSA_BITS) - element.max_exponent
-    byte = byte.clamp(0, 2 * E8M0_BIAS)
-    return torch.where(amax.isnan(), E8M0_NAN, byte).to(torch.uint8)
+    byte = byte.clamp(0, 2 * formats.E8M0_BIAS)
+    return torch.where(amax.isnan(), formats.E8M0_NAN, byte).to(torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -120,27 +109,27 @@ class MX(BlockFormat):
         """Quantize whole blocks; scales (R, K/32)."""
         tiles = blocks(x, self.block_rows, self.block)
         scales = scale_bytes(block_amax(tiles), self.element, self.scale_rounding)
-        scaled = tiles * reciprocal_e8m0(scales)
+        scaled = tiles * formats.reciprocal_e8m0(scales)
         if self.three_quarters:
             scaled = scaled * 0.75
-        codes = encode(scaled.view(x.shape), self.element, uniform)
+        codes = formats.encode(scaled.view(x.shape), self.element, uniform)
         tensor_scale = constant(4.0 / 3.0 if self.three_quarters else 1.0, like=x)
         return codes, for_each_row(scales, self.block_rows), tensor_scale
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/32, 32); code * scale is exact unless it underflows."""
-        values = decode(
+        values = formats.decode(
             codes.unflatten(-1, (codes.shape[-1] // self.block, self.block)), self.element
         )
-        return values * decode_e8m0(scales).unsqueeze(-1) * tensor_scale
+        return values * formats.decode_e8m0(scales).unsqueeze(-1) * tensor_scale
 
 
 _ELEMENTS = {
-    "mxfp4": E2M1,
-    "mxfp6-e2m3": E2M3,
-    "mxfp6-e3m2": E3M2,
-    "mxfp8-e4m3": E4M3,
-    "mxfp8-e5m2": E5M2,
+    "mxfp4": formats.E2M1,
+    "mxfp6-e2m3": formats.E2M3,
+    "mxfp6-e3m2": formats.E3M2,
+    "mxfp8-e4m3": formats.E4M3,
+    "mxfp8-e5m2": formats.E5M2,
 }
 FORMATS = tuple(
     MX(f"{name}{suffix}", element, rows)
