@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING
 from megatron_lowbit.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lowbit.layers import lowbit_linear
-    from megatron_lowbit.numerics import QuantizedTensor, quantize
-    from megatron_lowbit.recipes import Recipe, load_recipe
+    from megatron_lowbit.layers import lowbit_linear as lowbit_linear
+    from megatron_lowbit.numerics import QuantizedTensor as QuantizedTensor
+    from megatron_lowbit.numerics import quantize as quantize
+    from megatron_lowbit.recipes import Recipe as Recipe
+    from megatron_lowbit.recipes import load_recipe as load_recipe
 
-__all__ = ["QuantizedTensor", "Recipe", "load_recipe", "lowbit_linear", "quantize"]
-__getattr__ = lazy_attributes(
+__getattr__, __all__ = lazy_attributes(
     __name__,
     {
         "layers": ["lowbit_linear"],

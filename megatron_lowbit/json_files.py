@@ -10,13 +10,14 @@ import os
 import reprlib
 from collections import Counter
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_lowbit.errors import UserError
 
 MAX_DEPTH = 100
 """Levels of a file, well below what Python's functions can descend to."""
 _INT32 = 2**31 - 1
+_Kind = TypeVar("_Kind")
 
 
 def parse_json(text: bytes | str, place: str) -> Any:
@@ -110,17 +111,11 @@ class Entries:
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """Return a truth value."""
-        value = self._value(key, default)
-        if type(value) is not bool:
-            raise self._error(key, value, "true or false")
-        return value
+        return self._of_type(bool, key, default, "true or false")
 
     def string(self, key: str, default: str | None = None) -> str:
         """Return a string."""
-        value = self._value(key, default)
-        if not isinstance(value, str):
-            raise self._error(key, value, "a string")
-        return value
+        return self._of_type(str, key, default, "a string")
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings; an empty one by default."""
@@ -136,6 +131,12 @@ class Entries:
     def inner_objects(self) -> "list[Entries]":
         """Return this object's entries, each of which is an object itself."""
         return [Entries(value, f"{self._place}.{key}") for key, value in self._content.items()]
+
+    def _of_type(self, wanted: type[_Kind], key: str, default: _Kind | None, good: str) -> _Kind:
+        value = self._value(key, default)
+        if not isinstance(value, wanted):
+            raise self._error(key, value, good)
+        return value
 
     def _value(self, key: str, default: Any) -> Any:
         value = self._content.get(key)

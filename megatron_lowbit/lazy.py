@@ -5,8 +5,10 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy_attributes(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` (PEP 562) for a package.
+def lazy_attributes(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], list[str]]:
+    """Return a ``__getattr__`` (PEP 562) and the ``__all__`` of a package.
 
     Args:
         package: the package's ``__name__``.
@@ -19,4 +21,4 @@ def lazy_attributes(package: str, modules: Mapping[str, Sequence[str]]) -> Calla
             raise AttributeError(f"module {package} has no attribute {name}")
         return getattr(import_module(f"{package}.{homes[name]}"), name)
 
-    return __getattr__
+    return __getattr__, sorted(homes)

@@ -68,12 +68,9 @@ def _total(energies: Iterable[Energy]) -> Energy:
 def _print(
     plan: Quantization, blocks: dict[int, dict[str, Energy]], weights: dict[str, Any]
 ) -> None:
-    table = Table(
-        title=f"recipe {plan.recipe.name} as {plan.layout.name}: {len(weights)} quantized weights",
-        title_justify="left",
-    )
-    for column in ("block", "weights", "formats", "SQNR (dB)", "lowest"):
-        table.add_column(column)
+    columns = ("block", "weights", "formats", "SQNR (dB)", "lowest")
+    title = f"recipe {plan.recipe.name} as {plan.layout.name}: {len(weights)} quantized weights"
+    table = Table(*columns, title=title, title_justify="left")
     for block, energies in sorted(blocks.items()):
         formats = dict.fromkeys(weights[name]["format"] for name in energies)
         lowest = min(energies, key=lambda name: _shown(energies[name])[1])

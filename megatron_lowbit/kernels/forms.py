@@ -4,13 +4,11 @@ from enum import Enum
 
 
 class Form(Enum):
-    """Form in which a quantized operand is written."""
+    """Form in which a quantized operand is written. The value is the bits of an element."""
 
-    CODES = "codes and scales of its format"
-    VALUES = "exact BF16 numbers, with a scale a tensor"
-    FOLDED = "FP8 with a scale a tensor (``numerics/folding.py``)"
-
-    @property
-    def bits(self) -> int:
-        """Bits an element takes; 0 of codes, whose format says."""
-        return {Form.CODES: 0, Form.VALUES: 16, Form.FOLDED: 8}[self]
+    CODES = 0
+    """Codes and scales of its format, which says how many bits they take."""
+    VALUES = 16
+    """Exact BF16 numbers, with a scale a tensor."""
+    FOLDED = 8
+    """FP8 with a scale a tensor (``numerics/folding.py``)."""

@@ -105,7 +105,7 @@ class FusedEngine(Engine):
         form, format = self._form(request, dtype), request.quantizer.format
         if form is Form.FOLDED and not format.folds:
             return Form.CODES  # it is FP8 with a scale a tensor already
-        return Form.CODES if request.saved and form.bits > format.bits_per_element else form
+        return Form.CODES if request.saved and form.value > format.bits_per_element else form
 
     def gemm(
         self,

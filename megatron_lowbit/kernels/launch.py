@@ -1,7 +1,7 @@
 """Launches the quantization kernels: formats and options as their constexprs, outputs allocated."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
@@ -121,17 +121,8 @@ def _tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxe
     if row and col and (col is row or plain):
         amax, _ = _tensor_amaxes(x, row, None)
         return amax, amax
-    found = torch.zeros(2, dtype=torch.int32, device=x.device)
-    outs = [bits if r else None for bits, r in zip(found.unbind(), (row, col), strict=True)]
-    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in (row, col)]
-    transforms = [_transform(r.hadamard) if r else None for r in (row, col)]
-    tile = _amax_tile(row, col)
-    amax_kernel[_grid(x, tile)](
-        x, *x.stride(), *x.shape, outs[0], signs[0], outs[1], signs[1],
-        *tile, *transforms, _is_even(x, tile), num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    by_row, by_col = found.view(torch.float32).unbind()
-    return by_row if row else None, by_col if col else None
+    by_row, by_col = _amaxes(amax_kernel, x, row, col, (1, 1), 4)
+    return None if by_row is None else by_row.view(()), None if by_col is None else by_col.view(())
 
 
 def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
@@ -142,16 +133,23 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Ten
     scaled = [r if r and r.quantizer.format.row_scaled else None for r in (row, col)]
     if not any(scaled):
         return [None, None]
-    found = [
-        torch.zeros(rows, dtype=torch.int32, device=x.device) if r else None
-        for r, rows in zip(scaled, x.shape, strict=True)
-    ]
-    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in scaled]
-    transforms = [_transform(r.hadamard) if r else None for r in scaled]
-    tile = _amax_tile(*scaled)
-    row_amax_kernel[_grid(x, tile)](
+    return _amaxes(row_amax_kernel, x, *scaled, x.shape, 8)
+
+
+def _amaxes(
+    kernel: Any, x: Tensor, row: Request | None, col: Request | None, sizes: Sequence[int],
+    warps: int,
+) -> list[Tensor | None]:  # fmt: skip
+    """Launch a kernel of amaxes, of so many for each side; return FP32, None for None."""
+    sides = (row, col)
+    zeros = torch.zeros(sum(sizes), dtype=torch.int32, device=x.device).split(list(sizes))
+    found = [bits if r else None for bits, r in zip(zeros, sides, strict=True)]
+    signs = [_signs(r.hadamard, r.sign_key) if r else 0 for r in sides]
+    transforms = [_transform(r.hadamard) if r else None for r in sides]
+    tile = _amax_tile(row, col)
+    kernel[_grid(x, tile)](
         x, *x.stride(), *x.shape, found[0], signs[0], found[1], signs[1],
-        *tile, *transforms, _is_even(x, tile), num_warps=8, enable_fp_fusion=False,
+        *tile, *transforms, _is_even(x, tile), num_warps=warps, enable_fp_fusion=False,
     )  # fmt: skip
     return [None if bits is None else bits.view(torch.float32) for bits in found]
 

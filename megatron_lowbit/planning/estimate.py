@@ -118,11 +118,10 @@ def _stage_times(
     for part, number in parts.items():
         times = compute.part_times(args, part, tokens, device)
         there, back = communication.part_communication(args, part, tokens, layout, cluster, times)
-        for sums, more in ((forward, times.forward + there), (backward, times.backward + back)):
+        found = (times.forward + there, times.backward + back, times.step)
+        for sums, more in zip((forward, backward, step), found, strict=True):
             for name, seconds in more.items():
                 sums[name] += number * seconds
-        for name, seconds in times.step.items():
-            step[name] += number * seconds
     if layout.recomputed:
         backward["recomputation"] = forward.total() * layout.recomputed / layout.layers
     ended = []
@@ -137,8 +136,9 @@ def _stage_times(
 
 
 def _step(
-    args: Namespace, times: list[compute.Passes], launches: list[Launches], counts: list[Parameters],
-    layout: Layout, device: compute.Device, cluster: communication.Cluster,
+    args: Namespace, times: list[compute.Passes], launches: list[Launches],
+    counts: list[Parameters], layout: Layout, device: compute.Device,
+    cluster: communication.Cluster,
 ) -> dict[str, float]:  # fmt: skip
     """Return the seconds of a step by cause, as the slowest stage sees them.
 

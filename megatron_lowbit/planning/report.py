@@ -19,9 +19,8 @@ DAY = 86400
 def gpu_table(device: Device) -> Table:
     """Tabulate every figure that the plan rests on, and its source."""
     gpu = device.gpu
-    table = Table(title=f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}")
-    for heading in ("figure", "value", "source"):
-        table.add_column(heading)
+    title = f"{gpu.name}, compute capability {'.'.join(map(str, gpu.capability))}"
+    table = Table("figure", "value", "source", title=title)
     for key, figure in gpu.figures.items():
         table.add_row(key, f"{figure.value:g}", figure.source)
     return table
@@ -30,9 +29,8 @@ def gpu_table(device: Device) -> Table:
 def gemm_table(parts: Counter[Part], recipe: Recipe, device: Device) -> Table:
     """Tabulate the tensor cores of each GEMM of the model's linear layers."""
     layers = "Transformer Engine's layers" if device.transformer_engine else "this project's layers"
-    table = Table(title=f"recipe {recipe.name}, {layers}")
-    for heading in ("GEMM", "left", "right", "multiplied as", "TFLOP/s", "linear layers"):
-        table.add_column(heading)
+    headings = ("GEMM", "left", "right", "multiplied as", "TFLOP/s", "linear layers")
+    table = Table(*headings, title=f"recipe {recipe.name}, {layers}")
     counts: Counter[tuple] = Counter()
     for part, number in parts.items():
         for linear in part[1:]:

@@ -105,35 +105,35 @@ DelayedScalingField = Annotated[DelayedScaling, fields_of(DelayedScaling)]
 AccumulationField = Annotated[Accumulation, fields_of(Accumulation)]
 
 
-class GemmSpec(StrictModel):
-    """Settings of one GEMM that differ from those of its roles."""
+class _RolesSpec(StrictModel):
+    """Settings of roles and of sums, for all GEMMs or for one."""
 
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
     grad: OperandSpec | None = None
-    hadamard: HadamardField | None = None
     accumulation: AccumulationField | None = None
-    folding: bool | None = None
     fallback: Literal["bf16"] | None = None
+
+
+class GemmSpec(_RolesSpec):
+    """Settings of one GEMM that differ from those of its roles."""
+
+    hadamard: HadamardField | None = None
+    folding: bool | None = None
 
 
 _ROLES = ("input", "weight", "grad")
 
 
-class PrecisionSpec(StrictModel):
+class PrecisionSpec(_RolesSpec):
     """Settings of one config: a linear layer's precision."""
 
-    input: OperandSpec | None = None
-    weight: OperandSpec | None = None
-    grad: OperandSpec | None = None
     fprop: GemmSpec | None = GemmSpec()
     dgrad: GemmSpec | None = GemmSpec()
     wgrad: GemmSpec | None = GemmSpec()
     tensor_scale: Literal["shard", "group"] = "shard"
     amax_history: DelayedScalingField | None = None
-    accumulation: AccumulationField | None = None
     folding: bool = True
-    fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
         """Build the precision; a ValueError starts with the key that is wrong."""

@@ -13,9 +13,9 @@ _Key = tuple[str, LinearPrecision]  # the matcher's name, and the precision it g
 
 def precision_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
     """Return a row for each run of blocks with the same precision by the same matcher."""
-    table = Table(title=f"recipe {recipe.name}: {_summary(recipe, layers)}", title_justify="left")
-    for column in ("blocks", "linear layers", "matcher", "fprop", "dgrad", "wgrad"):
-        table.add_column(column)
+    columns = ("blocks", "linear layers", "matcher", "fprop", "dgrad", "wgrad")
+    title = f"recipe {recipe.name}: {_summary(recipe, layers)}"
+    table = Table(*columns, title=title, title_justify="left")
     for blocks, names, matcher, precision in _rows(recipe, layers):
         gemms = (str(precision.fprop), str(precision.dgrad), str(precision.wgrad))
         table.add_row(blocks, names, matcher, *gemms)
