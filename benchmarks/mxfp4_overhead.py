@@ -44,7 +44,7 @@ WITHOUT = {"rht": "SR", "sr": "RHT"}
 _FP32_PER_SECOND = 33.5e12
 _INT32_PER_SECOND = 16.7e12
 _TRANSFORM_OPERATIONS = 1 + 6
-_PHILOX_OPERATIONS = 10 * 8 / 4
+_PHILOX_OPERATIONS = 10 * 8 / 16
 
 
 def quantized_elements(size: Size) -> int:

@@ -106,20 +106,20 @@ AccumulationField = Annotated[Accumulation, fields_of(Accumulation)]
 
 
 class _RolesSpec(StrictModel):
-    """Settings of roles and of sums, for all GEMMs or for one."""
+    """Settings of roles, for all GEMMs or for one."""
 
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
     grad: OperandSpec | None = None
-    accumulation: AccumulationField | None = None
-    fallback: Literal["bf16"] | None = None
 
 
 class GemmSpec(_RolesSpec):
     """Settings of one GEMM that differ from those of its roles."""
 
     hadamard: HadamardField | None = None
+    accumulation: AccumulationField | None = None
     folding: bool | None = None
+    fallback: Literal["bf16"] | None = None
 
 
 _ROLES = ("input", "weight", "grad")
@@ -133,7 +133,9 @@ class PrecisionSpec(_RolesSpec):
     wgrad: GemmSpec | None = GemmSpec()
     tensor_scale: Literal["shard", "group"] = "shard"
     amax_history: DelayedScalingField | None = None
+    accumulation: AccumulationField | None = None
     folding: bool = True
+    fallback: Literal["bf16"] | None = None
 
     def build(self) -> LinearPrecision:
         """Build the precision; a ValueError starts with the key that is wrong."""

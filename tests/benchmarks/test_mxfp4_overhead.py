@@ -40,6 +40,6 @@ def test_overheads_are_shares_of_the_time_without(monkeypatch):
     moved += 2 * 16384 * 28672 + 8192 * 28672 + 16384 * 8192
     elements = 2 * 16384 * 28672 + 8192 * 28672 + 16384 * 8192
     least = 4 * 16384 * 8192 * 28672 / 1250e12 + moved / 3e12
-    rht, sr = elements * 7 / 33.5e12, elements * 20 / 16.7e12
+    rht, sr = elements * 7 / 33.5e12, elements * 5 / 16.7e12
     counted = {"rht": rht / (least + sr), "sr": sr / (least + rht)}
     assert both["counted_overhead"] == pytest.approx(counted, abs=6e-5)
