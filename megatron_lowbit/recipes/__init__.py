@@ -5,44 +5,26 @@ from typing import TYPE_CHECKING
 from megatron_lowbit.lazy import lazy_attributes
 
 if TYPE_CHECKING:
-    from megatron_lowbit.recipes.load import (
-        load_combined,
-        load_recipe,
-        load_recipes,
-        shipped_recipes,
-    )
-    from megatron_lowbit.recipes.matchers import Layer
-    from megatron_lowbit.recipes.precision import (
-        HIGH_PRECISION,
-        OPERANDS,
-        GemmPrecision,
-        LinearPrecision,
-    )
-    from megatron_lowbit.recipes.recipe import Progress, Recipe, combine
-    from megatron_lowbit.recipes.table import precision_table
+    from megatron_lowbit.recipes.load import load_combined as load_combined
+    from megatron_lowbit.recipes.load import load_recipe as load_recipe
+    from megatron_lowbit.recipes.load import load_recipes as load_recipes
+    from megatron_lowbit.recipes.load import shipped_recipes as shipped_recipes
+    from megatron_lowbit.recipes.matchers import Layer as Layer
+    from megatron_lowbit.recipes.precision import HIGH_PRECISION as HIGH_PRECISION
+    from megatron_lowbit.recipes.precision import OPERANDS as OPERANDS
+    from megatron_lowbit.recipes.precision import GemmPrecision as GemmPrecision
+    from megatron_lowbit.recipes.precision import LinearPrecision as LinearPrecision
+    from megatron_lowbit.recipes.recipe import Progress as Progress
+    from megatron_lowbit.recipes.recipe import Recipe as Recipe
+    from megatron_lowbit.recipes.recipe import combine as combine
+    from megatron_lowbit.recipes.table import precision_table as precision_table
 
-__all__ = [
-    "HIGH_PRECISION",
-    "OPERANDS",
-    "GemmPrecision",
-    "Layer",
-    "LinearPrecision",
-    "Progress",
-    "Recipe",
-    "combine",
-    "load_combined",
-    "load_recipe",
-    "load_recipes",
-    "precision_table",
-    "shipped_recipes",
-]
-__getattr__ = lazy_attributes(
-    __name__,
-    {
-        "load": ["load_combined", "load_recipe", "load_recipes", "shipped_recipes"],
-        "matchers": ["Layer"],
-        "precision": ["HIGH_PRECISION", "OPERANDS", "GemmPrecision", "LinearPrecision"],
-        "recipe": ["Progress", "Recipe", "combine"],
-        "table": ["precision_table"],
-    },
-)
+_MODULES = {
+    "load": ["load_combined", "load_recipe", "load_recipes", "shipped_recipes"],
+    "matchers": ["Layer"],
+    "precision": ["HIGH_PRECISION", "OPERANDS", "GemmPrecision", "LinearPrecision"],
+    "recipe": ["Progress", "Recipe", "combine"],
+    "table": ["precision_table"],
+}
+__all__ = [name for names in _MODULES.values() for name in names]
+__getattr__ = lazy_attributes(__name__, _MODULES)
