@@ -43,12 +43,9 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     raw, source = _read(name_or_path)
     load_target = cache(_load_target)
     recipe = parse_recipe(raw, source, load_target)
-    if not overrides:
-        return recipe
-    raw = _unshared(raw)
     for override in overrides:
         apply_override(raw, override)
-    return parse_recipe(raw, source, load_target)
+    return parse_recipe(raw, source, load_target) if overrides else recipe
 
 
 def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -70,7 +67,7 @@ def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
 def read_recipe(name_or_path: str) -> dict[str, Any]:
     """Return the raw YAML data of a recipe, checked. Raises UserError as :func:`load_recipe`."""
     load_recipe(name_or_path)
-    raw: dict[str, Any] = _unshared(_read(name_or_path)[0])
+    raw: dict[str, Any] = _read(name_or_path)[0]
     return raw
 
 
@@ -99,13 +96,6 @@ def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
         return sides[0]
     named = zip(_SIDES, sides, strict=True)
     return tuple(f"{side}.{override}" for side, overrides in named for override in overrides)
-
-
-def _unshared(data: Any) -> Any:
-    """Copy YAML data so that aliases share nothing, and an override changes one place."""
-    if isinstance(data, dict):
-        return {key: _unshared(value) for key, value in data.items()}
-    return [_unshared(value) for value in data] if isinstance(data, list) else data
 
 
 def _load_target(name_or_path: str) -> Recipe:
@@ -176,43 +166,49 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     set to them is removed. A new matcher comes first, or it might never be asked. A role's new
     format drops the options that it lacks. Whether the field and value are right is checked when
     the recipe is parsed.
+
+    Raises:
+        UserError: no such field, or no value; a section of the recipe would be no mapping.
     """
-    field, separator, text = override.partition("=")
-    if not separator or not field:
-        raise UserError(
-            f"--recipe-set {override}: write FIELD=VALUE, such as grad.rounding=nearest"
-        )
-    if has_control_characters(field):
-        raise UserError(f"--recipe-set {override}: control characters in FIELD")
-    try:
-        value = None if text == "none" else read_yaml(text)
-    except ValueError as error:
-        problem = str(error).removeprefix("line 1: ")
-        raise UserError(
-            f"--recipe-set {override}: {text!r} is not a YAML value: {problem}"
-        ) from None
     known = set(raw["matchers"])
-    for path in _paths(raw, field, override):
-        _set(raw, path, value, override)
-    _check_sections(raw, override)
+    try:
+        field, value = _field_and_value(override)
+        for path in _paths(raw, field):
+            _set(raw, path, value)
+        _check_sections(raw)
+    except ValueError as error:
+        raise UserError(f"--recipe-set {override}: {error}") from None
     for section in ("matchers", "switches"):
         entries = raw.get(section) or {}
         raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
     raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
 
 
-def _check_sections(raw: dict[str, Any], override: str) -> None:
-    """Raise UserError unless the next override finds the sections, and mappings in them."""
+def _field_and_value(override: str) -> tuple[str, Any]:
+    field, separator, text = override.partition("=")
+    if not separator or not field:
+        raise ValueError("write FIELD=VALUE, such as grad.rounding=nearest")
+    if has_control_characters(field):
+        raise ValueError("control characters in FIELD")
+    try:
+        return field, None if text == "none" else read_yaml(text)
+    except ValueError as error:
+        problem = str(error).removeprefix("line 1: ")
+        raise ValueError(f"{text!r} is not a YAML value: {problem}") from None
+
+
+def _check_sections(raw: dict[str, Any]) -> None:
+    """Raise ValueError unless the next override finds the sections, and mappings in them."""
     for section in ("configs", "matchers", "switches"):
         entries = raw.get(section, {})
         if not isinstance(entries, dict):
-            raise UserError(f"--recipe-set {override}: {section} must be a mapping")
+            raise ValueError(f"{section} must be a mapping")
         for name, entry in entries.items():
             if not isinstance(entry, dict | None):
-                raise UserError(f"--recipe-set {override}: {section}.{name} must be a mapping")
+                raise ValueError(f"{section}.{name} must be a mapping")
 
 
-def _paths(raw: dict[str, Any], field: str, override: str) -> list[list[str]]:
+def _paths(raw: dict[str, Any], field: str) -> list[list[str]]:
     """Return every path in the raw data that a field stands for."""
     path = field.split(".")
     head = path[0]
@@ -223,32 +219,27 @@ def _paths(raw: dict[str, Any], field: str, override: str) -> list[list[str]]:
     if head not in PrecisionSpec.model_fields:
         good = [*PrecisionSpec.model_fields, *raw["matchers"], *RecipeSpec.model_fields]
         near = get_close_matches(head, good)
-        raise UserError(
-            f"--recipe-set {override}: no field {head!r}; use {', '.join(near or good)}"
-        )
+        raise ValueError(f"no field {head!r}; use {', '.join(near or good)}")
     quantizing = [name for name, config in raw["configs"].items() if config]
     if not quantizing:
-        paths = [f"configs.{name}.{field}" for name in raw["configs"]]
-        raise UserError(
-            f"--recipe-set {override}: no config of the recipe quantizes; "
-            f"name one: {', '.join(paths)}"
-        )
+        paths = ", ".join(f"configs.{name}.{field}" for name in raw["configs"])
+        raise ValueError(f"no config of the recipe quantizes; name one: {paths}")
     return [["configs", name, *path] for name in quantizing]
 
 
-def _set(data: dict[str, Any], path: list[str], value: Any, override: str) -> None:
+def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
     *parents, last = path
     for key in parents:
         if key in GEMM_ROLES and data.get(key, {}) is None:
-            raise UserError(
-                f"--recipe-set {override}: {key} is null, high precision; {key}={{}} quantizes it "
-                "by its roles, then its fields can be set"
+            raise ValueError(
+                f"{key} is null, high precision; {key}={{}} quantizes it by its roles, then its "
+                "fields can be set"
             )
         if data.get(key) is None:
             data[key] = {}
         data = data[key]
         if not isinstance(data, dict):
-            raise UserError(f"--recipe-set {override}: {key} has no fields below it")
+            raise ValueError(f"{key} has no fields below it")
     if last == "format":
         for option in data.keys() - set(operand_keys(str(value))):
             del data[option]

@@ -52,6 +52,11 @@ class GemmPrecision:
             raise ValueError("fallback: axis fprop keeps no operand in high precision")
 
     @property
+    def sides(self) -> tuple[Quantizer | None, Quantizer | None]:
+        """Quantizers of the left and the right operand."""
+        return self.lhs, self.rhs
+
+    @property
     def quantized(self) -> bool:
         """True if any operand is quantized."""
         return self.lhs is not None or self.rhs is not None
@@ -59,14 +64,17 @@ class GemmPrecision:
     @property
     def redraws_rhs(self) -> bool:
         """True if each microbatch quantizes the same right operand to other bits."""
-        rounds = self.rhs is not None and self.rhs.rounding is Rounding.STOCHASTIC
-        fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
-        return rounds or fresh or self.delayed is not None
+        return _is_stochastic(self.rhs) or self.fresh_signs or self.delayed is not None
+
+    @property
+    def fresh_signs(self) -> bool:
+        """True if each call's transform has other signs."""
+        return self.hadamard is not None and self.hadamard.signs == "fresh"
 
     def __str__(self) -> str:
         if not self.quantized and self.accumulation is None:
             return "bf16"
-        sides = " x ".join(side(quantizer) for quantizer in (self.lhs, self.rhs))
+        sides = " x ".join(side(quantizer) for quantizer in self.sides)
         return ", ".join([sides, *self.extras()])
 
     def extras(self) -> Iterator[str]:
@@ -75,8 +83,7 @@ class GemmPrecision:
             output = "" if self.hadamard.output == "bf16" else f" {self.hadamard.output}"
             signs = "" if self.hadamard.signs == "fixed" else f" signs {self.hadamard.signs}"
             yield f"RHT-{self.hadamard.size}{output}{signs}"
-        scaled = any(side and side.format.tensor_scaled for side in (self.lhs, self.rhs))
-        if self.tensor_scale == "group" and scaled:
+        if self.tensor_scale == "group" and any(s and s.format.tensor_scaled for s in self.sides):
             yield "group scale"
         if self.rhs_of_fprop:
             yield "right of fprop"
@@ -95,12 +102,11 @@ def side(quantizer: Quantizer | None) -> str:
     """Describe one operand, such as ``mxfp4 three_quarters SR``; ``bf16`` is high precision."""
     if quantizer is None:
         return "bf16"
-    return str(quantizer.format) + (" SR" if quantizer.rounding is Rounding.STOCHASTIC else "")
+    return str(quantizer.format) + (" SR" if _is_stochastic(quantizer) else "")
 
 
-def _sides(fprop: GemmPrecision) -> dict[str, Quantizer | None]:
-    """Return the quantizers of fprop's operands by role."""
-    return dict(zip(GEMM_ROLES["fprop"], (fprop.lhs, fprop.rhs), strict=True))
+def _is_stochastic(quantizer: Quantizer | None) -> bool:
+    return quantizer is not None and quantizer.rounding is Rounding.STOCHASTIC
 
 
 class OperandPrecision(NamedTuple):
@@ -121,10 +127,11 @@ class LinearPrecision:
 
     def __post_init__(self) -> None:
         for name in ("dgrad", "wgrad"):
-            gemm, of_fprop = getattr(self, name), _sides(self.fprop)[GEMM_ROLES[name][1]]
+            gemm, role = self.gemms[name], GEMM_ROLES[name][1]
+            of_fprop = self.quantizer("fprop", role)
             if gemm.rhs_of_fprop and (gemm.rhs != of_fprop or gemm.hadamard or self.fprop.hadamard):
                 raise ValueError(
-                    f"{name}.{GEMM_ROLES[name][1]}: axis fprop takes fprop's quantized values, so "
+                    f"{name}.{role}: axis fprop takes fprop's quantized values, so "
                     "that format and rounding are fprop's, and neither GEMM has a hadamard"
                 )
 
@@ -183,10 +190,9 @@ class LinearPrecision:
     @property
     def stochastic(self) -> bool:
         """True if any GEMM needs random bits, for rounding or for fresh signs."""
-        transforms = [p.hadamard for p in self.gemms.values() if p.hadamard is not None]
-        quantizers = [operand.quantizer for operand in self.operands() if operand.quantizer]
-        return any(transform.signs == "fresh" for transform in transforms) or any(
-            quantizer.rounding is Rounding.STOCHASTIC for quantizer in quantizers
+        return any(
+            precision.fresh_signs or any(map(_is_stochastic, precision.sides))
+            for precision in self.gemms.values()
         )
 
     @property
@@ -201,10 +207,8 @@ class LinearPrecision:
 
     def operands(self) -> Iterator[OperandPrecision]:
         """Yield all six operands, in the order of ``OPERANDS``."""
-        for gemm, (left, right) in GEMM_ROLES.items():
-            precision = self.gemms[gemm]
-            yield OperandPrecision(gemm, left, precision.lhs)
-            yield OperandPrecision(gemm, right, precision.rhs)
+        for gemm, role in OPERANDS:
+            yield OperandPrecision(gemm, role, self.quantizer(gemm, role))
 
 
 HIGH_PRECISION = LinearPrecision()

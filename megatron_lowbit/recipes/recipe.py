@@ -88,6 +88,11 @@ class Recipe:
         other = self.backward.precision_for(layer)
         return replace(precision, dgrad=other.dgrad, wgrad=other.wgrad)
 
+    def summary(self, layers: Sequence[Layer]) -> str:
+        """Describe how many of a model's linear layers are quantized."""
+        quantized = sum(self.precision_for(layer).quantized for layer in layers)
+        return f"recipe {self.name}: {quantized} of {len(layers)} linear layers quantized"
+
     def at(self, progress: Progress) -> "Recipe":
         """Return the recipe in force at some point of a run, without switches."""
         current = replace(self, switches=())

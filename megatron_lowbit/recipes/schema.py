@@ -105,15 +105,13 @@ DelayedScalingField = Annotated[DelayedScaling, fields_of(DelayedScaling)]
 AccumulationField = Annotated[Accumulation, fields_of(Accumulation)]
 
 
-class _RolesSpec(StrictModel):
-    """Settings of roles, for all GEMMs or for one."""
-
+class _RoleSettings(StrictModel):
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
     grad: OperandSpec | None = None
 
 
-class GemmSpec(_RolesSpec):
+class GemmSpec(_RoleSettings):
     """Settings of one GEMM that differ from those of its roles."""
 
     hadamard: HadamardField | None = None
@@ -122,10 +120,7 @@ class GemmSpec(_RolesSpec):
     fallback: Literal["bf16"] | None = None
 
 
-_ROLES = ("input", "weight", "grad")
-
-
-class PrecisionSpec(_RolesSpec):
+class PrecisionSpec(_RoleSettings):
     """Settings of one config: a linear layer's precision."""
 
     fprop: GemmSpec | None = GemmSpec()
@@ -145,7 +140,7 @@ class PrecisionSpec(_RolesSpec):
         gemm: GemmSpec | None = getattr(self, name)
         if gemm is None:
             return GemmPrecision()
-        for role in _ROLES:
+        for role in _RoleSettings.model_fields:
             if role in gemm.model_fields_set and role not in GEMM_ROLES[name]:
                 raise ValueError(
                     f"{name}.{role}: no operand of {name}; use one of {', '.join(GEMM_ROLES[name])}"
@@ -154,9 +149,8 @@ class PrecisionSpec(_RolesSpec):
         if left.axis == "fprop" and name != "fprop":
             raise ValueError("grad.axis: fprop has no gradient; only input and weight take it")
         lhs, rhs = (self._quantizer(name, gemm, role) for role in GEMM_ROLES[name])
+        own = {key: getattr(gemm, key) for key in gemm.model_fields_set}
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
-        own_sums = "accumulation" in gemm.model_fields_set
-        fallback = (gemm if "fallback" in gemm.model_fields_set else self).fallback
         try:
             return GemmPrecision(
                 lhs,
@@ -164,10 +158,10 @@ class PrecisionSpec(_RolesSpec):
                 gemm.hadamard,
                 tensor_scale=self.tensor_scale,
                 delayed=self.amax_history if tensor_scaled else None,
-                accumulation=(gemm if own_sums else self).accumulation,
+                accumulation=own.get("accumulation", self.accumulation),
                 folding=self.folding if gemm.folding is None else gemm.folding,
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
-                fallback=fallback if lhs is not None or rhs is not None else None,
+                fallback=own.get("fallback", self.fallback) if lhs or rhs else None,
             )
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
@@ -200,9 +194,8 @@ class SwitchSpec(StrictModel):
     @property
     def point(self) -> tuple[Unit, float]:
         """Unit and value of the measure that is given."""
-        units: tuple[Unit, ...] = get_args(Unit)
-        given = {unit: getattr(self, unit) for unit in units}
-        return next((unit, value) for unit, value in given.items() if value is not None)
+        given = ((unit, getattr(self, unit)) for unit in get_args(Unit))
+        return next((unit, value) for unit, value in given if value is not None)
 
     @model_validator(mode="after")
     def _has_one_point(self) -> "SwitchSpec":

@@ -15,12 +15,8 @@ def keeping(name_or_path: str, paths: Sequence[str]) -> dict[str, Any]:
     Raises UserError where there is no such recipe.
     """
     raw = read_recipe(name_or_path)
-    configs = dict(raw["configs"])
-    high = {name for name, config in configs.items() if not config}
-    matchers = {
-        name: matcher for name, matcher in raw["matchers"].items() if matcher["config"] not in high
-    }
-    configs = {name: config for name, config in configs.items() if name not in high}
+    configs = {name: config for name, config in raw["configs"].items() if config}
+    matchers = {name: m for name, m in raw["matchers"].items() if m["config"] in configs}
     if paths:
         configs[_CONFIG] = {}
         pattern = f"^({'|'.join(re.escape(path) for path in paths)})$"

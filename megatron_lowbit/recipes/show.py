@@ -1,12 +1,12 @@
 """Tables of the recipes, and of what one does to a model."""
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from rich.table import Table
 
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.mxnorm import NORMALIZED, check_mxnorm
@@ -16,13 +16,12 @@ from megatron_lowbit.recipes.recipe import Recipe
 HIGH_PRECISION_BITS = 16.0
 _UNLIMITED = 1000  # columns
 _MOST_LAYERS = 400  # which take rich three seconds
-_PARTS = {
-    "attention": ("self_attention.linear_qkv", "self_attention.linear_proj"),
-    "mlp": ("mlp.linear_fc1", "mlp.linear_fc2"),
-    "mamba": ("mixer.in_proj", "mixer.out_proj"),
+_BLOCKS = {
+    "M": ("mixer.in_proj", "mixer.out_proj"),
+    "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
 }
-_SYMBOLS: dict[str, tuple[str, ...]] = {"M": ("mamba",), "*": ("attention",), "-": ("mlp",)}
-_GPT_LAYER: tuple[str, ...] = ("attention", "mlp")
+"""Linear layers of a hybrid's blocks, by the symbol of the block in a pattern."""
 
 
 def list_recipes() -> None:
@@ -41,7 +40,11 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
         overrides: fields to change, as ``--recipe-set`` takes them.
         shape: the model's layers and norm.
     """
-    recipe = load.load_recipes(recipes, (*_blocks(recipes, shape), *overrides))
+    if shape.first_last_layers_bf16:
+        first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
+        blocks = load.for_sides([load.bf16_blocks(recipe, first, last) for recipe in recipes])
+        overrides = (*blocks, *overrides)
+    recipe = load.load_recipes(recipes, overrides)
     layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
     recipe.check_matchers(layers)
     mxnorm = shape.normalization == "MXNorm"
@@ -56,14 +59,6 @@ def _print(table: Table) -> None:
     plain_console(needed).print(table)
 
 
-def _blocks(recipes: Sequence[str], shape: argparse.Namespace) -> tuple[str, ...]:
-    """Return the overrides of a model that says itself which of its blocks stay in BF16."""
-    if not shape.first_last_layers_bf16:
-        return ()
-    first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
-    return load.for_sides([load.bf16_blocks(recipe, first, last) for recipe in recipes])
-
-
 def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
     """Return the linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
 
@@ -75,21 +70,16 @@ def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
         0 < count <= _MOST_LAYERS,
         f"{count} layers: a model to show has at least one layer and at most {_MOST_LAYERS}",
     )
-    if pattern is None:
-        blocks = [_GPT_LAYER] * num_layers
-    else:
-        unknown = sorted(set(pattern) - set(_SYMBOLS))
-        if unknown:
-            raise UserError(
-                f"--hybrid-layer-pattern: no block is called {unknown[0]!r}; "
-                f"use {', '.join(_SYMBOLS)}"
-            )
-        blocks = [_SYMBOLS[symbol] for symbol in pattern]
+    for symbol in sorted(set(pattern or ())):
+        require(
+            symbol in _BLOCKS,
+            f"--hybrid-layer-pattern: no block is called {symbol!r}; use {', '.join(_BLOCKS)}",
+        )
     return [
-        Layer(f"decoder.layers.{number}.{name}", number, len(blocks))
-        for number, block in enumerate(blocks)
-        for part in block
-        for name in _PARTS[part]
+        Layer(f"decoder.layers.{number}.{name}", number, count)
+        for number, symbols in enumerate(["*-"] * count if pattern is None else pattern)
+        for symbol in symbols
+        for name in _BLOCKS[symbol]
     ]
 
 
@@ -101,8 +91,7 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False
     quantized = sum(recipe.precision_for(layer).quantized for layer in layers)
     switches = [f"switch {switch}" for switch in recipe.switches]
     table = Table(
-        title=f"recipe {recipe.name}: {quantized} of {len(layers)} linear layers quantized, "
-        f"{1 - quantized / len(layers):.0%} in high precision",
+        title=f"{recipe.summary(layers)}, {1 - quantized / len(layers):.0%} in high precision",
         caption="\n".join([f"mean bits an element: {_means(recipe, layers)}", *switches]),
         title_justify="left",
         caption_justify="left",
@@ -114,30 +103,24 @@ def resolved_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False
         whole = recipe.precision_for(layer)
         normalized = mxnorm and whole.quantized and name.endswith(NORMALIZED)
         for gemm, precision in whole.gemms.items():
-            *cells, both = _cells(gemm, precision)
+            sides = zip(GEMM_ROLES[gemm], precision.sides, strict=True)
+            operands = [f"{role}: {side(quantizer)}" for role, quantizer in sides]
+            bits = " x ".join(f"{bits:.4g}" for bits in _bits(precision))
+            both = [*precision.extras()]
             if normalized and gemm == "fprop":
-                both = f"{both}, MXNorm" if both else "MXNorm"
-            table.add_row(name, matcher, gemm, *cells, both)
+                both.append("MXNorm")
+            table.add_row(name, matcher, gemm, *operands, bits, ", ".join(both))
             name = matcher = ""
         table.add_section()
     return table
 
 
-def _cells(gemm: str, precision: GemmPrecision) -> Iterator[str]:
-    left, right = GEMM_ROLES[gemm]
-    yield f"{left}: {side(precision.lhs)}"
-    yield f"{right}: {side(precision.rhs)}"
-    yield " x ".join(f"{bits:.4g}" for bits in _bits(precision))
-    yield ", ".join(precision.extras())
-
-
-def _bits(precision: GemmPrecision) -> tuple[float, float]:
+def _bits(precision: GemmPrecision) -> list[float]:
     """Return the bits an element of both operands."""
-    left, right = (
+    return [
         HIGH_PRECISION_BITS if quantizer is None else quantizer.format.bits_per_element
-        for quantizer in (precision.lhs, precision.rhs)
-    )
-    return left, right
+        for quantizer in precision.sides
+    ]
 
 
 def _means(recipe: Recipe, layers: Sequence[Layer]) -> str:

@@ -5,13 +5,12 @@ exception that is not YAML's (``!!int x``, the date 2026-02-30), or nothing at a
 the same name). Here each is one line that says where.
 """
 
+import copy
 import reprlib
 from typing import Any, ClassVar
 from unicodedata import category
 
 import yaml
-from yaml.composer import ComposerError
-from yaml.constructor import ConstructorError
 
 MAX_CHARACTERS = 2**16
 MAX_VALUES = 2000
@@ -19,11 +18,12 @@ MAX_VALUES = 2000
 MAX_DEPTH = 32
 
 _KINDS = ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+_TAGS = [f"tag:yaml.org,2002:{kind}" for kind in _KINDS]
 _INTEGERS = range(-(2**63), 2**63)
 
 
 def read_yaml(text: str) -> Any:
-    """Read one YAML document. Dates are text.
+    """Read one YAML document. Dates are text; aliases are copies.
 
     Raises:
         ValueError: no YAML, another type, a key given twice, control characters, or too large.
@@ -45,20 +45,16 @@ def has_control_characters(text: str) -> bool:
     return any(category(char) in ("Cc", "Cs") and char not in "\n\t" for char in text)
 
 
-def _kind(tag: str | None) -> str:
-    return (tag or "").removeprefix("tag:yaml.org,2002:")
-
-
 class _Loader(yaml.SafeLoader):
     """Safe loader that knows few types and counts what it composes."""
 
     yaml_constructors: ClassVar[dict[Any, Any]] = {
         tag: constructor
         for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
-        if tag is None or _kind(tag) in _KINDS
+        if tag in (None, *_TAGS)
     }
     yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {  # type: ignore[misc]
-        first: [(tag, expression) for tag, expression in resolvers if _kind(tag) in _KINDS]
+        first: [(tag, expression) for tag, expression in resolvers if tag in _TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -76,29 +72,27 @@ class _Loader(yaml.SafeLoader):
         self._values += 1
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
+            raise _refused(f"nested more than {MAX_DEPTH} deep", mark)
         node: Any = super().compose_node(parent, index)
         self._depth -= 1
         if not aliased:
             self._sizes[node] = self._values - before
         elif node not in self._sizes:
-            raise ComposerError(None, None, "an alias stands inside of what it repeats", mark)
+            raise _refused("an alias stands inside of what it repeats", mark)
         else:
             self._values += self._sizes[node]
         if self._values > MAX_VALUES:
-            raise ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
-        return node
+            raise _refused(f"more than {MAX_VALUES:,} values", mark)
+        return copy.deepcopy(node) if aliased else node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         """Compose a mapping whose keys differ; PyYAML would keep the last of the same ones."""
         node = super().compose_mapping_node(anchor)
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise ComposerError(
-                    None, None, f"a second key {reprlib.repr(key.value)}", key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
+        seen: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise _refused(f"a second key {reprlib.repr(key.value)}", key.start_mark)
+            seen.add(key.value)
         return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
@@ -106,13 +100,14 @@ class _Loader(yaml.SafeLoader):
         try:
             value = super().construct_object(node, deep)
         except (ValueError, LookupError, OverflowError):
-            raise _refused(f"{reprlib.repr(node.value)} is no {_kind(node.tag)}", node) from None
+            problem = f"{reprlib.repr(node.value)} is no {node.tag.rpartition(':')[2]}"
+            raise _refused(problem, node.start_mark) from None
         if isinstance(value, int) and value not in _INTEGERS:
-            raise _refused("an integer of more than 64 bits", node)
+            raise _refused("an integer of more than 64 bits", node.start_mark)
         if isinstance(value, str) and has_control_characters(value):
-            raise _refused(f"control characters in {reprlib.repr(value)}", node)
+            raise _refused(f"control characters in {reprlib.repr(value)}", node.start_mark)
         return value
 
 
-def _refused(problem: str, node: yaml.Node) -> ConstructorError:
-    return ConstructorError(None, None, problem, node.start_mark)
+def _refused(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
