@@ -83,25 +83,24 @@ def _all_amaxes(
     x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes, forms: tuple[Form, Form]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the amaxes of tensors and of rows that scales and folding are made from."""
-    bounded = [
-        request is not None and form is Form.FOLDED and not request.quantizer.format.tensor_scaled
-        for request, form in zip((row, col), forms, strict=True)
-    ]
     missing = [
-        None if amax is not None or request is None else
-        replace(request, hadamard=None) if bound else
-        request if request.quantizer.format.tensor_scaled else None
-        for request, amax, bound in zip((row, col), amaxes, bounded, strict=True)
-    ]  # fmt: skip
-    own, rows = list(_tensor_amaxes(x, *missing)), _row_amaxes(x, row, col)
-    for i, request in enumerate((row, col)):
-        if bounded[i] and own[i] is not None and request.hadamard is not None:
-            own[i] = own[i] * largest_after(request.hadamard)
-    found = [
-        next((one for one in three if one is not None), None)
-        for three in zip(amaxes, own, rows, strict=True)
+        _measured(request, form) if request is not None and amax is None else None
+        for request, amax, form in zip((row, col), amaxes, forms, strict=True)
     ]
+    own, rows = _tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
+    found = []
+    for request, amax, mine, of_rows in zip((row, col), amaxes, own, rows, strict=True):
+        if mine is not None and request.hadamard and not request.quantizer.format.tensor_scaled:
+            mine = mine * largest_after(request.hadamard)
+        found.append(next((one for one in (amax, mine, of_rows) if one is not None), None))
     return found[0], found[1]
+
+
+def _measured(request: Request, form: Form) -> Request | None:
+    """Return the request whose tensor amax is needed: for folding, before a transform."""
+    if request.quantizer.format.tensor_scaled:
+        return request
+    return replace(request, hadamard=None) if form is Form.FOLDED else None
 
 
 def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:

@@ -32,11 +32,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _add_run(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("run", help="run a grid of runs and seeds, then compare them")
     parser.add_argument(
-        "study",
-        type=Path,
-        metavar="STUDY.yaml",
+        "study", type=Path, metavar="STUDY.yaml",
         help="study file, such as those in examples/studies",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER",
         help="folder of runs and comparison; an interrupted study continues there",

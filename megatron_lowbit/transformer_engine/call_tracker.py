@@ -25,11 +25,9 @@ class CallTracker:
     """
 
     def __init__(
-        self,
-        make_context: Callable[[bool], LinearContext],
-        opened_outside: bool = False,
+        self, make_context: Callable[[bool], LinearContext], opened_outside: bool = False,
         main_grad: Callable[[], Tensor | None] = lambda: None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.opened_outside, self.main_grad = opened_outside, main_grad
         self.forward: LinearContext | None = None
         self.backward: LinearContext | None = None
