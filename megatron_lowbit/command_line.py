@@ -205,9 +205,7 @@ def print_cached_help(command: str, argv: Sequence[str] | None = None) -> None:
 
 def asks_for_help(argv: Sequence[str] | None = None) -> bool:
     """Return whether a command line (default: the program's own) has ``-h`` or ``--help``."""
-    return any(
-        argument in ("-h", "--help") for argument in (sys.argv[1:] if argv is None else argv)
-    )
+    return not {"-h", "--help"}.isdisjoint(sys.argv[1:] if argv is None else argv)
 
 
 def print_help(text: str) -> NoReturn:

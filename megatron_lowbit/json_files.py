@@ -8,6 +8,7 @@ import json
 import math
 import os
 import reprlib
+import sys
 from collections import Counter
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -102,12 +103,9 @@ class Entries:
         if value is default:
             return float(value)
         bound = "" if above == -math.inf else f" above {above:g}"
-        try:
-            if type(value) in (int, float) and above < float(value) < math.inf:
-                return float(value)
-        except OverflowError:
-            pass
-        raise self._error(key, value, f"a finite number{bound}")
+        if type(value) not in (int, float) or not above < value <= sys.float_info.max:
+            raise self._error(key, value, f"a finite number{bound}")
+        return float(value)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         """Return a truth value."""

@@ -201,7 +201,9 @@ def outputs(
     else:
         made = out or _codes(stored, rows, columns, padded, tensor_scale, side.points > 0)
         codes = made.codes.view(torch.uint8)
-        scales = _as_bytes(made.scales) if made.scales.numel() else None
+        scales = made.scales if made.scales.numel() else None
+        if scales is not None and scales.element_size() == 1:
+            scales = scales.view(torch.uint8)
         pointers = (padded, amax, codes.view(torch.int32) if side.points else codes, scales,
                     made.tensor_scale)  # fmt: skip
     key, numbers = 0, (None, None)
@@ -330,10 +332,6 @@ def _signed(key: int) -> int:
     """Return 64 bits as a signed number, which kernels take."""
     key %= 2**64
     return key - 2**64 if key >= 2**63 else key
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def _round_up(size: int, multiple: int) -> int:
