@@ -168,6 +168,5 @@ def deliver_wgrad(
         return wgrad(weight.dtype, None)
     wgrad(torch.float32, weight.main_grad)
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    if getattr(weight, "zero_out_wgrad", False):
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
+    stand_in = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    return stand_in(weight)

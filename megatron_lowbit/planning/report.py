@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate, padded_vocabulary
@@ -47,10 +47,8 @@ def memory_table(found: Estimate, usable: float) -> Table:
     """Tabulate memory of the first and last pipeline stage, and of the one that needs most."""
     numbers = [memory.total for memory in found.memory]
     shown = sorted({0, len(numbers) - 1, max(range(len(numbers)), key=numbers.__getitem__)})
-    table = Table(title=f"GiB on a rank of a stage, of {usable / GIB:.1f}")
-    table.add_column("")
-    for stage in shown:
-        table.add_column(f"stage {stage}", justify="right")
+    stages = (Column(f"stage {stage}", justify="right") for stage in shown)
+    table = Table("", *stages, title=f"GiB on a rank of a stage, of {usable / GIB:.1f}")
     memories = [found.memory[stage] for stage in shown]
     for name in dict.fromkeys(name for memory in memories for name in memory.parts):
         cells = [memory.parts.get(name, 0.0) / GIB for memory in memories]
@@ -65,9 +63,8 @@ def memory_table(found: Estimate, usable: float) -> Table:
 
 def time_table(found: Estimate, device: Device) -> Table:
     """Tabulate a step of the slowest stage by cause, and what follows from it."""
-    table = Table(title=f"a step of {found.tokens:,} tokens")
-    for heading in ("", "ms", "share"):
-        table.add_column(heading, justify="right" if heading else "left")
+    figures = (Column(heading, justify="right") for heading in ("ms", "share"))
+    table = Table("", *figures, title=f"a step of {found.tokens:,} tokens")
     for name, seconds in sorted(found.seconds.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{1e3 * seconds:.1f}", f"{seconds / found.step:.1%}")
     table.add_section()
@@ -90,11 +87,12 @@ def speeds(found: Estimate, device: Device) -> dict[str, str]:
 
 def layout_table(found: Sequence[Estimate], device: Device, title: str, caption: str) -> Table:
     """Tabulate layouts in the order given."""
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
     headings = ("TP", "PP", "VP", "DP", "EP", "micro batch", "microbatches", "recomputed", "GiB",
                 "tokens/s of a GPU", "MFU", "bubble")  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="right")
+    columns = (Column(heading, justify="right") for heading in headings)
+    table = Table(
+        *columns, title=title, caption=caption, title_justify="left", caption_justify="left"
+    )
     for one in found:
         layout = one.layout
         table.add_row(
