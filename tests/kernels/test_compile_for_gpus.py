@@ -1,0 +1,89 @@
+"""Quantization kernels compile for a Hopper GPU, without one.
+
+Triton's interpreter runs what its compiler may refuse. The launcher is called with tensors on the
+meta device, and what it would launch is compiled.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FORMATS = {  # format, options, rounding and transform of both sides, forms
+    "fp8-tile": ("fp8-1x128-e4m3", {"scale_format": "pow2"}, "nearest", None, "CODES FOLDED"),
+    "fp8-tile 2d": ("fp8-128x128-e4m3", {}, "nearest", None, "CODES CODES"),
+    "fp8-tensor": ("fp8-tensor-e5m2", {}, "nearest", None, "CODES CODES"),
+    "fp8-row": ("fp8-row-e4m3", {}, "nearest", None, "CODES CODES"),
+    "mxfp8": ("mxfp8-e4m3", {"scale_rounding": "rceil"}, "stochastic", None, "FOLDED CODES"),
+    "mxfp4": ("mxfp4", {"three_quarters": True}, "stochastic", 64, "FOLDED CODES"),
+    "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
+    "nvfp4-fold": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED CODES"),
+    "nvfp4-fold 2d": ("nvfp4-2d", {"block_scales": "foldable"}, "nearest", None, "FOLDED FOLDED"),
+    "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
+}
+
+
+@pytest.mark.slow
+def test_kernels_compile():
+    result = subprocess.run(
+        [sys.executable, __file__],
+        env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.split("\n")[:-1] == list(FORMATS)
+
+
+def main() -> None:
+    """Compile what each case launches; print its name."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_lowbit.kernels import launch
+    from megatron_lowbit.kernels.forms import Form
+    from megatron_lowbit.numerics import (
+        Draw,
+        Hadamard,
+        Quantizer,
+        Request,
+        Rounding,
+        format_by_name,
+    )
+
+    types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+
+    class Compiler:
+        def __init__(self, kernel) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid):
+            return self.compile
+
+        def compile(self, *arguments, **options) -> None:
+            signature, constants = {}, {}
+            for parameter, value in zip(self.kernel.params, arguments, strict=True):
+                name = parameter.name
+                if isinstance(value, torch.Tensor):
+                    signature[name] = "*" + types[value.dtype]
+                elif value is None or parameter.is_constexpr:
+                    signature[name], constants[name] = "constexpr", value
+                else:
+                    signature[name] = "i64" if name.endswith(("key", "signs")) else "i32"
+            source = ASTSource(self.kernel, signature, constants)
+            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+    for name in ("quantize_kernel", "amax_kernel", "row_amax_kernel"):
+        setattr(launch, name, Compiler(getattr(launch, name)))
+    x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    for name, (format, options, rounding, points, forms) in FORMATS.items():
+        quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
+        transform = None if points is None else Hadamard(points, "fresh", "fp32")
+        request = Request(quantizer, transform, draw=Draw(3), left=True, partner=quantizer.format)
+        launch.quantize_both(x, request, request, forms=tuple(Form[f] for f in forms.split()))
+        print(name)
+
+
+if __name__ == "__main__":
+    main()
