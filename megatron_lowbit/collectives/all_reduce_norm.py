@@ -83,7 +83,16 @@ class AllReduceNorm:
                 contiguous, or is for what is not wanted.
             AllReduceNormError: an earlier call went wrong.
         """
-        _check(x, residual, norm, gain, request)
+        if x.dim() != 2 or not x.is_contiguous() or x.dtype not in DTYPES:
+            raise ValueError(
+                f"x is a contiguous FP32, BF16 or FP16 matrix, not {x.dtype} {tuple(x.shape)}"
+            )
+        if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+            raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, unlike x")
+        if gain is not None and isinstance(norm, MXNorm):
+            raise ValueError("MXNorm takes no gain: it belongs into the next weight")
+        if request is None and isinstance(norm, MXNorm):
+            raise ValueError("MXNorm needs a request: its blocks are those of a format")
         if self.buffer is None:
             rows, codes, total = reference.all_reduce_norm(
                 self.group, x, residual, norm, gain, request
@@ -134,22 +143,3 @@ class AllReduceNorm:
         elif stream != self._stream:
             stream.wait_event(self._event)
         self._stream = stream
-
-
-def _check(
-    x: Tensor,
-    residual: Tensor | None,
-    norm: MXNorm | RMSNorm,
-    gain: Tensor | None,
-    request: Request | None,
-) -> None:
-    if x.dim() != 2 or not x.is_contiguous() or x.dtype not in DTYPES:
-        raise ValueError(
-            f"x is a contiguous FP32, BF16 or FP16 matrix, not {x.dtype} {tuple(x.shape)}"
-        )
-    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
-        raise ValueError(f"residual is {residual.dtype} {tuple(residual.shape)}, unlike x")
-    if gain is not None and isinstance(norm, MXNorm):
-        raise ValueError("MXNorm takes no gain: it belongs into the next weight")
-    if request is None and isinstance(norm, MXNorm):
-        raise ValueError("MXNorm needs a request: its blocks are those of a format")

@@ -20,12 +20,6 @@ from megatron_lowbit.numerics import Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
-_KERNEL_PATHS = {
-    paths.ONE_STAGE: kernel.ONE_STAGE.value,
-    paths.COMPACT: kernel.COMPACT.value,
-    paths.GATHERED: kernel.GATHERED.value,
-}
-
 
 def plan_of(
     ranks: int,
@@ -54,17 +48,17 @@ def plan_of(
 class Plan(NamedTuple):
     """Launch parameters that follow from the sizes and kinds of a call's arguments alone.
 
-    ``constants`` are the kernel's from RANKS to P; ``rows``: whether the normalized rows are
-    written; ``sums``: whether the sums are, be it for a second kernel; ``tag`` and ``shape`` are
-    what ranks tell one another; ``size``: bytes of a buffer's half that are used.
+    ``constants`` are the kernel's from RANKS to P, ``statistic`` its constant and eps. ``rows``
+    and ``sums`` say whether the normalized rows and the sums are written, the sums maybe only for
+    a second kernel. ``tag``, never 0, and ``shape`` are what ranks tell one another; ``size`` is
+    the bytes of a buffer's half that are used.
     """
 
     grid: tuple[int]
     warps: int
     registers: int
     constants: tuple[int, ...]
-    constant: float
-    eps: float
+    statistic: tuple[float, float]
     even: bool
     keep_total: bool
     rows: bool
@@ -102,22 +96,20 @@ def _plan(
     if barriers > BARRIERS.value:
         raise ValueError(f"x has {rows} rows: at most {rows * BARRIERS.value // barriers} fit")
     p, constant, eps = statistic(norm, block)
+    told = (rows, columns, dtype, norm, quantizer, keep_rows, sums, has_residual, has_gain, path)
     return Plan(
         grid=(min(most, groups),),
         warps=warps,
         registers=registers,
-        constants=(ranks, triton.next_power_of_2(ranks), _KERNEL_PATHS[path], height, part,
+        constants=(ranks, triton.next_power_of_2(ranks), paths.PATHS.index(path), height, part,
                    cdiv(columns, part), block, p),
-        constant=constant,
-        eps=eps,
+        statistic=(constant, eps),
         even=rows % (height * span) == 0 and columns % part == 0,
         keep_total=keep_total,
         rows=keep_rows,
         sums=sums,
         tensor_scaled=tensor_scaled,
-        tag=_tag(
-            rows, columns, dtype, norm, quantizer, keep_rows, sums, has_residual, has_gain, path
-        ),
+        tag=1 + zlib.crc32(repr(told).encode()) % TAGS.value,
         shape=rows << 32 | columns,
         size=groups * tile * (ranks - 1 + (ranks if span > 1 else 0)) + 32,
     )  # fmt: skip
@@ -158,7 +150,7 @@ def launch(
     elif request is not None:
         side, arguments, made = row_side(request, x, None, Form.CODES, out.quantized)
     kernel.all_reduce_norm_kernel[plan.grid](
-        x, residual, total, *x.shape, gain, plan.constant, plan.eps, y, most, *arguments,
+        x, residual, total, *x.shape, gain, *plan.statistic, y, most, *arguments,
         buffer.addresses, buffer.state, buffer.fault.data_ptr(), buffer.rank, plan.tag, plan.shape,
         limit, buffer.data, buffer.size, *plan.constants, side, plan.even,
         num_warps=plan.warps, maxnreg=plan.registers, enable_fp_fusion=False,
@@ -189,16 +181,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _tag(*values: object) -> int:
-    """Return a tag that is the same for the same values on all ranks, and not 0."""
-    return 1 + zlib.crc32(repr(values).encode()) % TAGS.value
-
-
-def reason(buffer: SymmetricBuffer) -> str | None:
-    """Describe the failure that a kernel has reported; None where there is none."""
+def reason(buffer: SymmetricBuffer) -> str:
+    """Describe the failure that a kernel has reported."""
     what, who, mine, theirs = buffer.fault.tolist()
-    if not what:
-        return None
     if what == LATE.value:
         return f"rank {who} of the group did not come to a call with {_shape(mine)} in time"
     if what == BROKEN.value:

@@ -3,6 +3,7 @@
 from megatron_lowbit.kernels.norm_cases import WIDEST
 
 ONE_STAGE, COMPACT, GATHERED = PATHS = ("one-stage", "compact", "gathered")
+"""Names of the paths, in the order of the kernel's numbers."""
 ONE_STAGE_BYTES = {2: 2**40, 4: 2**20, 8: 2**18}
 """Up to how many bytes of x every rank sums up everything by itself, by ranks; 8 not measured."""
 

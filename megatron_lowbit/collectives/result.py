@@ -57,10 +57,9 @@ def check_buffer(
     for one, other in zip(tensors_of(buffer), tensors_of(like), strict=True):
         if one.device != device:
             raise ValueError(f"out.{name}: it is on {one.device}, x on {device}")
-        given = tuple(one.shape), one.dtype
-        if given != (tuple(other.shape), other.dtype) or not one.is_contiguous():
+        if (one.shape, one.dtype) != (other.shape, other.dtype) or not one.is_contiguous():
             raise ValueError(
-                f"out.{name}: {given[1]} {given[0]} is no contiguous {other.dtype} "
+                f"out.{name}: {one.dtype} {tuple(one.shape)} is no contiguous {other.dtype} "
                 f"{tuple(other.shape)}"
             )
 

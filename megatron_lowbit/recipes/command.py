@@ -62,12 +62,10 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 def _read_model(file: str) -> argparse.Namespace:
     """Read layers, pattern and norm from a file of arguments, most of which say other things."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        arguments = shlex.split(text, comments=True)
+        arguments = shlex.split(Path(file).read_text(encoding="utf-8"), comments=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--model {file}: {reason}") from None
     parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
-    shape, _ = parser.parse_known_args(arguments)
-    return shape
+    return parser.parse_known_args(arguments)[0]

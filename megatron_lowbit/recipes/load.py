@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, operand_keys, parse_recipe
@@ -125,7 +126,7 @@ def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) ->
 
 def _read(name_or_path: str) -> tuple[Any, str]:
     if name_or_path.endswith((".yaml", ".yml")):
-        entry = Path(name_or_path)
+        entry: Any = Path(name_or_path)
     else:
         shipped = shipped_recipes()
         name_or_path = MEGATRON_NAMES.get(name_or_path, name_or_path)
@@ -136,25 +137,19 @@ def _read(name_or_path: str) -> tuple[Any, str]:
                 "A recipe file's name ends in .yaml"
             )
         entry = shipped[name_or_path]
-    text = _read_text(entry, name_or_path)
-    try:
-        return read_yaml(text), entry.name
-    except ValueError as error:
-        raise UserError(f"{entry.name}: not YAML of a recipe: {error}") from None
-
-
-def _read_text(entry: Any, given: str) -> str:
     try:
         if not entry.is_file():
             problem = "is not a file" if entry.exists() else "does not exist"
-            raise UserError(f"recipe file {given} {problem}")
+            raise UserError(f"recipe file {name_or_path} {problem}")
         with entry.open("rb") as file:
             # UTF-8 has up to four bytes a character.
-            return str(file.read(4 * MAX_CHARACTERS + 1), encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"recipe file {given}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"recipe file {given}: {error}") from None
+            text = str(file.read(4 * MAX_CHARACTERS + 1), encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", error)
+        raise UserError(f"recipe file {name_or_path}: {reason}") from None
+    with error_prefix(f"{entry.name}: not YAML of a recipe: "):
+        raw = read_yaml(text)
+    return raw, entry.name
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
@@ -171,16 +166,11 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
         UserError: no such field, or no value; a section of the recipe would be no mapping.
     """
     known = set(raw["matchers"])
-    try:
+    with error_prefix(f"--recipe-set {override}: "):
         field, value = _field_and_value(override)
         for path in _paths(raw, field):
             _set(raw, path, value)
-        _check_sections(raw)
-    except ValueError as error:
-        raise UserError(f"--recipe-set {override}: {error}") from None
-    for section in ("matchers", "switches"):
-        entries = raw.get(section) or {}
-        raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
+        _normalize_sections(raw)
     raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
 
 
@@ -197,8 +187,12 @@ def _field_and_value(override: str) -> tuple[str, Any]:
         raise ValueError(f"{text!r} is not a YAML value: {problem}") from None
 
 
-def _check_sections(raw: dict[str, Any]) -> None:
-    """Raise ValueError unless the next override finds the sections, and mappings in them."""
+def _normalize_sections(raw: dict[str, Any]) -> None:
+    """Drop matchers and switches that are None.
+
+    Raises:
+        ValueError: the next override would not find the sections, or mappings in them.
+    """
     for section in ("configs", "matchers", "switches"):
         entries = raw.get(section, {})
         if not isinstance(entries, dict):
@@ -206,6 +200,8 @@ def _check_sections(raw: dict[str, Any]) -> None:
         for name, entry in entries.items():
             if not isinstance(entry, dict | None):
                 raise ValueError(f"{section}.{name} must be a mapping")
+        if section != "configs":
+            raw[section] = {name: entry for name, entry in entries.items() if entry is not None}
 
 
 def _paths(raw: dict[str, Any], field: str) -> list[list[str]]:

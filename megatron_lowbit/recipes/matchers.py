@@ -101,17 +101,9 @@ class BlocksMatcher(_Matcher):
         if self.first is None and self.last is None and not self.numbers:
             return True
         first, last = (count_blocks(e, layer.num_blocks) for e in (self.first, self.last))
-        numbers = self.numbers or ()
-        return (
-            layer.block < first
-            or layer.block >= layer.num_blocks - last
-            or layer.block in numbers
-            or layer.block - layer.num_blocks in numbers
-        )
-
-    def outside(self, num_blocks: int) -> list[int]:
-        """Return the numbers that no block of a model has."""
-        return [number for number in self.numbers or () if not -num_blocks <= number < num_blocks]
+        from_end = layer.block - layer.num_blocks  # -1 is the last block
+        numbered = not {layer.block, from_end}.isdisjoint(self.numbers or ())
+        return layer.block < first or from_end >= -last or numbered
 
 
 class GlobMatcher(_Matcher):

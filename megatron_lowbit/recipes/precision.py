@@ -64,12 +64,8 @@ class GemmPrecision:
     @property
     def redraws_rhs(self) -> bool:
         """True if each microbatch quantizes the same right operand to other bits."""
-        return _is_stochastic(self.rhs) or self.fresh_signs or self.delayed is not None
-
-    @property
-    def fresh_signs(self) -> bool:
-        """True if each call's transform has other signs."""
-        return self.hadamard is not None and self.hadamard.signs == "fresh"
+        fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
+        return _is_stochastic(self.rhs) or fresh or self.delayed is not None
 
     def __str__(self) -> str:
         if not self.quantized and self.accumulation is None:
@@ -150,6 +146,7 @@ class LinearPrecision:
         """True if fprop's quantized weight is dgrad's too: square blocks, same rounding."""
         fprop, dgrad = self.fprop, self.dgrad
         weight = fprop.rhs
+        same_scale = (fprop.tensor_scale, fprop.delayed) == (dgrad.tensor_scale, dgrad.delayed)
         return (
             weight is not None
             and weight == dgrad.rhs
@@ -157,10 +154,7 @@ class LinearPrecision:
             and weight.rounding is Rounding.NEAREST_EVEN
             and fprop.hadamard is None
             and dgrad.hadamard is None
-            and (
-                not weight.format.tensor_scaled
-                or (fprop.tensor_scale == dgrad.tensor_scale and fprop.delayed == dgrad.delayed)
-            )
+            and (same_scale or not weight.format.tensor_scaled)
         )
 
     @cached_property
@@ -190,10 +184,8 @@ class LinearPrecision:
     @property
     def stochastic(self) -> bool:
         """True if any GEMM needs random bits, for rounding or for fresh signs."""
-        return any(
-            precision.fresh_signs or any(map(_is_stochastic, precision.sides))
-            for precision in self.gemms.values()
-        )
+        fresh = any(p.hadamard and p.hadamard.signs == "fresh" for p in self.gemms.values())
+        return fresh or any(_is_stochastic(operand.quantizer) for operand in self.operands())
 
     @property
     def falls_back(self) -> bool:

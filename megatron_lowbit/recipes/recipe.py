@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import product
+from itertools import product, starmap
 from typing import Any, Literal
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes.matchers import BlocksMatcher, Layer, Matcher
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 
@@ -113,12 +113,10 @@ class Recipe:
             sorted({0, *(switch.at for switch in self.switches if switch.unit == unit.name)})
             for unit in fields(Progress)
         ]
-        found = []
-        for point in product(*points):
-            progress = Progress(*point)
-            behind = [switch for switch in self.switches if switch.reached(progress)]
-            found.append((behind, self.at(progress)))
-        return found
+        return [
+            ([switch for switch in self.switches if switch.reached(progress)], self.at(progress))
+            for progress in starmap(Progress, product(*points))
+        ]
 
     def precisions(self) -> Iterator[LinearPrecision]:
         """Yield every precision that layers may have in a run, before and after switches."""
@@ -135,23 +133,22 @@ class Recipe:
             UserError: one matches none, or names a block that the model does not have.
         """
         for name, matcher in self.matchers.items():
-            outside = []
             if isinstance(matcher, BlocksMatcher) and layers:
-                outside = matcher.outside(layers[0].num_blocks)
-            if outside:
-                raise UserError(
-                    f"recipe {self.name}: matcher {name} names block {outside[0]}, but the "
-                    f"model's blocks are 0 to {layers[0].num_blocks - 1}"
-                )
+                blocks = layers[0].num_blocks
+                for number in matcher.numbers or ():
+                    require(
+                        -blocks <= number < blocks,
+                        f"recipe {self.name}: matcher {name} names block {number}, but the "
+                        f"model's blocks are 0 to {blocks - 1}",
+                    )
             if not any(matcher.matches(layer) for layer in layers):
                 example = f"; a path looks like {layers[0].path}" if layers else ""
                 raise UserError(
                     f"recipe {self.name}: matcher {name} matches none of the model's "
                     f"{len(layers)} linear layers{example}"
                 )
-        for other in [self.backward, *(switch.recipe for switch in self.switches)]:
-            if other is not None:
-                other.check_matchers(layers)
+        for other in filter(None, [self.backward, *(switch.recipe for switch in self.switches)]):
+            other.check_matchers(layers)
 
 
 def combine(forward: Recipe, backward: Recipe) -> Recipe:

@@ -9,14 +9,7 @@ recipe takes over.
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.numerics import (
@@ -28,6 +21,7 @@ from megatron_lowbit.numerics import (
     Rounding,
     format_by_name,
 )
+from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
@@ -44,9 +38,6 @@ def operand_keys(format: str | None) -> list[str]:
     return [*OperandSpec.model_fields, *options]
 
 
-FormatName = Annotated[str | None, BeforeValidator(_known_format)]
-
-
 class OperandSpec(BaseModel):
     """Settings of one role: a format's name (null: high precision) and its elements' rounding.
 
@@ -57,7 +48,7 @@ class OperandSpec(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    format: FormatName = None
+    format: Annotated[str | None, BeforeValidator(_known_format)] = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     axis: Literal["own", "fprop"] = "own"
 
@@ -65,14 +56,13 @@ class OperandSpec(BaseModel):
         """Build the quantizer; a ValueError names a key or value that the format does not take."""
         options = self.model_extra or {}
         given = {name: value for name, value in options.items() if value is not None}
-        taken = {} if self.format is None else format_by_name(self.format).OPTIONS
+        keys = operand_keys(self.format)
         # An option that no format has is a slip of the pen even where it is null.
-        known = taken.keys() | {name for f in FORMATS.values() for name in f.OPTIONS}
-        wrong = sorted((given.keys() - taken.keys()) | (options.keys() - known))
+        known = {name for format in FORMATS for name in operand_keys(format)}
+        wrong = sorted((given.keys() - set(keys)) | (options.keys() - known))
         if wrong:
-            good = ", ".join(operand_keys(self.format))
             raise ValueError(
-                f"{wrong[0]}: no such key with format {self.format}; use one of {good}"
+                f"{wrong[0]}: no such key with format {self.format}; use one of {', '.join(keys)}"
             )
         if self.format is None:
             return None
@@ -95,17 +85,16 @@ def _signs(data: Any) -> Any:
         return data
     signs = "none" if data["signs"] is None else data["signs"]
     if signs not in ("fixed", "fresh", "none") and type(signs) is not int:
-        problem = f"{signs!r} is not 'fixed', 'fresh', 'none' or an integer seed"
-        raise wrong_key("signs", problem)
+        raise wrong_key("signs", f"{signs!r} is not 'fixed', 'fresh', 'none' or an integer seed")
     return {**data, "signs": signs}
 
 
-HadamardField = Annotated[Hadamard, fields_of(Hadamard), BeforeValidator(_signs)]
-DelayedScalingField = Annotated[DelayedScaling, fields_of(DelayedScaling)]
 AccumulationField = Annotated[Accumulation, fields_of(Accumulation)]
 
 
 class _RoleSettings(StrictModel):
+    """Settings of the roles, in a config or in one of its GEMMs."""
+
     input: OperandSpec | None = None
     weight: OperandSpec | None = None
     grad: OperandSpec | None = None
@@ -114,7 +103,7 @@ class _RoleSettings(StrictModel):
 class GemmSpec(_RoleSettings):
     """Settings of one GEMM that differ from those of its roles."""
 
-    hadamard: HadamardField | None = None
+    hadamard: Annotated[Hadamard, fields_of(Hadamard), BeforeValidator(_signs)] | None = None
     accumulation: AccumulationField | None = None
     folding: bool | None = None
     fallback: Literal["bf16"] | None = None
@@ -127,7 +116,7 @@ class PrecisionSpec(_RoleSettings):
     dgrad: GemmSpec | None = GemmSpec()
     wgrad: GemmSpec | None = GemmSpec()
     tensor_scale: Literal["shard", "group"] = "shard"
-    amax_history: DelayedScalingField | None = None
+    amax_history: Annotated[DelayedScaling, fields_of(DelayedScaling)] | None = None
     accumulation: AccumulationField | None = None
     folding: bool = True
     fallback: Literal["bf16"] | None = None
@@ -140,19 +129,19 @@ class PrecisionSpec(_RoleSettings):
         gemm: GemmSpec | None = getattr(self, name)
         if gemm is None:
             return GemmPrecision()
+        roles = GEMM_ROLES[name]
         for role in _RoleSettings.model_fields:
-            if role in gemm.model_fields_set and role not in GEMM_ROLES[name]:
-                raise ValueError(
-                    f"{name}.{role}: no operand of {name}; use one of {', '.join(GEMM_ROLES[name])}"
-                )
-        left, right = (self._operand(gemm, role) for role in GEMM_ROLES[name])
+            if role in gemm.model_fields_set and role not in roles:
+                good = ", ".join(roles)
+                raise ValueError(f"{name}.{role}: no operand of {name}; use one of {good}")
+        left, right = (self._operand(gemm, role) for role in roles)
         if left.axis == "fprop" and name != "fprop":
             raise ValueError("grad.axis: fprop has no gradient; only input and weight take it")
-        lhs, rhs = (self._quantizer(name, gemm, role) for role in GEMM_ROLES[name])
+        lhs, rhs = (self._quantizer(name, gemm, role) for role in roles)
         own = {key: getattr(gemm, key) for key in gemm.model_fields_set}
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
-        try:
-            return GemmPrecision(
+        with error_prefix(f"{name}: "):
+            precision = GemmPrecision(
                 lhs,
                 rhs,
                 gemm.hadamard,
@@ -163,8 +152,7 @@ class PrecisionSpec(_RoleSettings):
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
                 fallback=own.get("fallback", self.fallback) if lhs or rhs else None,
             )
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        return precision
 
     def _quantizer(self, name: str, gemm: GemmSpec, role: str) -> Quantizer | None:
         if role in gemm.model_fields_set and getattr(gemm, role) is None:
@@ -232,10 +220,8 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) ->
         raise UserError(f"{source}: {first_error(error)}") from None
     configs = {}
     for name, config in spec.configs.items():
-        try:
+        with error_prefix(f"{source}: configs.{name}."):
             configs[name] = config.build()
-        except ValueError as error:
-            raise UserError(f"{source}: configs.{name}.{error}") from None
     matchers = {name: matcher for name, matcher in spec.matchers.items() if matcher.enabled}
     for name, matcher in matchers.items():
         require(
@@ -243,18 +229,12 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) ->
             f"{source}: matchers.{name}.config: no config {matcher.config!r}; "
             f"use one of {', '.join(configs)}",
         )
-    enabled = {name: switch for name, switch in spec.switches.items() if switch.enabled}
-    switches: tuple[Switch, ...] = ()
-    if enabled:
-        if load is None:
-            raise UserError(f"recipe {spec.name} has switches of its own; name one without")
-        switches = tuple(_switch(source, name, s, load) for name, s in enabled.items())
-    return Recipe(spec.name, spec.description, configs, matchers, switches)
-
-
-def _switch(source: str, name: str, spec: SwitchSpec, load: Callable[[str], Recipe]) -> Switch:
-    try:
-        target = load(spec.to)
-    except UserError as error:
-        raise UserError(f"{source}: switches.{name}.to: {error}") from None
-    return Switch(name, *spec.point, spec.part, target)
+    switches = []
+    for name, switch in spec.switches.items():
+        if switch.enabled:
+            if load is None:
+                raise UserError(f"recipe {spec.name} has switches of its own; name one without")
+            with error_prefix(f"{source}: switches.{name}.to: "):
+                target = load(switch.to)
+            switches.append(Switch(name, *switch.point, switch.part, target))
+    return Recipe(spec.name, spec.description, configs, matchers, tuple(switches))
