@@ -42,8 +42,8 @@ def assert_same(a, b):
 
 def test_what_is_covered():
     assert len(FORMATS) == 2 + 10 + 6 + 2 and {format.name for format in EVERY} == set(FORMATS)
-    assert len(EVERY) == 2 + 2 * (5 * 8 + 5 * 6) + 4 * 4 * 2 + 2 * 2 + 2
-    assert len(SQUARE) == 1 + 2 * 5 * 6 + 2 * 4 * 2 + 2 * 2
+    assert len(EVERY) == 2 * 3 + 2 * (5 * 8 + 5 * 6) + 4 * 4 * 2 + 2 * 2 + 2
+    assert len(SQUARE) == 3 + 2 * 5 * 6 + 2 * 4 * 2 + 2 * 2
 
 
 @pytest.mark.parametrize("format", EVERY, ids=str)
