@@ -296,8 +296,9 @@ def quantize(
             before quantization.
         generator: seeds the key of stochastic rounding; None takes torch's default CPU generator.
         options: the format's own: ``scale_rounding`` (floor, rceil, ceil, even) and
-            ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8, ``block`` of
-            MX formats (32, 16) and of FP8 tiles (128, 64, 32, 16).
+            ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8, ``block_scales``
+            (e4m3, foldable, foldable-up) of NVFP4, ``block`` of MX formats (32, 16) and of FP8
+            tiles (128, 64, 32, 16).
 
     Raises:
         ValueError: unknown format, option or rounding, a bad Hadamard size, or x without axes.
