@@ -157,72 +157,21 @@ def _block(
     BLOCK: tl.constexpr = S.block
     ROWS: tl.constexpr = S.block_rows
     LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
-    # Groups of the tile that have a block in common, from top to bottom and from left to right.
-    DOWN: tl.constexpr = S.block // LENGTH if TRANSPOSED else S.block_rows
-    ACROSS: tl.constexpr = S.block_rows if TRANSPOSED else S.block // LENGTH
-    N: tl.constexpr = r.shape[0]
-    F: tl.constexpr = S.fold
-    # Codes in an int32 word of the output.
-    PER: tl.constexpr = 8 if E.bits == 4 else 4
-    most = tl.abs(points[0])
-    for i in tl.static_range(1, LENGTH):
-        most = larger(most, tl.abs(points[i]))
-    if DOWN * ACROSS > 1:
-        shape: tl.constexpr = (N // (WIDE * DOWN), DOWN, WIDE // ACROSS, ACROSS)
-        bits = tl.max(tl.max(tl.reshape(abs_bits(most), shape), 3), 1)
-        bits = tl.reshape(tl.broadcast_to(bits[:, None, :, None], shape), (N,))
-        most = bits.to(tl.float32, bitcast=True)
+    most = _block_most(points, WIDE, S, TRANSPOSED)
     stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
     if S.fold is not None:
         scale, decode = fold_scales(scale, decode, amax, S)
     at = group * S.points + first
-    BITS: tl.constexpr = E.random_bits
-    # Philox blocks of a group of 16, and elements of one.
-    CALLS: tl.constexpr = BITS // 8
-    DRAWN: tl.constexpr = 128 // BITS
-    words = (stored, stored, stored, stored)
-    word = stored
-    outs = ()
-    values = ()
-    FOLD: tl.constexpr = S.fold is not None
-    PAIRS: tl.constexpr = E.bits == 8 and not S.stochastic and not S.values
-    if PAIRS:
-        for i in tl.static_range(0, LENGTH, 4):
-            low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
-            high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
-            outs = outs + (join_pairs(low, high),)
-    for i in tl.static_range(0 if PAIRS else LENGTH):
-        if S.stochastic and i % DRAWN == 0:
-            group_number = number(groups, (at + i) // 16, tl.cdiv(columns, 16))
-            words = philox(key, group_number * CALLS + i // DRAWN % CALLS, row_number)
-        x = points[i] * factor
-        random = x
-        if S.stochastic:
-            random = random_of(words, i % DRAWN, BITS)
-        if S.values:
-            outs = outs + (exact_bf16(rounded(x, random, E, S.stochastic) * scale, E),)
-        elif S.fold is not None:
-            values = values + (rounded(x, random, E, S.stochastic) * scale,)
-        else:
-            code = encode(x, random, E, S.stochastic)
-            if i % PER == 0:
-                word = code
-            else:
-                word = word | (code << ((i % PER) * (32 // PER)))
-            if i % PER == PER - 1:
-                outs = outs + (word,)
-    for i in tl.static_range(0, LENGTH if FOLD and not PAIRS else 0, 4):
-        low = encode_pair(values[i], values[i + 1], F)
-        outs = outs + (join_pairs(low, encode_pair(values[i + 2], values[i + 3], F)),)
+    outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, S)
     if S.values and TRANSPOSED:
         for i in tl.static_range(LENGTH):
             store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
     elif S.values:
         store_groups(codes, side_by_side(outs, LENGTH), r, at, R, columns, EVEN)
     else:
-        CODES: tl.constexpr = 4 if FOLD else PER
-        packed = side_by_side(outs, LENGTH // CODES)
-        store_groups(codes, packed, r, at // CODES, R, columns // CODES, EVEN)
+        PER: tl.constexpr = 8 if E.bits == 4 and S.fold is None else 4
+        packed = side_by_side(outs, LENGTH // PER)
+        store_groups(codes, packed, r, at // PER, R, columns // PER, EVEN)
         if S.fold is None and S.repeats_scales:
             store_groups(scales, stored[:, None], r, at // BLOCK, R, columns // BLOCK, EVEN)
         elif S.fold is None:
@@ -234,6 +183,70 @@ def _block(
     # Every program has the same; the first writes it.
     if tl.program_id(0) == 0:
         tl.store(tensor_scale, decode)
+
+
+@triton.jit
+def _block_most(points, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Return the largest magnitude of each group's block, with all groups that share it."""
+    LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
+    # Groups of the tile that have a block in common, from top to bottom and from left to right.
+    DOWN: tl.constexpr = S.block // LENGTH if TRANSPOSED else S.block_rows
+    ACROSS: tl.constexpr = S.block_rows if TRANSPOSED else S.block // LENGTH
+    N: tl.constexpr = points[0].shape[0]
+    most = tl.abs(points[0])
+    for i in tl.static_range(1, LENGTH):
+        most = larger(most, tl.abs(points[i]))
+    if DOWN * ACROSS > 1:
+        shape: tl.constexpr = (N // (WIDE * DOWN), DOWN, WIDE // ACROSS, ACROSS)
+        bits = tl.max(tl.max(tl.reshape(abs_bits(most), shape), 3), 1)
+        bits = tl.reshape(tl.broadcast_to(bits[:, None, :, None], shape), (N,))
+        most = bits.to(tl.float32, bitcast=True)
+    return most
+
+
+@triton.jit
+def _encoded(points, factor, scale, at, row_number, columns, key, groups, S: tl.constexpr):
+    """Return what is written of a group of points: BF16 values, or words of codes (int32)."""
+    E: tl.constexpr = S.element
+    F: tl.constexpr = S.fold
+    LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
+    FOLD: tl.constexpr = S.fold is not None
+    BITS: tl.constexpr = E.random_bits
+    # Philox blocks of a group of 16, and elements of one.
+    CALLS: tl.constexpr = BITS // 8
+    DRAWN: tl.constexpr = 128 // BITS
+    outs = ()
+    if E.bits == 8 and not S.stochastic and not S.values:
+        for i in tl.static_range(0, LENGTH, 4):
+            low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
+            high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
+            outs = outs + (join_pairs(low, high),)
+    else:
+        values = ()
+        words = (at, at, at, at)
+        word = at
+        PER: tl.constexpr = 8 if E.bits == 4 else 4
+        for i in tl.static_range(LENGTH):
+            x = points[i] * factor
+            random = x
+            if S.stochastic:
+                if i % DRAWN == 0:
+                    group_number = number(groups, (at + i) // 16, tl.cdiv(columns, 16))
+                    words = philox(key, group_number * CALLS + i // DRAWN % CALLS, row_number)
+                random = random_of(words, i % DRAWN, BITS)
+            if S.values:
+                outs = outs + (exact_bf16(rounded(x, random, E, S.stochastic) * scale, E),)
+            elif FOLD:
+                values = values + (rounded(x, random, E, S.stochastic) * scale,)
+            else:
+                code = encode(x, random, E, S.stochastic) << ((i % PER) * (32 // PER))
+                word = code if i % PER == 0 else word | code
+                if i % PER == PER - 1:
+                    outs = outs + (word,)
+        for i in tl.static_range(0, LENGTH if FOLD else 0, 4):
+            low = encode_pair(values[i], values[i + 1], F)
+            outs = outs + (join_pairs(low, encode_pair(values[i + 2], values[i + 3], F)),)
+    return outs
 
 
 @triton.jit
