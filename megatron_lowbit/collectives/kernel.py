@@ -38,7 +38,7 @@ def all_reduce_norm_kernel(
 
     ``total`` is the sum with the residual, ``y`` that normalized, the rest as in ``finish_rows``;
     the gain is loaded once for all of a program's rows.
-    An buffer's shared data begin after ``data`` bytes: twice, for calls in turn, ``half`` bytes for
+    A buffer's shared data begin after ``data`` bytes: twice, for calls in turn, ``half`` bytes for
     an inbox, RANKS - 1 tiles for each group, and behind it what is gathered.
     """
     SPAN: tl.constexpr = 1 if PATH == ONE_STAGE else RANKS
@@ -155,7 +155,7 @@ def _take_sum(
     buffers, gathered, total, rank, row0, col0, R, C, well, DTYPE: tl.constexpr, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Load rows that another rank has summed up, as :func:`_sum_rows` returns them."""
+    """Load rows that another rank has summed up, as :func:`_sum` returns them."""
     sums = _shared(buffers, rank, gathered, DTYPE)
     parts = ()
     for i in tl.static_range(PARTS):
