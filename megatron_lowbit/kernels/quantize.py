@@ -157,12 +157,12 @@ def _block(
     BLOCK: tl.constexpr = S.block
     ROWS: tl.constexpr = S.block_rows
     LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
-    most = _block_most(points, WIDE, S, TRANSPOSED)
+    most = _block_most(points, LENGTH, WIDE, S, TRANSPOSED)
     stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
     if S.fold is not None:
         scale, decode = fold_scales(scale, decode, amax, S)
     at = group * S.points + first
-    outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, S)
+    outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
     if S.values and TRANSPOSED:
         for i in tl.static_range(LENGTH):
             store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
@@ -186,9 +186,10 @@ def _block(
 
 
 @triton.jit
-def _block_most(points, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Return the largest magnitude of each group's block, with all groups that share it."""
-    LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
+def _block_most(
+    points, LENGTH: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Return the largest magnitude of LENGTH points, with all groups that share their block."""
     # Groups of the tile that have a block in common, from top to bottom and from left to right.
     DOWN: tl.constexpr = S.block // LENGTH if TRANSPOSED else S.block_rows
     ACROSS: tl.constexpr = S.block_rows if TRANSPOSED else S.block // LENGTH
@@ -205,11 +206,13 @@ def _block_most(points, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.cons
 
 
 @triton.jit
-def _encoded(points, factor, scale, at, row_number, columns, key, groups, S: tl.constexpr):
-    """Return what is written of a group of points: BF16 values, or words of codes (int32)."""
+def _encoded(
+    points, factor, scale, at, row_number, columns, key, groups, LENGTH: tl.constexpr,
+    S: tl.constexpr,
+):  # fmt: skip
+    """Return what is written of LENGTH points: BF16 values, or words of codes (int32)."""
     E: tl.constexpr = S.element
     F: tl.constexpr = S.fold
-    LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
     FOLD: tl.constexpr = S.fold is not None
     BITS: tl.constexpr = E.random_bits
     # Philox blocks of a group of 16, and elements of one.
