@@ -52,7 +52,11 @@ class _Plan(NamedTuple):
 
 
 def scaled_matmul(
-    a: Tensor, b: Tensor, factor: Tensor, out_dtype: torch.dtype, out: Tensor | None = None
+    a: Tensor,
+    b: Tensor,
+    factor: Tensor | None,
+    out_dtype: torch.dtype,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Compute ``factor * a @ b.T``, or ``out + factor * a @ b.T``, rounded once.
 
@@ -61,7 +65,7 @@ def scaled_matmul(
     Args:
         a, b: BF16 (M, K) and (N, K), rows or columns contiguous, on one GPU; or FP8, not both E5M2,
             rows contiguous, all sizes multiples of 16.
-        factor: FP32 scalar on the same GPU.
+        factor: FP32 scalar on the same GPU; None for 1.
         out_dtype: of the result (M, N): BF16 or FP32.
         out: contiguous (M, N) in ``out_dtype`` that the product is added to; it is the result.
 
@@ -79,6 +83,7 @@ def scaled_matmul(
     plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), dtypes, a.device)
     workspace = torch.empty(plan.choice.workspace, dtype=torch.uint8, device=a.device)
     share = _constant(0.0 if out is None else 1.0, a.device)
+    factor = _constant(1.0, a.device) if factor is None else factor
     left, right, result = plan.layouts
     _call(
         "cublasLtMatmul", torch.cuda.current_blas_handle(), plan.description, factor.data_ptr(),

@@ -120,10 +120,8 @@ class FusedEngine(Engine):
         high_precision = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference_gemm(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
-        found = self.route_of(lhs, rhs, folding)
-        if found.form is not Form.VALUES:
-            lhs, rhs = plain(lhs), plain(rhs)
-        return PRODUCTS[found](lhs, rhs, bias, torch.float32 if out_dtype is None else out_dtype)
+        found, operands = self._routed(lhs, rhs, folding)
+        return PRODUCTS[found](*operands, bias, torch.float32 if out_dtype is None else out_dtype)
 
     def add_product(
         self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True
@@ -131,10 +129,18 @@ class FusedEngine(Engine):
         """Add the product inside the GEMM where its route can."""
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         if quantized and out.dtype is torch.float32 and out.is_contiguous():
-            add = ADDED_PRODUCTS.get(self.route_of(lhs, rhs, folding))
-            if add is not None and add(out, lhs, rhs):
+            found, operands = self._routed(lhs, rhs, folding)
+            if found in ADDED_PRODUCTS:
+                ADDED_PRODUCTS[found](out, *operands)
                 return out
         return super().add_product(out, lhs, rhs, folding)
+
+    def _routed(
+        self, lhs: GpuOperand, rhs: GpuOperand, folding: bool
+    ) -> tuple[routes.Route, tuple[GpuOperand, GpuOperand]]:
+        """Return the route of two operands, and the operands as it takes them."""
+        found = self.route_of(lhs, rhs, folding)
+        return found, (lhs, rhs) if found.form is Form.VALUES else (plain(lhs), plain(rhs))
 
     def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> routes.Route:
         """Return the route of two operands, one of them at least quantized."""

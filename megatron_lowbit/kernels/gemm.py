@@ -1,7 +1,5 @@
 """GEMMs on a GPU, one for each route of ``kernels/routes.py``: how operands go to tensor cores."""
 
-from functools import reduce
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,12 +7,7 @@ from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
-from megatron_lowbit.kernels.operands import (
-    Transposed,
-    Values,
-    exact_values,
-    fold,
-)
+from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -32,11 +25,10 @@ def exact_product(
 ) -> Tensor:
     """Multiply exact operands in BF16; tensor scales multiply the sums."""
     left, right = _as_values(lhs), _as_values(rhs)
-    scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
-    fp32 = out_dtype is torch.float32
-    if scales:
+    factor, fp32 = _factor(left, right), out_dtype is torch.float32
+    if factor is not None:
         product_dtype = torch.float32 if fp32 else torch.bfloat16
-        y = scaled_matmul(left.values, right.values, reduce(torch.mul, scales), product_dtype)
+        y = scaled_matmul(left.values, right.values, factor, product_dtype)
     elif fp32:
         y = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
     else:
@@ -44,13 +36,17 @@ def exact_product(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def add_exact_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> bool:
+def add_exact_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> None:
     """Add the product of exact operands to ``out`` (FP32)."""
     left, right = _as_values(lhs), _as_values(rhs)
-    scales = [s for s in (left.tensor_scale, right.tensor_scale) if s is not None]
-    factor = reduce(torch.mul, scales) if scales else torch.ones((), device=out.device)
-    scaled_matmul(left.values, right.values, factor, torch.float32, out)
-    return True
+    scaled_matmul(left.values, right.values, _factor(left, right), torch.float32, out)
+
+
+def _factor(left: Values, right: Values) -> Tensor | None:
+    """Multiply the tensor scales of two operands; None for 1."""
+    if left.tensor_scale is None or right.tensor_scale is None:
+        return right.tensor_scale if left.tensor_scale is None else left.tensor_scale
+    return left.tensor_scale * right.tensor_scale
 
 
 def _as_values(operand: GpuOperand) -> Values:
@@ -101,13 +97,13 @@ def tensor_product(
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-def add_tensor_product(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor) -> bool:
-    """Add the product of FP8 with a scale a tensor to ``out`` (FP32), of whole alignments alone."""
+def add_tensor_product(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor) -> None:
+    """Add the product of FP8 with a scale a tensor to ``out`` (FP32)."""
     a, b = _aligned_pair(lhs, rhs)
-    if out.shape != (a.shape[0], b.shape[0]):
-        return False
-    scaled_matmul(a, b, lhs.tensor_scale * rhs.tensor_scale, torch.float32, out)
-    return True
+    if out.shape == (a.shape[0], b.shape[0]):
+        scaled_matmul(a, b, lhs.tensor_scale * rhs.tensor_scale, torch.float32, out)
+    else:
+        out.add_(tensor_product(lhs, rhs, None, torch.float32))
 
 
 def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -133,9 +129,9 @@ def folded_product(
     return tensor_product(*folded_pair(lhs, rhs), bias, out_dtype)
 
 
-def add_folded_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> bool:
+def add_folded_product(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor) -> None:
     """Add the product of folded codes to ``out`` (FP32)."""
-    return add_tensor_product(out, *folded_pair(plain(lhs), plain(rhs)))
+    add_tensor_product(out, *folded_pair(lhs, rhs))
 
 
 def folded_pair(
@@ -208,4 +204,4 @@ ADDED_PRODUCTS = {
     routes.FOLDED: add_folded_product,
     routes.EXACT: add_exact_product,
 }
-"""Functions of the routes whose GEMM can add to its output, False where sizes forbid it."""
+"""Functions of the routes whose GEMM can add to its output."""

@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.elements import Element, encode, on_grid, over_block
+from megatron_lowbit.kernels.elements import (
+    Element,
+    code_values,
+    encode,
+    on_grid,
+    over_block,
+)
 from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -218,9 +224,7 @@ def _power(byte):
 def _decode(code, E: tl.constexpr):
     """Decode codes (int32) to FP32."""
     LARGEST: tl.constexpr = (1 << (E.bits - 1)) - 1
-    UNBASE: tl.constexpr = 2.0 ** (E.min_exponent - 1)
-    magnitude = (code & LARGEST) << (23 - E.mantissa_bits)
-    value = magnitude.to(tl.float32, bitcast=True) * UNBASE
+    value = code_values(code & LARGEST, E)
     if E.nan_code != 0:
         value = tl.where(value > E.max, float("nan"), value)
     sign = (code >> (E.bits - 1)) << 31

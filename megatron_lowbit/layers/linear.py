@@ -41,11 +41,9 @@ class _LowbitLinear(torch.autograd.Function):
         keep = context.training and weight.requires_grad
         fprop_input, kept_input = operands.quantize_input(context, x, operand, keep)
         fprop_weight, dgrad_weight = operands.quantize_weight(context, lambda: weight)
-        plain = (
-            (operands.gather_input(context, x), weight)
-            if context.precision.fprop.fallback
-            else None
-        )
+        plain = None
+        if context.precision.fprop.fallback:
+            plain = operands.gather_input(context, x), weight
         y = context.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias, plain)
         if not (context.training and x.requires_grad):
             dgrad_weight = None
