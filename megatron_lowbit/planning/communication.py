@@ -35,16 +35,17 @@ class Link(NamedTuple):
         return count * (ranks - 1) / ranks / self.bandwidth + self.latency
 
 
-def link(cluster: Cluster, ranks: int, stride: int) -> Link:
+def link(cluster: Cluster, ranks: int, stride: int, ring: bool = True) -> Link:
     """Return the link of ``ranks`` GPUs whose numbers are ``stride`` apart.
 
-    Between hosts a group has the network cards of all its ranks on a host.
+    Between hosts a ring has the network cards of all its ranks on a host; without ``ring``, as in
+    an all-to-all or from point to point, each rank has its own card alone.
     """
     gpu = cluster.gpu
     nvlink = gpu["nvlink_gb_per_s"] * 1e9
     if ranks * stride <= cluster.gpus_per_node:
         return Link(nvlink, gpu["nvlink_latency_us"] * 1e-6)
-    cards = max(1, cluster.gpus_per_node // stride)
+    cards = max(1, cluster.gpus_per_node // stride) if ring else 1
     network = cards * gpu["network_gb_per_s"] * 1e9
     return Link(min(nvlink, network), gpu["network_latency_us"] * 1e-6)
 
@@ -75,20 +76,13 @@ def part_communication(
             forward["tensor parallel"] = 2 * one
             backward["tensor parallel"] = max(0.0, 2 * one - times.wgrad)
     if part.kind == "experts" and layout.expert > 1:
-        between = link(cluster, layout.expert, ranks)
+        between = link(cluster, layout.expert, ranks, ring=False)
         # There and back; each rank sends and receives its own tokens' choices.
         sent = tokens // ranks * args.moe_router_topk * args.hidden_size * BF16
         share = (layout.expert - 1) / layout.expert
-        once = sent * share / _own(between, cluster, ranks) + between.latency
+        once = sent * share / between.bandwidth + between.latency
         forward["expert parallel"] = backward["expert parallel"] = 2 * once
     return forward, backward
-
-
-def _own(between: Link, cluster: Cluster, stride: int) -> float:
-    """Return a rank's own bandwidth to any other: in an all-to-all it has one network card."""
-    gpu = cluster.gpu
-    across = between.latency == gpu["network_latency_us"] * 1e-6
-    return gpu["network_gb_per_s"] * 1e9 if across else between.bandwidth
 
 
 def _sent(linear: Linear, gemm: str) -> float:
@@ -104,10 +98,8 @@ def stage_to_stage(args: Namespace, tokens: int, layout: Layout, cluster: Cluste
     count = tokens * args.hidden_size * BF16
     if args.sequence_parallel:
         count /= layout.tensor
-    gpu, apart = cluster.gpu, layout.tensor * layout.data
-    near = apart * layout.pipeline <= cluster.gpus_per_node
-    way = "nvlink" if near else "network"
-    return 2 * (count / (gpu[f"{way}_gb_per_s"] * 1e9) + gpu[f"{way}_latency_us"] * 1e-6)
+    between = link(cluster, layout.pipeline, layout.tensor * layout.data, ring=False)
+    return 2 * (count / between.bandwidth + between.latency)
 
 
 class DataParallel(NamedTuple):
