@@ -38,15 +38,14 @@ def activation_bytes(
     else:
         found["linear inputs"] = _input(args, part.first, local, element)
     inner = part.second.split(tensor)[0]
-    shared = False
     if part.kind == "attention":
         found["attention"] = _attention(args, tokens, element)
-        shared = True  # the kernel's output is the second layer's input, kept once
     elif part.kind == "mamba":
         found["scan"] = _scan(args, tokens, scan, element)
     else:
         found["activation"] = _activation(args, part.kind, routed or tokens, wide, inner, element)
-    if _bytes_of_input(part.second) is not None or not shared:
+    # The attention kernel's output is the second layer's input, kept once.
+    if part.kind != "attention" or _bytes_of_input(part.second) is not None:
         found["linear inputs"] += _input(args, part.second, routed or tokens, element)
     if args.hidden_dropout > 0 and part.kind != "mamba":
         found["dropout masks"] = local * args.hidden_size

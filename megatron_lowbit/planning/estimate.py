@@ -124,13 +124,11 @@ def _stage_times(
                 sums[name] += number * seconds
     if layout.recomputed:
         backward["recomputation"] = forward.total() * layout.recomputed / layout.layers
-    ended = []
     if "first" in which:
-        ended.append(compute.embedding_times(args, vocabulary, device))
+        backward += compute.embedding_times(args, vocabulary, device).backward
     if "last" in which:
-        ended.append(compute.head_times(args, vocabulary, tokens, device))
-    for times in ended:
-        forward, backward = forward + times.forward, backward + times.backward
+        head = compute.head_times(args, vocabulary, tokens, device)
+        forward, backward = forward + head.forward, backward + head.backward
     backward["pipeline transfers"] = communication.stage_to_stage(args, tokens, layout, cluster)
     return compute.Passes(forward, backward, step)
 
