@@ -7,8 +7,6 @@ they are.
 
 import argparse
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,19 +109,12 @@ def rank_layers(
     require(0 <= share <= 1, f"--keep {share:g}: a share of the weights is 0 to 1")
     require(batches > 0, f"--batches {batches}: must be positive")
     require("--load" in training, "give training's arguments, --load among them, after --")
-    with _everywhere(recipe) as everywhere:
-        found, is_first_rank = _measure(training, everywhere, batches)
+    with tempfile.TemporaryDirectory() as folder:
+        everywhere = Path(folder) / "everywhere.yaml"
+        everywhere.write_text(yaml.safe_dump(keeping(recipe, []), sort_keys=False))
+        found, is_first_rank = _measure(training, str(everywhere), batches)
     if is_first_rank:
         _report(recipe, share, output, found)
-
-
-@contextmanager
-def _everywhere(recipe: str) -> Iterator[str]:
-    """Write the recipe without its rules by position to a temporary file; yield its name."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "everywhere.yaml"
-        file.write_text(yaml.safe_dump(keeping(recipe, []), sort_keys=False))
-        yield str(file)
 
 
 def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, LayerErrors], bool]:
