@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import NamedTuple
 
@@ -172,9 +173,7 @@ def gap_curve(contender: Contender, baseline: Contender, window: int) -> GapCurv
     """
     reference = _mean_curve(baseline)
     gaps = [relative_gap(curve, reference) for curve in contender.curves]
-    common = gaps[0][0]
-    for iterations, _ in gaps[1:]:
-        common = np.intersect1d(common, iterations)
+    common = reduce(np.intersect1d, (iterations for iterations, _ in gaps))
     rows = np.array([smooth(gap[np.isin(its, common)], window) for its, gap in gaps])
     first = contender.curves[0]
     tokens = first.tokens[np.isin(first.iterations, common)]
@@ -182,9 +181,6 @@ def gap_curve(contender: Contender, baseline: Contender, window: int) -> GapCurv
 
 
 def _mean_curve(contender: Contender) -> LossCurve:
-    first = contender.curves[0]
-    common = first.iterations
-    for curve in contender.curves[1:]:
-        common = np.intersect1d(common, curve.iterations)
+    common = reduce(np.intersect1d, (curve.iterations for curve in contender.curves))
     losses = [curve.losses[np.isin(curve.iterations, common)] for curve in contender.curves]
-    return first._replace(iterations=common, losses=np.mean(losses, axis=0))
+    return contender.curves[0]._replace(iterations=common, losses=np.mean(losses, axis=0))

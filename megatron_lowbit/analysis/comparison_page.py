@@ -98,19 +98,14 @@ def _cells(row: Row) -> list[str]:
     return [
         row.name,
         str(row.seeds),
-        f"{row.loss:.4f}" + _plus_minus(row.loss_spread, ".4f"),
-        f"{100 * row.gap:+.2f}%" + _plus_minus(100 * row.gap_error, ".2f"),
-        _perplexity(row),
-        "" if math.isnan(row.spikes) else f"{row.spikes:.1f}",
-        "" if math.isnan(row.speed) else f"{row.speed:,.0f}",
+        f"{row.loss:.4f}" + _known(row.loss_spread, ".4f", " ± "),
+        f"{100 * row.gap:+.2f}%" + _known(100 * row.gap_error, ".2f", " ± "),
+        _known(row.perplexity, ".3f") + _known(row.perplexity_spread, ".3f", " ± "),
+        _known(row.spikes, ".1f"),
+        _known(row.speed, ",.0f"),
     ]
 
 
-def _perplexity(row: Row) -> str:
-    if math.isnan(row.perplexity):
-        return ""
-    return f"{row.perplexity:.3f}" + _plus_minus(row.perplexity_spread, ".3f")
-
-
-def _plus_minus(value: float, form: str) -> str:
-    return "" if math.isnan(value) else f" ± {value:{form}}"
+def _known(value: float, form: str, before: str = "") -> str:
+    """Format a number after a text; return an empty text for NaN."""
+    return "" if math.isnan(value) else f"{before}{value:{form}}"
