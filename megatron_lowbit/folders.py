@@ -21,22 +21,19 @@ def check_folder(argument: str, folder: str | Path) -> None:
             is full.
     """
     path = Path(folder).absolute()
-    existing, mode = _nearest(f"{argument} {folder}", path)
-    require(stat.S_ISDIR(mode), f"{argument} {folder}: {existing} is a file, not a folder")
+    place = f"{argument} {folder}"
+    existing, mode = _nearest(place, path)
+    require(stat.S_ISDIR(mode), f"{place}: {existing} is a file, not a folder")
     longest = os.pathconf(existing, "PC_NAME_MAX")
     require(
         all(len(os.fsencode(part)) <= longest for part in path.parts),
-        f"{argument} {folder}: a name is longer than {longest} bytes",
+        f"{place}: a name is longer than {longest} bytes",
     )
-    require(
-        os.access(existing, os.W_OK | os.X_OK),
-        f"{argument} {folder}: {existing} cannot be written to",
-    )
+    writable = os.access(existing, os.W_OK | os.X_OK)
+    require(writable, f"{place}: {existing} cannot be written to")
     disk = os.statvfs(existing)
-    require(
-        disk.f_blocks == 0 or disk.f_bavail > 0,
-        f"{argument} {folder}: no space is left on the disk of {existing}",
-    )
+    has_space = disk.f_blocks == 0 or disk.f_bavail > 0
+    require(has_space, f"{place}: no space is left on the disk of {existing}")
 
 
 def check_file(argument: str, path: str | Path) -> None:
