@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request, quantize_both
+from megatron_lowbit.numerics import (
+    Accumulation,
+    QuantizedTensor,
+    Request,
+    ScaleAmaxes,
+    quantize_both,
+)
 from megatron_lowbit.numerics.quantizer import Arithmetic
 from megatron_lowbit.numerics.randomness import uniform
 
@@ -71,7 +77,11 @@ class CompiledEngine(ReferenceEngine):
     name = "compiled"
 
     def quantize(
-        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
+        self,
+        x: Tensor,
+        row: Request | None,
+        col: Request | None,
+        amaxes: ScaleAmaxes = (None, None),
     ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
         """Quantize by :func:`megatron_lowbit.numerics.quantize_both` with the fused functions."""
         classes = {type(side.quantizer.format) for side in (row, col) if side is not None}

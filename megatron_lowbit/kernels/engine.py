@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics import Accumulation, Amaxes, Request, quantize_both, tensor_amaxes
+from megatron_lowbit.numerics import (
+    Accumulation,
+    Amaxes,
+    Request,
+    ScaleAmaxes,
+    quantize_both,
+    tensor_amaxes,
+)
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm, norm_grad
@@ -33,14 +40,19 @@ class Engine:
         self.reason = reason
 
     def quantize(
-        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
+        self,
+        x: Tensor,
+        row: Request | None,
+        col: Request | None,
+        amaxes: ScaleAmaxes = (None, None),
     ) -> tuple[Any, Any]:
         """Quantize x (R, C) as ``row`` says, and its transpose as ``col`` says; None for None.
 
         Args:
             x: FP32 or BF16, any strides.
             row, col: may be one object for square blocks, which then serve both sides.
-            amaxes: that tensor scales are made from; None takes the tensor's own.
+            amaxes: that tensor scales are made from; None takes the tensor's own. Those of earlier
+                steps record the tensor's own as well.
 
         Returns:
             For a request that needs codes a QuantizedTensor, else whatever :meth:`gemm` takes.

@@ -14,7 +14,7 @@ from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operands import Transposed, Values
-from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request
+from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request, ScaleAmaxes
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
 from megatron_lowbit.numerics.mxnorm import MXNorm
@@ -43,7 +43,11 @@ class FusedEngine(Engine):
         return tensor_amaxes(x, row, col)
 
     def quantize(
-        self, x: Tensor, row: Request | None, col: Request | None, amaxes: Amaxes = (None, None)
+        self,
+        x: Tensor,
+        row: Request | None,
+        col: Request | None,
+        amaxes: ScaleAmaxes = (None, None),
     ) -> tuple[GpuOperand | None, GpuOperand | None]:
         """Quantize both sides in one pass, each as its GEMM takes it.
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import MAX_POINTS, amax_kernel
+from megatron_lowbit.kernels.delayed import own_amax, settle
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
 from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
@@ -20,16 +21,19 @@ from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.kernels.scales import NVFP4Options
 from megatron_lowbit.numerics import (
     Amaxes,
+    DelayedAmax,
     Hadamard,
     QuantizedTensor,
     Quantizer,
     Request,
     Rounding,
+    ScaleAmaxes,
     derive_key,
 )
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics import tensor_amaxes as reference_amaxes
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
 from megatron_lowbit.numerics.formats import E4M3
@@ -48,13 +52,14 @@ def quantize_both(
     x: Tensor,
     row: Request | None,
     col: Request | None,
-    amaxes: Amaxes = (None, None),
+    amaxes: ScaleAmaxes = (None, None),
     forms: tuple[Form, Form] = (Form.CODES, Form.CODES),
 ) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
     """Quantize x (R, C) as ``row`` says and its transpose as ``col`` says, in one pass over x.
 
     A format with a scale a row takes a pass of its own for the amaxes, as do folding and a format
-    with a scale a tensor whose amax is not in ``amaxes``. The bits are those of
+    with a scale a tensor whose amax is not in ``amaxes``; one of earlier steps takes none where x
+    itself is cast. The bits are those of
     :func:`megatron_lowbit.numerics.quantize_both`, in the form of each side.
 
     Raises:
@@ -68,14 +73,40 @@ def quantize_both(
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
-    amaxes = _all_amaxes(x, row, col, amaxes, forms)
-    row_arguments, row_side, by_row = outputs(row, x, amaxes[0], False, forms[0])
-    col_arguments, col_side, by_col = outputs(col, x.t(), amaxes[1], True, forms[1])
+    own = None
+    if all(map(_casts_delayed, (row, col), amaxes, forms)):
+        known = [None if amax is None else amax.earlier for amax in amaxes]
+        own = own_amax(x, known)
+    else:
+        known = _all_amaxes(x, row, col, _resolved(x, row, col, amaxes), forms)
+    row_arguments, row_side, by_row = outputs(row, x, known[0], False, forms[0])
+    col_arguments, col_side, by_col = outputs(col, x.t(), known[1], True, forms[1])
     tile, options = _tile(row_side, col_side)
     quantize_kernel[_grid(x, tile)](
-        x, *x.stride(), *x.shape, *row_arguments, *col_arguments,
+        x, *x.stride(), *x.shape, own, *row_arguments, *col_arguments,
         *tile, row_side, col_side, _is_even(x, tile), enable_fp_fusion=False, **options,
     )  # fmt: skip
+    if own is not None:
+        settle(own, amaxes, (by_row, by_col))
+    return by_row, by_col
+
+
+def _casts_delayed(request: Request | None, amax: Tensor | DelayedAmax | None, form: Form) -> bool:
+    """Return True for a side that is not wanted, or that casts x itself by an earlier amax."""
+    if request is None:
+        return True
+    casts = isinstance(request.quantizer.format, FP8Tensor) and request.hadamard is None
+    return casts and form is Form.CODES and isinstance(amax, DelayedAmax)
+
+
+def _resolved(x: Tensor, row: Request | None, col: Request | None, amaxes: ScaleAmaxes) -> Amaxes:
+    """Return the amaxes of scales, those of earlier steps resolved by a pass over x."""
+    if not any(isinstance(amax, DelayedAmax) for amax in amaxes):
+        return amaxes
+    by_row, by_col = (
+        amax.resolve(own) if isinstance(amax, DelayedAmax) else amax
+        for amax, own in zip(amaxes, _tensor_amaxes(x, row, col), strict=True)
+    )
     return by_row, by_col
 
 

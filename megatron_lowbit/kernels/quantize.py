@@ -11,6 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from megatron_lowbit.kernels.delayed import delayed_amax, note_amax
 from megatron_lowbit.kernels.elements import (
     Element,
     abs_bits,
@@ -66,7 +67,7 @@ class Side(NamedTuple):
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
-    x, stride_r, stride_c, R, C,
+    x, stride_r, stride_c, R, C, own,
     r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
     c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
@@ -75,12 +76,14 @@ def quantize_kernel(
 
     ``columns`` is the length of a row of codes in elements: whole blocks and transforms. ``rows``
     and ``groups`` are global numbers for the random bits, or None as ``amax`` is where unused; that
-    is the tensor's, or of each row.
+    is the tensor's, or of each row. ``own`` takes x's amax where scaling is delayed, else None.
     Tiles are TM x TN; with EVEN they cover x exactly.
     """
     tiles = tl.cdiv(C, TN)
     row0 = (tl.program_id(0) // tiles) * TM
     col0 = (tl.program_id(0) % tiles) * TN
+    if own is not None:
+        note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
         if ROW.points > 0:
             P: tl.constexpr = ROW.points
@@ -95,7 +98,7 @@ def quantize_kernel(
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
                 tile, None, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale,
-                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN,
+                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN, own,
             )  # fmt: skip
     if COL is not None:
         if COL.points > 0:
@@ -111,7 +114,7 @@ def quantize_kernel(
             tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
                 tl.trans(tile), None, col0, row0, C, c_columns, c_amax, c_codes, c_scales,
-                c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN,
+                c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN, own,
             )  # fmt: skip
 
 
@@ -272,11 +275,12 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
 def tile_side(
     x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr,
+    EVEN: tl.constexpr, own=None,
 ):  # fmt: skip
     """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
 
-    ``most`` are its blocks' or rows' largest magnitudes, where they are known.
+    ``most`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
+    tensor's amax for a scale a tensor that is delayed.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
@@ -326,7 +330,7 @@ def tile_side(
             store_tile(scales, stored, row0 // step, col0 // S.block, tl.cdiv(R, step),
                        columns // S.block, EVEN)  # fmt: skip
     else:
-        amax = tl.load(amax)
+        amax = tl.load(amax) if own is None else delayed_amax(amax, own)
         _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
     if not S.values and S.fold is None:

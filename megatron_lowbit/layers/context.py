@@ -13,7 +13,14 @@ from torch import Tensor
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers.fallback import recompute_unless_finite
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
-from megatron_lowbit.numerics import Amaxes, AmaxHistory, Request, Rounding
+from megatron_lowbit.numerics import (
+    Amaxes,
+    AmaxHistory,
+    DelayedAmax,
+    Request,
+    Rounding,
+    ScaleAmaxes,
+)
 from megatron_lowbit.numerics.randomness import sign_key
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
 
@@ -125,18 +132,24 @@ class LinearContext:
         row: str | None,
         col: str | None,
         requests: tuple[Request | None, Request | None],
-    ) -> Amaxes:
+    ) -> ScaleAmaxes:
         """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
-        if not any(gemm and self.shares_amax(gemm, role) for gemm in (row, col)):
-            return None, None
-        by_row, by_col = self.engine.amaxes(x, *requests)
-        if row and by_row is not None:
-            by_row = self.scale_amax(row, role, by_row)
-        if col == row:
-            return by_row, by_row
-        if col and by_col is not None:
-            by_col = self.scale_amax(col, role, by_col)
-        return by_row, by_col
+        shared = [gemm for gemm in (row, col) if gemm and self.shares_amax(gemm, role)]
+        own: Amaxes = None, None
+        if any(self._reduces_amax(gemm, role) for gemm in shared):
+            own = self.engine.amaxes(x, *requests)
+
+        def scale_amax(gemm: str | None, amax: Tensor | None) -> Tensor | DelayedAmax | None:
+            if gemm is None or gemm not in shared:
+                return amax
+            return (
+                self._delayed_amax(gemm, role)
+                if amax is None
+                else self.scale_amax(gemm, role, amax)
+            )
+
+        by_row = scale_amax(row, own[0])
+        return by_row, by_row if col == row else scale_amax(col, own[1])
 
     def shares_amax(self, gemm: str, role: str) -> bool:
         """Return True if a tensor scale depends on more than the local tensor."""
@@ -151,22 +164,20 @@ class LinearContext:
         return (whole or split_tokens) and role in self.shards.roles
 
     def scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
-        """Reduce and record the amax of a local tensor; return that of its tensor scale.
-
-        Raises:
-            ValueError: delayed scaling without an amax history.
-        """
+        """Reduce and record the amax of a local tensor; return that of its tensor scale."""
         if self._reduces_amax(gemm, role):
             amax = self.shards.max_over_group(amax)
-        delayed = self.precision.gemms[gemm].delayed
-        if delayed is None:
-            return amax
+        delayed = self._delayed_amax(gemm, role)
+        return amax if delayed is None else delayed.resolve(amax)
+
+    def _delayed_amax(self, gemm: str, role: str) -> DelayedAmax | None:
+        """Return the amax of earlier steps where scaling is delayed. ValueError without history."""
+        rule = self.precision.gemms[gemm].delayed
+        if rule is None:
+            return None
         if self.amax_history is None:
             raise ValueError("delayed scaling needs an amax_history")
-        operand = OPERANDS.index((gemm, role))
-        if self.training:
-            self.amax_history.record(operand, amax)
-        return delayed.amax(self.amax_history.entries[operand], amax)
+        return self.amax_history.amax(OPERANDS.index((gemm, role)), rule, self.training)
 
     def gemm(
         self,

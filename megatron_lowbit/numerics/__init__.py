@@ -1,7 +1,7 @@
 """Definition of the bits: formats, rounding, transforms and the reference GEMM, on torch alone."""
 
 from megatron_lowbit.numerics.block_formats import FORMATS
-from megatron_lowbit.numerics.delayed_scaling import AmaxHistory, DelayedScaling
+from megatron_lowbit.numerics.delayed_scaling import AmaxHistory, DelayedAmax, DelayedScaling
 from megatron_lowbit.numerics.gemm import Accumulation, gemm
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.quantizer import (
@@ -11,6 +11,7 @@ from megatron_lowbit.numerics.quantizer import (
     Quantizer,
     Request,
     Rounding,
+    ScaleAmaxes,
     format_by_name,
     quantize,
     quantize_both,
@@ -23,6 +24,7 @@ __all__ = [
     "Accumulation",
     "AmaxHistory",
     "Amaxes",
+    "DelayedAmax",
     "DelayedScaling",
     "Draw",
     "Hadamard",
@@ -31,6 +33,7 @@ __all__ = [
     "Quantizer",
     "Request",
     "Rounding",
+    "ScaleAmaxes",
     "derive_key",
     "format_by_name",
     "gemm",

@@ -5,7 +5,7 @@ other variant in use. The scale is then known before the tensor is, which saves 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,27 +43,47 @@ class DelayedScaling:
         """Number of steps whose amaxes are recorded, to use them or to count them."""
         return max(self.length, self.just_in_time or 0)
 
-    def amax(self, entries: Tensor, current: Tensor) -> Tensor:
-        """Return the amax for the scale.
+    def earlier(self, entries: Tensor) -> Tensor:
+        """Return the amaxes that finished steps give, negative where too few are recorded.
 
         Args:
-            entries: FP32 (at least ``recorded``,), oldest first, negative where none was recorded.
-            current: FP32 scalar, the tensor's own. One that is not finite is returned itself: a
-                finite scale would make its infinities ordinary numbers.
+            entries: FP32 (..., at least ``recorded``), oldest first, negative where none was
+                recorded.
         """
-        window = entries[-self.length :]
-        known = entries[-self.recorded :] >= 0
+        window = entries[..., -self.length :]
         if self.algorithm == "max":
-            delayed = window.amax()
+            amax = window.amax(-1)
         else:
             weight = 2.0 / (self.length + 1)
-            delayed = torch.full_like(current, _NONE)
-            for entry in window.unbind():
-                mean = torch.where(delayed < 0, entry, delayed + (entry - delayed) * weight)
-                delayed = torch.where(entry < 0, delayed, mean)
+            amax = torch.full_like(entries[..., 0], _NONE)
+            for entry in window.unbind(-1):
+                mean = torch.where(amax < 0, entry, amax + (entry - amax) * weight)
+                amax = torch.where(entry < 0, amax, mean)
         # Decided on the device: reading the count here would stall a GPU.
-        unready = known.sum() < (self.just_in_time or self.length)
-        return torch.where(unready | ~current.isfinite(), current, delayed)
+        known = (entries[..., -self.recorded :] >= 0).sum(-1)
+        return torch.where(known < (self.just_in_time or self.length), _NONE, amax)
+
+
+class DelayedAmax(NamedTuple):
+    """The amax of one operand's tensor scale, from finished steps and from the tensor itself.
+
+    ``earlier`` (FP32 scalar) is what finished steps give, negative where too few are recorded.
+    ``step`` is the present step's largest amax so far, which is recorded there; None in evaluation.
+    """
+
+    earlier: Tensor
+    step: Tensor | None
+
+    def resolve(self, own: Tensor) -> Tensor:
+        """Record the tensor's own amax (FP32 scalar); return the one for its scale.
+
+        One that is not finite leaves no trace and is returned itself: a finite scale would make its
+        infinities ordinary numbers.
+        """
+        if self.step is not None:
+            finite = own.nan_to_num(nan=_NONE, posinf=_NONE)
+            torch.maximum(self.step, finite, out=self.step)
+        return torch.where((self.earlier < 0) | ~own.isfinite(), own, self.earlier)
 
 
 class AmaxHistory:
@@ -76,18 +96,31 @@ class AmaxHistory:
     """
 
     def __init__(self, operands: int, length: int, device: torch.device) -> None:
+        self._earlier: dict[DelayedScaling, Tensor] = {}
         self.entries = torch.full((operands, length), _NONE, device=device)
         self.step = torch.full((operands,), _NONE, device=device)
+
+    @property
+    def entries(self) -> Tensor:
+        """Amaxes of finished steps. To be replaced, not written into."""
+        return self._entries
+
+    @entries.setter
+    def entries(self, entries: Tensor) -> None:
+        self._entries = entries
+        for rule, amaxes in self._earlier.items():
+            amaxes.copy_(rule.earlier(entries))
 
     @property
     def length(self) -> int:
         """Steps that are kept."""
         return self.entries.shape[1]
 
-    def record(self, operand: int, amax: Tensor) -> None:
-        """Take an amax (FP32 scalar) of the present step; infinity and NaN leave no trace."""
-        finite = amax.nan_to_num(nan=_NONE, posinf=_NONE)
-        torch.maximum(self.step[operand], finite, out=self.step[operand])
+    def amax(self, operand: int, rule: DelayedScaling, record: bool = True) -> DelayedAmax:
+        """Return the amax of an operand's scale; those of finished steps are computed once."""
+        if rule not in self._earlier:
+            self._earlier[rule] = rule.earlier(self.entries)
+        return DelayedAmax(self._earlier[rule][operand], self.step[operand] if record else None)
 
     def advance(self, step: Tensor) -> None:
         """End the step with the amaxes ``step`` (operands,): its own, reduced over all shards."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats import FORMATS
+from megatron_lowbit.numerics.delayed_scaling import DelayedAmax
 from megatron_lowbit.numerics.formats import ElementFormat, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.randomness import Draw, uniform
@@ -194,22 +195,26 @@ class Request:
         return y.abs().amax() if y.numel() else y.new_zeros(())
 
     def quantize(
-        self, x: Tensor, amax: Tensor | None = None, arithmetic: Arithmetic = REFERENCE
+        self,
+        x: Tensor,
+        amax: Tensor | DelayedAmax | None = None,
+        arithmetic: Arithmetic = REFERENCE,
     ) -> QuantizedTensor:
         """Quantize x with blocks along its last axis.
 
         Args:
             x: (..., K), FP32 or BF16, any strides. Ragged sizes are padded with zeros inside.
             amax: FP32 scalar that a tensor scale is made from, such as the maximum over the shards
-                of a tensor or an amax of earlier steps. None takes that of x, after the transform.
-                Without effect on a format that has no tensor scale.
+                of a tensor, or an amax of earlier steps, which records that of x after the
+                transform. None takes that of x. Without effect on a format without a tensor scale.
             arithmetic: the engine's elementwise functions, equal to the reference bit for bit.
         """
         format, count = self.quantizer.format, math.prod(x.shape[:-1])
         x2d = x.reshape(count, x.shape[-1])
         y = self.transform(x2d)
-        if amax is None or not format.tensor_scaled:
-            amax = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
+        if not isinstance(amax, Tensor) or not format.tensor_scaled:
+            own = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
+            amax = amax.resolve(own) if isinstance(amax, DelayedAmax) else own
         # A transform spreads a ragged last block over all of its points: none may be cut off.
         columns = y.shape[1]
         y = _pad(y, _round_up(count, format.block_rows), _round_up(columns, format.block))
@@ -229,6 +234,8 @@ class Request:
 
 Amaxes = tuple[Tensor | None, Tensor | None]
 """Tensor amaxes of a matrix and of its transpose; None for a side that needs none."""
+ScaleAmaxes = tuple[Tensor | DelayedAmax | None, Tensor | DelayedAmax | None]
+"""Amaxes that tensor scales of a matrix and of its transpose are made from; None for its own."""
 
 
 def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
@@ -246,7 +253,7 @@ def quantize_both(
     x: Tensor,
     row: Request | None,
     col: Request | None,
-    amaxes: Amaxes = (None, None),
+    amaxes: ScaleAmaxes = (None, None),
     arithmetic: Arithmetic = REFERENCE,
 ) -> tuple[QuantizedTensor | None, QuantizedTensor | None]:
     """Quantize x (R, C) as ``row`` says, and its transpose as ``col`` says; None for None.

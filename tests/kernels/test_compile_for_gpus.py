@@ -14,6 +14,7 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "fp8-tile": ("fp8-1x128-e4m3", {"scale_format": "pow2"}, "nearest", None, "CODES FOLDED"),
     "fp8-tile 2d": ("fp8-128x128-e4m3", {}, "nearest", None, "CODES CODES"),
     "fp8-tensor": ("fp8-tensor-e5m2", {}, "nearest", None, "CODES CODES"),
+    "fp8-tensor delayed": ("fp8-tensor-e4m3", {}, "nearest", None, "CODES CODES"),
     "fp8-row": ("fp8-row-e4m3", {}, "nearest", None, "CODES CODES"),
     "mxfp8": ("mxfp8-e4m3", {"scale_rounding": "rceil"}, "stochastic", None, "FOLDED CODES"),
     "mxfp4": ("mxfp4", {"three_quarters": True}, "stochastic", 64, "FOLDED CODES"),
@@ -41,9 +42,10 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_lowbit.kernels import launch
+    from megatron_lowbit.kernels import delayed, launch
     from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.numerics import (
+        DelayedAmax,
         Draw,
         Hadamard,
         Quantizer,
@@ -76,12 +78,17 @@ def main() -> None:
 
     for name in ("quantize_kernel", "amax_kernel", "row_amax_kernel"):
         setattr(launch, name, Compiler(getattr(launch, name)))
+    for name in ("_own_amax_kernel", "_settle_kernel"):
+        setattr(delayed, name, Compiler(getattr(delayed, name)))
+    earlier = torch.empty((), device="meta")
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     for name, (format, options, rounding, points, forms) in FORMATS.items():
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
         transform = None if points is None else Hadamard(points, "fresh", "fp32")
         request = Request(quantizer, transform, draw=Draw(3), left=True, partner=quantizer.format)
-        launch.quantize_both(x, request, request, forms=tuple(Form[f] for f in forms.split()))
+        amax = DelayedAmax(earlier, earlier) if name.endswith("delayed") else None
+        sides = tuple(Form[form] for form in forms.split())
+        launch.quantize_both(x, request, request, (amax, amax), sides)
         print(name)
 
 

@@ -6,9 +6,19 @@ import random
 import pytest
 import torch
 
-from megatron_lowbit.numerics import FORMATS, AmaxHistory, DelayedScaling, Quantizer
+from megatron_lowbit.numerics import FORMATS, AmaxHistory, DelayedAmax, DelayedScaling, Quantizer
 
 CPU = torch.device("cpu")
+
+
+def amax_of(scaling: DelayedScaling, entries: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+    """Return the amax for a scale from finished steps (length,) and the tensor's own."""
+    return DelayedAmax(scaling.earlier(entries), None).resolve(current)
+
+
+def record(history: AmaxHistory, operand: int, amax: float) -> None:
+    """Take a tensor's amax, as of any rule."""
+    history.amax(operand, DelayedScaling()).resolve(torch.tensor(amax))
 
 
 def derived(recorded: list[float], current: float, scaling: DelayedScaling) -> float:
@@ -35,12 +45,11 @@ def test_every_step_of_a_run(algorithm, length, just_in_time):
     history, recorded = AmaxHistory(1, kept, CPU), []
     for _ in range(3 * kept + 2):
         current = rng.lognormvariate(0, 3)
-        result = scaling.amax(history.entries[0], torch.tensor(current))
+        result = history.amax(0, scaling).resolve(torch.tensor(current))
         assert result.dtype == torch.float32 and result.shape == ()
         expected = derived(recorded, current, scaling)
         # FP32 once per step of the average; the maximum is exact.
         assert result.item() == pytest.approx(expected, rel=2**-22 * length)
-        history.record(0, torch.tensor(current))
         history.advance(history.step)
         recorded.append(current)
     assert history.length == kept == scaling.recorded and (history.entries >= 0).all()
@@ -49,7 +58,7 @@ def test_every_step_of_a_run(algorithm, length, just_in_time):
 def test_max_and_average_differ():
     entries = torch.tensor([8.0, 1.0, 1.0, 1.0])
     result = [
-        DelayedScaling(4, algorithm, 4).amax(entries, torch.tensor(99.0)).item()
+        amax_of(DelayedScaling(4, algorithm, 4), entries, torch.tensor(99.0)).item()
         for algorithm in ("max", "average")
     ]
     assert result == [8.0, pytest.approx(1 + 7 * 0.6**3)]
@@ -60,36 +69,36 @@ def test_just_in_time_counts_recorded_steps(algorithm):
     """Steps without an amax do not count, and the average skips them wherever they are."""
     scaling = DelayedScaling(4, algorithm, 2)
     current = torch.tensor(5.0)
-    assert scaling.amax(torch.tensor([-1.0, -1.0, -1.0, 3.0]), current) == 5.0
-    assert scaling.amax(torch.tensor([-1.0, -1.0, -1.0, -1.0]), current) == 5.0
+    assert amax_of(scaling, torch.tensor([-1.0, -1.0, -1.0, 3.0]), current) == 5.0
+    assert amax_of(scaling, torch.tensor([-1.0, -1.0, -1.0, -1.0]), current) == 5.0
     for entries in ([-1.0, 2.0, -1.0, 3.0], [2.0, 3.0, -1.0, -1.0], [2.0, -1.0, -1.0, 3.0]):
         expected = derived([2.0, 3.0], 5.0, scaling)
-        assert scaling.amax(torch.tensor(entries), current).item() == pytest.approx(expected)
+        assert amax_of(scaling, torch.tensor(entries), current).item() == pytest.approx(expected)
 
 
 def test_a_longer_history_than_counts():
     """Only the newest ``length`` entries count, also for just_in_time."""
     entries = torch.tensor([100.0, 100.0, 2.0, -1.0])
-    assert DelayedScaling(2, "max", 1).amax(entries, torch.tensor(7.0)) == 2.0
-    assert DelayedScaling(2, "max", 2).amax(entries, torch.tensor(7.0)) == 7.0
+    assert amax_of(DelayedScaling(2, "max", 1), entries, torch.tensor(7.0)) == 2.0
+    assert amax_of(DelayedScaling(2, "max", 2), entries, torch.tensor(7.0)) == 7.0
 
 
 def test_zero_is_an_amax():
     scaling = DelayedScaling(2, "average", 2)
-    assert scaling.amax(torch.tensor([0.0, 0.0]), torch.tensor(7.0)) == 0.0
+    assert amax_of(scaling, torch.tensor([0.0, 0.0]), torch.tensor(7.0)) == 0.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_nan_and_infinity_leave_no_trace(value):
     history = AmaxHistory(2, 3, CPU)
     for amax in (2.0, value, 1.0):
-        history.record(0, torch.tensor(amax))
-    history.record(1, torch.tensor(value))
+        record(history, 0, amax)
+    record(history, 1, value)
     assert history.step.tolist() == [2.0, -1.0]
     history.advance(history.step)
     assert history.entries.tolist() == [[-1.0, -1.0, 2.0], [-1.0, -1.0, -1.0]]
     current = torch.tensor(4.0)
-    assert DelayedScaling(3, "max", 1).amax(history.entries[1], current) == 4.0
+    assert amax_of(DelayedScaling(3, "max", 1), history.entries[1], current) == 4.0
 
 
 @pytest.mark.parametrize("algorithm", ["max", "average"])
@@ -97,7 +106,7 @@ def test_nan_and_infinity_leave_no_trace(value):
 def test_an_amax_that_is_not_finite_is_not_delayed(algorithm, value):
     """A finite scale would make ordinary numbers of infinities."""
     entries, current = torch.tensor([1.0, 2.0, 3.0]), torch.tensor(value)
-    amax = DelayedScaling(3, algorithm, 1).amax(entries, current)
+    amax = amax_of(DelayedScaling(3, algorithm, 1), entries, current)
     assert not amax.isfinite()
     x = torch.tensor([[1.0, 2.0, value]])
     q = Quantizer(FORMATS["fp8-tensor-e4m3"])(x, amax)
@@ -114,8 +123,7 @@ def test_microbatches_in_any_order_and_twice():
         for step in range(4):
             for i in order:
                 amax = torch.tensor(amaxes[i] * (step + 1))
-                used.append((step, i, scaling.amax(history.entries[0], amax).item()))
-                history.record(0, amax)
+                used.append((step, i, history.amax(0, scaling).resolve(amax).item()))
             history.advance(history.step)
         return sorted(set(used)), history.entries.tolist()
 
@@ -127,7 +135,7 @@ def test_microbatches_in_any_order_and_twice():
 
 def test_advance_takes_the_reduced_amaxes_and_starts_anew():
     history = AmaxHistory(2, 2, CPU)
-    history.record(0, torch.tensor(1.0))
+    record(history, 0, 1.0)
     history.advance(torch.tensor([4.0, 5.0]))  # the maximum over shards
     assert history.entries[:, -1].tolist() == [4.0, 5.0]
     assert history.step.tolist() == [-1.0, -1.0]
@@ -138,12 +146,12 @@ def test_saturation_beyond_the_delayed_scale(format):
     """A tensor that outgrew its history saturates at the history's amax; a smaller one does not."""
     scaling, history = DelayedScaling(4, "max", 1), AmaxHistory(1, 4, CPU)
     for amax in (1.0, 2.0):
-        history.record(0, torch.tensor(amax))
+        record(history, 0, amax)
         history.advance(history.step)
     quantizer = Quantizer(FORMATS[format])
 
     def delayed(x):
-        return quantizer(x, scaling.amax(history.entries[0], x.abs().amax()))
+        return quantizer(x, history.amax(0, scaling, record=False))
 
     x = torch.tensor([[0.5, -1.0, 7.0, -300.0]])
     q = delayed(x)

@@ -1,0 +1,105 @@
+"""Delayed scaling around the cast: the tensor's own amax is taken in it, not in a pass before it.
+
+Two kernels surround the cast and end at once in an ordinary step. One before it takes the amax as
+long as too few steps are known. The other, behind it, records the amax; where that is not finite,
+it replaces what the cast has made by NaN, as a scale from that amax would have.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lowbit.kernels.elements import abs_bits
+from megatron_lowbit.kernels.operands import cdiv
+from megatron_lowbit.kernels.tiles import load_tile
+from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor
+
+_INFINITY = tl.constexpr(0x7F800000)
+"""FP32 bits: those of NaN are larger."""
+_NAN_CODE = tl.constexpr(0x7F)
+"""NaN in E4M3 and E5M2."""
+_TILE = (64, 256)
+_SPAN = 32768
+
+
+def own_amax(x: Tensor, earlier: Sequence[Tensor | None]) -> Tensor:
+    """Return bits (int32 scalar) of the amax of x (R, C), zero where all ``earlier`` are known.
+
+    Args:
+        x: FP32 or BF16, any strides.
+        earlier: FP32 scalars, negative where too few steps are known; one may be None.
+    """
+    own = torch.zeros((), dtype=torch.int32, device=x.device)
+    needed = [amax for amax in earlier if amax is not None]
+    grid = (cdiv(x.shape[0], _TILE[0]) * cdiv(x.shape[1], _TILE[1]),)
+    _own_amax_kernel[grid](
+        x, *x.stride(), *x.shape, own, needed[0], needed[-1], *_TILE, num_warps=8
+    )
+    return own
+
+
+def settle(
+    own: Tensor, amaxes: Sequence[DelayedAmax | None], made: Sequence[QuantizedTensor | None]
+) -> None:
+    """Record an amax of which the bits are ``own``; one that is not finite spoils what was made."""
+    steps = [None if amax is None else amax.step for amax in amaxes]
+    codes = [None if one is None else one.codes.view(torch.uint8) for one in made]
+    scales = [None if one is None else one.tensor_scale for one in made]
+    count = next(one.numel() for one in codes if one is not None)
+    _settle_kernel[(cdiv(count, _SPAN),)](
+        own, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count, _SPAN,
+        num_warps=8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _own_amax_kernel(
+    x, stride_r, stride_c, R, C, own, first, second, TM: tl.constexpr, TN: tl.constexpr
+):
+    if (tl.load(first) < 0) | (tl.load(second) < 0):
+        tiles = tl.cdiv(C, TN)
+        row0 = (tl.program_id(0) // tiles) * TM
+        col0 = (tl.program_id(0) % tiles) * TN
+        note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, False))
+
+
+@triton.jit
+def note_amax(own, tile):
+    """Raise an int32 scalar to the FP32 bits of the largest magnitude of a tile."""
+    tl.atomic_max(own, tl.max(tl.max(abs_bits(tile), 1), 0))
+
+
+@triton.jit
+def delayed_amax(earlier, own):
+    """Return the amax of earlier steps where it is known, else the tensor's own, complete then."""
+    amax = tl.load(earlier)
+    return tl.where(amax < 0, tl.load(own).to(tl.float32, bitcast=True), amax)
+
+
+@triton.jit
+def _settle_kernel(
+    own, r_step, r_codes, r_scale, c_step, c_codes, c_scale, count, SPAN: tl.constexpr
+):
+    bits = tl.load(own)
+    if bits < _INFINITY:
+        if tl.program_id(0) == 0:
+            amax = bits.to(tl.float32, bitcast=True)
+            if r_step is not None:
+                tl.store(r_step, tl.maximum(tl.load(r_step), amax))
+            if c_step is not None:
+                tl.store(c_step, tl.maximum(tl.load(c_step), amax))
+    else:
+        if r_codes is not None:
+            _spoil(r_codes, r_scale, count, SPAN)
+        if c_codes is not None:
+            _spoil(c_codes, c_scale, count, SPAN)
+
+
+@triton.jit
+def _spoil(codes, scale, count, SPAN: tl.constexpr):
+    tl.store(scale, float("nan"))
+    at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    tl.store(codes + at, tl.full((SPAN,), _NAN_CODE, tl.uint8), mask=at < count)
