@@ -24,13 +24,8 @@ from torch import Tensor, nn
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import AmaxHistory, Quantizer
-from megatron_lowbit.recipes import (
-    OPERANDS,
-    GemmPrecision,
-    Layer,
-    LinearPrecision,
-    load_recipe,
-)
+from megatron_lowbit.planning.routing import gemm_name
+from megatron_lowbit.recipes import OPERANDS, Layer, LinearPrecision, load_recipe
 
 
 class Size(NamedTuple):
@@ -189,21 +184,10 @@ CONTENDERS = {
     ),
 }
 
-# The fastest GEMM that takes a pair of formats as they are; any other pair is folded with a scale a
-# tensor where both can be, or else multiplied in BF16.
-_RATES = {
-    ("fp8-128x128", "fp8-1x128"): "fp8 1x128 . 128x128",
-    ("fp8-tensor", "fp8-tensor"): "fp8 per tensor",
-    ("fp8-row", "fp8-row"): "fp8 per row",
-}
 
-
-def gemm_kind(precision: GemmPrecision) -> str:
-    """Return which of the measured GEMMs carries a GEMM out."""
-    formats = [side.format for side in (precision.lhs, precision.rhs) if side is not None]
-    names = (format.name.partition("-e")[0].removesuffix("-2d") for format in formats)
-    folds = len(formats) == 2 and all(format.folds for format in formats)
-    return _RATES.get(tuple(sorted(names)), "fp8 per tensor" if folds else "bf16")
+def gemm_kinds(precision: LinearPrecision) -> dict[str, str]:
+    """Return which of the measured GEMMs carries out each GEMM of a layer on Hopper."""
+    return {gemm: gemm_name(precision, gemm, (9, 0), False) for gemm in precision.gemms}
 
 
 def _kept_bytes(quantizer: Quantizer) -> float:
@@ -220,7 +204,8 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
     scales not counted.
     """
     delayed = precision.history_length > 0
-    forms = {name: 2 if gemm_kind(p) == "bf16" else 1 for name, p in precision.gemms.items()}
+    kinds = gemm_kinds(precision)
+    forms = {gemm: 2 if kind == "bf16" else 1 for gemm, kind in kinds.items()}
     elements = {
         "input": size.tokens * size.inputs,
         "weight": size.inputs * size.outputs,
@@ -235,7 +220,7 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
             or (q.format.tensor_scaled and not delayed)
             or (
                 q.format.folds
-                and gemm_kind(precision.gemms[gemm]) == "fp8 per tensor"
+                and kinds[gemm] == "fp8 per tensor"
                 # Four bits are kept, and folded in backward by what their scales say.
                 and not ((gemm, role) == ("wgrad", "input") and q.format.element.bits == 4)
             )
@@ -247,7 +232,12 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
     def written(gemm: str, role: str) -> float:
         return forms[gemm] * elements[role] if (gemm, role) in quantizers else 0
 
-    forward = source("input", "fprop", "wgrad") + source("weight", "fprop")
+    fprop = quantizers.get(("fprop", "weight"))
+    shared = (
+        fprop is not None and fprop.format.square and fprop == quantizers.get(("dgrad", "weight"))
+    )
+    forward = source("input", "fprop", "wgrad")
+    forward += source("weight", "fprop", *(["dgrad"] if shared else []))
     forward += written("fprop", "input") + written("fprop", "weight")
     backward = source("grad", "dgrad", "wgrad")
     backward += written("dgrad", "grad") + written("wgrad", "grad")
@@ -255,19 +245,17 @@ def quantization_bytes(precision: LinearPrecision, size: Size) -> tuple[float, f
         forward += _kept_bytes(kept) * elements["input"]
         if kept.format.element.bits != 8 * forms["wgrad"]:
             backward += (_kept_bytes(kept) + forms["wgrad"]) * elements["input"]
-    if ("dgrad", "weight") in quantizers:
-        fprop = quantizers.get(("fprop", "weight"))
-        square = fprop is not None and fprop.format.square
-        if not (square and fprop == quantizers["dgrad", "weight"]):
-            backward += source("weight", "dgrad") + written("dgrad", "weight")
-        elif forms["dgrad"] == 1:  # 8-bit GEMMs read both operands along K: a transposed copy
-            backward += written("dgrad", "weight")
+    if not shared:
+        backward += source("weight", "dgrad") + written("dgrad", "weight")
+    elif forms["dgrad"] == 1:  # 8-bit GEMMs read both operands along K: a transposed copy
+        backward += written("dgrad", "weight")
     return forward, backward
 
 
 def bound(precision: LinearPrecision, size: Size, limits: Ceilings) -> dict[str, float] | None:
     """Return least times in ms by FLOPs and bytes; None where the device lacks a GEMM."""
-    seconds = {g: limits.seconds(size.flops, gemm_kind(p)) for g, p in precision.gemms.items()}
+    kinds = gemm_kinds(precision)
+    seconds = {gemm: limits.seconds(size.flops, kind) for gemm, kind in kinds.items()}
     if None in seconds.values():
         return None
     moved = [count / limits.copy for count in quantization_bytes(precision, size)]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import timing
 import torch
-from linear import RECIPES, SQUARE_INPUT, gemm_kind, middle_precision
+from linear import RECIPES, SQUARE_INPUT, gemm_kinds, middle_precision
 from rich.console import Console
 from rich.table import Table
 from timing import Ceilings
@@ -248,9 +248,9 @@ def _finish(name: str, worker: subprocess.Popen, limits: Ceilings) -> dict:
 
 
 def _bound(recipe: str, row: dict, limits: Ceilings) -> float | None:
-    gemms = middle_precision(recipe).gemms.values()
+    kinds = gemm_kinds(middle_precision(recipe)).values()
     share = (row["flops"] - row["flops_outside"]) / 3
-    seconds = [limits.seconds(share, gemm_kind(precision)) for precision in gemms]
+    seconds = [limits.seconds(share, kind) for kind in kinds]
     if None in seconds:
         return None
     return sum(seconds) + row["flops_outside"] / limits.gemms["bf16"]

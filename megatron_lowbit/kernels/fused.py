@@ -1,6 +1,7 @@
 """The engine of NVIDIA GPUs: fused quantization, and the GEMM that the table of routes says."""
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -56,13 +57,15 @@ class FusedEngine(Engine):
         """
         if not all(r is None or r.quantizer.format.scale_kernel for r in (row, col)):
             return reference_quantize(x, row, col, amaxes)
-        if row is not None and col is row and self._form(row, x.dtype) is Form.VALUES:
-            # Blocks along columns stay within a thread: the cheaper side.
-            form = self._written_form(row, x.dtype)
-            _, by_col = quantize_both(x, None, col, amaxes, (form, form))
-            if isinstance(by_col, Values):
-                return Values(by_col.values.t(), by_col.tensor_scale), by_col
-            return Transposed(by_col), by_col
+        if row is not None and col is row:
+            col = replace(row, partner=row.transpose_partner)
+            if self._form(row, x.dtype) is self._form(col, x.dtype) is Form.VALUES:
+                # Blocks along columns stay within a thread: the cheaper side.
+                form = self._written_form(row, x.dtype)
+                _, by_col = quantize_both(x, None, col, amaxes, (form, form))
+                if isinstance(by_col, Values):
+                    return Values(by_col.values.t(), by_col.tensor_scale), by_col
+                return Transposed(by_col), by_col
         forms = self._written_form(row, x.dtype), self._written_form(col, x.dtype)
         return quantize_both(x, row, col, amaxes, forms)
 

@@ -112,6 +112,7 @@ class LinearContext:
             signs = sign_key(self.key, gemm)
         left = role == GEMM_ROLES[gemm][0]
         partner = precision.rhs if left else precision.lhs
+        transposed = self.precision.dgrad.lhs if role == "weight" else None
         dequantized_later = precision.accumulation is not None or precision.rhs_of_fprop
         return Request(
             quantizer,
@@ -119,6 +120,7 @@ class LinearContext:
             sign_key=signs,
             draw=draw,
             partner=None if partner is None else partner.format,
+            transpose_partner=None if transposed is None else transposed.format,
             left=left,
             needs_codes=needs_codes or dequantized_later,
             saved=saved,

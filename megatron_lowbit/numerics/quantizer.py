@@ -166,6 +166,7 @@ class Request:
         sign_key: key of the transform's signs, where they are fresh for each GEMM.
         draw: the random bits; needed by stochastic rounding.
         partner: format of the operand that it will be multiplied with; None for high precision.
+        transpose_partner: that of its transpose's operand, for square blocks that serve both sides.
         left: True for the left operand of its product.
         needs_codes: True for an operand whose codes are sent or dequantized. Any other an engine
             may give in the form that its GEMM takes.
@@ -178,6 +179,7 @@ class Request:
     sign_key: int = 0
     draw: Draw | None = None
     partner: BlockFormat | None = None
+    transpose_partner: BlockFormat | None = None
     left: bool = False
     needs_codes: bool = False
     saved: bool = False

@@ -37,6 +37,7 @@ PAIRS = {
     ("fp8 1x64 pow2", "fp8 64x64 pow2"): "folded to FP8 tensors",
     ("fp8 1x128 pow2", "fp8 1x128 pow2"): "folded to FP8 tensors",
     ("fp8 1x128 pow2", "fp8 128x128 pow2"): "FP8 tiles",
+    ("fp8 1x128 e5m2 pow2", "fp8 128x128 pow2"): "folded to FP8 tensors",
     ("fp8 64x64 pow2", "fp8-1x128-e4m3"): "dequantized to FP32",
     ("fp8 1x64 pow2", None): "exact BF16",
     ("nvfp4 foldable-up", "nvfp4-2d foldable"): "folded to FP8 tensors",
@@ -48,6 +49,7 @@ TILES = {
     "fp8 1x64 pow2": ("fp8-1x128-e5m2", "pow2", 64),
     "fp8 64x64 pow2": ("fp8-128x128-e4m3", "pow2", 64),
     "fp8 1x128 pow2": ("fp8-1x128-e4m3", "pow2", 128),
+    "fp8 1x128 e5m2 pow2": ("fp8-1x128-e5m2", "pow2", 128),
     "fp8 128x128 pow2": ("fp8-128x128-e4m3", "pow2", 128),
 }
 ALL = FORMATS | {
