@@ -138,6 +138,7 @@ def test_what_one_kernel_does_not_take_goes_the_long_way():
     assert not takes(x[:, :200], MXNorm(), Request(nearest))
     case = MXNorm(p=3), Request(nearest, needs_codes=True)
     made, rho = FusedEngine((9, 0)).normalize(x, *case)
-    expected, other = ReferenceEngine("tests").normalize(x.cpu(), *case)
-    assert torch.equal(made.codes.cpu().view(torch.uint8), expected.codes.view(torch.uint8))
-    assert torch.equal(rho.cpu(), other)
+    # On the same device: powers have other last bits on a GPU.
+    expected, other = ReferenceEngine("tests").normalize(x, *case)
+    assert torch.equal(made.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    assert torch.equal(rho, other)
