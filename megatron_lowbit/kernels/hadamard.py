@@ -73,8 +73,11 @@ def butterfly_points(points, signs, N: tl.constexpr, H: tl.constexpr):
         lower, upper = minus.to(tl.int32), (minus >> 32).to(tl.int32)
         for i in tl.static_range(N):
             bits = upper if i % H.points >= 32 else lower
-            flip = (bits << (31 - i % 32)) & -0x80000000
-            ys = ys + ((points[i].to(tl.int32, bitcast=True) ^ flip).to(tl.float32, bitcast=True),)
+            minus_bit = (bits << (31 - i % H.points % 32)) & -0x80000000
+            # x - 0, or 0 - x: a zero keeps its sign or is positive.
+            sign = (0x3F800000 | minus_bit).to(tl.float32, bitcast=True)
+            zero = (minus_bit ^ -0x80000000).to(tl.float32, bitcast=True)
+            ys = ys + (tl.fma(points[i], sign, zero),)
     elif H.signs == FIXED_SIGNS:
         ys = ()
         for i in tl.static_range(N):

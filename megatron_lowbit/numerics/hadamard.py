@@ -70,7 +70,7 @@ def _drawn_signs(key: int, size: int) -> tuple[int, ...]:
     return tuple(1 - 2 * (word >> 31) for word in drawn[0, :size].tolist())
 
 
-def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int = 0) -> Tensor:
+def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int | Tensor = 0) -> Tensor:
     """Transform blocks along the last axis.
 
     The sum of a block runs in FP32 as a butterfly over distances 1, 2, 4, ... of the points: the
@@ -87,10 +87,10 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int = 0) -> Tens
     size = hadamard.size
     x = F.pad(x.to(torch.float32), (0, -x.shape[-1] % size))
     points = [
-        point if sign > 0 else -point
+        point if sign > 0 else 0.0 - point  # of padding no -0
         for point, sign in zip(
             x.unflatten(-1, (x.shape[-1] // size, size)).unbind(-1),
-            hadamard.sign_vector(sign_key),
+            hadamard.sign_vector(int(sign_key) % 2**64),
             strict=True,
         )
     ]

@@ -37,7 +37,10 @@ OPTIONS = {
 ALL = FORMATS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
 # The interpreter takes a second for a tile of 64 rows: there one of them, not whole, is enough.
 RAGGED = (72 if DEVICE == "cuda" else 24, 200)
-TRANSFORMS = (Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Hadamard(4, "none"))
+TRANSFORMS = (
+    Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Hadamard(4, "none"),
+    Hadamard(16, "fresh"),  # two of them in a group of points
+)  # fmt: skip
 
 
 def values(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
