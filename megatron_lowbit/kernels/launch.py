@@ -317,7 +317,7 @@ def _has_known_signs(hadamard: Hadamard) -> bool:
     return hadamard.signs == "fixed" and hadamard.size == len(FIXED_SIGNS_16)
 
 
-def _signs(hadamard: Hadamard | None, sign_key: int) -> int:
+def _signs(hadamard: Hadamard | None, sign_key: int | Tensor) -> int | Tensor:
     """Return the key that ``Hadamard.sign_vector`` draws from, if it draws."""
     if hadamard is None or hadamard.signs in ("none", "fixed"):
         return 0
@@ -359,8 +359,10 @@ def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str
     return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}
 
 
-def _signed(key: int) -> int:
-    """Return 64 bits as a signed number, which kernels take."""
+def _signed(key: int | Tensor) -> int | Tensor:
+    """Return 64 bits as a signed number, which kernels take; or a key in device memory."""
+    if isinstance(key, Tensor):
+        return key
     key %= 2**64
     return key - 2**64 if key >= 2**63 else key
 

@@ -28,7 +28,7 @@ from megatron_lowbit.kernels.elements import (
     rounded,
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
-from megatron_lowbit.kernels.random_words import number, philox, random_of, random_tile
+from megatron_lowbit.kernels.random_words import key_of, number, philox, random_of, random_tile
 from megatron_lowbit.kernels.tiles import (
     load_column_points,
     load_row_points,
@@ -77,7 +77,7 @@ def quantize_kernel(
     ``columns`` is the length of a row of codes in elements: whole blocks and transforms. ``rows``
     and ``groups`` are global numbers for the random bits, or None as ``amax`` is where unused; that
     is the tensor's, or of each row. ``own`` takes x's amax where scaling is delayed, else None.
-    Tiles are TM x TN; with EVEN they cover x exactly.
+    Keys and signs are int64, or in memory. Tiles are TM x TN; with EVEN they cover x exactly.
     """
     tiles = tl.cdiv(C, TN)
     row0 = (tl.program_id(0) // tiles) * TM
@@ -85,6 +85,7 @@ def quantize_kernel(
     if own is not None:
         note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
+        r_key = key_of(r_key)
         if ROW.points > 0:
             P: tl.constexpr = ROW.points
             points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
@@ -101,6 +102,7 @@ def quantize_kernel(
                 r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN, own,
             )  # fmt: skip
     if COL is not None:
+        c_key = key_of(c_key)
         if COL.points > 0:
             Q: tl.constexpr = COL.points
             points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)

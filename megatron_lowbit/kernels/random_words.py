@@ -5,12 +5,21 @@ import triton.language as tl
 
 
 @triton.jit
+def key_of(key):
+    """Return a key (int64), which comes as a number or, for CUDA graphs, in device memory."""
+    if key.dtype.is_ptr():
+        return tl.load(key)
+    else:
+        return key.to(tl.int64)  # a small one comes as int32
+
+
+@triton.jit
 def philox(key, quad, row):
     """Run Philox4x32-10 on counters (quad, row, 0, 0) of one shape; return four uint32 tensors.
 
     Products as 64-bit ones: that is one instruction for both halves.
     """
-    key = key.to(tl.int64)  # a small one comes as int32
+    key = key_of(key)
     k0 = key.to(tl.uint32)
     k1 = (key >> 32).to(tl.uint32)
     c0 = quad.to(tl.uint32)

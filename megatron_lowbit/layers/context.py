@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers.fallback import recompute_unless_finite
+from megatron_lowbit.layers.keys import Key, sign_key
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 from megatron_lowbit.numerics import (
     Amaxes,
@@ -21,7 +22,6 @@ from megatron_lowbit.numerics import (
     Rounding,
     ScaleAmaxes,
 )
-from megatron_lowbit.numerics.randomness import sign_key
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
 
 
@@ -39,7 +39,7 @@ class LinearContext:
     Args:
         precision: how each operand of each GEMM is quantized.
         engine: where the arithmetic runs.
-        key: 64-bit key of stochastic rounding and of fresh signs, in forward and backward.
+        key: of stochastic rounding and of fresh signs, in forward and backward.
         training: True if a backward pass follows.
         shards: how tensor parallelism splits the layer.
         accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
@@ -53,7 +53,7 @@ class LinearContext:
 
     precision: LinearPrecision
     engine: Engine
-    key: int
+    key: Key
     training: bool = True
     shards: Shards = UNSHARDED
     accumulate_main_grad: bool = False
@@ -104,7 +104,8 @@ class LinearContext:
         quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
         if quantizer is None:
             return None
-        transform, draw, signs = precision.hadamard, None, 0
+        transform, draw = precision.hadamard, None
+        signs: Key = 0
         if quantizer.rounding is Rounding.STOCHASTIC:
             points = transform.size if transform else 1
             draw = self.shards.draw(self.key, gemm, role, rows, points)

@@ -7,11 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lowbit.layers.keys import Key, operand_key
 from megatron_lowbit.numerics import Draw, QuantizedTensor
-from megatron_lowbit.numerics.randomness import GROUP, operand_key
-from megatron_lowbit.recipes.precision import GEMM_ROLES
-
-_ROLES = ("input", "weight", "grad")
+from megatron_lowbit.numerics.randomness import GROUP
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Shards:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return amax
 
-    def draw(self, key: int, gemm: str, role: str, tokens: int, points: int = 1) -> Draw:
+    def draw(self, key: Key, gemm: str, role: str, tokens: int, points: int = 1) -> Draw:
         """Return the random bits of an operand of a GEMM: its own key, and its global numbers.
 
         A transform of ``points`` spreads over the padding of a ragged last block: its numbers go on
@@ -68,8 +66,7 @@ class Shards:
             padded = columns.numel() + -columns.numel() % points
             padding = torch.arange(-(-padded // GROUP) - len(groups), device=groups.device)
             groups = torch.cat([groups, groups[-1:] + 1 + padding]) if len(padding) else groups
-        operand = operand_key(key, list(GEMM_ROLES).index(gemm), _ROLES.index(role))
-        return Draw(operand, rows, groups)
+        return Draw(operand_key(key, gemm, role), rows, groups)
 
 
 UNSHARDED = Shards()

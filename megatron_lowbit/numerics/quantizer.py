@@ -176,7 +176,7 @@ class Request:
 
     quantizer: Quantizer
     hadamard: Hadamard | None = None
-    sign_key: int = 0
+    sign_key: int | Tensor = 0
     draw: Draw | None = None
     partner: BlockFormat | None = None
     transpose_partner: BlockFormat | None = None

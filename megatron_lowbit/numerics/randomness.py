@@ -76,17 +76,20 @@ def sign_key(layer: int, gemm: str) -> int:
 class Draw:
     """Random bits of an operand of R rows and K columns (block axis).
 
-    ``key`` is a 64-bit integer. ``rows`` (int64, R) and ``groups`` (int64, ceil(K/16)) are the
-    global row numbers and the global column numbers divided by 16; None counts from zero, for an
-    operand that is not sharded.
+    ``key`` is a 64-bit integer, or has its bits in the memory of a device (int64 scalar), where a
+    CUDA graph finds another one in each microbatch. ``rows`` (int64, R) and ``groups`` (int64,
+    ceil(K/16)) are the global row numbers and the global column numbers divided by 16; None counts
+    from zero, for an operand that is not sharded.
     """
 
-    key: int
+    key: int | Tensor
     rows: Tensor | None = None
     groups: Tensor | None = None
 
     def key_words(self, device: torch.device) -> Tensor:
         """Return the key as int64 data (low word, high word): engines need not recompile for it."""
+        if isinstance(self.key, Tensor):
+            return torch.stack([self.key & _MASK, (self.key >> 32) & _MASK])
         return torch.tensor([self.key & _MASK, self.key >> 32], device=device)
 
     def counters(self, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
     "nvfp4-fold": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED CODES"),
     "nvfp4-fold 2d": ("nvfp4-2d", {"block_scales": "foldable"}, "nearest", None, "FOLDED FOLDED"),
+    "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
 }
 
@@ -54,7 +55,8 @@ def main() -> None:
         format_by_name,
     )
 
-    types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
+    types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8",
+             torch.int64: "i64"}  # fmt: skip
 
     class Compiler:
         def __init__(self, kernel) -> None:
@@ -85,7 +87,8 @@ def main() -> None:
     for name, (format, options, rounding, points, forms) in FORMATS.items():
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
         transform = None if points is None else Hadamard(points, "fresh", "fp32")
-        request = Request(quantizer, transform, draw=Draw(3), left=True, partner=quantizer.format)
+        key = torch.empty((), dtype=torch.int64, device="meta") if "two" in name else 3
+        request = Request(quantizer, transform, key, Draw(key), left=True, partner=quantizer.format)
         amax = DelayedAmax(earlier, earlier) if name.endswith("delayed") else None
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)

@@ -1,0 +1,69 @@
+"""Keys in the memory of a device: the bits of the same keys as numbers."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels import launch
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.layers.keys import key_table, operand_key, sign_key
+from megatron_lowbit.numerics import (
+    FORMATS,
+    Draw,
+    Hadamard,
+    Quantizer,
+    Request,
+    Rounding,
+    derive_key,
+    quantize_both,
+)
+from megatron_lowbit.recipes import OPERANDS, load_recipe
+from tests.kernels.test_quantize import DEVICE, check_same, values
+
+KEY = 2**63 + 12345
+
+
+def table(key=KEY, device="cpu"):
+    return torch.tensor(key_table(key), device=device)
+
+
+def test_the_table_lists_the_same_keys():
+    for operand in OPERANDS:
+        assert int(operand_key(table(), *operand)) % 2**64 == operand_key(KEY, *operand)
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        assert int(sign_key(table(), gemm)) % 2**64 == sign_key(KEY, gemm)
+    assert len(set(table().tolist())) == 9
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4-backward"])
+def test_a_layer_draws_the_same_bits(recipe):
+    precision = next(c for c in load_recipe(recipe).configs.values() if c.quantized)
+    generator = torch.Generator().manual_seed(3)
+    x, weight, dy = (torch.randn(s, generator=generator) for s in ((64, 96), (48, 96), (64, 48)))
+    results = []
+    for key in (KEY, table(), table(KEY + 1)):
+        x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        y = lowbit_linear(x, weight, LinearContext(precision, ReferenceEngine("tests"), key))
+        y.backward(dy)
+        results.append((y.detach(), x.grad, weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results[:2], strict=True))
+    assert not torch.equal(results[0][2], results[2][2])
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8-tensor-e5m2"])
+def test_kernels_read_them(name):
+    """Draws and fresh signs, of points and of tiles as one tensor."""
+    x = values(24, 200, torch.bfloat16)
+    quantizer = Quantizer(FORMATS[name], Rounding.STOCHASTIC)
+    keys = [derive_key(KEY, i) for i in range(4)]
+    signed = torch.tensor([key - ((key >> 63) << 64) for key in keys], device=DEVICE)
+
+    def requests(keys):
+        make = partial(Request, quantizer, Hadamard(16, "fresh"))
+        return make(keys[0], Draw(keys[1])), make(keys[2], Draw(keys[3]))
+
+    made = launch.quantize_both(x.to(DEVICE), *requests(signed.unbind()))
+    for mine, expected in zip(made, quantize_both(x, *requests(keys)), strict=True):
+        check_same(mine, expected)
