@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
+from megatron_lowbit.layers.keys import Key
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
@@ -20,7 +22,8 @@ class LayerState:
     """Plan, random key, amax histories, cached quantized weight and fallbacks of a layer.
 
     Modules hold it as ``layer_state``. ``features`` are the global numbers (int64) of the features
-    that tensor parallelism splits, None where it splits none.
+    that tensor parallelism splits, None where it splits none. ``graph_keys`` has the layer's random
+    keys where calls are captured in CUDA graphs.
     """
 
     def __init__(
@@ -34,6 +37,7 @@ class LayerState:
         self.weight_cache = WeightCache()
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
+        self.graph_keys: torch.Tensor | None = None
         self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
         self._key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
@@ -66,13 +70,26 @@ class LayerState:
         return LinearContext(
             self.plan.precision,
             self.plan.engine,
-            self.microbatch_key(),
+            self.call_key(),
             shards=shards,
             accumulate_main_grad=self.plan.accumulate_main_grad,
-            amax_history=self.amax_history,
-            weight_cache=self.weight_cache,
-            fallbacks=self.fallbacks,
+            amax_history=self.call_history(),
+            # Graphs quantize weights themselves.
+            weight_cache=self.weight_cache if self.graph_keys is None else None,
+            fallbacks=None if _is_warming_up() else self.fallbacks,
         )
+
+    def call_key(self) -> Key:
+        """Return the key of a call; a copy of the keys in device memory, for its backward pass."""
+        if self.graph_keys is None or not self.plan.precision.stochastic:
+            return self.microbatch_key()
+        return self.graph_keys.clone()
+
+    def call_history(self) -> AmaxHistory | None:
+        """Return the amax history; one without a record for passes whose results are not used."""
+        if self.amax_history is None or not _is_warming_up():
+            return self.amax_history
+        return self.amax_history.without_record()
 
     def shards(
         self,
@@ -101,6 +118,11 @@ class LayerState:
     def microbatch_key(self) -> int:
         """Return the key of this layer's random numbers in the present microbatch."""
         return layer_key(microbatch_key(self.is_expert), self._key)
+
+
+def _is_warming_up() -> bool:
+    """Return True in passes before a capture, which are computed on any numbers."""
+    return is_graph_capturing() and not torch.cuda.is_current_stream_capturing()
 
 
 def device_of(module: torch.nn.Module) -> torch.device:

@@ -21,7 +21,7 @@ from megatron.training.utils import is_rank0, print_rank_0
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import allreduce_norm, experts, linear, upstream_gaps
+from megatron_lowbit.megatron import allreduce_norm, cuda_graphs, experts, linear, upstream_gaps
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
@@ -59,6 +59,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
     if any(precision.quantized for precision in recipe.precisions()):
         _check(args)
+        if args.cuda_graph_impl != "none":
+            cuda_graphs.check(recipe, args)
     if any(precision.falls_back for precision in recipe.precisions()):
         require(
             args.transformer_impl == "local",
@@ -75,9 +77,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
 
 
 def _check(args: Namespace) -> None:
-    """Raise UserError for arguments that would leave layers unquantized or capture their keys."""
+    """Raise UserError for arguments that would leave layers unquantized."""
     refused = {
-        "--cuda-graph-impl": (args.cuda_graph_impl != "none", "random keys would be captured"),
         "--moe-grouped-gemm": (args.moe_grouped_gemm, "grouped GEMMs take no recipe yet"),
         "--overlap-moe-expert-parallel-comm": (
             args.overlap_moe_expert_parallel_comm,
@@ -95,6 +96,7 @@ class RecipeHook:
 
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
+        self.graphs: cuda_graphs.Graphs | None = None
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
@@ -109,6 +111,9 @@ class RecipeHook:
             allreduce_norm.fuse_all_reduces(chunks, args)
         steps = steps_of(args, chunks)
         steps.listeners.append(self._begin_step)
+        if args.cuda_graph_impl != "none":
+            self.graphs = cuda_graphs.Graphs(chunks, self.states, args)
+            steps.before_pass.append(self.graphs.fill_keys)
         for chunk in chunks:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories
@@ -176,12 +181,17 @@ class RecipeHook:
         """Quantize weights anew, for they have changed, and switch where the recipe says so."""
         for state in self.states:
             state.forget_weight()
+        if not training:
+            return
         current = self.recipe.at(self._progress(iteration))
-        if training and current != self.current:
+        switched = current != self.current
+        if switched:
             for state in self.states:
                 state.set_precision(current.precision_for(state.plan.layer))
             self.current = current
             print_rank_0(f"iteration {iteration}: recipe {current.name}")
+        if self.graphs is not None:
+            self.graphs.begin_step(switched)
 
 
 def quantizable_layers(chunks: list[torch.nn.Module]) -> list[Layer]:

@@ -24,10 +24,12 @@ class Steps:
 
     Attributes:
         listeners: functions of the iteration (from 0), and of True for training.
+        before_pass: functions to call once the random key of a microbatch is set.
     """
 
     def __init__(self, args: Namespace, chunks: Sequence[torch.nn.Module]) -> None:
         self.listeners: list[Callable[[int, bool], None]] = []
+        self.before_pass: list[Callable[[], None]] = []
         self._args = args
         self._step: tuple[int, bool] | None = None
         self._passes: Counter[int] = Counter()
@@ -49,6 +51,8 @@ class Steps:
             # rerun must draw the same random numbers.
             microbatch %= get_num_microbatches()
         set_microbatch_key(self._args.seed, iteration, microbatch)
+        for function in self.before_pass:
+            function()
 
 
 def steps_of(args: Namespace, chunks: list[Any]) -> Steps:

@@ -5,11 +5,13 @@ recipe of Transformer Engine or the path of a factory of quantizers: :func:`fact
 finds its module by the name that Transformer Engine hands on.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.layers import LinearContext
@@ -33,7 +35,8 @@ class TELayerState(LayerState):
         self.calls = CallTracker(self._make_context, opened_outside=True, main_grad=self._main_grad)
         module.name = _Name(plan.layer.path)
         module.name.state = self
-        module.register_forward_pre_hook(self._open)
+        # Not a hook: Megatron-LM's CUDA graphs take no module that has one.
+        module.forward = self._opening(module.forward)
         features = None
         if module.tp_size > 1:
             split = module.out_features if self.is_column else module.in_features
@@ -59,9 +62,17 @@ class TELayerState(LayerState):
         """
         self.module.is_first_microbatch = True
 
-    def _open(self, module: torch.nn.Module, _: Any) -> None:
-        if self.own and (module.training or self.plan.evaluates):
-            self.calls.open(training=module.training and torch.is_grad_enabled())
+    def _opening(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        module = self.module
+
+        def opened(*args: Any, **kwargs: Any) -> Any:
+            if is_graph_capturing():
+                module.is_first_microbatch = True  # a graph quantizes the weight each time
+            if self.own and (module.training or self.plan.evaluates):
+                self.calls.open(training=module.training and torch.is_grad_enabled())
+            return forward(*args, **kwargs)
+
+        return opened
 
     def _main_grad(self) -> torch.Tensor | None:
         # Transformer Engine hands main_grad to its own GEMMs, but not to those of a custom recipe.
@@ -76,10 +87,10 @@ class TELayerState(LayerState):
         return LinearContext(
             self.plan.precision,
             self.plan.engine,
-            self.microbatch_key(),
+            self.call_key(),
             training,
             shards=self.shards(self.module.tp_group, self.is_column),
-            amax_history=self.amax_history,
+            amax_history=self.call_history(),
         )
 
 

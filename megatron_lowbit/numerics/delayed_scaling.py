@@ -4,6 +4,7 @@ Source: Transformer Engine's DelayedScaling (the maximum of the history); the mo
 other variant in use. The scale is then known before the tensor is, which saves a pass over it.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -125,4 +126,10 @@ class AmaxHistory:
     def advance(self, step: Tensor) -> None:
         """End the step with the amaxes ``step`` (operands,): its own, reduced over all shards."""
         self.entries = torch.cat([self.entries[:, 1:], step[:, None]], dim=1)
-        self.step = torch.full_like(self.step, _NONE)
+        self.step.fill_(_NONE)  # in place, for CUDA graphs
+
+    def without_record(self) -> "AmaxHistory":
+        """Return the same history, but what it records is thrown away."""
+        copied = copy(self)
+        copied.step = self.step.clone()
+        return copied

@@ -1,0 +1,94 @@
+"""CUDA graphs of Megatron-LM under a recipe.
+
+A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
+next must therefore lie in device memory: random keys do, and amax histories are written in place.
+Weights are quantized inside the graphs.
+"""
+
+from argparse import Namespace
+from collections.abc import Sequence
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+from megatron_lowbit.errors import require
+from megatron_lowbit.layers.keys import key_table
+from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.recipes import Recipe
+
+
+def check(recipe: Recipe, args: Namespace) -> None:
+    """Raise UserError for what a recipe cannot do inside the graphs of ``--cuda-graph-impl``."""
+    implementation = args.cuda_graph_impl
+    recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
+    refused = (
+        (
+            implementation == "full_iteration",
+            "random keys are filled in before each microbatch, which it replays as one; use local",
+        ),
+        (
+            implementation == "transformer_engine" and recipe.switches,
+            "it cannot capture again where the recipe switches; use local",
+        ),
+        (
+            implementation == "local" and args.eval_precision != "recipe",
+            "it replays training's graphs in evaluation; use --eval-precision recipe",
+        ),
+        (
+            implementation == "local" and recipe.switches and args.num_experts,
+            "it cannot capture experts' layers again where the recipe switches; use no switch",
+        ),
+        (args.fused_allreduce_norm, "--fused-allreduce-norm counts its calls on the CPU"),
+        (recomputes, "recomputation in a pipeline would find another microbatch's random keys"),
+    )
+    for applies, reason in refused:
+        require(not applies, f"--cuda-graph-impl {implementation} under a recipe: {reason}")
+
+
+class Graphs:
+    """Random keys and captures of a rank's layers, from one microbatch and step to the next.
+
+    Layers find their keys in device memory. They copy them at the beginning of a call, since other
+    microbatches may come before its backward pass.
+    """
+
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], states: Sequence[LayerState], args: Namespace
+    ) -> None:
+        self._chunks, self._states = chunks, states
+        self._unused = key_table(0)
+        shape = (len(states), len(self._unused))
+        device = states[0].device if states else "cpu"
+        self._keys = torch.zeros(shape, dtype=torch.int64, device=device)
+        for state, keys in zip(states, self._keys, strict=True):
+            state.graph_keys = keys
+        self._captured_by_layer = args.cuda_graph_impl == "local"
+        self._is_pipeline = args.pipeline_model_parallel_size > 1
+        self._microbatches = get_num_microbatches()
+
+    def fill_keys(self) -> None:
+        """Write the keys of the present microbatch, in one copy that nothing waits for."""
+        tables = [
+            key_table(state.microbatch_key()) if state.plan.precision.stochastic else self._unused
+            for state in self._states
+        ]
+        filled = torch.tensor(tables, dtype=torch.int64).view_as(self._keys)
+        if self._keys.is_cuda:
+            filled = filled.pin_memory()
+        self._keys.copy_(filled, non_blocking=True)
+
+    def begin_step(self, switched: bool) -> None:
+        """Remove graphs of other precisions or, in a pipeline, of another number of microbatches.
+
+        The step is captured anew.
+        """
+        before, self._microbatches = self._microbatches, get_num_microbatches()
+        more = self._is_pipeline and self._microbatches != before
+        if self._captured_by_layer and (switched or more):
+            torch.cuda.synchronize()
+            delete_cuda_graphs()
+            for chunk in self._chunks:
+                for module in chunk.modules():
+                    if hasattr(module, "cudagraph_manager"):
+                        module.create_mcore_cudagraph_manager(module.config)

@@ -1,0 +1,45 @@
+"""Runs whose layers are captured in CUDA graphs: the losses of those that are not."""
+
+import pytest
+from tiny_run import done, start_from, steps
+
+LAYERS = {
+    "local": ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion",
+              "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"),
+    "transformer_engine": ("--transformer-impl", "transformer_engine"),
+}  # fmt: skip
+# Attention and sums in one order: what is compared is a run with itself.
+COMMON = ("--bf16", "--attention-backend", "unfused", "--quantization-engine", "auto",
+          "--train-iters", 8, "--save-interval", 4)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", LAYERS)
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("recipe", ["bf16", "fp8-tile", "nvfp4", "mxfp4-backward", "fp8-delayed"])
+def test_the_same_losses(recipe, implementation, layers, pretrain_command, tmp_path):
+    """Compare runs without graphs, with them, and resumed with them; of two microbatches."""
+    given = (*COMMON, *LAYERS[layers], "--precision-recipe", recipe)
+    graphs = ("--cuda-graph-impl", implementation)
+    done(pretrain_command(*given, "--save", tmp_path / "plain"))
+    done(pretrain_command(*given, *graphs, "--save", tmp_path / "captured"))
+    resumed = start_from(tmp_path / "captured", 4, tmp_path / "resumed")
+    done(pretrain_command(*given, *graphs, "--save", resumed, "--load", resumed))
+    plain = steps(tmp_path / "plain")
+    assert len(plain) == 8
+    assert steps(tmp_path / "captured") == plain
+    assert steps(resumed) == {step: plain[step] for step in range(5, 9)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layers", LAYERS)
+def test_a_switch_is_captured_anew(layers, pretrain_command, tmp_path):
+    switch = "switches.heal={iteration: 4, to: bf16}"
+    given = (*COMMON, *LAYERS[layers], "--precision-recipe", "nvfp4", "--recipe-set", switch)
+    done(pretrain_command(*given, "--save", tmp_path / "plain"))
+    captured = pretrain_command(
+        *given, "--cuda-graph-impl", "local", "--save", tmp_path / "captured"
+    )
+    done(captured)
+    assert "iteration 4: recipe" in captured.stdout
+    assert steps(tmp_path / "captured") == steps(tmp_path / "plain")

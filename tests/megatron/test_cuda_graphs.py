@@ -1,0 +1,109 @@
+"""CUDA graphs under a recipe: what is refused, keys in memory, passes that are thrown away."""
+
+from argparse import Namespace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers.keys import key_table
+from megatron_lowbit.megatron import cuda_graphs, layer_state
+from megatron_lowbit.megatron.layer_plan import LayerPlan
+from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.numerics.randomness import microbatch_key
+from megatron_lowbit.recipes import Layer, load_recipe
+from tests.megatron.test_recipe_hook import FINE
+
+ARGS = {
+    **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "recompute_granularity": None,
+    "pipeline_model_parallel_size": 1,
+}  # fmt: skip
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"cuda_graph_impl": "full_iteration"}, "which it replays as one; use local"),
+        ({"eval_precision": "bf16"}, "use --eval-precision recipe"),
+        ({"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),
+        (
+            {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
+            "another microbatch's random keys",
+        ),
+    ],
+)
+def test_what_is_refused(change, reason):
+    recipe = load_recipe("nvfp4")
+    cuda_graphs.check(recipe, Namespace(**ARGS))
+    with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
+        cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
+
+
+@pytest.mark.parametrize(
+    "change", [{"cuda_graph_impl": "transformer_engine"}, {"num_experts": 4}], ids=str
+)
+def test_switches_that_are_refused(change):
+    recipe = SimpleNamespace(switches=("a switch",))
+    cuda_graphs.check(recipe, Namespace(**ARGS))
+    with pytest.raises(UserError, match="where the recipe switches"):
+        cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
+
+
+def states(*recipes):
+    """Return states of layers in the middle of models, each under its recipe."""
+    made = []
+    for number, recipe in enumerate(recipes):
+        layer = Layer(f"decoder.layers.{number + 2}.mlp.linear_fc1", number + 2, 10)
+        plan = LayerPlan(layer, load_recipe(recipe).precision_for(layer), ReferenceEngine("tests"),
+                         accumulate_main_grad=False)  # fmt: skip
+        made.append(LayerState(plan, CPU))
+    return made
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Return graphs of three layers, and a function that begins a microbatch."""
+    current = []
+    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
+    monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: current[-1])
+    layers = states("nvfp4", "mxfp4-backward", "fp8-delayed")
+    made = cuda_graphs.Graphs([], layers, Namespace(**ARGS))
+
+    def begin(microbatch):
+        current.append(microbatch_key(1, 0, microbatch))
+        made.fill_keys()
+        return [state.microbatch_key() for state in layers]
+
+    return layers, begin
+
+
+def test_layers_find_the_keys_of_their_microbatch(graphs):
+    (first, second, plain), begin = graphs
+    keys = begin(0)
+    taken = first.call_key()
+    assert taken.tolist() == key_table(keys[0])
+    assert second.call_key().tolist() == key_table(keys[1])
+    assert plain.call_key() == keys[2]  # draws nothing
+    begin(1)
+    assert taken.tolist() == key_table(keys[0])  # its backward pass may come later
+    assert first.call_key().tolist() != taken.tolist()
+
+
+def test_a_graph_quantizes_weights_each_time(graphs):
+    (first, _, _), begin = graphs
+    begin(0)
+    assert first.context(first.shards(None, True)).weight_cache is None
+
+
+def test_passes_before_a_capture_record_nothing(graphs, monkeypatch):
+    (_, _, delayed), begin = graphs
+    begin(0)
+    rule = delayed.plan.precision.fprop.delayed
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for warming_up in (True, False):
+        monkeypatch.setattr(layer_state, "is_graph_capturing", lambda: warming_up)  # noqa: B023
+        delayed.call_history().amax(0, rule).resolve(torch.tensor(7.0))
+        assert (delayed.amax_history.step[0] == 7.0) == (not warming_up)
