@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels import routes
+from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, folded_pair, plain
-from megatron_lowbit.kernels.launch import quantize_both, tensor_amaxes
+from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.norm_grad import norm_grad

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.launch import outputs
 from megatron_lowbit.kernels.operands import Values, cdiv
 from megatron_lowbit.kernels.quantize import Side, tile_side
+from megatron_lowbit.kernels.sides import allocate, kind_of, layout, pointers
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
@@ -107,9 +107,9 @@ def row_side(
 
     That is ``out``, or new where none is given.
     """
-    arguments, side, made = outputs(request, x, amax, False, form, out, points=False)
-    _, _, codes, scales, tensor_scale, *_ = arguments
-    return side, (amax, codes, scales, tensor_scale), made
+    where = layout(kind_of(request, form), *x.shape, False, points=False)
+    made, *outputs = allocate(where, x.device) if out is None else pointers(out, where)
+    return where.side, (amax, *outputs), made
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:

@@ -43,7 +43,7 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_lowbit.kernels import delayed, launch
+    from megatron_lowbit.kernels import amaxes, delayed, launch
     from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.numerics import (
         DelayedAmax,
@@ -78,10 +78,13 @@ def main() -> None:
             source = ASTSource(self.kernel, signature, constants)
             triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
-    for name in ("quantize_kernel", "amax_kernel", "row_amax_kernel"):
-        setattr(launch, name, Compiler(getattr(launch, name)))
-    for name in ("_own_amax_kernel", "_settle_kernel"):
-        setattr(delayed, name, Compiler(getattr(delayed, name)))
+    for module, names in (
+        (launch, ["quantize_kernel"]),
+        (amaxes, ["amax_kernel", "row_amax_kernel"]),
+        (delayed, ["_own_amax_kernel", "_settle_kernel"]),
+    ):
+        for name in names:
+            setattr(module, name, Compiler(getattr(module, name)))
     earlier = torch.empty((), device="meta")
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     for name, (format, options, rounding, points, forms) in FORMATS.items():

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lowbit.kernels.launch import quantize_both, tensor_amaxes
+from megatron_lowbit.kernels.amaxes import tensor_amaxes
+from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.numerics import (
     FORMATS,
     Draw,

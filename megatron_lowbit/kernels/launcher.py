@@ -1,0 +1,44 @@
+"""Launches without the inspection of arguments that each of Triton's own makes."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Launcher:
+    """A kernel with its constexprs, for arguments of the same types.
+
+    Triton compiles a kernel anew for other types, for pointers that are not aligned to 16 bytes,
+    and for numbers that are 1, multiples of 16 or wider than 32 bits. It looks at every argument of
+    every launch to find out, which takes nine tenths of a launch's time on the CPU. Here only those
+    are looked at that may differ: whoever keeps a launcher keeps one for each shape, dtype and
+    device.
+    """
+
+    def __init__(
+        self, kernel: Any, programs: int, constants: Sequence[Any], **options: Any
+    ) -> None:
+        self._kernel, self._programs = kernel, programs
+        self._constants, self._options = constants, options
+        self._compiled: dict[tuple, Any] = {}
+
+    def __call__(
+        self, arguments: Iterable[Any], varying: Iterable[Tensor | int | None] = ()
+    ) -> None:
+        """Launch the kernel with all its arguments; name again those whose kind may differ."""
+        kinds = tuple([_kind(argument) for argument in varying])
+        compiled = self._compiled.get(kinds)
+        if compiled is not None:
+            compiled[(self._programs, 1, 1)](*arguments, *self._constants)
+        else:  # always in Triton's interpreter, which compiles nothing
+            launch = self._kernel[(self._programs,)]
+            self._compiled[kinds] = launch(*arguments, *self._constants, **self._options)
+
+
+def _kind(argument: Tensor | int | None) -> int | str | None:
+    if argument is None:
+        return None
+    if isinstance(argument, int):
+        return "narrow" if -(2**31) <= argument < 2**31 else "wide"
+    return argument.data_ptr() % 16

@@ -1,0 +1,235 @@
+"""Sides of a quantization as a kernel takes them: constexprs of formats, outputs, arguments."""
+
+import math
+from collections.abc import Callable
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_lowbit.kernels.amax import MAX_POINTS
+from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
+from megatron_lowbit.kernels.operands import Values, cdiv, element, has_tensor_scale
+from megatron_lowbit.kernels.quantize import Side
+from megatron_lowbit.kernels.scales import NVFP4Options
+from megatron_lowbit.numerics import (
+    Hadamard,
+    QuantizedTensor,
+    Quantizer,
+    Request,
+    Rounding,
+    derive_key,
+)
+from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
+from megatron_lowbit.numerics.folding import folded_format, lift
+from megatron_lowbit.numerics.formats import E4M3
+from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
+from megatron_lowbit.numerics.randomness import GROUP, Draw
+
+POINTS = 32
+"""Points of a group in longer blocks."""
+NOTHING = (0, None, None, None, None, 0, None, None, 0)
+"""A kernel's arguments for a side that is not wanted."""
+
+
+class Kind(NamedTuple):
+    """What a side is quantized to, whatever the matrix: ``target`` is the format it folds to."""
+
+    quantizer: Quantizer
+    hadamard: Hadamard | None
+    form: Form
+    target: BlockFormat | None
+
+
+class Layout(NamedTuple):
+    """What a kernel writes of one side of a matrix: its constexpr, and how outputs are stored.
+
+    ``columns`` are those of a row of codes, in elements: whole blocks and transforms. ``stored`` is
+    the format of the result, of size ``shape``.
+    """
+
+    side: Side
+    stored: BlockFormat
+    shape: tuple[int, int]
+    columns: int
+    code_shape: tuple[int, int]
+    scale_shape: tuple[int, ...]
+    transposed: bool
+
+
+def kind_of(request: Request | None, form: Form) -> Kind | None:
+    """Return what a request asks for in that form, without what differs from call to call."""
+    if request is None:
+        return None
+    format, target = request.quantizer.format, None
+    if form is Form.FOLDED:
+        target = folded_format(format, request.left, request.partner)
+    return Kind(request.quantizer, request.hadamard, form, target)
+
+
+@lru_cache(maxsize=4096)
+def layout(kind: Kind, rows: int, columns: int, transposed: bool, points: bool = True) -> Layout:
+    """Lay one side (rows, columns) out; ``transposed`` for a matrix's transpose.
+
+    ``points``: False for a kernel that quantizes tiles as one tensor.
+    """
+    format, stored = kind.quantizer.format, kind.target or kind.quantizer.format
+    side = _side(kind, stored)
+    side = side if points else side._replace(points=0)
+    if kind.hadamard is not None:
+        columns = cdiv(columns, kind.hadamard.size) * kind.hadamard.size
+    padded = cdiv(columns, format.block) * format.block
+    if kind.form is Form.VALUES:
+        code_shape = (columns, rows) if transposed else (rows, columns)
+        return Layout(side, stored, (rows, columns), columns, code_shape, (), transposed)
+    row_bytes = padded // 2 if stored.element.bits == 4 else padded
+    code_shape = (rows, row_bytes // 4 if side.points else row_bytes)
+    scale_shape = tuple(stored.scale_shape(rows, padded))
+    return Layout(side, stored, (rows, columns), padded, code_shape, scale_shape, transposed)
+
+
+class Output(NamedTuple):
+    """The operand that a kernel fills, and pointers to its codes, scales and tensor scale."""
+
+    made: QuantizedTensor | Values
+    codes: Tensor
+    scales: Tensor | None
+    tensor_scale: Tensor
+
+
+def allocate(where: Layout, device: torch.device) -> Output:
+    """Allocate the outputs of a side.
+
+    Scales are contiguous, but those of FP8 tiles of one row that are quantized on points have rows
+    fastest, as cuBLAS reads them.
+    """
+    side, format = where.side, where.stored
+    tensor_scale = torch.empty((), dtype=torch.float32, device=device)
+    if side.values:
+        values = torch.empty(where.code_shape, dtype=torch.bfloat16, device=device)
+        scale = tensor_scale if has_tensor_scale(format) else None
+        made = Values(values.t() if where.transposed else values, scale)
+        return Output(made, values, None, tensor_scale)
+    written = torch.int32 if side.points else torch.uint8
+    codes = torch.empty(where.code_shape, dtype=written, device=device)
+    by_rows = side.points and not format.repeats_scales and format.block_rows == 1
+    shape = where.scale_shape[::-1] if by_rows else where.scale_shape
+    scales = torch.empty(shape, dtype=format.scale_dtype, device=device)
+    stored = QuantizedTensor(
+        codes.view(format.element.dtype or torch.uint8),
+        scales.t() if by_rows else scales,
+        tensor_scale,
+        format,
+        where.shape,
+    )
+    return Output(stored, codes, _scale_pointer(scales), tensor_scale)
+
+
+def pointers(out: QuantizedTensor, where: Layout) -> Output:
+    """Return codes that are there already as the output of a side."""
+    codes = out.codes.view(torch.int32 if where.side.points else torch.uint8)
+    return Output(out, codes, _scale_pointer(out.scales), out.tensor_scale)
+
+
+def _scale_pointer(scales: Tensor) -> Tensor | None:
+    if not scales.numel():
+        return None
+    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+
+
+def arguments(where: Layout, output: Output, request: Request, amax: Tensor | None) -> tuple:
+    """Return a kernel's arguments for a side, in the order of :data:`NOTHING`."""
+    key, numbers = 0, (None, None)
+    if where.side.stochastic:
+        draw = request.draw
+        if draw is None:
+            raise ValueError("stochastic rounding needs a Draw: which random bits to use")
+        rows, columns = where.shape
+        key, numbers = draw.key, _numbers(draw, rows, columns, where.columns, output.codes.device)
+    return (
+        where.columns, amax, output.codes, output.scales, output.tensor_scale, _signed(key),
+        *numbers, signs_of(request.hadamard, request.sign_key),
+    )  # fmt: skip
+
+
+@cache
+def _side(kind: Kind, stored: BlockFormat) -> Side:
+    format, hadamard = kind.quantizer.format, kind.hadamard
+    function, options = _scale_function(format)
+    points = min(format.block, POINTS) if format.block > 1 else 0
+    if hadamard is not None and points:
+        points = max(points, hadamard.size) if format.block <= POINTS else 0
+    return Side(
+        scales=function,
+        block_rows=format.block_rows,
+        block=format.block,
+        row_scaled=format.row_scaled,
+        repeats_scales=format.repeats_scales,
+        tensor_scaled=format.tensor_scaled,
+        element=element(format.element),
+        options=options,
+        stochastic=kind.quantizer.rounding is Rounding.STOCHASTIC,
+        transform=transform_of(hadamard),
+        points=points if points <= MAX_POINTS.value else 0,
+        values=kind.form is Form.VALUES,
+        fold=element(stored.element) if kind.form is Form.FOLDED else None,
+        lift=lift(format, stored) if kind.form is Form.FOLDED else 1.0,
+    )
+
+
+def _scale_function(format: BlockFormat) -> tuple[Callable, Any]:
+    """Return the Triton function of a format's scales, and its options."""
+    module, _, name = (format.scale_kernel or "").partition(":")
+    options = format.kernel_options
+    if isinstance(format, NVFP4):
+        options = NVFP4Options(element(E4M3), *options)
+    return getattr(import_module(module), name), options
+
+
+@cache
+def transform_of(hadamard: Hadamard | None) -> Transform | None:
+    """Return a transform as the kernels take it."""
+    if hadamard is None:
+        return None
+    kind, minus = DRAWN_SIGNS.value, 0
+    if hadamard.signs == "none":
+        kind = NO_SIGNS.value
+    elif _has_known_signs(hadamard):
+        kind = FIXED_SIGNS.value
+        minus = sum(1 << i for i, sign in enumerate(FIXED_SIGNS_16) if sign < 0)
+    factor = 1.0 / math.sqrt(hadamard.size)
+    return Transform(hadamard.size, kind, minus, factor, int(hadamard.output == "bf16"))
+
+
+def _has_known_signs(hadamard: Hadamard) -> bool:
+    return hadamard.signs == "fixed" and hadamard.size == len(FIXED_SIGNS_16)
+
+
+def signs_of(hadamard: Hadamard | None, sign_key: int | Tensor) -> int | Tensor:
+    """Return the key that ``Hadamard.sign_vector`` draws from, if it draws."""
+    if hadamard is None or hadamard.signs in ("none", "fixed"):
+        return 0
+    return _signed(sign_key if hadamard.signs == "fresh" else derive_key(hadamard.signs))
+
+
+def _signed(key: int | Tensor) -> int | Tensor:
+    """Return 64 bits as a signed number, which kernels take; or a key in device memory."""
+    if isinstance(key, Tensor):
+        return key
+    key %= 2**64
+    return key - 2**64 if key >= 2**63 else key
+
+
+def _numbers(
+    draw: Draw, rows: int, columns: int, padded: int, device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return global row and group numbers, None where they count from zero."""
+    if draw.rows is None and draw.groups is None:
+        return None, None
+    all_rows, all_groups = draw.counters(rows, columns, device)
+    return all_rows, F.pad(all_groups, (0, cdiv(padded, GROUP) - len(all_groups)))
