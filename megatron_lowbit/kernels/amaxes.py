@@ -102,7 +102,7 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Ten
 def _maxed(
     kernel: Any, x: Tensor, sides: Sequence[Request | None], zeros: Sequence[Tensor], warps: int
 ) -> list[Tensor | None]:
-    """Max the amaxes of both sides into zeroed int32; return them as FP32, None for None."""
+    """Compute the amaxes of both sides into zeroed int32; return FP32, None for None."""
     found = [bits if r else None for bits, r in zip(zeros, sides, strict=True)]
     signs = [signs_of(r.hadamard, r.sign_key) if r else 0 for r in sides]
     hadamards = [r.hadamard if r else None for r in sides]

@@ -38,7 +38,7 @@ NOTHING = (0, None, None, None, None, 0, None, None, 0)
 
 
 class Kind(NamedTuple):
-    """What a side is quantized to, whatever the matrix: ``target`` is the format it folds to."""
+    """Quantization of a side, whatever the matrix: ``target`` is the format that it folds to."""
 
     quantizer: Quantizer
     hadamard: Hadamard | None
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a kernel writes of one side of a matrix: its constexpr, and how outputs are stored.
+    """Layout of what a kernel writes of one side of a matrix, and the constexpr that it takes.
 
     ``columns`` are those of a row of codes, in elements: whole blocks and transforms. ``stored`` is
     the format of the result, of size ``shape``.
@@ -74,7 +74,7 @@ def kind_of(request: Request | None, form: Form) -> Kind | None:
 
 @lru_cache(maxsize=4096)
 def layout(kind: Kind, rows: int, columns: int, transposed: bool, points: bool = True) -> Layout:
-    """Lay one side (rows, columns) out; ``transposed`` for a matrix's transpose.
+    """Return the layout of a side (rows, columns); ``transposed`` for a matrix's transpose.
 
     ``points``: False for a kernel that quantizes tiles as one tensor.
     """
