@@ -1,6 +1,8 @@
 """Entry points of the installed commands. A command imports no more than it needs."""
 
+from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import NoReturn
 
 from megatron_lowbit.command_line import print_cached_help
@@ -15,50 +17,20 @@ def pretrain(hybrid: bool | None = None) -> NoReturn:
     exit_on_user_error(partial(main, hybrid=hybrid))
 
 
-def tokenizer() -> NoReturn:
-    """Run ``lowbit-tokenizer``."""
-    from megatron_lowbit.data.tokenizer_command import main
+def _command(module: str) -> Callable[[], NoReturn]:
+    """Return the function that runs the command of a module."""
 
-    exit_on_user_error(main)
+    def run() -> NoReturn:
+        exit_on_user_error(import_module(f"megatron_lowbit.{module}").main)
 
-
-def preprocess() -> NoReturn:
-    """Run ``lowbit-preprocess``."""
-    from megatron_lowbit.data.preprocess_command import main
-
-    exit_on_user_error(main)
+    return run
 
 
-def convert() -> NoReturn:
-    """Run ``lowbit-convert``."""
-    from megatron_lowbit.conversion.command import main
-
-    exit_on_user_error(main)
-
-
-def checkpoint() -> NoReturn:
-    """Run ``lowbit-checkpoint``."""
-    from megatron_lowbit.checkpoints.command import main
-
-    exit_on_user_error(main)
-
-
-def study() -> NoReturn:
-    """Run ``lowbit-study``."""
-    from megatron_lowbit.study.command import main
-
-    exit_on_user_error(main)
-
-
-def plan() -> NoReturn:
-    """Run ``lowbit-plan``."""
-    from megatron_lowbit.planning.command import main
-
-    exit_on_user_error(main)
-
-
-def recipes() -> NoReturn:
-    """Run ``lowbit-recipes``; the same as ``python -m megatron_lowbit.recipes``."""
-    from megatron_lowbit.recipes.command import main
-
-    exit_on_user_error(main)
+tokenizer = _command("data.tokenizer_command")
+preprocess = _command("data.preprocess_command")
+convert = _command("conversion.command")
+checkpoint = _command("checkpoints.command")
+study = _command("study.command")
+plan = _command("planning.command")
+recipes = _command("recipes.command")
+"""``lowbit-recipes``, and ``python -m megatron_lowbit.recipes``."""

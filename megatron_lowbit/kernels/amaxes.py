@@ -10,8 +10,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.launcher import Launcher
-from megatron_lowbit.kernels.operands import cdiv
+from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.kernels.sides import signs_of, transform_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
@@ -129,7 +128,5 @@ def _launcher(
     across, down = (1 if one is None else one.size for one in (row, col))
     least = (64, 128) if max(across, down) <= LARGEST_TRANSFORM else (32, 32)
     tile = max(least[0], down), max(least[1], across)
-    even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
-    programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
-    constants = (*tile, transform_of(row), transform_of(col), even)
-    return Launcher(kernel, programs, constants, num_warps=warps, enable_fp_fusion=False)
+    sides = transform_of(row), transform_of(col)
+    return tile_launcher(kernel, shape, tile, *sides, num_warps=warps)

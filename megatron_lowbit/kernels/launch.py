@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, scale_amaxes
 from megatron_lowbit.kernels.delayed import own_amax, settle
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.launcher import Launcher
-from megatron_lowbit.kernels.operands import Values, cdiv
+from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
+from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
 from megatron_lowbit.kernels.sides import (
     NOTHING,
@@ -119,10 +119,7 @@ def _plan(
     by_col = None if col is None else layout(col, *shape[::-1], True)
     sides = [None if one is None else one.side for one in (by_row, by_col)]
     tile, options = _tile(*sides)
-    even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
-    programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
-    constants = (*tile, *sides, even)
-    launch = Launcher(quantize_kernel, programs, constants, enable_fp_fusion=False, **options)
+    launch = tile_launcher(quantize_kernel, shape, tile, *sides, **options)
     varying = _NOT_FIXED if row is not None else ()
     if col is not None:
         varying += tuple(len(NOTHING) + place for place in _NOT_FIXED)

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_lowbit.kernels.operands import cdiv
+
 
 class Launcher:
     """A kernel with its constexprs, for arguments of the same types.
@@ -34,6 +36,18 @@ class Launcher:
         else:  # always in Triton's interpreter, which compiles nothing
             launch = self._kernel[(self._programs,)]
             self._compiled[kinds] = launch(*arguments, *self._constants, **self._options)
+
+
+def tile_launcher(
+    kernel: Any, shape: tuple[int, int], tile: tuple[int, int], row: Any, col: Any, **options: Any
+) -> Launcher:
+    """Return the launcher of a kernel whose programs take a tile each of a matrix.
+
+    Its constexprs are the tile's rows and columns, what both sides are, and True for whole tiles.
+    """
+    even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
+    programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
+    return Launcher(kernel, programs, (*tile, row, col, even), enable_fp_fusion=False, **options)
 
 
 def _kind(argument: Tensor | int | None) -> int | str | None:
