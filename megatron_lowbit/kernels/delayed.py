@@ -6,6 +6,7 @@ it replaces what the cast has made by NaN, as a scale from that amax would have.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.elements import abs_bits
-from megatron_lowbit.kernels.operands import cdiv
+from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.tiles import load_tile
 from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor
 
@@ -34,11 +35,18 @@ def own_amax(x: Tensor, earlier: Sequence[Tensor | None]) -> Tensor:
     """
     own = torch.zeros((), dtype=torch.int32, device=x.device)
     needed = [amax for amax in earlier if amax is not None]
-    grid = (cdiv(x.shape[0], _TILE[0]) * cdiv(x.shape[1], _TILE[1]),)
-    _own_amax_kernel[grid](
-        x, *x.stride(), *x.shape, own, needed[0], needed[-1], *_TILE, num_warps=8
-    )
+    ends = needed[0], needed[-1]
+    launch = _own_amax_launcher(x.shape, x.stride(), x.dtype, x.device)
+    launch((x, *x.stride(), *x.shape, own, *ends), (x, *ends))
     return own
+
+
+@lru_cache(maxsize=4096)
+def _own_amax_launcher(
+    shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> Launcher:
+    programs = cdiv(shape[0], _TILE[0]) * cdiv(shape[1], _TILE[1])
+    return Launcher(_own_amax_kernel, programs, _TILE, num_warps=8)
 
 
 def settle(
@@ -49,10 +57,13 @@ def settle(
     codes = [None if one is None else one.codes.view(torch.uint8) for one in made]
     scales = [None if one is None else one.tensor_scale for one in made]
     count = next(one.numel() for one in codes if one is not None)
-    _settle_kernel[(cdiv(count, _SPAN),)](
-        own, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count, _SPAN,
-        num_warps=8,
-    )  # fmt: skip
+    arguments = own, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count
+    _settle_launcher(count, own.device)(arguments, arguments[1:7])
+
+
+@lru_cache(maxsize=4096)
+def _settle_launcher(count: int, device: torch.device) -> Launcher:
+    return Launcher(_settle_kernel, cdiv(count, _SPAN), (_SPAN,), num_warps=8)
 
 
 @triton.jit

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.operands import Values, cdiv
+from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side, tile_side
 from megatron_lowbit.kernels.sides import allocate, kind_of, layout, pointers
 from megatron_lowbit.kernels.tiles import load_tile, store_tile

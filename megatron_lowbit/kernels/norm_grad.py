@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.elements import as_dtype
+from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.norm import WARPS, grouped, tile_of, total, tree
 from megatron_lowbit.kernels.norm_cases import WIDEST
-from megatron_lowbit.kernels.operands import cdiv
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import mxnorm
 

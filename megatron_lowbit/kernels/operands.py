@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from megatron_lowbit.kernels.elements import (
     on_grid,
     over_block,
 )
+from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -96,11 +97,6 @@ def has_tensor_scale(format: BlockFormat) -> bool:
     return format.tensor_scaled or "three_quarters" in format.options
 
 
-def cdiv(size: int, part: int) -> int:
-    """Divide rounding up: ``triton.cdiv`` takes a third of a kernel's launch."""
-    return -(-size // part)
-
-
 def _columns(operand: QuantizedTensor) -> int:
     return operand.codes.shape[1] * (2 if operand.format.element.bits == 4 else 1)
 
@@ -118,20 +114,28 @@ def _launch(
     rows, columns = out.shape
     if not out.numel():
         return
-    tile = (16, 256)
-    grid = (cdiv(rows, tile[0]) * cdiv(columns, tile[1]),)
-    even = rows % tile[0] == 0 and columns % tile[1] == 0
-    raised = 0
+    codes = operand.codes.view(torch.uint8)
+    given = scales, largest, tensor_scale, out_scale, inexact
+    launch = _decode_launcher(rows, columns, operand.format, target, out.device)
+    out = out if target is None else out.view(torch.uint8)
+    launch((codes, scales, out, *given[1:], rows, columns), (codes, *given))
+
+
+@lru_cache(maxsize=4096)
+def _decode_launcher(
+    rows: int, columns: int, format: BlockFormat, target: BlockFormat | None, device: torch.device
+) -> Launcher:
+    down, across = 16, 256
+    folded, raised = None, 0
     if target is not None:
-        raised = int(math.log2(lift(operand.format, target)))
-        out = out.view(torch.uint8)
-    _decode_kernel[grid](
-        operand.codes.view(torch.uint8), scales, out, largest, tensor_scale, out_scale, inexact,
-        rows, columns, *tile, operand.format.block, element(operand.format.element),
-        element(E4M3) if isinstance(operand.format, NVFP4) else None,
-        element(target.element) if target is not None else None, raised, even,
-        num_warps=4, enable_fp_fusion=False,
+        folded, raised = element(target.element), int(math.log2(lift(format, target)))
+    constants = (
+        down, across, format.block, element(format.element),
+        element(E4M3) if isinstance(format, NVFP4) else None,
+        folded, raised, rows % down == 0 and columns % across == 0,
     )  # fmt: skip
+    programs = cdiv(rows, down) * cdiv(columns, across)
+    return Launcher(_decode_kernel, programs, constants, num_warps=4, enable_fp_fusion=False)
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:
