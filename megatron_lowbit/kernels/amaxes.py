@@ -15,7 +15,6 @@ from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.kernels.sides import signs_of, transform_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
-from megatron_lowbit.numerics.folding import largest_after
 
 LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""
@@ -39,12 +38,11 @@ def scale_amaxes(
         for request, amax, form in zip((row, col), amaxes, forms, strict=True)
     ]
     own, rows = _tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
-    found = []
-    for request, amax, mine, of_rows in zip((row, col), amaxes, own, rows, strict=True):
-        if mine is not None and request.hadamard and not request.quantizer.format.tensor_scaled:
-            mine = mine * largest_after(request.hadamard)
-        found.append(next((one for one in (amax, mine, of_rows) if one is not None), None))
-    return found[0], found[1]
+    by_row, by_col = (
+        next((amax for amax in found if amax is not None), None)
+        for found in zip(amaxes, own, rows, strict=True)
+    )
+    return by_row, by_col
 
 
 def _resolved(x: Tensor, row: Request | None, col: Request | None, amaxes: ScaleAmaxes) -> Amaxes:

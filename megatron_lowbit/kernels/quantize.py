@@ -46,7 +46,8 @@ class Side(NamedTuple):
     row from the row's amax in its place. ``points``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
     own layout on both sides, in place of codes and scales. ``fold``: write codes of this element,
-    folded with the factor ``lift`` (``numerics/folding.py``), and no block scales.
+    folded with the factor ``lift`` (``numerics/folding.py``), and no block scales; ``bound`` times
+    the amax is a number that no element exceeds.
     """
 
     scales: Callable
@@ -63,6 +64,7 @@ class Side(NamedTuple):
     values: bool
     fold: Element | None
     lift: float
+    bound: float
 
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
@@ -134,7 +136,7 @@ def _points_side(
     BLOCK: tl.constexpr = S.block
     if S.transform is not None:
         points = transform_points(points, signs, P, H)
-    amax = tl.load(amax) if amax is not None else 0.0
+    amax = tl.load(amax) * S.bound if amax is not None else 0.0
     row_number = number(rows, r, R)
     if P <= BLOCK:
         _block(points, 0, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key,
@@ -307,7 +309,7 @@ def tile_side(
         if col0 == 0:
             tl.store(scales + r, stored, mask=r < R)
     elif S.block > 1:
-        amax = tl.load(amax) if amax is not None else 0.0
+        amax = tl.load(amax) * S.bound if amax is not None else 0.0
         if most is None:
             most = block_amax(x, A, B, S.block_rows, S.block)
         stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)

@@ -27,7 +27,7 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
-from megatron_lowbit.numerics.folding import folded_format, lift
+from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
 from megatron_lowbit.numerics.formats import E4M3
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP, Draw
@@ -180,6 +180,8 @@ def _side(kind: Kind, stored: BlockFormat) -> Side:
         values=kind.form is Form.VALUES,
         fold=element(stored.element) if kind.form is Form.FOLDED else None,
         lift=lift(format, stored) if kind.form is Form.FOLDED else 1.0,
+        # A tensor scale is from the amax after the transform.
+        bound=1.0 if format.tensor_scaled else largest_after(hadamard),
     )
 
 
