@@ -14,6 +14,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # Compile in the same process: torch.compile would start another one that imports torch again.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# A missing tokenizer is not looked up on the Hugging Face hub, which takes 50 s without a network.
+# The library reads it when it is imported.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 
 if not torch.cuda.is_available():

@@ -1,7 +1,6 @@
 """Fixtures with a tiny dataset, and three ways to run pretrain_gpt.py on it."""
 
 import json
-import os
 import subprocess
 import sys
 from functools import partial
@@ -9,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-# Do not look up a missing tokenizer folder on the Hugging Face hub.
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 from tiny_run import (
