@@ -49,21 +49,21 @@ def _own_amax_launcher(
     return Launcher(_own_amax_kernel, programs, _TILE, num_warps=8)
 
 
-def settle(
+def record_amax(
     own: Tensor, amaxes: Sequence[DelayedAmax | None], made: Sequence[QuantizedTensor | None]
 ) -> None:
-    """Record an amax of which the bits are ``own``; one that is not finite spoils what was made."""
+    """Record an amax of which the bits are ``own``; of one that is not finite, make it all NaN."""
     steps = [None if amax is None else amax.step for amax in amaxes]
     codes = [None if one is None else one.codes.view(torch.uint8) for one in made]
     scales = [None if one is None else one.tensor_scale for one in made]
     count = next(one.numel() for one in codes if one is not None)
     arguments = own, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count
-    _settle_launcher(count, own.device)(arguments, arguments[1:7])
+    _record_launcher(count, own.device)(arguments, arguments[1:7])
 
 
 @lru_cache(maxsize=4096)
-def _settle_launcher(count: int, device: torch.device) -> Launcher:
-    return Launcher(_settle_kernel, cdiv(count, _SPAN), (_SPAN,), num_warps=8)
+def _record_launcher(count: int, device: torch.device) -> Launcher:
+    return Launcher(_record_kernel, cdiv(count, _SPAN), (_SPAN,), num_warps=8)
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def delayed_amax(earlier, own):
 
 
 @triton.jit
-def _settle_kernel(
+def _record_kernel(
     own, r_step, r_codes, r_scale, c_step, c_codes, c_scale, count, SPAN: tl.constexpr
 ):
     bits = tl.load(own)
@@ -104,13 +104,13 @@ def _settle_kernel(
                 tl.store(c_step, tl.maximum(tl.load(c_step), amax))
     else:
         if r_codes is not None:
-            _spoil(r_codes, r_scale, count, SPAN)
+            _fill_with_nan(r_codes, r_scale, count, SPAN)
         if c_codes is not None:
-            _spoil(c_codes, c_scale, count, SPAN)
+            _fill_with_nan(c_codes, c_scale, count, SPAN)
 
 
 @triton.jit
-def _spoil(codes, scale, count, SPAN: tl.constexpr):
+def _fill_with_nan(codes, scale, count, SPAN: tl.constexpr):
     tl.store(scale, float("nan"))
     at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     tl.store(codes + at, tl.full((SPAN,), _NAN_CODE, tl.uint8), mask=at < count)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, scale_amaxes
-from megatron_lowbit.kernels.delayed import own_amax, settle
+from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import Values
@@ -20,7 +20,7 @@ from megatron_lowbit.kernels.sides import (
     allocate,
     arguments,
     kind_of,
-    layout,
+    layout_of,
 )
 from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, ScaleAmaxes
 from megatron_lowbit.numerics import quantize_both as reference
@@ -70,7 +70,7 @@ def quantize_both(
         (x, *x.stride(), *x.shape, own, *sides), (x, own, *[sides[place] for place in plan.varying])
     )
     if own is not None:
-        settle(own, amaxes, (by_row, by_col))
+        record_amax(own, amaxes, (by_row, by_col))
     return by_row, by_col
 
 
@@ -87,13 +87,13 @@ def _casts_delayed(request: Request | None, amax: Tensor | DelayedAmax | None, f
 
 
 def _outputs(
-    where: Layout | None, request: Request | None, amax: Tensor | None, device: torch.device
+    layout: Layout | None, request: Request | None, amax: Tensor | None, device: torch.device
 ) -> tuple[tuple, QuantizedTensor | Values | None]:
     """Allocate a side's operand; return the kernel's arguments for it, and the operand."""
-    if where is None:
+    if layout is None:
         return NOTHING, None
-    output = allocate(where, device)
-    return arguments(where, output, request, amax), output.made
+    output = allocate(layout, device)
+    return arguments(layout, output, request, amax), output.made
 
 
 class _Plan(NamedTuple):
@@ -115,8 +115,8 @@ def _plan(
     col: Kind | None,
 ) -> _Plan:
     """Plan the quantization of matrices of one shape, dtype and device."""
-    by_row = None if row is None else layout(row, *shape, False)
-    by_col = None if col is None else layout(col, *shape[::-1], True)
+    by_row = None if row is None else layout_of(row, *shape, False)
+    by_col = None if col is None else layout_of(col, *shape[::-1], True)
     sides = [None if one is None else one.side for one in (by_row, by_col)]
     tile, options = _tile(*sides)
     launch = tile_launcher(quantize_kernel, shape, tile, *sides, **options)

@@ -14,7 +14,7 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side, tile_side
-from megatron_lowbit.kernels.sides import allocate, kind_of, layout, pointers
+from megatron_lowbit.kernels.sides import allocate, kind_of, layout_of, pointers
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
@@ -108,9 +108,9 @@ def row_side(
 
     That is ``out``, or new where none is given.
     """
-    where = layout(kind_of(request, form), *x.shape, False, points=False)
-    made, *outputs = allocate(where, x.device) if out is None else pointers(out, where)
-    return where.side, (amax, *outputs), made
+    layout = layout_of(kind_of(request, form), *x.shape, False, points=False)
+    made, *outputs = allocate(layout, x.device) if out is None else pointers(out, layout)
+    return layout.side, (amax, *outputs), made
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def kind_of(request: Request | None, form: Form) -> Kind | None:
 
 
 @lru_cache(maxsize=4096)
-def layout(kind: Kind, rows: int, columns: int, transposed: bool, points: bool = True) -> Layout:
+def layout_of(kind: Kind, rows: int, columns: int, transposed: bool, points: bool = True) -> Layout:
     """Return the layout of a side (rows, columns); ``transposed`` for a matrix's transpose.
 
     ``points``: False for a kernel that quantizes tiles as one tensor.
@@ -103,37 +103,37 @@ class Output(NamedTuple):
     tensor_scale: Tensor
 
 
-def allocate(where: Layout, device: torch.device) -> Output:
+def allocate(layout: Layout, device: torch.device) -> Output:
     """Allocate the outputs of a side.
 
     Scales are contiguous, but those of FP8 tiles of one row that are quantized on points have rows
     fastest, as cuBLAS reads them.
     """
-    side, format = where.side, where.stored
+    side, format = layout.side, layout.stored
     tensor_scale = torch.empty((), dtype=torch.float32, device=device)
     if side.values:
-        values = torch.empty(where.code_shape, dtype=torch.bfloat16, device=device)
+        values = torch.empty(layout.code_shape, dtype=torch.bfloat16, device=device)
         scale = tensor_scale if has_tensor_scale(format) else None
-        made = Values(values.t() if where.transposed else values, scale)
+        made = Values(values.t() if layout.transposed else values, scale)
         return Output(made, values, None, tensor_scale)
     written = torch.int32 if side.points else torch.uint8
-    codes = torch.empty(where.code_shape, dtype=written, device=device)
+    codes = torch.empty(layout.code_shape, dtype=written, device=device)
     by_rows = side.points and not format.repeats_scales and format.block_rows == 1
-    shape = where.scale_shape[::-1] if by_rows else where.scale_shape
+    shape = layout.scale_shape[::-1] if by_rows else layout.scale_shape
     scales = torch.empty(shape, dtype=format.scale_dtype, device=device)
     stored = QuantizedTensor(
         codes.view(format.element.dtype or torch.uint8),
         scales.t() if by_rows else scales,
         tensor_scale,
         format,
-        where.shape,
+        layout.shape,
     )
     return Output(stored, codes, _scale_pointer(scales), tensor_scale)
 
 
-def pointers(out: QuantizedTensor, where: Layout) -> Output:
+def pointers(out: QuantizedTensor, layout: Layout) -> Output:
     """Return codes that are there already as the output of a side."""
-    codes = out.codes.view(torch.int32 if where.side.points else torch.uint8)
+    codes = out.codes.view(torch.int32 if layout.side.points else torch.uint8)
     return Output(out, codes, _scale_pointer(out.scales), out.tensor_scale)
 
 
@@ -143,17 +143,17 @@ def _scale_pointer(scales: Tensor) -> Tensor | None:
     return scales.view(torch.uint8) if scales.element_size() == 1 else scales
 
 
-def arguments(where: Layout, output: Output, request: Request, amax: Tensor | None) -> tuple:
+def arguments(layout: Layout, output: Output, request: Request, amax: Tensor | None) -> tuple:
     """Return a kernel's arguments for a side, in the order of :data:`NOTHING`."""
     key, numbers = 0, (None, None)
-    if where.side.stochastic:
+    if layout.side.stochastic:
         draw = request.draw
         if draw is None:
             raise ValueError("stochastic rounding needs a Draw: which random bits to use")
-        rows, columns = where.shape
-        key, numbers = draw.key, _numbers(draw, rows, columns, where.columns, output.codes.device)
+        rows, columns = layout.shape
+        key, numbers = draw.key, _numbers(draw, rows, columns, layout.columns, output.codes.device)
     return (
-        where.columns, amax, output.codes, output.scales, output.tensor_scale, _signed(key),
+        layout.columns, amax, output.codes, output.scales, output.tensor_scale, _signed(key),
         *numbers, signs_of(request.hadamard, request.sign_key),
     )  # fmt: skip
 

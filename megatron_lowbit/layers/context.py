@@ -145,11 +145,9 @@ class LinearContext:
         def scale_amax(gemm: str | None, amax: Tensor | None) -> Tensor | DelayedAmax | None:
             if gemm is None or gemm not in shared:
                 return amax
-            return (
-                self._delayed_amax(gemm, role)
-                if amax is None
-                else self.scale_amax(gemm, role, amax)
-            )
+            if amax is None:
+                return self._delayed_amax(gemm, role)
+            return self.scale_amax(gemm, role, amax)
 
         by_row = scale_amax(row, own[0])
         return by_row, by_row if col == row else scale_amax(col, own[1])

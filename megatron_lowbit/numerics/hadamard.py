@@ -87,7 +87,7 @@ def hadamard_transform(x: Tensor, hadamard: Hadamard, sign_key: int | Tensor = 0
     size = hadamard.size
     x = F.pad(x.to(torch.float32), (0, -x.shape[-1] % size))
     points = [
-        point if sign > 0 else 0.0 - point  # of padding no -0
+        point if sign > 0 else 0.0 - point  # zeros of padding stay positive
         for point, sign in zip(
             x.unflatten(-1, (x.shape[-1] // size, size)).unbind(-1),
             hadamard.sign_vector(int(sign_key) % 2**64),

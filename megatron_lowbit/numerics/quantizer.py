@@ -151,7 +151,9 @@ class Quantizer:
     format: BlockFormat
     rounding: Rounding = Rounding.NEAREST_EVEN
 
-    def __call__(self, x: Tensor, amax: Tensor | None = None, **options: Any) -> QuantizedTensor:
+    def __call__(
+        self, x: Tensor, amax: Tensor | DelayedAmax | None = None, **options: Any
+    ) -> QuantizedTensor:
         """Quantize x (..., K) along its last axis, with the options of :class:`Request`."""
         return Request(self, **options).quantize(x, amax)
 

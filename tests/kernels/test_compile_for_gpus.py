@@ -81,7 +81,7 @@ def main() -> None:
     for module, names in (
         (launch, ["quantize_kernel"]),
         (amaxes, ["amax_kernel", "row_amax_kernel"]),
-        (delayed, ["_own_amax_kernel", "_settle_kernel"]),
+        (delayed, ["_own_amax_kernel", "_record_kernel"]),
     ):
         for name in names:
             setattr(module, name, Compiler(getattr(module, name)))
