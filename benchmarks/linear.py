@@ -288,14 +288,16 @@ def _kept(contender: Contender, built: Built, size: Size) -> dict[str, float]:
     }
 
 
-def _step(built: Built, x: Tensor, grad: Tensor) -> Step:
-    def step(mark: timing.Mark) -> None:
+def step(built: Built, x: Tensor, grad: Tensor) -> Step:
+    """Return forward and backward of a layer, of x and of the output's gradient."""
+
+    def run(mark: timing.Mark) -> None:
         x.grad = built.weight.grad = None
         y = built.forward(x)
         mark()
         y.backward(grad)
 
-    return step
+    return run
 
 
 def run(
@@ -318,7 +320,7 @@ def run(
         built = contender.make(size)
         built.forward(x)  # libraries allocate their workspaces in the first call
         kept[name] = _kept(contender, built, size)
-        return _step(built, x, grad)
+        return step(built, x, grad)
 
     steps, refused = timing.build({name: partial(builder, name) for name in names})
     laps = timing.measure(steps, seconds)

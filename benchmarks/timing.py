@@ -328,11 +328,13 @@ def over_sizes(
     write(args.output, limits, rows, begin)
 
 
-def write(file: Path, limits: Ceilings, rows: list[dict], begin: float, **more) -> None:
-    """Write the JSON: the machine, the recipes' engine, the ceilings, and a line for each row."""
+def write(file: Path, limits: Ceilings | None, rows: list[dict], begin: float, **more) -> None:
+    """Write the JSON: machine, recipes' engine, ceilings if measured, and a line for each row."""
     engine = select_engine(device())
     head = {"machine": description(), "engine": f"{engine.name} ({engine.reason})"}
-    head |= {"seconds": round(time.monotonic() - begin), "ceilings": limits.as_json(), **more}
+    head |= {"seconds": round(time.monotonic() - begin), **more}
+    if limits is not None:
+        head["ceilings"] = limits.as_json()
     body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
