@@ -53,6 +53,7 @@ COMMON = """
     --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 1000 --log-interval 1
     --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
 """
+ONE = "--micro-batch-size 8"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8"
 DP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --micro-batch-size 4"
 PP = "--pipeline-model-parallel-size 2 --micro-batch-size 2"
@@ -63,6 +64,8 @@ FSDP = """
 """
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
+GRAPHS = "--cuda-graph-impl local"
+BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
 ASYNC = "--async-save --async-strategy mcore --use-persistent-ckpt-worker"
 RESUMED = "--num-layers 2 --vocab-size 8000 --deterministic-mode"
 """Arguments of cases that compare losses: small checkpoints, no atomic additions in attention."""
@@ -86,7 +89,23 @@ def recipe(name: str) -> str:
     return f"--precision-recipe {name}"
 
 
+def steps_of_small_models(layout: str, arguments: str) -> list[Case]:
+    """Return runs with and without graphs: of BF16, Megatron-LM's own FP8 and recipes."""
+    cases = [
+        Case("upstream bf16", UPSTREAM, ""),
+        *(Case(name, OURS, recipe(name)) for name in ("fp8-tile", "nvfp4", "mxfp4-backward")),
+        Case("upstream blockwise", UPSTREAM, BLOCKWISE),
+    ]
+    return [
+        Case(f"{layout} {how}{case.name}", case.script, f"{arguments} {case.arguments} {more}")
+        for case in cases
+        for how, more in (("", ""), ("graphs ", GRAPHS))
+    ]
+
+
 CASES = [
+    *steps_of_small_models("one GPU", ONE),
+    *steps_of_small_models("two GPUs", TP),
     Case("DP2 upstream bf16", UPSTREAM, DP),
     Case("DP2 bf16", OURS, DP),
     Case("DP2 nvfp4", OURS, f"{DP} {recipe('nvfp4')}"),

@@ -22,6 +22,7 @@ def check(recipe: Recipe, args: Namespace) -> None:
     """Raise UserError for what a recipe cannot do inside the graphs of ``--cuda-graph-impl``."""
     implementation = args.cuda_graph_impl
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
+    evaluates = args.eval_iters or args.full_validation
     refused = (
         (
             implementation == "full_iteration",
@@ -32,7 +33,7 @@ def check(recipe: Recipe, args: Namespace) -> None:
             "it cannot capture again where the recipe switches; use local",
         ),
         (
-            implementation == "local" and args.eval_precision != "recipe",
+            implementation == "local" and evaluates and args.eval_precision != "recipe",
             "it replays training's graphs in evaluation; use --eval-precision recipe",
         ),
         (
@@ -90,5 +91,9 @@ class Graphs:
             delete_cuda_graphs()
             for chunk in self._chunks:
                 for module in chunk.modules():
-                    if hasattr(module, "cudagraph_manager"):
+                    if hasattr(module, "create_mcore_cudagraph_manager"):
                         module.create_mcore_cudagraph_manager(module.config)
+                    # Megatron-LM counts the uses of a graph's input on the tensor itself, which
+                    # must be another one when it counts again: rotary embeddings are cached.
+                    if hasattr(module.forward, "cache_clear"):
+                        module.forward.cache_clear()

@@ -79,10 +79,6 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
 def _check(args: Namespace) -> None:
     """Raise UserError for arguments that would leave layers unquantized."""
     refused = {
-        "--cuda-graph-impl": (
-            args.cuda_graph_impl != "none",
-            "captured layers have not been run on a GPU yet",
-        ),
         "--moe-grouped-gemm": (args.moe_grouped_gemm, "grouped GEMMs take no recipe yet"),
         "--overlap-moe-expert-parallel-comm": (
             args.overlap_moe_expert_parallel_comm,

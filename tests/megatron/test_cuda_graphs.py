@@ -18,7 +18,7 @@ from tests.megatron.test_recipe_hook import FINE
 
 ARGS = {
     **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "recompute_granularity": None,
-    "pipeline_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1, "eval_iters": 10, "full_validation": False,
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -28,6 +28,10 @@ CPU = torch.device("cpu")
     [
         ({"cuda_graph_impl": "full_iteration"}, "which it replays as one; use local"),
         ({"eval_precision": "bf16"}, "use --eval-precision recipe"),
+        (
+            {"eval_precision": "bf16", "eval_iters": 0, "full_validation": True},
+            "use --eval-precision recipe",
+        ),
         ({"fused_allreduce_norm": True}, "--fused-allreduce-norm counts"),
         (
             {"recompute_granularity": "selective", "pipeline_model_parallel_size": 2},
@@ -40,6 +44,12 @@ def test_what_is_refused(change, reason):
     cuda_graphs.check(recipe, Namespace(**ARGS))
     with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
         cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
+
+
+def test_runs_without_evaluation_need_no_precision_for_it():
+    cuda_graphs.check(
+        load_recipe("nvfp4"), Namespace(**{**ARGS, "eval_precision": "bf16", "eval_iters": 0})
+    )
 
 
 @pytest.mark.parametrize(

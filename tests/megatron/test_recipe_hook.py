@@ -31,7 +31,6 @@ def hooks(recipe: list[str] | None, **more: object) -> list:
 @pytest.mark.parametrize(
     ("name", "value", "flag"),
     [
-        ("cuda_graph_impl", "local", "--cuda-graph-impl"),
         ("moe_grouped_gemm", True, "--moe-grouped-gemm"),
         ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
         ("fp8", "e4m3", "--fp8-format"),
