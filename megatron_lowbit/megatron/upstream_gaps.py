@@ -72,6 +72,11 @@ def check_local_layers(args: Namespace) -> None:
         "--num-experts with --transformer-impl local: Megatron-LM cannot train experts that have "
         "biases; give --disable-bias-linear",
     )
+    require(
+        args.cuda_graph_impl != "local",
+        "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
+        "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
+    )
 
 
 @cache

@@ -15,6 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import torch
 
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
@@ -23,6 +24,7 @@ import megatron.core
 import megatron.training
 from megatron.core.datasets import utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.training import argument_utils, checkpointing, initialize
 from megatron.training.arguments import add_megatron_arguments
@@ -48,6 +50,8 @@ CITED = {
     "transformer_block.py:59": "LayerNormImpl = FusedLayerNorm",
     "fused_layer_norm.py:68": "is not supported in FusedLayerNorm",
     "multi_latent_attention.py:739": "= gather_from_tensor_model_parallel_region(kv_combined)",
+    "cuda_graphs.py:502": "def observing_save_for_backward(ctx, *tensors):",
+    "cuda_graphs.py:617": "assert fwd_buffer_reuse_ref_count == 0",
     "mlp.py:354": "output += output_bias",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
     "distrib_optimizer.py:2061": "def load_parameter_state_from_dp_reshardable",
@@ -154,6 +158,18 @@ def test_local_attention_has_no_widths_of_keys_and_values():
     assert "k_channels=" in source
     module = inspect.getsource(inspect.getmodule(DotProductAttention))
     assert "k_channels" not in module
+
+
+def test_graphs_do_not_see_what_torch_saves():
+    _CudagraphGlobalRecord._enable_saved_tensors_observer()
+    try:
+        x = torch.ones(4, requires_grad=True)
+        y = torch.nn.functional.rms_norm(x, (4,))
+    finally:
+        _CudagraphGlobalRecord._disable_saved_tensors_observer()
+    saved = [getattr(y.grad_fn, name) for name in dir(y.grad_fn) if name.startswith("_saved_")]
+    assert any(one is x for one in saved)
+    assert not hasattr(x, "cg_buffer_metadata")
 
 
 def test_an_empty_tracker_file_ends_the_next_start(tmp_path, capsys):

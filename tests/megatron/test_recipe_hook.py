@@ -52,6 +52,7 @@ EXPERTS = {"num_experts": 2}
     [
         (LATENT, "--tensor-model-parallel-size must be 1"),
         (EXPERTS, "give --disable-bias-linear"),
+        ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl transformer_engine"),
     ],
 )
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
