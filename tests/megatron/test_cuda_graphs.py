@@ -17,8 +17,7 @@ from megatron_lowbit.recipes import Layer, load_recipe
 from tests.megatron.test_recipe_hook import FINE
 
 ARGS = {
-    **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "recompute_granularity": None,
-    "pipeline_model_parallel_size": 1, "eval_iters": 10, "full_validation": False,
+    **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "eval_iters": 10,
 }  # fmt: skip
 CPU = torch.device("cpu")
 

@@ -10,7 +10,8 @@ from megatron_lowbit.megatron.recipe_hook import use_recipe
 FINE = {
     "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,
     "num_experts": None, "add_bias_linear": True, "fused_allreduce_norm": False, "recipe_set": [],
-    "mxnorm": False, "cuda_graph_impl": "none",
+    "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
+    "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
 }  # fmt: skip
 
@@ -64,7 +65,7 @@ def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
 
 def test_a_recipe_is_one_hook_and_none_changes_nothing():
     assert len(hooks(["nvfp4"])) == 1
-    assert hooks(None, cuda_graph_impl="local") == []
+    assert hooks(None, cuda_graph_impl="transformer_engine") == []
 
 
 @pytest.mark.parametrize(
