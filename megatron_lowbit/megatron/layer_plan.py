@@ -10,6 +10,7 @@ from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import Layer, LinearPrecision
 
 _BLOCK = re.compile(r"(?P<where>.*?\blayers)\.\d+")
+_GROUPED = re.compile(r"(?<=\.experts\.)(linear_fc\d)\.(\d+)$")
 _EXPERT = re.compile(r"(?<=local_experts\.)\d+")
 _MTP = "mtp."
 
@@ -34,7 +35,8 @@ def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | No
     """Return the layer that a recipe's rules see for a module; None for one outside the blocks.
 
     megatron names modules by the chunk's own block numbers and the rank's own expert numbers; rules
-    see global ones. Blocks of multi-token prediction come after the decoder's last.
+    see global ones, and grouped experts as if they were not. Blocks of multi-token prediction come
+    after the decoder's last.
 
     Args:
         chunk: one virtual pipeline stage of the model.
@@ -47,5 +49,6 @@ def layer_of(chunk: torch.nn.Module, name: str, first_expert: int) -> Layer | No
     num_blocks = chunk.config.num_layers
     number = chunk.get_submodule(found[0]).layer_number - 1
     path = f"{found['where']}.{number}{name[found.end() :]}"
+    path = _GROUPED.sub(r"local_experts.\2.\1", path)
     path = _EXPERT.sub(lambda expert: str(int(expert[0]) + first_expert), path)
     return Layer(path, number + (num_blocks if name.startswith(_MTP) else 0), num_blocks)

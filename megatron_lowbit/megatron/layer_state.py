@@ -21,9 +21,10 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES
 class LayerState:
     """Plan, random key, amax histories, cached quantized weight and fallbacks of a layer.
 
-    Modules hold it as ``layer_state``. ``features`` are the global numbers (int64) of the features
-    that tensor parallelism splits, None where it splits none. ``graph_keys`` has the layer's random
-    keys where calls are captured in CUDA graphs.
+    Modules hold it as ``layer_state``, or one for each of their experts as ``expert_states``.
+    ``features`` are the global numbers (int64) of the features that tensor parallelism splits, None
+    where it splits none. ``graph_keys`` has the layer's random keys where calls are captured in
+    CUDA graphs.
     """
 
     def __init__(
@@ -125,34 +126,36 @@ def _is_warming_up() -> bool:
     return is_graph_capturing() and not torch.cuda.is_current_stream_capturing()
 
 
-def device_of(module: torch.nn.Module) -> torch.device:
+def device_of(weight: torch.Tensor | None) -> torch.device:
     """Return where a linear layer computes, which may not be where its weight was made.
 
     Models that are initialized on the CPU move to the GPU after their hooks ran; those on the meta
     device stay there.
     """
-    if module.weight is not None and module.weight.device.type == "meta":
-        return module.weight.device
+    if weight is not None and weight.device.type == "meta":
+        return weight.device
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
-def split_features(split: int, module: torch.nn.Module) -> torch.Tensor | None:
+def split_features(
+    split: int, weight: torch.Tensor | None, group: dist.ProcessGroup, parts: int | None = None
+) -> torch.Tensor | None:
     """Return the global numbers (int64) of a rank's ``split`` features; None if unsplit.
 
-    They may come in parts, each split over the tensor-parallel group: a gated fc1 holds its share
-    of the gate, then its share of the up projection. A part's numbers start at a multiple of 16, as
-    random bits are drawn: parts of another size leave gaps, and draw other bits than the whole
-    layer does.
+    They may come in ``parts``, each split over the tensor-parallel group: a gated fc1 holds its
+    share of the gate, then its share of the up projection. None takes as many as Megatron-LM notes
+    on the weight. A part's numbers start at a multiple of 16, as random bits are drawn: parts of
+    another size leave gaps, and draw other bits than the whole layer does.
     """
-    group, ranks = module.tp_group, module.tp_group.size()
+    ranks = group.size()
     if ranks == 1:
         return None
-    parts = getattr(module.weight, "partition_stride", 1)
+    parts = parts or getattr(weight, "partition_stride", 1)
     part = split // parts
     starts = (torch.arange(parts) * ranks + group.rank()) * (part + -part % GROUP)
-    return (starts[:, None] + torch.arange(part)).flatten().to(device_of(module))
+    return (starts[:, None] + torch.arange(part)).flatten().to(device_of(weight))
 
 
 def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
@@ -161,3 +164,4 @@ def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:
         for module in chunk.modules():
             if hasattr(module, "layer_state"):
                 yield module.layer_state
+            yield from getattr(module, "expert_states", ())

@@ -27,8 +27,8 @@ def take_over(module: torch.nn.Module, plan: LayerPlan) -> LayerState:
     """Let a parallel linear layer compute as its plan says; return the state it now has."""
     is_column = isinstance(module, ColumnParallelLinear)
     split = module.output_size_per_partition if is_column else module.input_size_per_partition
-    features = split_features(split, module)
-    state = LayerState(plan, device_of(module), features, module.is_expert)
+    features = split_features(split, module.weight, module.tp_group)
+    state = LayerState(plan, device_of(module.weight), features, module.is_expert)
     module.layer_state = state
     module._forward_impl = _Product(module, state, is_column)
     return state

@@ -17,12 +17,12 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
-from megatron.training.models.gpt import default_layer_spec
 from torch import Tensor
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
+from megatron_lowbit.megatron.specs import change_parts, change_specs
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
@@ -66,14 +66,7 @@ def use_mxnorm_spec(model_config: Any) -> None:
     transformer = model_config.transformer
     require(transformer.transformer_impl == "local", "--mxnorm needs --transformer-impl local")
     require(transformer.normalization == "RMSNorm", "--mxnorm needs --normalization RMSNorm")
-    if hasattr(model_config, "hybrid_stack_spec"):
-        model_config.hybrid_stack_spec = with_mxnorm(model_config.hybrid_stack_spec)
-    else:
-        model_config.transformer_layer_spec = _layer_spec
-
-
-def _layer_spec(model_config: Any, vp_stage: int | None) -> Any:
-    return with_mxnorm(default_layer_spec(model_config, vp_stage))
+    change_specs(model_config, with_mxnorm)
 
 
 def with_mxnorm(spec: Any) -> Any:
@@ -87,12 +80,7 @@ def with_mxnorm(spec: Any) -> Any:
             if fused is not None:
                 spec = dataclasses.replace(spec, **{part: fused, norm: IdentityOp})
         return spec
-    if isinstance(spec, ModuleSpec) or dataclasses.is_dataclass(spec):
-        fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
-        return dataclasses.replace(spec, **{k: with_mxnorm(v) for k, v in fields.items()})
-    if isinstance(spec, list):
-        return [with_mxnorm(entry) for entry in spec]
-    return spec
+    return change_parts(spec, with_mxnorm)
 
 
 def _with_fused(spec: Any, name: str) -> Any:

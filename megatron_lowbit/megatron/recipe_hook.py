@@ -24,12 +24,14 @@ from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import allreduce_norm, cuda_graphs, experts, linear, upstream_gaps
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
+from megatron_lowbit.megatron.grouped_experts import with_grouped_experts
 from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
 from megatron_lowbit.megatron.same_outcome import gather_from_ranks, same_outcome
+from megatron_lowbit.megatron.specs import change_specs
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.recipes import Layer, Progress, Recipe, load_recipes
@@ -73,16 +75,25 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         allreduce_norm.check(args)
     if args.mxnorm:
         use_mxnorm_spec(model_config)
+    if args.moe_grouped_gemm and args.transformer_impl == "local":
+        change_specs(model_config, with_grouped_experts)
     model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
 
 
 def _check(args: Namespace) -> None:
     """Raise UserError for arguments that would leave layers unquantized."""
     refused = {
-        "--moe-grouped-gemm": (args.moe_grouped_gemm, "grouped GEMMs take no recipe yet"),
         "--overlap-moe-expert-parallel-comm": (
             args.overlap_moe_expert_parallel_comm,
             "its schedule passes by the model's forward pass",
+        ),
+        "--use-transformer-engine-op-fuser": (
+            args.use_transformer_engine_op_fuser,
+            "its operations pass by the layers' forward pass",
+        ),
+        "--delay-wgrad-compute with --moe-grouped-gemm": (
+            args.moe_grouped_gemm and args.delay_wgrad_compute,
+            "experts' weight gradients are computed with the others",
         ),
         "--fp8-format": (args.fp8 is not None, "a recipe takes the place of Megatron-LM's own"),
         "--fp4-format": (args.fp4 is not None, "a recipe takes the place of Megatron-LM's own"),

@@ -17,6 +17,7 @@ from transformer_engine.pytorch.quantization import RecipeState
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
+from megatron_lowbit.megatron.transformer_engine_experts import Expert, take_over_expert
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
@@ -40,8 +41,8 @@ class TELayerState(LayerState):
         features = None
         if module.tp_size > 1:
             split = module.out_features if self.is_column else module.in_features
-            features = split_features(split, module)
-        super().__init__(plan, device_of(module), features)
+            features = split_features(split, module.weight, module.tp_group)
+        super().__init__(plan, device_of(module.weight), features)
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
@@ -94,14 +95,23 @@ class TELayerState(LayerState):
         )
 
 
-def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return a chunk's linear layers that can take a recipe, by their path in it."""
+def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module | Expert]:
+    """Return a chunk's linear layers that can take a recipe, and experts, by their path in it."""
     kinds = (*_COLUMN, te.TERowParallelLinear, te.TELinear)
-    return {name: module for name, module in chunk.named_modules() if isinstance(module, kinds)}
+    found: dict[str, torch.nn.Module | Expert] = {}
+    for name, module in chunk.named_modules():
+        if isinstance(module, kinds):
+            found[name] = module
+        elif isinstance(module, te.TEGroupedLinear):
+            found |= {f"{name}.{i}": Expert(module, i) for i in range(module.num_gemms)}
+    return found
 
 
-def take_over(module: torch.nn.Module, plan: LayerPlan) -> TELayerState:
+def take_over(module: torch.nn.Module | Expert, plan: LayerPlan) -> LayerState:
     """Give a linear layer of Transformer Engine its precision; return the state it now has."""
+    if isinstance(module, Expert):
+        is_column = isinstance(module.grouped, te.TEColumnParallelGroupedLinear)
+        return take_over_expert(module, plan, is_column)
     module.layer_state = TELayerState(plan, module)
     return module.layer_state
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from tiny_run import done, refused, saved_histories, start_from, steps
+from tiny_run import done, refused, saved_histories, saved_tensors, start_from, steps
 
 EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64,
            "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff",
@@ -10,6 +10,7 @@ EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64,
 NVFP4 = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
 GROUP = ("--recipe-set", "tensor_scale=group")
 SPLIT = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
+GROUPED = ("--moe-grouped-gemm",)
 DELAYED = ("--fp8-recipe", "fp8-delayed")
 
 # Relative bounds of the first step's loss and gradient norm after a common checkpoint: two ranks
@@ -37,14 +38,14 @@ def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
     done(pretrain_here(*EXPERTS, "--train-iters", 2, "--save", start))
     jobs = {}
     for name, (options, *_) in PARITY.items():
-        for ranks in (1, 2):
-            save = start_from(start, 2, tmp_path / f"{name} {ranks}")
+        for layout in ("1", "2", "2 grouped"):
+            save = start_from(start, 2, tmp_path / f"{name} {layout}")
             # Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts
             # are spread over ranks: the state of one does not load as the other's.
-            jobs[f"{name} {ranks}"] = (
-                *EXPERTS, *options, "--expert-model-parallel-size", ranks, "--no-load-optim",
+            jobs[f"{name} {layout}"] = (
+                *EXPERTS, *options, "--expert-model-parallel-size", layout[0], "--no-load-optim",
                 "--train-iters", 3 + (name == "delayed"), "--load", save, "--save", save,
-                "--save-interval", 1,
+                "--save-interval", 1, *(GROUPED if layout.endswith("grouped") else ()),
             )  # fmt: skip
     for layout, options in {"one": (), "split": SPLIT}.items():
         save = start_from(start, 2, tmp_path / f"tensor parallel {layout}")
@@ -61,6 +62,20 @@ def test_expert_parallelism_agrees(runs, name):
     (one_loss, one_norm), (loss, norm) = (steps(runs[0] / f"{name} {ep}")[3] for ep in (1, 2))
     assert loss == pytest.approx(one_loss, rel=loss_bound)
     assert norm == pytest.approx(one_norm, rel=norm_bound)
+
+
+@pytest.mark.parametrize("name", PARITY)
+def test_grouped_experts_are_the_same(runs, name):
+    """Compare losses, and all tensors of the checkpoint, to the bit; norms add in another order."""
+    one, grouped = (steps(runs[0] / f"{name} {layout}") for layout in ("2", "2 grouped"))
+    assert one.keys() == grouped.keys()
+    for step, (loss, norm) in one.items():
+        assert grouped[step] == (loss, pytest.approx(norm, rel=1e-6))
+    checkpoints = (runs[0] / f"{name} {layout}" / "iter_0000003" for layout in ("2", "2 grouped"))
+    saved, other = map(saved_tensors, checkpoints)
+    assert saved.keys() == other.keys()
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, other[key]), key
 
 
 def test_tensor_parallelism_agrees(runs):
@@ -117,7 +132,6 @@ def test_experts_without_tokens(pretrain_here, tmp_path):
     [
         (("--num-experts", 4, "--moe-layer-freq", "[1]"), "[1]"),
         (("--num-experts", 4, "--moe-layer-freq", "x"), "--moe-layer-freq"),
-        (("--num-experts", 4, "--moe-grouped-gemm", "--fp4-recipe", "nvfp4"), "--moe-grouped-gemm"),
     ],
 )
 def test_refused(pretrain_here, arguments, said):

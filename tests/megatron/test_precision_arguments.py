@@ -240,8 +240,6 @@ def test_own_settings_come_after_translated_ones(choose):
         ("--fp8-recipe custom", "needs --fp8-format"),
         ("--recipe-set grad.rounding=nearest", "--recipe-set needs a recipe"),
         ("--fp4-recipe nvfp4 --recipe-set grad.round=nearest", "grad.round"),
-        ("--fp4-recipe nvfp4 --num-experts 4 --moe-grouped-gemm", "leave out --moe-grouped-gemm"),
-        ("--fp8-format e4m3 --moe-grouped-gemm", "leave out --moe-grouped-gemm"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(choose, line, message):
@@ -253,11 +251,6 @@ def test_what_does_not_fit_is_refused_in_one_line(choose, line, message):
 def test_settings_of_a_recipe_need_one_that_runs(choose):
     with pytest.raises(UserError, match="Megatron-LM's own code"):
         choose("--fp8-format e4m3 --recipe-set grad.rounding=nearest", HOPPER)
-
-
-@pytest.mark.parametrize("line", ["--precision-recipe bf16", "--bf16"])
-def test_grouped_gemms_run_in_high_precision(choose, line):
-    choose(f"{line} --num-experts 4 --moe-grouped-gemm", HOPPER)
 
 
 def test_layers_that_are_not_installed(parser):

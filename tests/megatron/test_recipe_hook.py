@@ -13,6 +13,7 @@ FINE = {
     "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
     "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+    "use_transformer_engine_op_fuser": False, "delay_wgrad_compute": False,
 }  # fmt: skip
 
 
@@ -32,8 +33,8 @@ def hooks(recipe: list[str] | None, **more: object) -> list:
 @pytest.mark.parametrize(
     ("name", "value", "flag"),
     [
-        ("moe_grouped_gemm", True, "--moe-grouped-gemm"),
         ("overlap_moe_expert_parallel_comm", True, "--overlap-moe-expert-parallel-comm"),
+        ("use_transformer_engine_op_fuser", True, "--use-transformer-engine-op-fuser"),
         ("fp8", "e4m3", "--fp8-format"),
         ("fp4", "e2m1", "--fp4-format"),
     ],

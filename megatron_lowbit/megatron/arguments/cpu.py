@@ -97,7 +97,7 @@ _REMOVED = {
     _KERNEL: """
         --use-flash-attn --flash-attention-version --cross-entropy-loss-fusion
         --cross-entropy-fusion-impl --use-fused-weighted-squared-relu
-        --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion
+        --moe-permute-fusion --moe-router-fusion
     """,
     _TE: """
         --fused-residual-rmsnorm --use-te-activation-func --use-transformer-engine-op-fuser

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megatron_lowbit.command_line import CommandLine
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes import HIGH_PRECISION, load_recipes
+from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.recipes.load import MEGATRON_NAMES, bf16_blocks, for_sides
 
 INSTALL_TRANSFORMER_ENGINE = (
@@ -256,11 +256,7 @@ def _with_recipes(
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
     recipes = tuple(recipe for recipe, _ in sides)
     overrides = (*for_sides([changes for _, changes in sides]), *args.recipe_set)
-    recipe = load_recipes(recipes, overrides)
-    require(
-        not args.moe_grouped_gemm or all(one == HIGH_PRECISION for one in recipe.precisions()),
-        "grouped GEMMs under a recipe are not supported yet: leave out --moe-grouped-gemm",
-    )
+    load_recipes(recipes, overrides)
     left_out = tuple(flag for flag in _DEPENDENT if flag in words)
     shown = f"recipe {recipes[0]}"
     if len(recipes) == 2:

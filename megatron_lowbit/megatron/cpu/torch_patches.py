@@ -106,8 +106,8 @@ def patch_torch() -> None:
     cuda.is_available = _for_callers("megatron.training.initialize", True, cuda.is_available)
     cuda.device_count = _for_callers("megatron.training.", 1, cuda.device_count)
     cuda.is_initialized = _for_callers("megatron.", True, cuda.is_initialized)
-    # Capability 0.0 has no feature of any GPU.
-    cuda.get_device_capability = _for_callers("megatron.", (0, 0), cuda.get_device_capability)
+    # Megatron-LM groups experts from capability 8.0 on.
+    cuda.get_device_capability = _for_callers("megatron.", (8, 0), cuda.get_device_capability)
     properties = types.SimpleNamespace(major=0, minor=0, multi_processor_count=1, total_memory=0)
     cuda.get_device_properties = _for_callers("megatron.", properties, cuda.get_device_properties)
 

@@ -1,0 +1,62 @@
+"""Transformer Engine's grouped linear layers under a recipe.
+
+They keep the parameters, their sharding and their checkpoints; the product is this project's.
+Each expert has a plan and a state of its own, as if experts were not grouped.
+"""
+
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_lowbit.layers import lowbit_grouped_linear
+from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.megatron.layer_plan import LayerPlan
+from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
+
+
+class Expert(NamedTuple):
+    """A local expert's part of a grouped linear layer."""
+
+    grouped: torch.nn.Module
+    number: int
+
+
+def take_over_expert(expert: Expert, plan: LayerPlan, is_column: bool) -> LayerState:
+    """Let an expert compute as its plan says; return the state it now has."""
+    module, number = expert
+    if number == 0:
+        module.expert_states = []
+        module.forward = _GroupedProduct(module, is_column)
+    weight = getattr(module, f"weight{number}")
+    parts = 2 if is_column and module.config.gated_linear_unit else 1
+    features = split_features(weight.shape[0 if is_column else 1], weight, module._tp_group, parts)
+    module.expert_states.append(LayerState(plan, device_of(weight), features, is_expert=True))
+    return module.expert_states[-1]
+
+
+class _GroupedProduct:
+    """The forward pass of a grouped linear layer, in the precisions of its experts' states."""
+
+    def __init__(self, module: torch.nn.Module, is_column: bool) -> None:
+        self.module, self.is_column = weakref.proxy(module), is_column
+        self.high_precision = module.forward
+
+    @eager  # The key is another one in every microbatch.
+    def __call__(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, Any]:
+        module, states = self.module, self.module.expert_states
+        trains = module.training or states[0].plan.evaluates
+        if not trains or not any(state.plan.precision.quantized for state in states):
+            return self.high_precision(x, tokens_per_expert)
+        contexts = [
+            state.context(state.shards(module._tp_group, self.is_column))
+            if state.plan.precision.quantized
+            else None
+            for state in states
+        ]
+        experts = range(len(states))
+        biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
+        added = [None] * len(states) if module.te_return_bias else biases
+        weights = [getattr(module, f"weight{i}") for i in experts]
+        y = lowbit_grouped_linear(x, weights, contexts, tokens_per_expert, added)
+        return y, biases if module.te_return_bias else None
