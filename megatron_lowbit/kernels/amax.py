@@ -9,6 +9,16 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.elements import abs_bits
 from megatron_lowbit.kernels.hadamard import butterfly_points, finish, transform_tile
+from megatron_lowbit.kernels.sections import (
+    COL_SIGNS,
+    FIRST_TILE,
+    ROW_SIGNS,
+    ROWS,
+    X,
+    entry,
+    pointer,
+    section_of,
+)
 from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
 
 MAX_POINTS = tl.constexpr(64)
@@ -17,24 +27,38 @@ MAX_POINTS = tl.constexpr(64)
 
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
 def amax_kernel(
-    x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
+    x, stride_r, stride_c, R, C, table, row_amax, row_signs, col_amax, col_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute the amaxes of x (R, C) and its transpose, after ROW and COL, as FP32 bits.
 
     They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
-    counts; ``row_amax`` or ``col_amax`` may be None.
+    counts; ``row_amax`` or ``col_amax`` may be None. With a ``table`` of COUNT matrices (see
+    ``sections.py``) they are arrays.
     """
     tiles = tl.cdiv(C, TN)
-    row0 = (tl.program_id(0) // tiles) * TM
+    tile = tl.program_id(0) // tiles
     col0 = (tl.program_id(0) % tiles) * TN
+    if table is not None:
+        section = section_of(table, tile, COUNT)
+        tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
+        x = pointer(table, section, X, COUNT, x)
+        R = entry(table, section, ROWS, COUNT).to(tl.int32)
+        row_signs = entry(table, section, ROW_SIGNS, COUNT)
+        col_signs = entry(table, section, COL_SIGNS, COUNT)
+        if row_amax is not None:
+            row_amax += section
+        if col_amax is not None:
+            col_amax += section
+    row0 = tile * TM
     PLAIN: tl.constexpr = (row_amax is not None and ROW is None) or (
         col_amax is not None and COL is None
     )
     COLUMNS: tl.constexpr = COL is not None and COL.points <= MAX_POINTS
     if PLAIN and not COLUMNS:
-        tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        most = tl.max(tl.max(abs_bits(tile), 1), 0)
+        values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+        most = tl.max(tl.max(abs_bits(values), 1), 0)
         if row_amax is not None and ROW is None:
             tl.atomic_max(row_amax, most)
         if col_amax is not None and COL is None:
@@ -45,9 +69,9 @@ def amax_kernel(
             points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
             tl.atomic_max(row_amax, _most_of_sums(points, row_signs, ROW))
         else:
-            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-            tile = transform_tile(tile, row_signs, TM, TN, ROW)
-            tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
+            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            values = transform_tile(values, row_signs, TM, TN, ROW)
+            tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(values), 1), 0))
     if COLUMNS:
         Q: tl.constexpr = COL.points
         points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
@@ -55,9 +79,9 @@ def amax_kernel(
             tl.atomic_max(row_amax, tl.max(_most(points, Q), 0))
         tl.atomic_max(col_amax, _most_of_sums(points, col_signs, COL))
     elif col_amax is not None and COL is not None:
-        tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        tile = transform_tile(tl.trans(tile), col_signs, TN, TM, COL)
-        tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
+        values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+        values = transform_tile(tl.trans(values), col_signs, TN, TM, COL)
+        tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(values), 1), 0))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def scale_amaxes(
     if any(isinstance(amax, DelayedAmax) for amax in amaxes):
         amaxes = _resolved(x, row, col, amaxes)
     missing = [
-        _measured(request, form) if request is not None and amax is None else None
+        measured(request, form) if request is not None and amax is None else None
         for request, amax, form in zip((row, col), amaxes, forms, strict=True)
     ]
     own, rows = _tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
@@ -53,7 +53,7 @@ def _resolved(x: Tensor, row: Request | None, col: Request | None, amaxes: Scale
     return by_row, by_col
 
 
-def _measured(request: Request, form: Form) -> Request | None:
+def measured(request: Request, form: Form) -> Request | None:
     """Return the request whose tensor amax is needed: for folding, before a transform."""
     if request.quantizer.format.tensor_scaled:
         return request
@@ -80,7 +80,7 @@ def _tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxe
         amax, _ = _tensor_amaxes(x, row, None)
         return amax, amax
     zeros = torch.zeros(2 if row and col else 1, dtype=torch.int32, device=x.device).unbind()
-    by_row, by_col = _maxed(amax_kernel, x, (row, col), (zeros[0], zeros[-1]), 4)
+    by_row, by_col = _maxed(amax_kernel, x, (row, col), (zeros[0], zeros[-1]), 4, (None,), (0,))
     return by_row, by_col
 
 
@@ -97,18 +97,34 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Ten
 
 
 def _maxed(
-    kernel: Any, x: Tensor, sides: Sequence[Request | None], zeros: Sequence[Tensor], warps: int
+    kernel: Any,
+    x: Tensor,
+    sides: Sequence[Request | None],
+    zeros: Sequence[Tensor],
+    warps: int,
+    sections: tuple[Tensor | None, ...] = (),
+    counts: tuple[int, ...] = (),
 ) -> list[Tensor | None]:
-    """Compute the amaxes of both sides into zeroed int32; return FP32, None for None."""
+    """Compute the amaxes of both sides into zeroed int32; return FP32, None for None.
+
+    ``sections`` and ``counts``: arguments of a kernel that takes a table of matrices.
+    """
     found = [bits if r else None for bits, r in zip(zeros, sides, strict=True)]
     signs = [signs_of(r.hadamard, r.sign_key) if r else 0 for r in sides]
     hadamards = [r.hadamard if r else None for r in sides]
-    launch = _launcher(kernel, x.shape, x.stride(), x.dtype, x.device, *hadamards, warps)
+    launch = _launcher(kernel, x.shape, x.stride(), x.dtype, x.device, *hadamards, warps, *counts)
     launch(
-        (x, *x.stride(), *x.shape, found[0], signs[0], found[1], signs[1]),
+        (x, *x.stride(), *x.shape, *sections, found[0], signs[0], found[1], signs[1]),
         (x, found[0], signs[0], found[1], signs[1]),
     )
     return [None if bits is None else bits.view(torch.float32) for bits in found]
+
+
+def amax_tile(row: Hadamard | None, col: Hadamard | None) -> tuple[int, int]:
+    """Return rows and columns of a tile that holds both sides' transforms."""
+    across, down = (1 if one is None else one.size for one in (row, col))
+    least = (64, 128) if max(across, down) <= LARGEST_TRANSFORM else (32, 32)
+    return max(least[0], down), max(least[1], across)
 
 
 @lru_cache(maxsize=4096)
@@ -121,10 +137,8 @@ def _launcher(
     row: Hadamard | None,
     col: Hadamard | None,
     warps: int,
+    *counts: int,
 ) -> Launcher:
-    """Return a launcher for matrices of one kind, in tiles that hold both sides' transforms."""
-    across, down = (1 if one is None else one.size for one in (row, col))
-    least = (64, 128) if max(across, down) <= LARGEST_TRANSFORM else (32, 32)
-    tile = max(least[0], down), max(least[1], across)
+    """Return a launcher for matrices of one kind."""
     sides = transform_of(row), transform_of(col)
-    return tile_launcher(kernel, shape, tile, *sides, num_warps=warps)
+    return tile_launcher(kernel, shape, amax_tile(row, col), *sides, *counts, num_warps=warps)

@@ -9,6 +9,7 @@
 ``select.select_engine`` chooses one.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,6 +59,27 @@ class Engine:
             For a request that needs codes a QuantizedTensor, else whatever :meth:`gemm` takes.
         """
         raise NotImplementedError
+
+    def quantize_all(
+        self,
+        xs: Sequence[Tensor],
+        rows: Sequence[Request] | None,
+        cols: Sequence[Request] | None,
+    ) -> tuple[Sequence[Any] | None, Sequence[Any] | None]:
+        """Quantize each x (R, C) by a row request and a column request, as :meth:`quantize` does.
+
+        Args:
+            xs: matrices of one dtype and C.
+            rows, cols: a request for each matrix, which differ in their keys alone; None for no
+                operand. One list for square blocks, which then serve both sides.
+        """
+        none = [None] * len(xs)
+        pairs = [
+            self.quantize(x, row, col)
+            for x, row, col in zip(xs, rows or none, cols or none, strict=True)
+        ]
+        left, right = map(list, zip(*pairs, strict=True))
+        return None if rows is None else left, None if cols is None else right
 
     def gemm(
         self,

@@ -1,6 +1,7 @@
 """The engine of NVIDIA GPUs: fused quantization, and the GEMM that the table of routes says."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +13,7 @@ from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, folded_pair, plain
 from megatron_lowbit.kernels.launch import quantize_both
+from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
@@ -60,15 +62,32 @@ class FusedEngine(Engine):
             return reference_quantize(x, row, col, amaxes)
         if row is not None and col is row:
             col = replace(row, partner=row.transpose_partner)
-            if self._form(row, x.dtype) is self._form(col, x.dtype) is Form.VALUES:
-                # Blocks along columns stay within a thread: the cheaper side.
+            if self._shares_values(row, col, x.dtype):
                 form = self._written_form(row, x.dtype)
                 _, by_col = quantize_both(x, None, col, amaxes, (form, form))
-                if isinstance(by_col, Values):
-                    return Values(by_col.values.t(), by_col.tensor_scale), by_col
-                return Transposed(by_col), by_col
+                return _transposed(by_col), by_col
         forms = self._written_form(row, x.dtype), self._written_form(col, x.dtype)
         return quantize_both(x, row, col, amaxes, forms)
+
+    def quantize_all(
+        self,
+        xs: Sequence[Tensor],
+        rows: Sequence[Request] | None,
+        cols: Sequence[Request] | None,
+    ) -> tuple[Sequence[GpuOperand] | None, Sequence[GpuOperand] | None]:
+        """Quantize matrices of one kind by one launch where their formats have kernels for it."""
+        if not takes_sections(xs, rows, cols):
+            return super().quantize_all(xs, rows, cols)
+        if cols is rows:
+            cols = [replace(row, partner=row.transpose_partner) for row in rows]
+            if self._shares_values(rows[0], cols[0], xs[0].dtype):
+                form = self._written_form(rows[0], xs[0].dtype)
+                _, by_col = quantize_sections(xs, None, cols, (form, form))
+                by_col = list(by_col)
+                return [_transposed(operand) for operand in by_col], by_col
+        dtype = xs[0].dtype
+        forms = [self._written_form(side and side[0], dtype) for side in (rows, cols)]
+        return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
@@ -105,6 +124,13 @@ class FusedEngine(Engine):
         if request.partner is None and dtype is not torch.bfloat16:
             return Form.CODES
         return self.route(request.quantizer.format, request.partner, request.folding).form
+
+    def _shares_values(self, row: Request, col: Request, dtype: torch.dtype) -> bool:
+        """Return True if square blocks are quantized once, for both sides.
+
+        It is done along columns, whose blocks stay within a thread.
+        """
+        return self._form(row, dtype) is self._form(col, dtype) is Form.VALUES
 
     def _written_form(self, request: Request | None, dtype: torch.dtype) -> Form:
         """Return the form to write: codes where the GEMM's form is too large, or no codes."""
@@ -161,6 +187,13 @@ class FusedEngine(Engine):
             operand = operand.of if isinstance(operand, Transposed) else operand
             formats.append(None if isinstance(operand, Tensor) else operand.format)
         return self.route(formats[0], formats[1], folding)
+
+
+def _transposed(operand: QuantizedTensor | Values) -> Transposed | Values:
+    """Return the transpose of an operand in square blocks, in the same memory."""
+    if isinstance(operand, Values):
+        return Values(operand.values.t(), operand.tensor_scale)
+    return Transposed(operand)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

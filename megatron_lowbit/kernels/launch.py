@@ -67,7 +67,8 @@ def quantize_both(
     col_arguments, by_col = _outputs(plan.col, col, known[1], x.device)
     sides = (*row_arguments, *col_arguments)
     plan.launch(
-        (x, *x.stride(), *x.shape, own, *sides), (x, own, *[sides[place] for place in plan.varying])
+        (x, *x.stride(), *x.shape, own, None, *sides),
+        (x, own, *[sides[place] for place in plan.varying]),
     )
     if own is not None:
         record_amax(own, amaxes, (by_row, by_col))
@@ -118,15 +119,15 @@ def _plan(
     by_row = None if row is None else layout_of(row, *shape, False)
     by_col = None if col is None else layout_of(col, *shape[::-1], True)
     sides = [None if one is None else one.side for one in (by_row, by_col)]
-    tile, options = _tile(*sides)
-    launch = tile_launcher(quantize_kernel, shape, tile, *sides, **options)
+    tile, options = tile_of(*sides)
+    launch = tile_launcher(quantize_kernel, shape, tile, *sides, 0, **options)
     varying = _NOT_FIXED if row is not None else ()
     if col is not None:
         varying += tuple(len(NOTHING) + place for place in _NOT_FIXED)
     return _Plan(by_row, by_col, launch, varying)
 
 
-def _tile(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:
+def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:
     """Return rows and columns of the tile, and the launch's options: found by trying on an H200."""
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128

@@ -42,15 +42,23 @@ class Launcher:
 
 
 def tile_launcher(
-    kernel: Any, shape: tuple[int, int], tile: tuple[int, int], row: Any, col: Any, **options: Any
+    kernel: Any,
+    shape: tuple[int, int],
+    tile: tuple[int, int],
+    row: Any,
+    col: Any,
+    *more: Any,
+    **options: Any,
 ) -> Launcher:
     """Return the launcher of a kernel whose programs take a tile each of a matrix.
 
-    Its constexprs are the tile's rows and columns, what both sides are, and True for whole tiles.
+    Its constexprs are the tile's rows and columns, what both sides are, True for whole tiles, and
+    ``more``.
     """
     even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
     programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
-    return Launcher(kernel, programs, (*tile, row, col, even), enable_fp_fusion=False, **options)
+    constants = (*tile, row, col, even, *more)
+    return Launcher(kernel, programs, constants, enable_fp_fusion=False, **options)
 
 
 def _kind(argument: Tensor | int | None) -> int | str | None:

@@ -29,6 +29,23 @@ from megatron_lowbit.kernels.elements import (
 )
 from megatron_lowbit.kernels.hadamard import Transform, transform_points, transform_tile
 from megatron_lowbit.kernels.random_words import key_of, number, philox, random_of, random_tile
+from megatron_lowbit.kernels.sections import (
+    COL_CODES,
+    COL_COLUMNS,
+    COL_KEY,
+    COL_SCALES,
+    COL_SIGNS,
+    FIRST_TILE,
+    ROW_CODES,
+    ROW_KEY,
+    ROW_SCALES,
+    ROW_SIGNS,
+    ROWS,
+    X,
+    entry,
+    pointer,
+    section_of,
+)
 from megatron_lowbit.kernels.tiles import (
     load_column_points,
     load_row_points,
@@ -69,10 +86,11 @@ class Side(NamedTuple):
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
-    x, stride_r, stride_c, R, C, own,
+    x, stride_r, stride_c, R, C, own, table,
     r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
     c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Quantize x (R, C) by ROW (arguments r_) and its transpose by COL (c_); either may be None.
 
@@ -80,10 +98,40 @@ def quantize_kernel(
     and ``groups`` are global numbers for the random bits, or None as ``amax`` is where unused; that
     is the tensor's, or of each row. ``own`` takes x's amax where scaling is delayed, else None.
     Keys and signs are int64, or in memory. Tiles are TM x TN; with EVEN they cover x exactly.
+
+    With a ``table`` of COUNT matrices (see ``sections.py``) these are quantized, each by itself; of
+    the arguments that it replaces, pointers tell the dtype. Amaxes and tensor scales are arrays.
     """
     tiles = tl.cdiv(C, TN)
-    row0 = (tl.program_id(0) // tiles) * TM
+    tile = tl.program_id(0) // tiles
     col0 = (tl.program_id(0) % tiles) * TN
+    first_program = 0
+    if table is not None:
+        section = section_of(table, tile, COUNT)
+        first_tile = entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
+        first_program, tile = first_tile * tiles, tile - first_tile
+        x = pointer(table, section, X, COUNT, x)
+        R = entry(table, section, ROWS, COUNT).to(tl.int32)
+        r_key = entry(table, section, ROW_KEY, COUNT)
+        r_signs = entry(table, section, ROW_SIGNS, COUNT)
+        c_key = entry(table, section, COL_KEY, COUNT)
+        c_signs = entry(table, section, COL_SIGNS, COUNT)
+        if ROW is not None:
+            r_codes = pointer(table, section, ROW_CODES, COUNT, r_codes)
+            r_tensor_scale += section
+            if r_scales is not None:
+                r_scales = pointer(table, section, ROW_SCALES, COUNT, r_scales)
+            if r_amax is not None:
+                r_amax += section
+        if COL is not None:
+            c_columns = entry(table, section, COL_COLUMNS, COUNT).to(tl.int32)
+            c_codes = pointer(table, section, COL_CODES, COUNT, c_codes)
+            c_tensor_scale += section
+            if c_scales is not None:
+                c_scales = pointer(table, section, COL_SCALES, COUNT, c_scales)
+            if c_amax is not None:
+                c_amax += section
+    row0 = tile * TM
     if own is not None:
         note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
@@ -95,13 +143,13 @@ def quantize_kernel(
             _points_side(
                 points, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
                 r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
-                TN // P, ROW, False, EVEN,
+                first_program, TN // P, ROW, False, EVEN,
             )  # fmt: skip
         else:
-            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
-                tile, None, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale,
-                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN, own,
+                values, None, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale,
+                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN, own, first_program,
             )  # fmt: skip
     if COL is not None:
         c_key = key_of(c_key)
@@ -112,20 +160,22 @@ def quantize_kernel(
             _points_side(
                 points, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
                 c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
-                TN, COL, True, EVEN,
+                first_program, TN, COL, True, EVEN,
             )  # fmt: skip
         else:
-            tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+            values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
-                tl.trans(tile), None, col0, row0, C, c_columns, c_amax, c_codes, c_scales,
+                tl.trans(values), None, col0, row0, C, c_columns, c_amax, c_codes, c_scales,
                 c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN, own,
+                first_program,
             )  # fmt: skip
 
 
 @triton.jit
 def _points_side(
     points, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
-    WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+    first_program, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize groups of points: the ``group``-th of row ``r`` of x, or of its TRANSPOSED.
 
@@ -140,19 +190,21 @@ def _points_side(
     row_number = number(rows, r, R)
     if P <= BLOCK:
         _block(points, 0, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key,
-               groups, WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
+               groups, first_program, WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
     else:
         # A loop, for Triton's sake: compiled once, and apart from the transform.
         for first in range(0, P, BLOCK):
             _block(points, first, r, group, row_number, R, columns, amax, codes, scales,
-                   tensor_scale, key, groups, WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
+                   tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
+                   EVEN)  # fmt: skip
             points = points[BLOCK:] + points[:BLOCK]
 
 
 @triton.jit
 def _block(
     points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
-    WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr, EVEN: tl.constexpr,
+    first_program, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize the first block of ``points``, or all of them where a block has several groups.
 
@@ -188,7 +240,7 @@ def _block(
             alone = (at % BLOCK == 0) & (r % ROWS == 0) & (r < R) & (at < columns)
             tl.store(scales + place, stored, mask=alone)
     # Every program has the same; the first writes it.
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == first_program:
         tl.store(tensor_scale, decode)
 
 
@@ -279,12 +331,12 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
 def tile_side(
     x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr, own=None,
+    EVEN: tl.constexpr, own=None, first_program=0,
 ):  # fmt: skip
     """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
 
     ``most`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
-    tensor's amax for a scale a tensor that is delayed.
+    tensor's amax for a scale a tensor that is delayed; ``first_program`` writes the tensor scale.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
@@ -344,5 +396,5 @@ def tile_side(
             store_tile(codes, low | (high << 4), row0, col0 // 2, R, columns // 2, EVEN)
         else:
             store_tile(codes, code, row0, col0, R, columns, EVEN)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == first_program:
         tl.store(tensor_scale, decode)

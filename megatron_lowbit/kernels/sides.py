@@ -30,7 +30,7 @@ from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
 from megatron_lowbit.numerics.formats import E4M3
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
-from megatron_lowbit.numerics.randomness import GROUP, Draw
+from megatron_lowbit.numerics.randomness import GROUP
 
 POINTS = 32
 """Points of a group in longer blocks."""
@@ -103,32 +103,56 @@ class Output(NamedTuple):
     tensor_scale: Tensor
 
 
-def allocate(layout: Layout, device: torch.device) -> Output:
-    """Allocate the outputs of a side.
+class Memory(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
+    """Return the memory of the codes and of the scales that a kernel writes for a side.
 
     Scales are contiguous, but those of FP8 tiles of one row that are quantized on points have rows
     fastest, as cuBLAS reads them.
     """
     side, format = layout.side, layout.stored
-    tensor_scale = torch.empty((), dtype=torch.float32, device=device)
     if side.values:
-        values = torch.empty(layout.code_shape, dtype=torch.bfloat16, device=device)
+        return Memory(layout.code_shape, torch.bfloat16), None
+    shape = layout.scale_shape[::-1] if _has_rows_fastest(layout) else layout.scale_shape
+    codes = torch.int32 if side.points else torch.uint8
+    return Memory(layout.code_shape, codes), Memory(shape, format.scale_dtype)
+
+
+def allocate(layout: Layout, device: torch.device) -> Output:
+    """Allocate the outputs of a side."""
+    codes, scales = (
+        None if memory is None else torch.empty(memory.shape, dtype=memory.dtype, device=device)
+        for memory in memory_of(layout)
+    )
+    return output(layout, codes, scales, torch.empty((), dtype=torch.float32, device=device))
+
+
+def output(layout: Layout, codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
+    """Return the operand in the memory of a side."""
+    side, format = layout.side, layout.stored
+    if side.values:
         scale = tensor_scale if has_tensor_scale(format) else None
-        made = Values(values.t() if layout.transposed else values, scale)
-        return Output(made, values, None, tensor_scale)
-    written = torch.int32 if side.points else torch.uint8
-    codes = torch.empty(layout.code_shape, dtype=written, device=device)
-    by_rows = side.points and not format.repeats_scales and format.block_rows == 1
-    shape = layout.scale_shape[::-1] if by_rows else layout.scale_shape
-    scales = torch.empty(shape, dtype=format.scale_dtype, device=device)
+        made = Values(codes.t() if layout.transposed else codes, scale)
+        return Output(made, codes, None, tensor_scale)
     stored = QuantizedTensor(
         codes.view(format.element.dtype or torch.uint8),
-        scales.t() if by_rows else scales,
+        scales.t() if _has_rows_fastest(layout) else scales,
         tensor_scale,
         format,
         layout.shape,
     )
     return Output(stored, codes, _scale_pointer(scales), tensor_scale)
+
+
+def _has_rows_fastest(layout: Layout) -> bool:
+    format = layout.stored
+    return bool(layout.side.points) and not format.repeats_scales and format.block_rows == 1
 
 
 def pointers(out: QuantizedTensor, layout: Layout) -> Output:
@@ -147,15 +171,18 @@ def arguments(layout: Layout, output: Output, request: Request, amax: Tensor | N
     """Return a kernel's arguments for a side, in the order of :data:`NOTHING`."""
     key, numbers = 0, (None, None)
     if layout.side.stochastic:
-        draw = request.draw
-        if draw is None:
-            raise ValueError("stochastic rounding needs a Draw: which random bits to use")
-        rows, columns = layout.shape
-        key, numbers = draw.key, _numbers(draw, rows, columns, layout.columns, output.codes.device)
+        key, numbers = key_of(request), numbers_of(request, layout, output.codes.device)
     return (
-        layout.columns, amax, output.codes, output.scales, output.tensor_scale, _signed(key),
+        layout.columns, amax, output.codes, output.scales, output.tensor_scale, key,
         *numbers, signs_of(request.hadamard, request.sign_key),
     )  # fmt: skip
+
+
+def key_of(request: Request) -> int | Tensor:
+    """Return the key of a stochastic request's draws, as a kernel takes it."""
+    if request.draw is None:
+        raise ValueError("stochastic rounding needs a Draw: which random bits to use")
+    return _signed(request.draw.key)
 
 
 @cache
@@ -228,11 +255,12 @@ def _signed(key: int | Tensor) -> int | Tensor:
     return key - 2**64 if key >= 2**63 else key
 
 
-def _numbers(
-    draw: Draw, rows: int, columns: int, padded: int, device: torch.device
+def numbers_of(
+    request: Request, layout: Layout, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return global row and group numbers, None where they count from zero."""
+    draw, (rows, columns) = request.draw, layout.shape
     if draw.rows is None and draw.groups is None:
         return None, None
     all_rows, all_groups = draw.counters(rows, columns, device)
-    return all_rows, F.pad(all_groups, (0, cdiv(padded, GROUP) - len(all_groups)))
+    return all_rows, F.pad(all_groups, (0, cdiv(layout.columns, GROUP) - len(all_groups)))

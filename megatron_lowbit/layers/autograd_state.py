@@ -16,11 +16,13 @@ _TENSOR = object()
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
     """Append the tensors of a value to a list; return the description that restores the value.
 
-    Values are tensors, None, and dataclasses of tensors and other things.
+    Values are tensors, None, and dataclasses or lists of tensors and other things.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TENSOR
+    if isinstance(value, list):
+        return [flatten(part, tensors) for part in value]
     names = _field_names(type(value))  # type: ignore[arg-type]  # a type is hashable
     if names is None:
         return value
@@ -39,6 +41,8 @@ def unflatten(description: Any, tensors: Iterator[Tensor]) -> Any:
     """Restore a value from its description and its tensors, in the same order."""
     if description is _TENSOR:
         return next(tensors)
+    if isinstance(description, list):
+        return [unflatten(part, tensors) for part in description]
     if isinstance(description, tuple) and description and isinstance(description[0], type):
         kind, parts = description
         return kind(*(unflatten(part, tensors) for part in parts))

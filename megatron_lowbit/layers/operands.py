@@ -1,8 +1,8 @@
 """Operands of a linear layer's GEMMs: input, weight and gradient, quantized for each GEMM."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,25 +111,44 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
     Returns:
         Both operands; None for dgrad's where backward quantizes it.
     """
-    precision, training = context.precision, context.training
+    precision = context.precision
     cache = context.weight_cache if precision.caches_weight else None
     if cache is not None and cache.operands is not None:
         return cache.operands
-    shared, reused = precision.weight_serves_dgrad, precision.dgrad.rhs_of_fprop
-    col = None
-    if training and shared:
-        col = "fprop"
-    elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
-        col = "dgrad"
-    needs_codes = {"fprop", "dgrad"} if reused else ()
-    saved = {"fprop", "dgrad"} if shared or precision.caches_weight else ()
-    by_row, by_col = context.quantize(weight(), "weight", "fprop", col, needs_codes, saved)
-    dgrad_weight = None if col is None else by_col
-    if training and reused and not shared:
+    wanted = weight_sides(context)
+    sides = wanted.dgrad, wanted.needs_codes, wanted.saved
+    by_row, by_col = context.quantize(weight(), "weight", "fprop", *sides)
+    dgrad_weight = None if wanted.dgrad is None else by_col
+    if context.training and precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
         dgrad_weight = by_row.dequantize().t()
-    if cache is not None and training:
+    if cache is not None and context.training:
         cache.operands = by_row, dgrad_weight
     return by_row, dgrad_weight
+
+
+class WeightSides(NamedTuple):
+    """Quantization of a weight beside fprop's side, as arguments of ``LinearContext.quantize``.
+
+    ``dgrad`` names the GEMM of its transpose, None where backward quantizes it.
+    """
+
+    dgrad: str | None
+    needs_codes: Collection[str]
+    saved: Collection[str]
+
+
+def weight_sides(context: LinearContext) -> WeightSides:
+    """Return how forward quantizes a weight."""
+    precision, training = context.precision, context.training
+    shared, reused = precision.weight_serves_dgrad, precision.dgrad.rhs_of_fprop
+    dgrad = None
+    if training and shared:
+        dgrad = "fprop"
+    elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
+        dgrad = "dgrad"
+    needs_codes = {"fprop", "dgrad"} if reused else ()
+    saved = {"fprop", "dgrad"} if shared or precision.caches_weight else ()
+    return WeightSides(dgrad, needs_codes, saved)
 
 
 def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:

@@ -21,6 +21,9 @@ from megatron.core.transformer.moe.experts import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_lowbit.layers import LinearContext, lowbit_grouped_linear
+from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.megatron.layer_state import expert_contexts
 from megatron_lowbit.megatron.specs import change_parts
 
 
@@ -36,9 +39,26 @@ class GroupedLinear(torch.nn.ModuleList):
 
     def forward(self, x: Tensor, tokens_per_expert: list[int]) -> tuple[Tensor, None]:
         """Multiply each expert's tokens, which come one expert after another, by its weight."""
+        contexts = self._contexts()
+        if contexts is not None:
+            weights = [linear.weight for linear in self]
+            biases = [None] * len(self)
+            return lowbit_grouped_linear(x, weights, contexts, tokens_per_expert, biases), None
         parts = x.split(tokens_per_expert)
         products = [linear(part)[0] for linear, part in zip(self, parts, strict=True)]
         return torch.cat(products), None
+
+    @eager  # Keys are others in every microbatch.
+    def _contexts(self) -> list[LinearContext | None] | None:
+        """Return the experts' contexts; None where they are called one by one.
+
+        They are in high precision, and where an expert's own call is watched.
+        """
+        if any(linear._forward_hooks or not hasattr(linear, "layer_state") for linear in self):
+            return None
+        states = [linear.layer_state for linear in self]
+        is_column = isinstance(self[0], ColumnParallelLinear)
+        return expert_contexts(states, self._groups.expt_tp, is_column, self.training)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

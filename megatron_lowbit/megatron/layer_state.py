@@ -1,7 +1,7 @@
 """The state of a linear layer under a recipe, beside its parameters, whoever's module it is."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -119,6 +119,22 @@ class LayerState:
     def microbatch_key(self) -> int:
         """Return the key of this layer's random numbers in the present microbatch."""
         return layer_key(microbatch_key(self.is_expert), self._key)
+
+
+def expert_contexts(
+    states: Sequence[LayerState], group: dist.ProcessGroup, is_column: bool, training: bool
+) -> list[LinearContext | None] | None:
+    """Return the contexts of a call of a rank's experts, None for experts in high precision.
+
+    None in place of the list leaves the whole call in high precision.
+    """
+    computes = training or states[0].plan.evaluates
+    if not computes or not any(state.plan.precision.quantized for state in states):
+        return None
+    return [
+        state.context(state.shards(group, is_column)) if state.plan.precision.quantized else None
+        for state in states
+    ]
 
 
 def _is_warming_up() -> bool:

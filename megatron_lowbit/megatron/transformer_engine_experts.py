@@ -12,7 +12,12 @@ import torch
 from megatron_lowbit.layers import lowbit_grouped_linear
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
-from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
+from megatron_lowbit.megatron.layer_state import (
+    LayerState,
+    device_of,
+    expert_contexts,
+    split_features,
+)
 
 
 class Expert(NamedTuple):
@@ -45,15 +50,9 @@ class _GroupedProduct:
     @eager  # The key is another one in every microbatch.
     def __call__(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, Any]:
         module, states = self.module, self.module.expert_states
-        trains = module.training or states[0].plan.evaluates
-        if not trains or not any(state.plan.precision.quantized for state in states):
+        contexts = expert_contexts(states, module._tp_group, self.is_column, module.training)
+        if contexts is None:
             return self.high_precision(x, tokens_per_expert)
-        contexts = [
-            state.context(state.shards(module._tp_group, self.is_column))
-            if state.plan.precision.quantized
-            else None
-            for state in states
-        ]
         experts = range(len(states))
         biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
         added = [None] * len(states) if module.te_return_bias else biases

@@ -38,12 +38,14 @@ def test_kernels_compile():
 
 def main() -> None:
     """Compile what each case launches; print its name."""
+    from dataclasses import replace
+
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_lowbit.kernels import amaxes, delayed, launch
+    from megatron_lowbit.kernels import amaxes, delayed, launch, launch_sections
     from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.numerics import (
         DelayedAmax,
@@ -80,6 +82,7 @@ def main() -> None:
 
     for module, names in (
         (launch, ["quantize_kernel"]),
+        (launch_sections, ["quantize_kernel", "amax_kernel"]),
         (amaxes, ["amax_kernel", "row_amax_kernel"]),
         (delayed, ["_own_amax_kernel", "_record_kernel"]),
     ):
@@ -95,6 +98,9 @@ def main() -> None:
         amax = DelayedAmax(earlier, earlier) if name.endswith("delayed") else None
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)
+        many = [[replace(request, sign_key=3, draw=Draw(3))] * 2] * 2
+        if amax is None and launch_sections.takes_sections([x, x], *many):
+            launch_sections.quantize_sections([x, x], *many, sides)
         print(name)
 
 

@@ -1,0 +1,123 @@
+"""Experts quantized together: the bits of a linear layer for each."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import (
+    LinearContext,
+    WeightCache,
+    grouped,
+    lowbit_grouped_linear,
+    lowbit_linear,
+)
+from megatron_lowbit.numerics import AmaxHistory
+from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe, shipped_recipes
+
+CPU = torch.device("cpu")
+TOKENS = [20, 0, 7, 33]
+MIDDLE = Layer("decoder.layers.4.mlp.experts.local_experts.0.linear_fc1", 4, 10)
+QUANTIZING = [
+    name for name in shipped_recipes() if load_recipe(name).precision_for(MIDDLE).quantized
+]
+
+
+class CountingEngine(ReferenceEngine):
+    """Counts how often matrices are quantized together."""
+
+    def __init__(self) -> None:
+        super().__init__("tests")
+        self.together = 0
+
+    def quantize_all(self, *arguments):
+        self.together += 1
+        return super().quantize_all(*arguments)
+
+
+def contexts_of(recipe: str, **options) -> list[LinearContext]:
+    precision = load_recipe(recipe).precision_for(MIDDLE)
+    engine, length = CountingEngine(), precision.history_length
+    return [
+        LinearContext(
+            precision, engine, key=expert,
+            amax_history=AmaxHistory(len(OPERANDS), length, CPU) if length else None, **options,
+        )
+        for expert in range(len(TOKENS))
+    ]  # fmt: skip
+
+
+def draws() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(sum(TOKENS), 64, generator=generator, requires_grad=True)
+    weights = [torch.randn(48, 64, generator=generator, requires_grad=True) for _ in TOKENS]
+    return x, weights
+
+
+def one_by_one(x, weights, contexts) -> torch.Tensor:
+    calls = zip(x.split(TOKENS), weights, contexts, strict=True)
+    return torch.cat([lowbit_linear(*call) for call in calls if len(call[0])])
+
+
+@pytest.mark.parametrize("recipe", QUANTIZING)
+def test_the_bits_of_a_layer_for_each(recipe):
+    contexts = contexts_of(recipe)
+    (x, weights), (other, others) = draws(), draws()
+    y = lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS))
+    expected = one_by_one(other, others, contexts_of(recipe))
+    assert torch.equal(y, expected)
+    grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(6))
+    y.backward(grad)
+    expected.backward(grad)
+    assert torch.equal(x.grad, other.grad)
+    for weight, count, same in zip(weights, TOKENS, others, strict=True):
+        assert torch.equal(weight.grad, same.grad) if count else not weight.grad.any()
+    if not contexts[0].precision.history_length:  # whose amaxes are recorded one by one
+        assert contexts[0].engine.together
+
+
+def test_weights_are_quantized_once_a_step():
+    """In the second microbatch, only the expert that had no tokens in the first is."""
+    caches = [WeightCache() for _ in TOKENS]
+    contexts = contexts_of("nvfp4")
+    contexts = [replace(c, weight_cache=w) for c, w in zip(contexts, caches, strict=True)]
+    x, weights = draws()
+    nothing = [None] * len(TOKENS)
+    lowbit_grouped_linear(x, weights, contexts, TOKENS, nothing)
+    assert [cache.operands is not None for cache in caches] == [count > 0 for count in TOKENS]
+    kept = caches[0].operands
+    lowbit_grouped_linear(x, weights, contexts, [5, 5, 25, 25], nothing)
+    assert caches[0].operands is kept and caches[1].operands is not None
+
+
+def test_gradients_are_added_to_main_gradients():
+    contexts = contexts_of("fp8-tile", accumulate_main_grad=True)
+    (x, weights), (other, others) = draws(), draws()
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight)
+    lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS)).sum().backward()
+    one_by_one(other, others, contexts_of("fp8-tile")).sum().backward()
+    for weight, same in zip(weights, others, strict=True):
+        assert weight.grad_added_to_main_grad
+        added = torch.zeros_like(weight) if same.grad is None else same.grad
+        assert torch.equal(weight.main_grad, 1 + added)
+
+
+@pytest.mark.parametrize("mixed", ["high precision", "another recipe", "bias"])
+def test_experts_that_differ_are_called_one_by_one(mixed, monkeypatch):
+    monkeypatch.setattr(grouped, "_GroupedLinear", None)
+    contexts, biases = contexts_of("fp8-tile"), [None] * len(TOKENS)
+    if mixed == "bias":
+        biases[0] = torch.ones(48)
+    else:
+        contexts[0] = None if mixed == "high precision" else contexts_of("nvfp4")[0]
+    x, weights = draws()
+    y = lowbit_grouped_linear(x, weights, contexts, TOKENS, biases)
+    for part, own, weight, context, bias in zip(
+        x.split(TOKENS), y.split(TOKENS), weights, contexts, biases, strict=True
+    ):
+        if context is None:
+            assert torch.equal(own, part @ weight.t())
+        elif len(part):
+            assert torch.equal(own, lowbit_linear(part, weight, context, bias))
