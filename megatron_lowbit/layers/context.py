@@ -225,8 +225,8 @@ def quantize_all(
             context.quantize(x, role, row, col, needs_codes, saved)
             for context, x in zip(contexts, xs, strict=True)
         ]
-        left, right = map(list, zip(*both, strict=True))
-        return left, right
+        by_row, by_col = zip(*both, strict=True)
+        return list(by_row), list(by_col)
 
     def requests(gemm: str | None) -> list[Request] | None:
         if gemm is None or first.precision.quantizer(gemm, role) is None:
@@ -239,9 +239,9 @@ def quantize_all(
 
     rows = requests(row)
     cols = rows if col == row else requests(col)
-    left, right = None, None
-    if rows is not None or cols is not None:
-        left, right = first.engine.quantize_all(xs, rows, cols)
+    if rows is None and cols is None:
+        return xs, [x.t() for x in xs]
+    left, right = first.engine.quantize_all(xs, rows, cols)
     return xs if left is None else left, [x.t() for x in xs] if right is None else right
 
 

@@ -127,9 +127,11 @@ def _quantize_weights(
     missing = [number for number, pair in enumerate(found) if pair is None]
     wanted = operands.weight_sides(contexts[0])
     if missing:
-        chosen = [contexts[number] for number in missing], [weights[number] for number in missing]
-        sides = wanted.dgrad, wanted.needs_codes, wanted.saved
-        by_row, by_col = quantize_all(*chosen, "weight", "fprop", *sides)
+        by_row, by_col = quantize_all(
+            [contexts[number] for number in missing],
+            [weights[number] for number in missing],
+            "weight", "fprop", wanted.dgrad, wanted.needs_codes, wanted.saved,
+        )  # fmt: skip
         by_col = by_col if wanted.dgrad else [None] * len(missing)
         for number, *pair in zip(missing, by_row, by_col, strict=True):
             found[number] = (pair[0], pair[1])
