@@ -34,8 +34,8 @@ def amax_kernel(
     """Compute the amaxes of x (R, C) and its transpose, after ROW and COL, as FP32 bits.
 
     They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
-    counts; ``row_amax`` or ``col_amax`` may be None. With a ``table`` of COUNT matrices (see
-    ``sections.py``) they are arrays.
+    counts; ``row_amax`` or ``col_amax`` may be None. With a ``table`` of matrices in
+    COUNT columns (see ``sections.py``) they are arrays.
     """
     tiles = tl.cdiv(C, TN)
     tile = tl.program_id(0) // tiles

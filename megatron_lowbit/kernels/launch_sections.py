@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import tile_of
-from megatron_lowbit.kernels.launcher import Launcher, cdiv
+from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import quantize_kernel
 from megatron_lowbit.kernels.sections import section_table
@@ -33,6 +34,8 @@ Requests = Sequence[Request] | None
 """Requests of all matrices for one side, which differ in their keys alone; None for no operand."""
 _ALIGNMENT = 16
 """Elements at whose multiples an operand begins in the memory of all."""
+_OF_THE_TABLE = 16
+"""Argument in whose place the kernel reads the table: Triton compiles anew for other kinds."""
 
 
 @dataclass(frozen=True)
@@ -129,14 +132,27 @@ def quantize_sections(
         arguments += _arguments(requests, group, amax)
     (row_signs, row_fields), (col_signs, col_fields) = fields
     table = section_table(xs, tile[0], (row_signs, col_signs, *row_fields[:3], *col_fields))
-    even = all(len(x) % tile[0] == 0 for x in xs) and first.shape[1] % tile[1] == 0
-    programs = sum(cdiv(len(x), tile[0]) for x in xs) * cdiv(first.shape[1], tile[1])
-    launch = Launcher(
-        quantize_kernel, programs, (*tile, *constants, even, len(xs)),
-        enable_fp_fusion=False, **options,
-    )  # fmt: skip
-    launch((first, *first.stride(), *first.shape, None, table, *arguments))
+    _launch(quantize_kernel, xs, tile, constants, (None, table, *arguments), table, options)
     return groups[0], groups[1]
+
+
+def _launch(
+    kernel: Any,
+    xs: Sequence[Tensor],
+    tile: tuple[int, int],
+    sides: Sequence[Any],
+    arguments: tuple,
+    table: Tensor,
+    options: dict[str, int],
+) -> None:
+    """Launch a kernel on all matrices of a table, in tiles of which each lies in one of them."""
+    first, columns = xs[0], xs[0].shape[1]
+    even = all(len(x) % tile[0] == 0 for x in xs) and columns % tile[1] == 0
+    programs = sum(cdiv(len(x), tile[0]) for x in xs) * cdiv(columns, tile[1])
+    kernel[(programs,)](
+        first, *first.stride(), _OF_THE_TABLE, columns, *arguments, *tile, *sides, even,
+        table.shape[1], enable_fp_fusion=False, **options,
+    )  # fmt: skip
 
 
 def _layout(kind: object, shape: tuple[int, int], transposed: bool) -> Layout:
@@ -187,7 +203,8 @@ def _arguments(requests: Requests, group: OperandGroup | None, amax: Tensor | No
     if scales is not None:
         scales = scales.view(torch.uint8) if scales.element_size() == 1 else scales
         scales = scales if scales.numel() else None
-    return layout.columns, amax, group.codes, scales, group.tensor_scales, 0, *numbers, 0
+    columns = _OF_THE_TABLE if layout.transposed else layout.columns
+    return columns, amax, group.codes, scales, group.tensor_scales, 0, *numbers, 0
 
 
 def _amaxes(
@@ -214,11 +231,7 @@ def _amaxes(
         for side in sides
     ]
     table = section_table(xs, tile[0], signs)
-    even = all(len(x) % tile[0] == 0 for x in xs) and first.shape[1] % tile[1] == 0
-    programs = sum(cdiv(len(x), tile[0]) for x in xs) * cdiv(first.shape[1], tile[1])
-    launch = Launcher(
-        amax_kernel, programs, (*tile, *map(transform_of, hadamards), even, count),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    launch((first, *first.stride(), *first.shape, table, found[0], 0, found[1], 0))
+    transforms = [transform_of(hadamard) for hadamard in hadamards]
+    arguments = (table, found[0], 0, found[1], 0)
+    _launch(amax_kernel, xs, tile, transforms, arguments, table, {"num_warps": 4})
     return tuple(None if bits is None else bits.view(torch.float32) for bits in found)
