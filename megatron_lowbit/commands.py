@@ -21,7 +21,7 @@ def _command(module: str) -> Callable[[], NoReturn]:
     """Return the function that runs the command of a module."""
 
     def run() -> NoReturn:
-        exit_on_user_error(import_module(f"megatron_lowbit.{module}").main)
+        exit_on_user_error(lambda: import_module(f"megatron_lowbit.{module}").main())
 
     return run
 

@@ -54,7 +54,7 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` and leave the process.
 
     The exit code is main's; ``error: ...`` goes before 2 on bad input, and before 1 where a run
-    cannot go on.
+    cannot go on. After Ctrl-C it is 130, as shells have it, after the interrupt's own message.
     """
     try:
         code = main()
@@ -68,4 +68,7 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
         place = "" if error.filename is None else f"{error.filename}: "
         sys.stderr.write(f"error: {printable(place)}{error.strerror}\n")
         code = 2
+    except KeyboardInterrupt as interrupt:
+        sys.stderr.write(f"{str(interrupt) or 'interrupted'}\n")
+        code = 130
     sys.exit(code or 0)

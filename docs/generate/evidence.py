@@ -20,25 +20,22 @@ from pathlib import Path
 import numpy as np
 from markdown import RESULTS, ROOT, replace_sections
 from markdown import table as markdown_table
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from megatron_lowbit.analysis.comparison import (
     Contender,
     Row,
     compare,
     final_loss,
-    gap_curve,
     gaps,
 )
-from megatron_lowbit.analysis.loss_curve import LossCurve, colors, read_losses
+from megatron_lowbit.analysis.comparison_picture import picture
+from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
 STUDIES_FILE = RESULTS / "studies.json"
 PAGE = ROOT / "docs" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
 SEEDS = range(1, 33)
-SMOOTHED, SHOWN_FROM = 1 / 12, 1 / 5
 
 
 def collect(folder: Path, study: Study) -> list[dict]:
@@ -119,29 +116,6 @@ def _growth(curve: LossCurve) -> float:
     return final_loss(curve) / float(curve.losses[6 * tenth : 8 * tenth].mean())
 
 
-def draw(contenders: Sequence[Contender], rows: Sequence[Row], output: Path) -> None:
-    """Draw gaps over tokens, smoothed, and those at the end with their standard errors."""
-    figure = Figure(figsize=(11, 4.2), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    shades = colors(len(contenders) - 1)
-    for place, (contender, row) in enumerate(zip(contenders[1:], rows[1:], strict=True)):
-        window = max(1, round(len(contender.curves[0].losses) * SMOOTHED))
-        gap = gap_curve(contender, contenders[0], window)
-        start = int(len(gap.tokens) * SHOWN_FROM)
-        left.plot(gap.tokens[start:] / 1e6, 100 * gap.mean[start:], color=shades[place])
-        error = 2 * 100 * row.gap_error
-        right.errorbar(100 * row.gap, place, xerr=error, fmt="o", color=shades[place], capsize=3)
-    left.set(xlabel="tokens (millions)", ylabel="gap to BF16 (%), smoothed")
-    right.set(xlabel="gap at the end (%), ± 2 standard errors", ylim=(len(rows) - 1.5, -0.5))
-    right.set_yticks(range(len(rows) - 1), [row.name for row in rows[1:]])
-    for panel in (left, right):
-        panel.grid(alpha=0.3)
-    left.axhline(0, color="black", linewidth=1)
-    right.axvline(0, color="black", linewidth=1)
-    figure.savefig(output)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folders that the command line names, then write the page."""
     parser = argparse.ArgumentParser(
@@ -162,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name in kept:
         contenders = contenders_of(name, studies, kept)
         rows = compare(contenders)
-        picture = f"images/evidence_{name}.png"
-        draw(contenders, rows, PAGE.parent / picture)
-        image = f"![gaps of the study {name}]({picture})"
+        file = f"images/evidence_{name}.png"
+        (PAGE.parent / file).write_bytes(picture(contenders))
+        image = f"![gaps of the study {name}]({file})"
         sections[name] = f"{table(rows, contenders)}\n\n{image}"
     replace_sections(PAGE, sections)
 

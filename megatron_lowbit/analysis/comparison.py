@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, relative_gap, smooth
+from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, recent_means
 from megatron_lowbit.analysis.spike_score import spike_score
 from megatron_lowbit.errors import UserError
 
@@ -64,7 +65,11 @@ def final_loss(curve: LossCurve) -> float:
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):
         return math.nan
-    return float(losses[-max(1, round(len(curve.losses) * FINAL_SHARE)) :].mean())
+    return float(losses[-_final_count(curve) :].mean())
+
+
+def _final_count(curve: LossCurve) -> int:
+    return max(1, round(len(curve.losses) * FINAL_SHARE))
 
 
 def perplexity(curve: LossCurve) -> float:
@@ -96,26 +101,30 @@ def compare(contenders: Sequence[Contender]) -> list[Row]:
     return [_row(contender, own, *gap) for contender, own, gap in found]
 
 
-def gaps(values: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+def gaps(values: Sequence[ArrayLike]) -> list[tuple[np.ndarray, np.ndarray]]:
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
     A gap is the mean over seeds, seed by seed where there are as many on both sides, since a seed
     draws the same weights and data for both; else that of two independent means. The noise is taken
     to be the same for all and pooled, since a few seeds of one say little about it.
+
+    Args:
+        values: of each name; the first axis is that of seeds, others, such as steps, are kept.
     """
-    baseline = values[0]
-    mean = statistics.fmean(baseline)
-    paired = [_ratios(own, baseline) for own in values[1:]]
-    noise = _pooled_deviation([[value / mean for value in own] for own in values])
-    paired_noise = _pooled_deviation([ratios for ratios in paired if ratios])
-    found = [(0.0, 0.0)]
-    for own, ratios in zip(values[1:], paired, strict=True):
-        if ratios:
-            gap = statistics.fmean(ratios) - 1
-            found.append((gap, paired_noise / math.sqrt(len(ratios))))
+    arrays = [np.asarray(own) for own in values]
+    baseline, mean = arrays[0], np.mean(arrays[0], axis=0)
+    paired = [own / baseline if len(own) == len(baseline) else None for own in arrays[1:]]
+    noise = _pooled_deviation([own / mean for own in arrays])
+    paired_noise = _pooled_deviation([ratios for ratios in paired if ratios is not None])
+    found = [(np.zeros_like(mean), np.zeros_like(mean))]
+    for own, ratios in zip(arrays[1:], paired, strict=True):
+        if ratios is None:
+            gap = own.mean(axis=0) / mean - 1
+            error = noise * math.sqrt(1 / len(own) + 1 / len(baseline))
         else:
-            gap = statistics.fmean(own) / mean - 1
-            found.append((gap, noise * math.sqrt(1 / len(own) + 1 / len(baseline))))
+            gap = ratios.mean(axis=0) - 1
+            error = paired_noise / math.sqrt(len(ratios))
+        found.append((gap, np.where(np.isnan(gap), np.nan, error)))
     return found
 
 
@@ -142,45 +151,45 @@ def _spread(values: Sequence[float]) -> float:
     return statistics.stdev(values) if known else math.nan
 
 
-def _ratios(losses: Sequence[float], baseline: Sequence[float]) -> list[float]:
-    """Divide seed by seed; return an empty list for unequal numbers."""
-    if len(losses) != len(baseline):
-        return []
-    return [loss / base for loss, base in zip(losses, baseline, strict=True)]
+def _pooled_deviation(groups: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the standard deviation within groups; NaN where no group has two values.
 
-
-def _pooled_deviation(groups: Sequence[Sequence[float]]) -> float:
-    """Return the standard deviation within groups; NaN where no group has two values."""
-    freedom = sum(len(group) - 1 for group in groups)
-    if not freedom:
-        return math.nan
-    return math.sqrt(sum(statistics.pvariance(g) * len(g) for g in groups) / freedom)
+    A group with a value that is not finite is left out.
+    """
+    squares, freedom = np.float64(0), np.int64(0)
+    for group in groups:
+        own = ((group - group.mean(axis=0)) ** 2).sum(axis=0)
+        squares = squares + np.where(np.isfinite(own), own, 0)
+        freedom = freedom + np.where(np.isfinite(own), len(group) - 1, 0)
+    with np.errstate(invalid="ignore"):
+        return np.sqrt(squares / freedom)
 
 
 class GapCurve(NamedTuple):
-    """Smoothed relative gaps by tokens: the mean over seeds, the least and the largest."""
+    """Relative gaps of a name by tokens, with their standard errors; NaN where they are unknown."""
 
     tokens: np.ndarray
-    mean: np.ndarray
-    least: np.ndarray
-    largest: np.ndarray
+    gap: np.ndarray
+    error: np.ndarray
 
 
-def gap_curve(contender: Contender, baseline: Contender, window: int) -> GapCurve:
-    """Compute gaps to the baseline's mean over seeds, so that its own band shows the noise.
+def gap_curves(contenders: Sequence[Contender]) -> list[GapCurve]:
+    """Compute the gap of each name over training; the first is the baseline.
 
-    ``window``: logged iterations to smooth over.
+    As for a final loss, a seed's loss at an iteration is the mean over a share of the logged
+    iterations, those that end there: the curve of a whole run ends at the gap of its row.
     """
-    reference = _mean_curve(baseline)
-    gaps = [relative_gap(curve, reference) for curve in contender.curves]
-    common = reduce(np.intersect1d, (iterations for iterations, _ in gaps))
-    rows = np.array([smooth(gap[np.isin(its, common)], window) for its, gap in gaps])
-    first = contender.curves[0]
-    tokens = first.tokens[np.isin(first.iterations, common)]
-    return GapCurve(tokens, rows.mean(axis=0), rows.min(axis=0), rows.max(axis=0))
+    baseline = contenders[0].curves
+    iterations = reduce(np.intersect1d, (curve.iterations for curve in baseline))
+    tokens = baseline[0].tokens[np.isin(baseline[0].iterations, iterations)]
+    losses = [[_losses_at(iterations, curve) for curve in one.curves] for one in contenders]
+    return [GapCurve(tokens, *found) for found in gaps(losses)]
 
 
-def _mean_curve(contender: Contender) -> LossCurve:
-    common = reduce(np.intersect1d, (curve.iterations for curve in contender.curves))
-    losses = [curve.losses[np.isin(curve.iterations, common)] for curve in contender.curves]
-    return contender.curves[0]._replace(iterations=common, losses=np.mean(losses, axis=0))
+def _losses_at(iterations: np.ndarray, curve: LossCurve) -> np.ndarray:
+    """Return averaged losses at these iterations, NaN at those that a run has not logged."""
+    means = recent_means(curve.losses, _final_count(curve))
+    found = np.full(len(iterations), np.nan)
+    _, places, own = np.intersect1d(iterations, curve.iterations, return_indices=True)
+    found[places] = means[own]
+    return found

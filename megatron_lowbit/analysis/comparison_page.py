@@ -1,21 +1,16 @@
-"""A comparison of runs as a table, a picture, and a page that needs no other file."""
+"""A comparison of runs as a table, and as a page that needs no other file."""
 
 import base64
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from rich.table import Table
 
-from megatron_lowbit.analysis.comparison import FINAL_SHARE, Contender, Row, compare, gap_curve
-from megatron_lowbit.analysis.loss_curve import colors, smooth
+from megatron_lowbit.analysis.comparison import FINAL_SHARE, Contender, Row, compare
+from megatron_lowbit.analysis.comparison_picture import gap_text, picture
 
-SMOOTHED = 1 / 30
-"""Share of the logged iterations that curves are smoothed over."""
 _COLUMNS = ("", "seeds", "final loss", "gap to {}", "perplexity", "spike score", "tokens/s")
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
@@ -27,7 +22,9 @@ td { text-align: right } td:first-child { text-align: left } img { max-width: 10
 <h1>{{ title }}</h1>
 <p>Final losses are means over the last {{ share }}% of the iterations, with the standard deviation
 over seeds; gaps have their standard error, with the noise of all names pooled. Perplexities are
-those of the last validation, with the standard deviation over seeds.</p>
+those of the last validation, with the standard deviation over seeds. Gaps of the picture are the
+table's over training, from means over {{ share }}% of the iterations before each point; bands are
+of one standard error.</p>
 <table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
@@ -42,32 +39,6 @@ def table(contenders: Sequence[Contender]) -> Table:
     for row in compare(contenders):
         shown.add_row(*_cells(row))
     return shown
-
-
-def picture(contenders: Sequence[Contender]) -> bytes:
-    """Draw losses, and below them the gaps with a band over seeds, by tokens, as a PNG."""
-    figure = Figure(figsize=(10, 7), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1))
-    for contender, color in zip(contenders, colors(len(contenders)), strict=True):
-        for number, curve in enumerate(contender.curves):
-            losses = smooth(curve.losses, _window(len(curve.losses)))
-            label = None if number else contender.name
-            above.plot(curve.tokens, losses, color=color, linewidth=1, label=label)
-        gap = gap_curve(contender, contenders[0], _window(len(contender.curves[0].losses)))
-        below.plot(gap.tokens, 100 * gap.mean, color=color, linewidth=1.5)
-        below.fill_between(
-            gap.tokens, 100 * gap.least, 100 * gap.largest, color=color, alpha=0.2, linewidth=0
-        )
-    above.set_ylabel("loss (nats per token)")
-    above.legend()
-    below.set_ylabel(f"gap to {contenders[0].name} (%)")
-    below.set_xlabel("tokens")
-    for panel in (above, below):
-        panel.grid(alpha=0.3)
-    file = io.BytesIO()
-    figure.savefig(file, format="png")
-    return file.getvalue()
 
 
 def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> None:
@@ -86,10 +57,6 @@ def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> 
     (directory / "comparison.html").write_text(text, encoding="utf-8")
 
 
-def _window(length: int) -> int:
-    return max(1, round(length * SMOOTHED))
-
-
 def _heads(contenders: Sequence[Contender]) -> list[str]:
     return [head.format(contenders[0].name) for head in _COLUMNS]
 
@@ -99,7 +66,7 @@ def _cells(row: Row) -> list[str]:
         row.name,
         str(row.seeds),
         f"{row.loss:.4f}" + _known(row.loss_spread, ".4f", " ± "),
-        f"{100 * row.gap:+.2f}%" + _known(100 * row.gap_error, ".2f", " ± "),
+        gap_text(row),
         _known(row.perplexity, ".3f") + _known(row.perplexity_spread, ".3f", " ± "),
         _known(row.spikes, ".1f"),
         _known(row.speed, ",.0f"),

@@ -61,12 +61,21 @@ def read_losses(path: Path) -> LossCurve:
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Smooth by a centred average of ``window`` values, fewer at the ends, without NaN values."""
+    return _averages(values, window, "same")
+
+
+def recent_means(values: np.ndarray, window: int) -> np.ndarray:
+    """Average each value with those before it, ``window`` in all, without NaN values."""
+    return _averages(values, window, "full")[: len(values)]
+
+
+def _averages(values: np.ndarray, window: int, mode: str) -> np.ndarray:
     valid = np.isfinite(values)
     kernel = np.ones(min(window, len(values)))
-    total = np.convolve(np.where(valid, values, 0.0), kernel, mode="same")
-    count = np.convolve(valid.astype(float), kernel, mode="same")
+    total = np.convolve(np.where(valid, values, 0.0), kernel, mode=mode)
+    count = np.convolve(valid.astype(float), kernel, mode=mode)
     # A convolution leaves rounding dust in the counts, so compare with one half, not with zero.
-    return np.divide(total, count, out=np.full(len(values), np.nan), where=count > 0.5)
+    return np.divide(total, count, out=np.full(len(total), np.nan), where=count > 0.5)
 
 
 def relative_gap(run: LossCurve, reference: LossCurve) -> tuple[np.ndarray, np.ndarray]:

@@ -25,6 +25,11 @@ from megatron_lowbit.json_files import parse_json
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
 _WORKERS_PER_CPU = 8
+_LONG_FILE_BYTES = 1 << 18
+LONGEST_PIECE = 1 << 14
+"""Most characters of a document that a long text file is split into."""
+_BORDERS = ("\n\n", "\r\n\r\n", "\n", " ")
+"""Ends of a piece, the best first: of a paragraph, of a line, of a word."""
 
 
 class Document(NamedTuple):
@@ -63,6 +68,7 @@ class Corpus:
     Attributes:
         files: the inputs in order: a file as it is, a folder's files sorted.
         skipped: those of folders that :meth:`documents` found not to be UTF-8.
+        split: those that :meth:`documents` split into several documents.
     """
 
     def __init__(
@@ -75,9 +81,13 @@ class Corpus:
         self._inputs, self._json_keys = list(map(Path, inputs)), json_keys
         self.files = _collect_files(self._inputs, pattern, exclude)
         self.skipped: list[Path] = []
+        self.split: list[Path] = []
 
     def documents(self) -> Iterator[Document]:
         """Yield the documents: each line of a ``.jsonl``, any other file as a whole.
+
+        A long text file, or one that is the only file, is split: Megatron-LM divides a dataset into
+        parts for training and validation by whole documents.
 
         Raises UserError, naming file:line, for a malformed line or a missing key, and for an input
         that is a text file, but not UTF-8.
@@ -92,16 +102,45 @@ class Corpus:
             except OSError as error:
                 raise UserError(f"{path}: cannot be read ({error.strerror})") from None
             try:
-                yield Document((content.decode("utf-8"),), len(content))
+                text = content.decode("utf-8")
             except UnicodeDecodeError:
                 if path in self._inputs:
                     raise UserError(f"--input {path}: not UTF-8 text") from None
                 self.skipped.append(path)
+                continue
+            if len(self.files) > 1 and len(content) <= _LONG_FILE_BYTES:
+                yield Document((text,), len(content))
+                continue
+            if len(text) > LONGEST_PIECE:
+                self.split.append(path)
+            for piece in _split(text):
+                yield Document((piece,), len(piece.encode()))
+
+    def report_split(self) -> None:
+        """Print which files were split into documents, if any."""
+        if self.split:
+            names = f"{len(self.split)} files, the first " if len(self.split) > 1 else ""
+            print(
+                "split after paragraphs into documents of at most "
+                f"{LONGEST_PIECE:,} characters: {names}{self.split[0]}"
+            )
 
     def report_skipped(self) -> None:
         """Print how many files of the input folders were left out, if any."""
         if self.skipped:
             print(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
+
+
+def _split(text: str) -> Iterator[str]:
+    """Yield a text in pieces, each as long as possible and ending at the best border within it."""
+    start = 0
+    while len(text) - start > LONGEST_PIECE:
+        piece = text[start : start + LONGEST_PIECE]
+        border = next((border for border in _BORDERS if border in piece), "")
+        end = start + piece.rfind(border) + len(border)  # without a border, the piece's own end
+        yield text[start:end]
+        start = end
+    yield text[start:]
 
 
 def _collect_files(inputs: Sequence[Path], pattern: str, exclude: Sequence[str]) -> list[Path]:
@@ -198,6 +237,7 @@ def preprocess(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
             f"{summary.text_bytes / summary.tokens:.2f} bytes per token"
         )
+    corpus.report_split()
     corpus.report_skipped()
     return summaries
 

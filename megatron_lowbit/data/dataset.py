@@ -132,6 +132,12 @@ def check_part(
     # Rounded as Megatron-LM does.
     first, last = (round(bound * len(lengths)) for bound in bounds)
     tokens = int(lengths[first:last].sum(dtype=np.int64))
+    if len(lengths) == 1 and first == last:
+        raise UserError(
+            f"{argument} {prefix}: one document cannot be divided for the {name} part; preprocess "
+            "its text as a single .txt file, which is split into documents, or train without "
+            "validation: --split 100,0,0 --eval-iters 0"
+        )
     if tokens < seq_length + 1:
         share = f"raise its share in --split {split}, " if split else ""
         raise UserError(

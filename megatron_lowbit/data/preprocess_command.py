@@ -1,7 +1,9 @@
 """Tokenize text into a Megatron indexed dataset: PREFIX.bin, PREFIX.idx and PREFIX.json.
 
-A .jsonl file is a document a line; any other file is one document. With several --json-keys
-each key becomes a dataset of its own, PREFIX_KEY.
+A .jsonl file is a document a line; any other file is one document. The only file, or one of more
+than 256 KiB, is split after paragraphs into documents of at most 16,384 characters, so that --split
+can divide it for training and validation. With several --json-keys each key becomes a dataset of
+its own, PREFIX_KEY.
 
 Example: lowbit-preprocess --input corpus.jsonl --tokenizer-model tokenizer/ --output-prefix corpus
 """

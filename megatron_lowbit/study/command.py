@@ -1,5 +1,7 @@
 r"""Run studies, compare runs, and find the layers that a recipe hurts most.
 
+    lowbit-study run --recipes bf16 mine.yaml --output runs/compared \
+        -- @examples/gpt-7m-cpu.args --data-path data/text --tokenizer-model data/tokenizer
     lowbit-study run examples/studies/mxfp4-backward.yaml --output runs/mxfp4-backward \
         -- --data-path data/text --tokenizer-model data/tokenizer
     lowbit-study compare bf16=runs/bf16-1 bf16=runs/bf16-2 nvfp4=runs/nvfp4-1 nvfp4=runs/nvfp4-2
@@ -12,9 +14,17 @@ Arguments after -- are those of training.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_lowbit.command_line import command_parser, split_at_dashes
 from megatron_lowbit.console import plain_console
+from megatron_lowbit.errors import require
+
+if TYPE_CHECKING:
+    from megatron_lowbit.study.definition import Study
+
+DEFAULT_SEEDS = (1, 2)
+"""Seeds of a comparison of recipes; gaps have no standard error with less than two."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -30,10 +40,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _add_run(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("run", help="run a grid of runs and seeds, then compare them")
+    parser = commands.add_parser("run", help="run recipes or a study, then compare the runs")
     parser.add_argument(
-        "study", type=Path, metavar="STUDY.yaml",
+        "study", type=Path, nargs="?", metavar="STUDY.yaml",
         help="study file, such as those in examples/studies",
+    )  # fmt: skip
+    parser.add_argument(
+        "--recipes", nargs="+", metavar="NAME_OR_FILE",
+        help="recipes to compare, the baseline first, instead of a study file",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, metavar="N",
+        help="seeds of each run (default: those of the study file; of --recipes 1 and 2)",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER",
@@ -47,15 +65,28 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
     from megatron_lowbit.analysis.comparison import read_contenders
-    from megatron_lowbit.study.definition import jobs_of, read_study
+    from megatron_lowbit.study.definition import jobs_of
     from megatron_lowbit.study.runner import run
 
-    study = read_study(args.study)
+    study = _study_of(args)
     jobs = jobs_of(study, args.output, training)
     run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints)
     contenders = read_contenders([(job.name, job.folder) for job in jobs])
     contenders.sort(key=lambda contender: study.names.index(contender.name))
-    _show(contenders, args.output, args.study.stem)
+    _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))
+
+
+def _study_of(args: argparse.Namespace) -> "Study":
+    from megatron_lowbit.recipes import load_recipes
+    from megatron_lowbit.study.definition import read_study, study_of
+
+    require(bool(args.study) != bool(args.recipes), "run: give either STUDY.yaml or --recipes")
+    if args.study:
+        study = read_study(args.study)
+        return study.model_copy(update={"seeds": args.seeds}) if args.seeds else study
+    for recipe in args.recipes:
+        load_recipes([recipe])
+    return study_of(args.recipes, args.seeds or DEFAULT_SEEDS)
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:

@@ -3,6 +3,8 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,12 +12,15 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_lowbit.analysis.machine import machine
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.command_line import expand_files
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries, read_object
 
 _STATE = "study.json"
 """In a run's folder: its command, whether it has ended, and on what machine."""
 _TRACKER = "latest_checkpointed_iteration.txt"
+# lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
+_PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
 
 
 class Branch(BaseModel):
@@ -35,11 +40,12 @@ class Study(BaseModel):
     """Study of a YAML file; arguments are as on a command line.
 
     ``arguments`` are for all runs, ``runs`` name what each has beside them, the baseline first.
+    ``script`` is a training script of a user's own; None for ``lowbit-pretrain``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    script: str = "pretrain_gpt.py"
+    script: str | None = None
     arguments: str
     seeds: list[int] = Field(min_length=1)
     runs: dict[str, str] = Field(min_length=1)
@@ -92,6 +98,17 @@ def read_study(file: Path) -> Study:
         raise UserError(f"{file}: {key}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
+def study_of(recipes: Sequence[str], seeds: Sequence[int]) -> Study:
+    """Build the study of runs that differ in their recipe alone, the baseline first.
+
+    Raises UserError unless there are two recipes or more, of different names.
+    """
+    require(len(recipes) > 1, "--recipes: give two recipes or more, the baseline first")
+    runs = {Path(recipe).stem: shlex.join(["--precision-recipe", recipe]) for recipe in recipes}
+    require(len(runs) == len(recipes), f"--recipes {' '.join(recipes)}: two have the same name")
+    return Study(arguments="", seeds=list(seeds), runs=runs)
+
+
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """Return all runs, every name's first seed first; ``more`` are from the command line."""
     branch, jobs = study.branch, []
@@ -104,13 +121,27 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
             arguments = [*shlex.split(study.arguments), *shlex.split(own or ""), *more]
             if branch and name == branch.trunk:
                 arguments += ["--save-interval", str(branch.iteration)]
-            command = [sys.executable, study.script, *arguments, "--seed", str(seed)]
+            program = [study.script] if study.script else _PRETRAIN
+            command = [sys.executable, *program, *arguments, "--seed", str(seed)]
             jobs.append(Job(name, seed, output / f"{_slug(name)}-{seed}", command, start))
     folders = [job.folder for job in jobs]
     for job in jobs:
         if folders.count(job.folder) > 1:
             raise UserError(f"run {job.name!r}: another run's name is the same in a file's name")
     return jobs
+
+
+def planned_iterations(job: Job) -> int | None:
+    """Return the number of iterations that a job's arguments ask for; None if they do not."""
+    words = expand_files(job.command)
+    given = dict(pairwise(words))
+    given |= dict(word.split("=", 1) for word in words if word.startswith("--") and "=" in word)
+    try:
+        if "--train-samples" in given:
+            return int(given["--train-samples"]) // int(given["--global-batch-size"])
+        return int(given["--train-iters"])
+    except (KeyError, ValueError):
+        return None
 
 
 def is_finished(job: Job) -> bool:

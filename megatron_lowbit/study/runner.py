@@ -1,7 +1,9 @@
 """Runs a study's jobs as processes, some at once, and shows how far they are."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Sequence
@@ -13,10 +15,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.json_files import Entries, parse_json
-from megatron_lowbit.study.definition import Job, is_finished, launch_command, mark
+from megatron_lowbit.study.definition import (
+    Job,
+    is_finished,
+    launch_command,
+    mark,
+    planned_iterations,
+)
 
 _LOG, _METRICS = "output.log", "metrics.jsonl"
 _LOOK_S = 0.5
+_LAST_LINES = 20
+_ERROR = re.compile(r"[\w.]*(error|Error|Exception)\b")
 
 
 class _Running(NamedTuple):
@@ -39,7 +49,8 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
     left = [job for job in jobs if not is_finished(job)]
     unready = {job.folder for job in left}
     trunks = {job.start.folder for job in jobs if job.start}
-    free, running, failed = list(places), [], []
+    free, running = list(places), []
+    failures: dict[Path, str] = {}
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         whole = progress.add_task("runs", total=len(jobs), completed=len(jobs) - len(left))
@@ -50,7 +61,7 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
                     left.remove(job)
                     running.append(_start(job, free.pop(0), progress))
                 if not running:
-                    failed += left  # their trunks are in there already
+                    failures |= {job.folder: f"{job.start.folder} failed" for job in left}
                     break
                 time.sleep(_LOOK_S)
                 for one in list(running):
@@ -61,27 +72,70 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
                     free.append(one.place)
                     progress.remove_task(one.task)
                     progress.advance(whole)
-                    if one.process.returncode:
-                        failed.append(one.job)
-                        continue
-                    mark(one.job, finished=True)
-                    unready.discard(one.job.folder)
-                    if not keep_checkpoints and one.job.folder not in trunks:
-                        _remove_checkpoints(one.job.folder)
+                    cause = _finish(one, keep_checkpoints or one.job.folder in trunks)
+                    if cause:
+                        failures[one.job.folder] = cause
+                    else:
+                        unready.discard(one.job.folder)
+        except KeyboardInterrupt:
+            progress.update(
+                whole, description="stopping; Ctrl-C again does not wait for checkpoints"
+            )
+            raise KeyboardInterrupt("interrupted; the same command resumes the study") from None
         finally:
-            for one in running:
-                one.process.terminate()
-            for one in running:
-                one.process.wait()
-    if not keep_checkpoints and not failed:
+            _stop(running)
+    if not keep_checkpoints and not failures:
         for folder in trunks:
             _remove_checkpoints(folder)
-    if failed:
-        names = ", ".join(f"{job.name} ({job.folder / _LOG})" for job in failed)
-        raise TrainingError(f"{len(failed)} of {len(jobs)} runs failed: {names}")
+    if failures:
+        count = f"{len(failures)} of {len(jobs)} runs failed"
+        raise TrainingError(f"{count} (see {_LOG} in the folder): {_summary(failures)}")
+
+
+def _finish(one: _Running, keep_checkpoints: bool) -> str | None:
+    """Record that a run has ended; return the cause if it failed."""
+    if one.process.returncode:
+        return _cause(one)
+    mark(one.job, finished=True)
+    if not keep_checkpoints:
+        _remove_checkpoints(one.job.folder)
+    return None
+
+
+def _stop(running: Sequence[_Running]) -> None:
+    """End runs, which save a checkpoint first; at a further Ctrl-C, end them at once."""
+    for one in running:
+        one.process.terminate()
+    try:
+        for one in running:
+            one.process.wait()
+    except KeyboardInterrupt:
+        for one in running:
+            one.process.kill()
+            one.process.wait()
+        raise
+
+
+def _cause(one: _Running) -> str:
+    """Return why a run failed: the last error of its log, or the signal that ended it."""
+    if one.process.returncode < 0:
+        return f"ended by {signal.Signals(-one.process.returncode).name}"
+    log = (one.job.folder / _LOG).read_text(errors="replace")
+    lines = [line for line in log.splitlines() if line.strip()][-_LAST_LINES:]
+    errors = [line for line in lines if _ERROR.match(line)]
+    return [f"exit code {one.process.returncode}", *(errors or lines)][-1].removeprefix("error: ")
+
+
+def _summary(failures: dict[Path, str]) -> str:
+    """Name the folders of failed runs, each cause once."""
+    folders: dict[str, list[str]] = {}
+    for folder, cause in failures.items():
+        folders.setdefault(cause, []).append(str(folder))
+    return "; ".join(f"{', '.join(names)}: {cause}" for cause, names in folders.items())
 
 
 def _start(job: Job, place: str | None, progress: Progress) -> _Running:
+    total = planned_iterations(job)
     mark(job, finished=False)
     environment = os.environ if place is None else os.environ | {"CUDA_VISIBLE_DEVICES": place}
     with (job.folder / _LOG).open("a") as log:
@@ -89,7 +143,7 @@ def _start(job: Job, place: str | None, progress: Progress) -> _Running:
         process = subprocess.Popen(
             launch_command(job), stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    task = progress.add_task(f"{job.name}, seed {job.seed}", total=None)
+    task = progress.add_task(f"{job.name}, seed {job.seed}", total=total)
     return _Running(job, process, place, task)
 
 

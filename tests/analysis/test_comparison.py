@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
-from megatron_lowbit.analysis.comparison import compare, final_loss, gap_curve, read_contenders
+from megatron_lowbit.analysis.comparison import compare, final_loss, gap_curves, read_contenders
+from megatron_lowbit.analysis.comparison_picture import picture
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.study.command import main
 
@@ -106,18 +108,83 @@ def test_spikes_are_scored_by_the_step(tmp_path, capsys):
     assert math.isnan(scores[1])
 
 
-def test_gap_curves(write_run):
-    runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate((0.9, 1.1))]
-    runs += [("other", write_run("o", 1.5, iterations=150))]
-    base, other = read_contenders(runs)
-    band = gap_curve(base, base, window=5)
-    assert band.least == pytest.approx(-0.1) and band.largest == pytest.approx(0.1)
-    assert band.mean == pytest.approx(0.0, abs=1e-12)
-    gap = gap_curve(other, base, window=5)
-    assert gap.tokens[-1] == 150 * 64 and gap.mean == pytest.approx(0.5)
-    assert final_loss(other.curves[0]) == pytest.approx(
+def noisy_run(folder: Path, scale: float, seed: int, iterations: int = 200) -> Path:
+    """Replace the losses of a run by ones that vary from step to step."""
+    draw = np.random.default_rng(seed)
+    lines = [
+        {"iteration": i, "lm_loss": scale * (2 + 8 / i + draw.normal(scale=0.1)),
+         "consumed_tokens": 64 * i}
+        for i in range(1, iterations + 1)
+    ]  # fmt: skip
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_gap_curves_end_at_the_gaps_of_the_table(write_run):
+    """Their bands, too: of names with as many seeds as the baseline, and of others."""
+    scales = {"base": (1.0, 1.1, 1.3), "paired": (1.02, 1.11, 1.33), "fewer": (1.2, 1.3)}
+    runs = [
+        (name, noisy_run(write_run(f"{name}{seed}", 1.0), scale, 10 * seed + len(name)))
+        for name, own in scales.items()
+        for seed, scale in enumerate(own)
+    ]
+    contenders = read_contenders(runs)
+    rows, curves = compare(contenders), gap_curves(contenders)
+    for row, curve in zip(rows, curves, strict=True):
+        assert len(curve.gap) == 200 and curve.tokens[-1] == 200 * 64
+        assert curve.gap[-1] == pytest.approx(row.gap)
+        assert curve.error[-1] == pytest.approx(row.gap_error)
+    assert rows[1].gap_error < 0.5 * rows[2].gap_error  # the spread between seeds is no noise
+
+
+def test_gap_curves_seed_by_seed(write_run):
+    """At every step the figures are those of the ratios, which here are the same at all steps."""
+    base, more = (1.0, 1.5), (0.01, 0.03)
+    runs = [("base", write_run(f"b{i}", scale)) for i, scale in enumerate(base)]
+    runs += [
+        ("other", write_run(f"o{i}", scale * (1 + gap)))
+        for i, (scale, gap) in enumerate(zip(base, more, strict=True))
+    ]
+    own, other = gap_curves(read_contenders(runs))
+    assert not own.gap.any() and not own.error.any()
+    assert other.gap == pytest.approx(0.02)
+    assert other.error == pytest.approx(statistics.stdev(more) / 2**0.5)
+
+
+def test_a_shorter_run_has_no_gap_at_the_end(write_run):
+    """Nor does it take the others' standard errors away."""
+    runs = [(name, write_run(f"{name}{i}", 1.0 + i / 10)) for name in "ab" for i in range(2)]
+    runs += [("c", write_run(f"c{i}", 1.5, iterations=150)) for i in range(2)]
+    contenders = read_contenders(runs)
+    _, other, short = gap_curves(contenders)
+    assert np.isfinite(short.gap[:150]).all() and np.isnan(short.gap[150:]).all()
+    assert np.isfinite(other.error).all() and np.isnan(short.error[150:]).all()
+    assert final_loss(contenders[2].curves[0]) == pytest.approx(
         1.5 * statistics.fmean(2 + 8 / i for i in range(143, 151))
     )
+
+
+@pytest.mark.parametrize(("names", "panels"), [(8, 2), (9, 8), (12, 11)])
+def test_the_picture(write_run, monkeypatch, names, panels):
+    """Bands are one standard error wide; more names than colors have a panel each."""
+    shares = [number / 100 for number in range(names)]
+    runs = [
+        (f"name {number}", write_run(f"{number}-{seed}", (1 + seed) * (1 + share * (1 + seed / 9))))
+        for number, share in enumerate(shares)
+        for seed in range(2)
+    ]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    contenders = read_contenders(runs)
+    picture(contenders)
+    axes = [axis for axis in drawn[0].axes if axis.axison]
+    assert len(axes) == panels
+    bands = [band for axis in axes for band in axis.collections]
+    assert len(bands) == names - 1
+    for band, row in zip(bands, compare(contenders)[1:], strict=True):
+        low, high = band.get_paths()[0].get_extents().intervaly
+        assert (high - low) / 2 == pytest.approx(100 * row.gap_error)
+        assert (high + low) / 2 == pytest.approx(100 * row.gap)
 
 
 def test_the_command(write_run, tmp_path, capsys):

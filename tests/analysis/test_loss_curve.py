@@ -9,7 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_lowbit.analysis.loss_curve import plot_loss, read_losses, relative_gap, smooth
+from megatron_lowbit.analysis.loss_curve import (
+    plot_loss,
+    read_losses,
+    recent_means,
+    relative_gap,
+    smooth,
+)
 from megatron_lowbit.errors import UserError
 
 TOOL = Path(__file__).parents[2] / "tools" / "plot_loss.py"
@@ -43,6 +49,11 @@ def test_smoothing_is_centred_and_leaves_out_nan():
     assert smooth(values, 3).tolist() == [1.5, 1.5, 3.0, 4.5, 4.5]
     assert np.isnan(smooth(np.full(3, np.nan), 3)).all()
     assert smooth(values, 1)[[0, 4]].tolist() == [1.0, 5.0]
+
+
+def test_recent_means():
+    found = recent_means(np.array([1.0, 2.0, np.nan, 4.0, 6.0]), 2)
+    assert found == pytest.approx([1.0, 1.5, 2.0, 4.0, 5.0])
 
 
 def test_the_gap_is_relative_at_common_iterations(write_run):

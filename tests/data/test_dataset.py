@@ -200,3 +200,11 @@ def test_a_share_that_rounds_to_no_document(prefix):
         check_part(prefix, "validation", (0.99, 1.0), 16, "99,1,0")
     # 0.975 * 40 = 39: one document.
     check_part(prefix, "validation", (0.975, 1.0), 16, "97.5,2.5,0")
+
+
+def test_one_document_has_one_part(tmp_path):
+    """The error names what works, for no --split gives the other part a document."""
+    prefix = write_dataset(tmp_path / "one", documents=1, length=100)
+    with pytest.raises(UserError, match=r"one document cannot be .* --split 100,0,0 --eval"):
+        check_part(prefix, "validation", (0.95, 1.0), 16, "95,5,0")
+    check_part(prefix, "training", (0.0, 1.0), 16, "100,0,0")

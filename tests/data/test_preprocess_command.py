@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,48 @@ def test_a_folder_is_read_in_order_without_the_undecodable(preprocess, tmp_path,
     texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(prefix)]
     assert texts == ["first", "second\r\n"]
     assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
+
+
+PARAGRAPH = "A sentence of some words, and another one.\n" * 40 + "\n"  # 1721 characters
+
+
+def test_one_text_file_is_split_after_paragraphs(preprocess, tmp_path, tokenizer, capsys):
+    path = tmp_path / "book.txt"
+    path.write_text(PARAGRAPH * 20)
+    texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(preprocess(path))]
+    assert texts == [PARAGRAPH * 9, PARAGRAPH * 9, PARAGRAPH * 2]
+    message = "split after paragraphs into documents of at most 16,384 characters: "
+    assert f"{message}{path}\n" in capsys.readouterr().out
+
+
+def test_of_several_files_long_ones_are_split(preprocess, tmp_path, tokenizer, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text(PARAGRAPH * 170)
+    (folder / "b.txt").write_text(PARAGRAPH * 150)
+    texts = [tokenizer.detokenize(ids[:-1]) for ids in documents(preprocess(folder))]
+    assert texts == [PARAGRAPH * 9] * 18 + [PARAGRAPH * 8, PARAGRAPH * 150]
+    assert f"16,384 characters: {folder / 'a.txt'}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("short", [5]),
+        ("", [0]),
+        ("x" * 16_384, [16_384]),
+        ("x" * 20_000, [16_384, 20_000]),
+        ("\n\n" + "x" * 20_000, [2, 16_386, 20_002]),
+        ("x\r\n\r\n" + "word\n" * 4_000, [5, 16_385, 20_005]),
+        ("two words\n" + "x" * 20_000, [10, 16_394, 20_010]),
+        ("two " + "ü" * 20_000, [4, 16_388, 20_004]),
+    ],
+)
+def test_ends_of_pieces(text, ends):
+    """A piece ends a paragraph, else a line, else a word, else it is as long as can be."""
+    pieces = list(corpus_module._split(text))
+    assert "".join(pieces) == text
+    assert list(accumulate(map(len, pieces))) == ends
 
 
 @pytest.mark.parametrize("batch", [64, 7])

@@ -24,7 +24,7 @@ def test_arguments_and_recipes(file, monkeypatch):
     jobs = jobs_of(study.model_copy(update={"seeds": study.seeds[:1]}), Path("runs"), DATA)
     found = []
     for job in jobs:
-        args = parse_arguments(job.command[2:], hybrid="hybrid" in job.command[1])
+        args = parse_arguments(job.command[4:])
         destroy_global_state()
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
         own = (args.mxnorm, args.mxnorm_p, args.train_iters, args.lr, job.start)

@@ -13,8 +13,10 @@ import pytest
 
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.study.command import main
-from megatron_lowbit.study.definition import jobs_of, read_study
+from megatron_lowbit.study.definition import Study, jobs_of, planned_iterations, read_study
 
+ROOT = Path(__file__).parents[2]
+TRACKER = "latest_checkpointed_iteration.txt"
 RUN = "from megatron_lowbit.commands import study; study()"
 TRAINING = """
 import json, signal, sys, time
@@ -86,11 +88,96 @@ def test_every_run_of_every_seed(study, tmp_path, capsys):
 def test_a_run_that_fails(study, tmp_path):
     """The others end; run again, it alone begins anew."""
     file, output = study(good="--scale 2", bad="--scale 2 --code 3"), tmp_path / "out"
-    with pytest.raises(TrainingError, match=r"2 of 4 runs failed: bad \(.*bad-1/output.log\)"):
+    named = (
+        rf"2 of 4 runs failed \(see output.log .*\): {output}/bad-1, {output}/bad-2: exit code 3$"
+    )
+    with pytest.raises(TrainingError, match=named):
         main(["run", str(file), "--output", str(output)])
     assert len(lines(output / "good-2")) == 40
     assert json.loads((output / "good-2" / "study.json").read_text())["finished"]
     assert not json.loads((output / "bad-2" / "study.json").read_text())["finished"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "cause"),
+    [
+        ("sys.exit('error: --lr: too high\\nWarning: a leak')", "--lr: too high"),
+        ("raise ValueError('no such data')", "ValueError: no such data"),
+        ("print('last words'); sys.exit(1)", "last words"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
+    ],
+)
+def test_the_cause_of_a_failure_is_in_the_error(study, tmp_path, ending, cause):
+    file = study(base="--scale 2")
+    (tmp_path / "train.py").write_text(f"import os, signal, sys\n{ending}\n")
+    with pytest.raises(TrainingError, match=f"base-2: {cause}$"):
+        main(["run", str(file), "--output", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "planned"),
+    [
+        ("--train-iters 250", 250),
+        ("@preset.args", 30),
+        ("@preset.args --train-iters=40", 40),
+        ("--train-samples 400 --global-batch-size 8", 50),
+        ("--lr 1", None),
+    ],
+)
+def test_planned_iterations(tmp_path, monkeypatch, arguments, planned):
+    """The total of a run's progress bar is what its arguments ask for."""
+    monkeypatch.chdir(tmp_path)
+    Path("preset.args").write_text("--train-iters 30\n")
+    [job] = jobs_of(Study(arguments=arguments, seeds=[1], runs={"a": ""}), tmp_path, [])
+    assert planned_iterations(job) == planned
+
+
+TINY = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 1 --train-iters 2 --lr 1e-3 --eval-iters 1
+    --eval-interval 2 --save-interval 2 --log-interval 1
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 100
+"""
+
+
+def test_recipes_compared_from_any_folder(tmp_path, monkeypatch, capsys):
+    """One command trains with a shipped recipe and a file, beside no checkout."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("mine.yaml").write_text((ROOT / "recipes" / "fp8-tile.yaml").read_text())
+    # A module of this name would be imported in the place of the library.
+    Path("yaml.py").write_text("raise SystemExit(1)")
+    command = ["run", "--recipes", "bf16", "mine.yaml", "--seeds", "3", "--output", "out"]
+    main([*command, "--at-once", "2", "--", *TINY.split()])
+    assert [path.name for path in sorted(Path("out").iterdir())] == [
+        "bf16-3", "comparison.html", "comparison.png", "mine-3",
+    ]  # fmt: skip
+    assert [line["iteration"] for line in lines(Path("out/mine-3"))] == [1, 2]
+    shown = capsys.readouterr().out
+    assert "gap to bf16" in shown and "│ mine" in shown
+    assert "<h1>bf16, mine</h1>" in Path("out/comparison.html").read_text()
+
+
+def test_seeds_of_the_command_line_are_used(study, tmp_path):
+    file = study(base="--scale 2")
+    main(["run", str(file), "--seeds", "5", "--output", str(tmp_path / "out")])
+    assert (tmp_path / "out" / "base-5").is_dir() and not (tmp_path / "out" / "base-1").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "give either STUDY.yaml or --recipes"),
+        (["x.yaml", "--recipes", "bf16", "nvfp4"], "give either STUDY.yaml or --recipes"),
+        (["--recipes", "bf16"], "two recipes or more"),
+        (["--recipes", "bf16", "bf16"], "two have the same name"),
+        (["--recipes", "bf16", "nvfp5"], "unknown recipe 'nvfp5'"),
+    ],
+)
+def test_recipes_that_do_not_fit(tmp_path, arguments, named):
+    with pytest.raises(UserError, match=named):
+        main(["run", *arguments, "--output", str(tmp_path / "out")])
+    assert not (tmp_path / "out").exists()
 
 
 BRANCH = "branch: {trunk: base, iteration: 30, runs: {changed: --scale 2.2}}"
@@ -118,7 +205,7 @@ def test_a_branch_fails_with_its_trunk(study, tmp_path):
 
 
 def test_an_interrupted_study_goes_on(study, tmp_path):
-    """Ctrl-C stops the run with a checkpoint; run again, it goes on from there."""
+    """Ctrl-C stops the run with a checkpoint, in one line; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     command = [sys.executable, "-c", RUN, "run", str(file), "--output", str(output)]
     # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
@@ -129,12 +216,32 @@ def test_an_interrupted_study_goes_on(study, tmp_path):
     while not (output / "base-1" / "metrics.jsonl").is_file():
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGINT)
-    first.communicate(timeout=30)
-    assert first.returncode != 0
+    _, shown = first.communicate(timeout=30)
+    assert first.returncode == 130
+    assert shown.endswith(b"interrupted; the same command resumes the study\n")
+    assert b"Traceback" not in shown and b"7" in (output / "base-1" / TRACKER).read_bytes()
     (tmp_path / "train.py").write_text(TRAINING.replace("time.sleep", "(lambda _: None)"))
     subprocess.run(command, check=True, capture_output=True, timeout=60)
     assert [line["began"] for line in lines(output / "base-1")][-1] == 7
     assert lines(output / "base-1")[-1]["iteration"] == 40
+
+
+def test_a_second_ctrl_c_waits_for_no_checkpoint(study, tmp_path):
+    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
+    stubborn = TRAINING.replace("sys.exit()", "time.sleep(60)")
+    (tmp_path / "train.py").write_text(stubborn)
+    command = [sys.executable, "-c", RUN, "run", str(file), "--output", str(output)]
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    study_run = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heeds)
+    while not (output / "base-1" / "metrics.jsonl").is_file():
+        time.sleep(0.05)
+    os.kill(study_run.pid, signal.SIGINT)
+    while not (output / "base-1" / TRACKER).is_file():
+        time.sleep(0.05)
+    os.kill(study_run.pid, signal.SIGINT)
+    _, shown = study_run.communicate(timeout=30)
+    assert study_run.returncode == 130 and b"Traceback" not in shown
+    assert shown.endswith(b"interrupted\n")
 
 
 @pytest.mark.parametrize(
