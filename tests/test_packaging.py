@@ -143,10 +143,17 @@ def test_distributions(built):
     """Both hold the package and its data; the source distribution also what tests and shows it."""
     package = {
         str(path.relative_to(ROOT))
-        for pattern in ("**/*.py", "planning/*.yaml", "recipes/shipped/*.yaml", "py.typed")
+        for pattern in (
+            "**/*.py",
+            "examples/*.args",
+            "planning/*.yaml",
+            "recipes/shipped/*.yaml",
+            "py.typed",
+        )
         for path in (ROOT / "megatron_lowbit").glob(pattern)
     }
     assert "megatron_lowbit/recipes/shipped/nvfp4.yaml" in package
+    assert "megatron_lowbit/examples/gpt-7m-cpu.args" in package
     wheel = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     assert {name for name in wheel if ".dist-info/" not in name} == package
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
