@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from megatron_lowbit.errors import UserError, require
 
-_SHELLS = ("bash", "zsh", "tcsh")
+_SHELLS = ("bash", "zsh", "tcsh", "fish")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 _MOST_FILES = 100
 _LARGEST_FILE = 1 << 20
