@@ -25,7 +25,7 @@ WORKDIR /workspace
 
 # First what the package needs, by way of a package without code: this layer stays when code
 # changes. torch alone, from its CPU index: what others require would bring in CUDA.
-COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY constraints.txt pyproject.toml setup.py README.md LICENSE NOTICE ./
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --no-deps --constraint constraints.txt torch \
         --extra-index-url https://download.pytorch.org/whl/cpu \

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from megatron_lowbit.numerics import quantize as quantize
     from megatron_lowbit.recipes import Recipe as Recipe
     from megatron_lowbit.recipes import load_recipe as load_recipe
+    from megatron_lowbit.version import __version__ as __version__
 
 __getattr__, __all__ = lazy_attributes(
     __name__,
@@ -17,5 +18,6 @@ __getattr__, __all__ = lazy_attributes(
         "layers": ["lowbit_linear"],
         "numerics": ["QuantizedTensor", "quantize"],
         "recipes": ["Recipe", "load_recipe"],
+        "version": ["__version__"],
     },
 )

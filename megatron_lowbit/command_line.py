@@ -6,13 +6,14 @@ import os
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_lowbit.errors import UserError, require
 
-_SHELLS = ("bash", "zsh", "tcsh")
+_SHELLS = ("bash", "zsh", "tcsh", "fish")
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 _MOST_FILES = 100
 _LARGEST_FILE = 1 << 20
@@ -68,7 +69,8 @@ def expand_files(argv: Iterable[str]) -> list[str]:
     """Replace every ``@FILE`` by the arguments that the file holds.
 
     A file is split like a shell command: quotes, comments and backslashes at line ends work. Files
-    may name further files, relative to the working directory.
+    may name further files, relative to the working directory. Where there is no file of the name,
+    it may be a preset's, as :func:`shipped_presets` names it.
 
     Raises:
         UserError: a file is missing, too large, is not text, has an open quote, or includes itself;
@@ -82,7 +84,7 @@ def expand_files(argv: Iterable[str]) -> list[str]:
                 yield argument
                 continue
             try:
-                path = Path(argument[1:]).resolve()
+                path = _argument_file(argument[1:])
                 require(path not in opened, f"{argument}: the file includes itself")
                 require(next(left, None) is not None, f"{argument}: more than {_MOST_FILES} files")
                 yield from expand(_read_arguments(path), (*opened, path))
@@ -94,6 +96,23 @@ def expand_files(argv: Iterable[str]) -> list[str]:
                 raise UserError(f"{argument}: {why}") from None
 
     return list(expand(argv, ()))
+
+
+def shipped_presets() -> dict[str, Path]:
+    """Return the files of arguments that come with the package, by names like examples/x.args."""
+    files = (Path(__file__).parent / "examples").glob("*.args")
+    return {f"examples/{file.name}": file for file in sorted(files)}
+
+
+def _argument_file(name: str) -> Path:
+    """Return the file of this name or, where there is none, the preset of this name."""
+    path = Path(name).resolve()
+    if path.exists():
+        return path
+    presets = shipped_presets()
+    near = get_close_matches(name, presets, n=1)
+    require(name in presets or not near, f"@{name}: no such file; did you mean @{''.join(near)}?")
+    return presets.get(name, path)
 
 
 def _read_arguments(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import megatron_lowbit
 from megatron_lowbit.megatron.arguments import front_parser
 from megatron_lowbit.megatron.arguments.precision import INSTALL_TRANSFORMER_ENGINE
 
@@ -29,6 +31,7 @@ TINY += " --tokenizer-type HuggingFaceTokenizer --tokenizer-model tokenizer"
 
 def test_one_version():
     version = PROJECT["version"]
+    assert megatron_lowbit.__version__ == version
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"\n## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
 
@@ -69,11 +72,15 @@ def test_help(name, command):
 
 
 def test_torch_waits():
-    """Importing the package, its errors, or printing a light command's help does not load torch."""
+    """Importing the package, its errors, or printing a light command's help does not load torch.
+
+    Nor does importing the package look its version up.
+    """
     light = ["tokenizer", "preprocess", "convert", "checkpoint", "study", "plan", "recipes"]
     code = f"""
 import contextlib, io, sys
 import megatron_lowbit, megatron_lowbit.errors
+assert "importlib.metadata" not in sys.modules
 from megatron_lowbit import commands
 sys.argv = ["lowbit", "--help"]
 for name in {light}:
@@ -138,17 +145,44 @@ def built(tmp_path_factory) -> Path:
     return folder
 
 
+def check_description(text: str) -> None:
+    """Assert that it is README's, without links or pictures that lead nowhere from elsewhere."""
+    assert "## Your Megatron-LM script" in text and "docs/megatron-lm.md" in text
+    assert "docs/images" not in text
+    assert all(target.startswith("http") for target in re.findall(r"\]\(([^)]*)", text))
+
+
+def test_description(monkeypatch):
+    """setup.py gives it, which a build reads."""
+    given = {}
+    monkeypatch.setattr("setuptools.setup", lambda **settings: given.update(settings))
+    runpy.run_path(str(ROOT / "setup.py"))
+    check_description(given["long_description"])
+    assert PROJECT["dynamic"] == ["readme"]
+
+
 @pytest.mark.slow
 def test_distributions(built):
     """Both hold the package and its data; the source distribution also what tests and shows it."""
     package = {
         str(path.relative_to(ROOT))
-        for pattern in ("**/*.py", "planning/*.yaml", "recipes/shipped/*.yaml", "py.typed")
+        for pattern in (
+            "**/*.py",
+            "examples/*.args",
+            "planning/*.yaml",
+            "recipes/shipped/*.yaml",
+            "py.typed",
+        )
         for path in (ROOT / "megatron_lowbit").glob(pattern)
     }
     assert "megatron_lowbit/recipes/shipped/nvfp4.yaml" in package
-    wheel = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
+    assert "megatron_lowbit/examples/gpt-7m-cpu.args" in package
+    archive = zipfile.ZipFile(next(built.glob("*.whl")))
+    wheel = set(archive.namelist())
     assert {name for name in wheel if ".dist-info/" not in name} == package
+    folder = f"megatron_lowbit-{PROJECT['version']}.dist-info"
+    assert {f"{folder}/licenses/LICENSE", f"{folder}/licenses/NOTICE"} <= wheel
+    check_description(archive.read(f"{folder}/METADATA").decode())
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
     more = {
@@ -157,6 +191,16 @@ def test_distributions(built):
         "tests/golden/quantizers.npz",
     }  # fmt: skip
     assert package | more <= source
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
+def test_completion_of_fish(name, command, tmp_path):
+    _, script, _ = command(name, "--print-completion", "fish")
+    (tmp_path / "script.fish").write_text(script)
+    ask = f'source {tmp_path}/script.fish; complete --do-complete "{name} --print-c"'
+    result = subprocess.run(["fish", "-N", "-c", ask], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("--print-completion\t") and not result.stderr
 
 
 @pytest.mark.slow

@@ -1,11 +1,9 @@
 """Lists the recipes, and shows what one does to a model."""
 
 import argparse
-import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_lowbit.command_line import CommandParser, command_parser
+from megatron_lowbit.command_line import CommandParser, command_parser, expand_files
 from megatron_lowbit.errors import UserError
 
 
@@ -33,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
         "--recipe-set", metavar="FIELD=VALUE", action="append", default=[],
         help="change a field of the recipe, as in training (repeatable)",
     )  # fmt: skip
-    show.add_argument("--model", metavar="FILE", help="a model's arguments, as in examples/")
+    show.add_argument("--model", metavar="FILE", help="a model's arguments: a file or a preset")
     _add_shape(show)
     return parser
 
@@ -62,10 +60,9 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 def _read_model(file: str) -> argparse.Namespace:
     """Read layers, pattern and norm from a file of arguments, most of which say other things."""
     try:
-        arguments = shlex.split(Path(file).read_text(encoding="utf-8"), comments=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--model {file}: {reason}") from None
+        arguments = expand_files([f"@{file}"])
+    except UserError as error:
+        raise UserError(f"--model {str(error).removeprefix('@')}") from None
     parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
     return parser.parse_known_args(arguments)[0]

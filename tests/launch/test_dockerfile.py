@@ -62,6 +62,11 @@ def test_what_is_copied_exists_and_is_not_ignored(source):
     assert source not in ignored
 
 
+def test_what_the_build_reads_is_copied():
+    """The first layer of the CPU's image builds the package from these files alone."""
+    assert {"pyproject.toml", "setup.py", "README.md", *PROJECT["license-files"]} <= set(COPIES)
+
+
 def test_nothing_hidden_is_copied():
     """Git's history, environments and caches, hundreds of megabytes."""
     assert ".*" in (ROOT / ".dockerignore").read_text().split()

@@ -210,6 +210,17 @@ def test_a_file_of_arguments_that_cannot_be_read(tmp_path, text, message):
     assert message in refusal(f"@{path}")
 
 
+def test_presets_need_no_checkout(tmp_path, monkeypatch):
+    """A file of the same name goes first; what is nearly a preset's name gets a hint."""
+    monkeypatch.chdir(tmp_path)
+    assert "--num-layers" in expand_files(["@examples/gpt-7m-cpu.args"])
+    with pytest.raises(UserError, match=r"no such file; did you mean @examples/gpt-7m-cpu.args\?"):
+        expand_files(["@examples/gpt-7m-gpu.args"])
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "gpt-7m-cpu.args").write_text("--bf16")
+    assert expand_files(["@examples/gpt-7m-cpu.args"]) == ["--bf16"]
+
+
 def test_given_arguments_can_be_replaced(parser):
     words = CommandLine(parser, ["--lr=-1", "--disable-bias-linear", "--data-path", "a", "b"])
     assert "--lr" in words and "--min-lr" not in words

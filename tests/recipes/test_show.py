@@ -165,9 +165,9 @@ def test_a_model_that_says_which_blocks_stay_in_bf16(name, high, capsys):
         assert f"{whole - kept} of {whole} linear layers quantized" in title
 
 
-def test_a_hybrid_from_a_file_of_arguments(capsys):
-    file = str(Path(__file__).parents[2] / "examples" / "hybrid-tiny.args")
-    lines = shown("show", "nvfp4", "--model", file, capsys=capsys)
+def test_a_hybrid_from_a_preset(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = shown("show", "nvfp4", "--model", "examples/hybrid-tiny.args", capsys=capsys)
     layers = [line[1] for line in lines if len(line) > 1 and line[1].startswith("decoder")]
     assert layers == [layer.path for layer in show.model_layers("M-M*-M-M-M-M-", 1)]
 

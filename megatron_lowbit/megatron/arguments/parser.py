@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, partial
+from pathlib import Path
 from typing import Literal, NoReturn
 
 from megatron_lowbit import command_line
@@ -126,9 +127,11 @@ def front_parser() -> command_line.CommandParser:
     from megatron.training.arguments import add_megatron_arguments
 
     _read_sources_once()
+    presets = ", ".join(Path(name).stem for name in command_line.shipped_presets())
     parser = command_line.CommandParser(
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
-        "@FILE reads arguments from FILE, which may have comments.",
+        "@FILE reads arguments from FILE, which may have comments. @examples/NAME.args is a model\n"
+        f"that comes with the package: {presets}.",
         usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
         "    --seq-length N --max-position-embeddings N --micro-batch-size N --train-iters N\n"
         "    --lr X --data-path PREFIX ...",
