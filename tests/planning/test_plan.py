@@ -17,7 +17,7 @@ from megatron_lowbit.planning.hardware import GPU, Figure, gpu, kinds
 from megatron_lowbit.planning.layouts import Layout, candidate_of, candidates
 from megatron_lowbit.planning.memory import in_flight, state
 from megatron_lowbit.planning.model import Parameters
-from megatron_lowbit.planning.routing import gemm_name
+from megatron_lowbit.planning.routing import adds_products, gemm_name
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import Layer, load_recipe, load_recipes
@@ -191,6 +191,35 @@ def test_gemms_go_where_the_engine_sends_them():
                 assert engine.describe(sides.lhs.format, sides.rhs.format).startswith(start)
                 seen.add(found)
     assert len(seen) == 4
+
+
+def test_gemms_that_add_to_the_main_gradient_are_the_engines():
+    from megatron_lowbit.kernels import routes
+    from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS
+
+    adding = {"bf16": routes.EXACT, "fp8 per tensor": routes.FOLDED, "fp8 per row": routes.ROWS,
+              "fp8 1x128 . 128x128": routes.TILES, "fp32": routes.DEQUANTIZED}  # fmt: skip
+    for name, route in adding.items():
+        assert adds_products(name) == (route in ADDED_PRODUCTS)
+
+
+def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
+    """BF16 dW written, read and added: 12 bytes a weight, which fused GEMMs do not move."""
+    model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe"
+    separate = "--no-gradient-accumulation-fusion"
+    bandwidth = gpu("h200")["copy_tb_per_s"] * gpu("h200")["kernel_share"] * 1e12
+    weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without the embedding and norms
+    for recipe in ("bf16", "fp8-tensorwise"):
+        fused = planned(f"{model} {recipe}").seconds
+        apart = planned(f"{model} {recipe} {separate}").seconds
+        more = (apart["elementwise"] - fused["elementwise"]) / 128
+        assert more == pytest.approx(12 * weights / bandwidth, rel=1e-6)
+        assert apart["GEMM"] == pytest.approx(fused["GEMM"])
+    # GEMMs with a scale a row return a product in FP32, which is added to the gradient after them.
+    rows = planned(f"{model} fp8-row").seconds["elementwise"]
+    apart = planned(f"{model} fp8-row {separate}").seconds["elementwise"]
+    layers = weights - 128256 * 4096
+    assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / bandwidth)
 
 
 def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():
