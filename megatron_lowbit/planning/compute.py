@@ -122,7 +122,8 @@ def _linear(
     inputs, outputs = linear.split(args.tensor_model_parallel_size)
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
     size = weight_gradient_bytes(args, linear, device)
-    added = {"wgrad": 2.0 * FP32 * inputs * outputs} if device.accumulate and size == 0 else {}
+    main = 2 * gradient_bytes(args)  # read and written
+    added = {"wgrad": float(main * inputs * outputs)} if device.accumulate and size == 0 else {}
     seconds = {
         gemm: experts
         * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu, added.get(gemm, 0.0))
@@ -134,12 +135,17 @@ def _linear(
     weights = inputs * outputs * experts
     if device.accumulate and size > 0:
         # dW is written, read again and added.
-        backward["elementwise"] += device.moved(weights * (2 * size + 2 * FP32))
+        backward["elementwise"] += device.moved(weights * (2 * size + main))
     if linear.precision.quantized:
         quantized = _quantization(linear, tokens, weights, inputs, outputs, names, device)
         for times, seconds_of in zip((forward, backward, step), quantized, strict=True):
             times["quantization"] += seconds_of
     return Passes(forward, backward, step, seconds["dgrad"], seconds["wgrad"])
+
+
+def gradient_bytes(args: Namespace) -> int:
+    """Return the bytes of an element of a main gradient."""
+    return BF16 if args.grad_reduce_in_bf16 else FP32
 
 
 def weight_gradient_bytes(args: Namespace, linear: Linear, device: Device) -> int:

@@ -46,14 +46,9 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
         optimizer += each * number / shards
     return {
         "weights": compute.BF16 * count.all,
-        "main gradients": gradient_bytes(args) * count.all,
+        "main gradients": compute.gradient_bytes(args) * count.all,
         "optimizer": optimizer,
     }
-
-
-def gradient_bytes(args: Namespace) -> int:
-    """Return the bytes of a parameter's main gradient."""
-    return compute.BF16 if args.grad_reduce_in_bf16 else compute.FP32
 
 
 def in_flight(layout: Layout, stage: int) -> float:
