@@ -118,9 +118,11 @@ def recipe_table(
     rows: Sequence[tuple[str, Estimate, bool, float | None]], device: Device, title: str
 ) -> Table:
     """Tabulate recipes: name, layout, whether the layout fits, tokens of the whole run."""
-    counted = next((tokens for *_, tokens in rows), None)
-    last = [] if counted is None else [f"days for {counted / 1e9:,.0f}B tokens"]
-    headings = ("layout", "recomputed", "GiB", "tokens/s of a GPU", "of the first", "MFU", *last)
+    counted = next(tokens for *_, tokens in rows)
+    if counted is not None:
+        title = f"{title}; days are for {counted / 1e9:,.0f} billion tokens"
+    headings = ("layout", "microbatches", "recomputed", "GiB", "tokens/s of a GPU", "of the first",
+                "MFU", *(["days"] if counted else []))  # fmt: skip
     columns = (Column(heading, justify="right") for heading in headings)
     table = Table("recipe", *columns, title=title, title_justify="left")
     first = rows[0][1].tokens_per_second
@@ -133,7 +135,7 @@ def recipe_table(
             f"{one.utilisation(device):.1%}", *([] if tokens is None else [days(one, tokens)]),
         ] if fits else ["does not fit"]  # fmt: skip
         table.add_row(
-            name, f"{ranks}, {layout.micro_batch} x {layout.microbatches}", layout.recompute,
+            name, ranks, f"{layout.microbatches} of {layout.micro_batch}", layout.recompute,
             f"{one.most_memory / GIB:.1f}", *speed,
         )  # fmt: skip
     return table
@@ -149,7 +151,7 @@ def routing_notes(parts: Counter[Part], recipe: Recipe, device: Device) -> list[
                 for quantizer in filter(None, (sides.lhs, sides.rhs)):
                     routed[quantizer.format.name.split("-")[0].upper(), name] = quantizer
     share = gpu["gemm_sustained"]
-    fp8 = share * max(gpu[key] for key in gpu.figures if key.startswith("gemm.fp8"))
+    fp8 = share * gpu["gemm.fp8 per tensor"]
     notes = []
     for (family, name), quantizer in sorted(routed.items()):
         rate, start = share * gpu[f"gemm.{name}"], f"recipe {recipe.name}: {family} runs as"

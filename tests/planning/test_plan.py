@@ -125,7 +125,7 @@ def cells(text: str, columns: int) -> list[list[str]]:
 
 def test_recipes_side_by_side_are_the_fastest_layout_of_each(capsys):
     main(shlex.split(f"--gpus 8 --gpu h200 {LLAMA_8B} --recipes bf16,fp8-tile --tokens 1e12"))
-    rows = cells(capsys.readouterr().out, 8)
+    rows = cells(capsys.readouterr().out, 9)
     assert [row[0] for row in rows] == ["bf16", "fp8-tile"]
     usable = (gpu("h200")["memory_gib"] - gpu("h200")["reserve_gib"]) * 2**30
     speeds = []
