@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+import torch
 from small_llama import write_llama
 
 from megatron_lowbit.conversion import next_steps
@@ -73,6 +74,21 @@ def test_the_command_loads_a_quantized_export(folder, capsys, layout, recipe):
     result = subprocess.run([sys.executable, *rest], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split() == ["tensor(True)"]
+
+
+def test_a_mixtral_loads_in_fp8_blocks(folder, capsys):
+    pytest.importorskip("accelerate", reason="transformers needs it for FP8")
+    from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 100, "hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": None}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **layers, **experts))
+    model.save_pretrained("source")
+    (folder / "source" / "model.safetensors.index.json").unlink()  # the Llama's
+    assert "accelerate" in exported(capsys, "fp8-blocks", "fp8-tile")["loads in"]
+    loaded = AutoModelForCausalLM.from_pretrained("out")
+    assert loaded(torch.arange(8)[None]).logits.isfinite().all()
 
 
 def test_transformers_does_not_load_modelopt(folder, capsys):
