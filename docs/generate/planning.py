@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
 from plan_check import COUNTED, ITERATIONS, NAME
 
+GPUS_PER_NODE = 8
+
 
 def planned(
     words: Sequence[str], gpus: int, vocabulary: int, kind: str, scan: str, accumulate: bool = True
@@ -44,7 +46,7 @@ def planned(
         load_recipes(args.precision_recipe, args.recipe_set),
         vocabulary,
         device,
-        Cluster(device.gpu, max(gpus, 2)),
+        Cluster(device.gpu, min(max(gpus, 2), GPUS_PER_NODE)),
     )[0]
 
 
@@ -53,8 +55,8 @@ def kind_of(name: str) -> str:
     return next((kind for kind in ("h100", "h200", "b200") if kind.upper() in name), "h200")
 
 
-def body(results: Path) -> str:
-    """Return what goes between the page's markers: figures of this version of Megatron-LM."""
+def body(results: Path) -> str | None:
+    """Return figures measured with this version of Megatron-LM; None where there are none."""
     parts = []
     for file in sorted(results.glob("plan_check-*.json")):
         data = json.loads(file.read_text())
@@ -69,7 +71,7 @@ def body(results: Path) -> str:
             f"without an optimizer (`python benchmarks/model.py`), one {data['machine']['gpu']}:"
         )
         parts += [title, _layers(data)]
-    return "\n\n".join(parts or [f"Not measured on Megatron-LM {version('megatron-core')} yet."])
+    return "\n\n".join(parts) or None
 
 
 def _is_current(data: dict) -> bool:
@@ -137,6 +139,13 @@ CLUSTERS = {
         ("h200", 4608, "fp8-tile"), ("b200", 4608, "mxfp8"), ("b200", 4608, "nvfp4"),
         ("b200", 9216, "nvfp4"),
     ]),
+    "llama3-70b": ("128256", [
+        ("h100", 1024, "fp8-tensorwise"), ("h200", 1024, "fp8-tensorwise"),
+        ("b200", 1024, "mxfp8"), ("b200", 1024, "nvfp4"),
+    ]),
+    "qwen3-30b-a3b": ("151936", [
+        ("h100", 256, "fp8-tensorwise"), ("h200", 256, "fp8-tensorwise"), ("b200", 256, "mxfp8"),
+    ]),
 }  # fmt: skip
 """Presets, their vocabulary, and what each is planned for: GPU, how many, recipe."""
 
@@ -149,14 +158,15 @@ def calculated(preset: str) -> str:
         words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe]
         training = TrainingArguments(words)
         device = Device(gpu(kind), True, "mamba-ssm")
-        tried = [one for one in candidates(training, gpus, 8) if not isinstance(one, str)]
+        every = candidates(training, gpus, GPUS_PER_NODE)
+        tried = [one for one in every if not isinstance(one, str)]
         args = tried[0].args
         found = plan(
             tried,
             load_recipes(args.precision_recipe, args.recipe_set),
             int(vocabulary),
             device,
-            Cluster(device.gpu, 8),
+            Cluster(device.gpu, GPUS_PER_NODE),
         )
         usable = usable_bytes(device)
         fitting = [one for one in found if one.most_memory <= usable]
@@ -175,9 +185,44 @@ def calculated(preset: str) -> str:
     return table(headings, lines)
 
 
+COMMON = (
+    "--precision-recipe fp8-tensorwise --seq-length 8192 --max-position-embeddings 8192 "
+    "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce "
+    "--overlap-param-gather --grad-reduce-in-bf16"
+)
+PUBLISHED = (
+    ("llama3-8b", 8, 14451, "--global-batch-size 128 --recompute-granularity full "
+     "--recompute-method block --recompute-num-layers 5"),
+    ("llama3-70b", 64, 1664, "--global-batch-size 256 --tensor-model-parallel-size 4 "
+     "--sequence-parallel --pipeline-model-parallel-size 8 "
+     "--num-layers-per-virtual-pipeline-stage 2"),
+)  # fmt: skip
+"""Presets, H100s, tokens a second of a GPU and layouts of Megatron-Bridge's performance summary."""
+
+
+def published() -> str:
+    """Return plans beside published figures, and the same without one of their terms each."""
+    lines = []
+    for preset, gpus, speed, layout in PUBLISHED:
+        words = [f"@examples/{preset}.args", *COMMON.split(), *layout.split()]
+        found = planned(words, gpus, 128256, "h100", "mamba-ssm")
+        words.append("--no-gradient-accumulation-fusion")
+        apart = planned(words, gpus, 128256, "h100", "mamba-ssm")
+        hidden = found.step - found.seconds.get("tensor parallel", 0.0)
+        seconds = (found.step, apart.step, hidden)
+        rates = [found.tokens / step / gpus for step in seconds]
+        cells = [f"{rate:,.0f} ({rate / speed - 1:+.1%})" for rate in rates]
+        lines.append([f"`{preset}`", gpus, f"{speed:,}", *cells])
+    headings = ("preset", "H100s", "published", "planned", "without fused accumulation",
+                "tensor parallelism's collectives hidden")  # fmt: skip
+    return table(headings, lines)
+
+
 def write_page(document: Path, results: Path) -> None:
     """Write the page's sections between their markers."""
-    sections = {"measured": body(results)} | {preset: calculated(preset) for preset in CLUSTERS}
+    sections = {preset: calculated(preset) for preset in CLUSTERS} | {"published": published()}
+    if (measured := body(results)) is not None:
+        sections["measured"] = measured
     replace_sections(document, sections)
 
 

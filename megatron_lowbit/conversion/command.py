@@ -8,6 +8,7 @@ To go on training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,29 +21,56 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Convert what the command line names."""
     args = _parser().parse_args(argv)
     # After the help, which needs no torch.
+    from megatron_lowbit.conversion import next_steps
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
 
-    if args.command == "to-megatron":
-        to_megatron(args.source, args.output, args.force, args.shard_bytes)
-        folder, checkpoint, quantized = args.source, args.output, None
-    else:
+    quantized = None
+    if args.command == "to-hugging-face":
         quantized = QuantizedAs(args.quantized, args.recipe, args.recipe_set)
         if not args.quantized:
             require(quantized[1:] == ([], []), "--recipe and --recipe-set go with --quantized")
             quantized = None
-        to_hugging_face(
+        if warning := next_steps.missing_packages(args.quantized):
+            print(warning, file=sys.stderr)
+    if args.verify:
+        _check_verification(args)
+    if args.command == "to-megatron":
+        converted = to_megatron(args.source, args.output, args.force, args.shard_bytes)
+        folder, checkpoint = args.source, args.output
+        lines = next_steps.after_to_megatron(args.output, converted)
+    else:
+        converted = to_hugging_face(
             args.source, args.output, args.dtype, args.carry, args.shard_bytes, args.force,
             quantized, args.vocab_size,
         )  # fmt: skip
         folder, checkpoint = args.output, args.source
+        lines = next_steps.after_to_hugging_face(args.output, converted, args.quantized)
     if args.verify:
-        # It needs megatron-core's models, which take seconds to import.
-        from megatron_lowbit.conversion.verify import TOKENS, verify
+        from megatron_lowbit.conversion.verify import verify
 
-        tokens = args.verify_tokens or TOKENS
-        difference, largest = verify(folder, checkpoint, tokens, quantized)
+        difference, largest = verify(folder, checkpoint, _tokens(args), quantized)
         print(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
+    print("\n".join(lines))
+
+
+def _check_verification(args: argparse.Namespace) -> None:
+    """Raise UserError where ``--verify`` could not compare what is about to be converted."""
+    # It needs megatron-core's models, which take seconds to import.
+    from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
+    from megatron_lowbit.conversion.verify import check_source, check_tokens
+
+    if args.command == "to-megatron":
+        check_source(args.source, _tokens(args))
+    else:
+        model = open_checkpoint(args.source, check=False).model(args.vocab_size)
+        check_tokens(_tokens(args), model["vocab_size"])
+
+
+def _tokens(args: argparse.Namespace) -> Sequence[int]:
+    from megatron_lowbit.conversion.verify import TOKENS
+
+    return args.verify_tokens or TOKENS
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -103,11 +103,23 @@ def plan_quantization(
         if len(tensors.shape(shares[0].target)) > 1:
             unquantized += modules
     recipe.check_matchers(layers)
-    require(len(weights) > 0, f"recipe {recipe.name} quantizes no weight in fprop")
+    require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
     # A tied head has no tensor of its own, but readers build the module.
     kept = list(dict.fromkeys([*unquantized, _HEAD]))
     config, documents = layout.config(formats, kept), layout.documents(formats, kept)
     return Quantization(recipe, layout, weights, config, documents, kept)
+
+
+def _nothing_quantized(recipe: Recipe, num_layers: int) -> str:
+    """Return the error of a recipe that quantizes no weight of a model with so many blocks."""
+    if not any(precision.fprop.rhs is not None for precision in recipe.configs.values()):
+        return f"recipe {recipe.name} quantizes no weight in fprop: an export has nothing to store"
+    blocks = "the only block" if num_layers == 1 else f"all {num_layers} blocks"
+    message = f"recipe {recipe.name} keeps {blocks} in BF16: nothing would be quantized"
+    if "bf16_blocks" not in recipe.matchers:
+        return f"{message}; export without --quantized"
+    quantize_all = f"--recipe {recipe.name} --recipe-set bf16_blocks=none"
+    return f"{message}; export without --quantized, or quantize all blocks by {quantize_all}"
 
 
 def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -37,24 +38,46 @@ def verify(
     Returns:
         The largest difference of logits, and the largest logit of transformers'.
 
-    Raises UserError where transformers is not installed, or a token is not in the vocabulary.
+    :func:`check_source` or :func:`check_tokens` tells before a conversion whether this can be done.
     """
     opened = open_folder(folder)
     converted = from_config(opened.config, str(folder / CONFIG))
     size = converted.model["vocab_size"]
-    for token in tokens:
-        require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")
     batch = torch.tensor([list(tokens)])
     theirs = _of_transformers(opened, batch, exact=quantized is not None)
     ours = _of_megatron(checkpoint, converted, batch, quantized)[..., :size]
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
 
 
-def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
+def check_source(folder: Path, tokens: Sequence[int]) -> None:
+    """Check that :func:`verify` can compare a folder of Hugging Face's, before it is converted.
+
+    Raises UserError where transformers is not installed or does not know the folder's model, or a
+    token is not in the vocabulary.
+    """
+    size = from_config(open_folder(folder).config, str(folder / CONFIG)).model["vocab_size"]
+    check_tokens(tokens, size)
+    from transformers import AutoConfig
+
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError:
-        raise UserError("--verify needs transformers: pip install transformers") from None
+        AutoConfig.from_pretrained(folder)
+    except Exception as error:
+        # Whatever transformers raises, of many kinds, it cannot build the model.
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(f"--verify: transformers does not take {folder / CONFIG}: {why}") from None
+
+
+def check_tokens(tokens: Sequence[int], size: int) -> None:
+    """Raise UserError where transformers is not installed, or a token is not in the vocabulary."""
+    if find_spec("transformers") is None:
+        raise UserError("--verify needs transformers: pip install transformers")
+    for token in tokens:
+        require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")
+
+
+def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     config = AutoConfig.from_pretrained(folder.path)
     if hasattr(config, QUANTIZATION):
         delattr(config, QUANTIZATION)  # the weights come dequantized

@@ -2,6 +2,8 @@
 
 Example: lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --fp4-recipe nvfp4 \\
              --vocab-size 128256
+         lowbit-plan --gpu h200 --gpus 64 @examples/llama3-8b.args --vocab-size 128256 \\
+             --recipes bf16,fp8-tile,nvfp4 --tokens 15e12
 
 Every other argument is one of training, as pretrain_gpt.py takes it. All figures are calculated;
 --figures shows what from, measured or not.
@@ -33,6 +35,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, required=True, help="all of them")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="that NVLink joins")
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument(
+        "--recipes", metavar="NAME_OR_FILE,...", help="recipes to compare, by their fastest layouts"
+    )
+    parser.add_argument(
+        "--tokens", type=float, help="tokens of the whole run, for its days (default: training's)"
+    )
     parser.add_argument("--scan", choices=SCANS, default=SCANS[0], help="scan of hybrids")
     parser.add_argument(
         "--as-given", action="store_true", help="only the layout that training's arguments ask for"

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections import Counter
 from typing import NamedTuple
 
-from megatron_lowbit.planning.compute import BF16, FP32, Passes, Seconds
+from megatron_lowbit.planning.compute import BF16, Passes, Seconds, gradient_bytes
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.model import Linear, Parameters, Part
@@ -112,7 +112,7 @@ class DataParallel(NamedTuple):
 def data_parallel(
     args: Namespace, count: Parameters, layout: Layout, cluster: Cluster
 ) -> DataParallel:
-    """Time FP32 gradients and BF16 parameters of one rank's part of the model over its replicas."""
+    """Time gradients and BF16 parameters of one rank's part of the model over its replicas."""
     gradients = parameters = 0.0
     for number, ranks, stride in (
         (count.all - count.experts, layout.data, layout.tensor),
@@ -121,9 +121,9 @@ def data_parallel(
         if number == 0 or ranks == 1:
             continue
         joined = link(cluster, ranks, stride)
-        gradients += joined.gather(number * FP32, ranks)
+        gradients += joined.gather(number * gradient_bytes(args), ranks)
         if args.use_distributed_optimizer:
             parameters += joined.gather(number * BF16, ranks)
         else:
-            gradients += joined.gather(number * FP32, ranks)
+            gradients += joined.gather(number * gradient_bytes(args), ranks)
     return DataParallel(gradients, parameters)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_lowbit.numerics import Quantizer, Rounding
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.model import Linear, Part, mixer, query_groups
-from megatron_lowbit.planning.routing import gemm_name, takes_values
+from megatron_lowbit.planning.routing import adds_products, gemm_name, takes_values
 from megatron_lowbit.recipes import LinearPrecision
 
 BF16, FP32 = 2, 4
@@ -63,7 +63,7 @@ def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Pass
     local = tokens // tensor if args.sequence_parallel else tokens
     routed = tokens * args.moe_router_topk if part.kind == "experts" else tokens
     experts = experts_of(args, part)
-    times = [_linear(linear, routed, tensor, device, experts) for linear in part[1:]]
+    times = [_linear(args, linear, routed, device, experts) for linear in part[1:]]
     forward, backward, step = (sum((t[i] for t in times), Counter()) for i in range(3))
     one_way, back = _around(args, part, tokens, local, routed)
     forward["elementwise"] += device.moved(one_way)
@@ -86,7 +86,7 @@ def experts_of(args: Namespace, part: Part) -> int:
 def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) -> Passes:
     """Time the final norm, the output layer and the loss."""
     linear, tensor = Linear(args.hidden_size, vocabulary, True), args.tensor_model_parallel_size
-    times = _linear(linear, tokens, tensor, device)
+    times = _linear(args, linear, tokens, device)
     # Logits are read for the loss, then read and overwritten by their gradient.
     logits = tokens * vocabulary // tensor * BF16
     norm = tokens * args.hidden_size * BF16
@@ -101,31 +101,41 @@ def embedding_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
     return Passes(Counter(), Counter(elementwise=device.moved(14 * table)), Counter())
 
 
-def gemm_seconds(rows: float, inputs: int, outputs: int, name: str, gpu: GPU) -> float:
-    """Time one GEMM of (rows, inputs) by (inputs, outputs), forward or backward."""
+def gemm_seconds(
+    rows: float, inputs: int, outputs: int, name: str, gpu: GPU, added: float = 0.0
+) -> float:
+    """Time one GEMM of (rows, inputs) by (inputs, outputs), forward or backward.
+
+    ``added``: bytes of the main gradient that it reads and writes to add its product.
+    """
     flops = 2.0 * rows * inputs * outputs
     code = BF16 if name == "bf16" else 1
-    touched = code * (rows * inputs + inputs * outputs) + BF16 * rows * outputs
+    touched = code * (rows * inputs + inputs * outputs) + BF16 * rows * outputs + added
     rate = gpu[f"gemm.{name}"] * gpu["gemm_sustained"] * 1e12
     return max(flops / rate, touched / (gpu["copy_tb_per_s"] * 1e12))
 
 
-def _linear(linear: Linear, tokens: int, tensor: int, device: Device, experts: int = 1) -> Passes:
+def _linear(
+    args: Namespace, linear: Linear, tokens: int, device: Device, experts: int = 1
+) -> Passes:
     """Time a linear layer; ``experts`` on the rank share the tokens."""
-    inputs, outputs = linear.split(tensor)
+    inputs, outputs = linear.split(args.tensor_model_parallel_size)
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
+    size = weight_gradient_bytes(args, linear, device)
+    main = 2 * gradient_bytes(args)  # read and written
+    added = {"wgrad": float(main * inputs * outputs)} if device.accumulate and size == 0 else {}
     seconds = {
-        gemm: experts * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu)
+        gemm: experts
+        * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu, added.get(gemm, 0.0))
         for gemm, name in names.items()
     }
     forward = Counter({"GEMM": seconds["fprop"]})
     backward = Counter({"GEMM": seconds["dgrad"] + seconds["wgrad"]})
     step: Seconds = Counter()
     weights = inputs * outputs * experts
-    if device.accumulate:
+    if device.accumulate and size > 0:
         # dW is written, read again and added.
-        size = weight_gradient_bytes(linear, device)
-        backward["elementwise"] += device.moved(weights * (2 * size + 2 * FP32))
+        backward["elementwise"] += device.moved(weights * (2 * size + main))
     if linear.precision.quantized:
         quantized = _quantization(linear, tokens, weights, inputs, outputs, names, device)
         for times, seconds_of in zip((forward, backward, step), quantized, strict=True):
@@ -133,10 +143,23 @@ def _linear(linear: Linear, tokens: int, tensor: int, device: Device, experts: i
     return Passes(forward, backward, step, seconds["dgrad"], seconds["wgrad"])
 
 
-def weight_gradient_bytes(linear: Linear, device: Device) -> int:
-    """Return the bytes of an element of dW, before it is added to the main gradient."""
-    own = linear.precision.quantized and not device.transformer_engine
-    return FP32 if own and device.accumulate else BF16
+def gradient_bytes(args: Namespace) -> int:
+    """Return the bytes of an element of a main gradient."""
+    return BF16 if args.grad_reduce_in_bf16 else FP32
+
+
+def weight_gradient_bytes(args: Namespace, linear: Linear, device: Device) -> int:
+    """Return the bytes of an element of dW before it is added to the main gradient.
+
+    0 where the GEMM adds it: Megatron-LM's fused accumulation of gradients, unless the engine's
+    GEMM can only return a product, in FP32.
+    """
+    if not (device.accumulate and args.gradient_accumulation_fusion):
+        return BF16
+    precision = linear.precision.wgrad
+    plain = precision.accumulation is None and precision.fallback is None
+    adds = plain and adds_products(device.gemm(linear.precision, "wgrad"))
+    return 0 if adds else FP32
 
 
 def _quantization(

@@ -46,14 +46,9 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
         optimizer += each * number / shards
     return {
         "weights": compute.BF16 * count.all,
-        "main gradients": gradient_bytes(args) * count.all,
+        "main gradients": compute.gradient_bytes(args) * count.all,
         "optimizer": optimizer,
     }
-
-
-def gradient_bytes(args: Namespace) -> int:
-    """Return the bytes of a parameter's main gradient."""
-    return compute.BF16 if args.grad_reduce_in_bf16 else compute.FP32
 
 
 def in_flight(layout: Layout, stage: int) -> float:
@@ -137,7 +132,7 @@ def _layer_backward(args: Namespace, parts: Counter[Part], device: compute.Devic
     most = 0.0
     for part in parts:
         rows = tokens * args.moe_router_topk if part.kind == "experts" else tokens
-        needed = _linear_backward(part.first, rows, tensor, device)
+        needed = _linear_backward(args, part.first, rows, device)
         keeps = activation_bytes(args, part, tokens, device.scan)
         behind = keeps.get("activation", 0.0) + keeps.get("scan", 0.0)
         # In front of it, the activation's gradient and its input's are there at once.
@@ -149,12 +144,13 @@ def _layer_backward(args: Namespace, parts: Counter[Part], device: compute.Devic
     return Counter({"working memory": most + 2 * stream / split})
 
 
-def _linear_backward(linear: Linear, rows: int, tensor: int, device: compute.Device) -> float:
-    inputs, outputs = linear.split(tensor)
+def _linear_backward(args: Namespace, linear: Linear, rows: int, device: compute.Device) -> float:
+    inputs, outputs = linear.split(args.tensor_model_parallel_size)
     found = rows * (outputs + inputs) * compute.BF16
     weight = inputs * outputs
     quantized = linear.precision.quantized
-    found += weight * compute.weight_gradient_bytes(linear, device)
+    # Autograd gets an empty BF16 gradient in the place of one that is already added.
+    found += weight * (compute.weight_gradient_bytes(args, linear, device) or compute.BF16)
     if quantized:
         for gemm, size in (("dgrad", rows * outputs), ("wgrad", rows * outputs), ("dgrad", weight)):
             name = device.gemm(linear.precision, gemm)

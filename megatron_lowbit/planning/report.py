@@ -61,8 +61,11 @@ def memory_table(found: Estimate, usable: float) -> Table:
     return table
 
 
-def time_table(found: Estimate, device: Device) -> Table:
-    """Tabulate a step of the slowest stage by cause, and what follows from it."""
+def time_table(found: Estimate, device: Device, tokens: float | None = None) -> Table:
+    """Tabulate a step of the slowest stage by cause, and what follows from it.
+
+    ``tokens``: those of the whole run, if its days are to be shown.
+    """
     figures = (Column(heading, justify="right") for heading in ("ms", "share"))
     table = Table("", *figures, title=f"a step of {found.tokens:,} tokens")
     for name, seconds in sorted(found.seconds.items(), key=lambda item: -item[1]):
@@ -71,7 +74,15 @@ def time_table(found: Estimate, device: Device) -> Table:
     table.add_row("step", f"{1e3 * found.step:.1f}", "")
     for name, value in speeds(found, device).items():
         table.add_row(name, value, "")
+    if tokens is not None:
+        table.add_row(f"days for {tokens / 1e9:,.0f} billion tokens", days(found, tokens), "")
     return table
+
+
+def days(found: Estimate, tokens: float) -> str:
+    """Describe the days that so many tokens take, without evaluation, checkpoints and failures."""
+    value = tokens / found.tokens_per_second / DAY
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def speeds(found: Estimate, device: Device) -> dict[str, str]:
@@ -101,6 +112,59 @@ def layout_table(found: Sequence[Estimate], device: Device, title: str, caption:
             f"{one.seconds.get('pipeline bubble', 0.0) / one.step:.1%}",
         )  # fmt: skip
     return table
+
+
+def recipe_table(
+    rows: Sequence[tuple[str, Estimate, bool, float | None]], device: Device, title: str
+) -> Table:
+    """Tabulate recipes: name, layout, whether the layout fits, tokens of the whole run."""
+    counted = next(tokens for *_, tokens in rows)
+    if counted is not None:
+        title = f"{title}; days are for {counted / 1e9:,.0f} billion tokens"
+    headings = ("layout", "microbatches", "recomputed", "GiB", "tokens/s of a GPU", "of the first",
+                "MFU", *(["days"] if counted else []))  # fmt: skip
+    columns = (Column(heading, justify="right") for heading in headings)
+    table = Table("recipe", *columns, title=title, title_justify="left")
+    first = rows[0][1].tokens_per_second
+    for name, one, fits, tokens in rows:
+        layout = one.layout
+        sizes = zip(("TP", "PP", "VP", "DP", "EP"), layout[:5], strict=True)
+        ranks = " ".join(f"{kind}{size}" for kind, size in sizes if size > 1 or kind == "DP")
+        speed = [
+            f"{one.tokens_per_second / one.gpus:,.0f}", f"{one.tokens_per_second / first:.2f}",
+            f"{one.utilisation(device):.1%}", *([] if tokens is None else [days(one, tokens)]),
+        ] if fits else ["does not fit"]  # fmt: skip
+        table.add_row(
+            name, ranks, f"{layout.microbatches} of {layout.micro_batch}", layout.recompute,
+            f"{one.most_memory / GIB:.1f}", *speed,
+        )  # fmt: skip
+    return table
+
+
+def routing_notes(parts: Counter[Part], recipe: Recipe, device: Device) -> list[str]:
+    """Describe in a sentence each format whose GEMMs run on tensor cores of another one."""
+    gpu, routed = device.gpu, {}
+    for part in parts:
+        for linear in part[1:]:
+            for gemm, sides in linear.precision.gemms.items():
+                name = device.gemm(linear.precision, gemm)
+                for quantizer in filter(None, (sides.lhs, sides.rhs)):
+                    routed[quantizer.format.name.split("-")[0].upper(), name] = quantizer
+    share = gpu["gemm_sustained"]
+    fp8 = share * gpu["gemm.fp8 per tensor"]
+    notes = []
+    for (family, name), quantizer in sorted(routed.items()):
+        rate, start = share * gpu[f"gemm.{name}"], f"recipe {recipe.name}: {family} runs as"
+        if name == "bf16":
+            notes.append(
+                f"{start} BF16 on {gpu.name} ({rate:.0f} TFLOP/s): slower than BF16, for it is "
+                f"quantized first, and than FP8 ({fp8:.0f} TFLOP/s)"
+            )
+        elif name == "fp32":
+            notes.append(f"{start} FP32 on {gpu.name}: slower than BF16")
+        elif quantizer.format.element.bits < 8 and name.startswith("fp8"):
+            notes.append(f"{start} FP8 on {gpu.name}: no faster than FP8")
+    return notes
 
 
 def heading(

@@ -13,6 +13,8 @@ _MEASURED = {
     routes.DEQUANTIZED: "fp32",
 }
 """The engine's routes, and what their GEMMs are called in ``hardware.yaml``."""
+_ADDING = {"bf16", "fp8 per tensor", "mxfp8", "nvfp4"}
+"""GEMMs that add to their output: Transformer Engine's, and the engine's ``ADDED_PRODUCTS``."""
 _NATIVE = {
     "Float8CurrentScaling": "fp8 per tensor",
     "DelayedScaling": "fp8 per tensor",
@@ -55,3 +57,8 @@ def gemm_name(
 def takes_values(gemm: str) -> bool:
     """Return True if a GEMM takes quantized operands as exact BF16 numbers, not as codes."""
     return gemm == "bf16"
+
+
+def adds_products(gemm: str) -> bool:
+    """Return True if a GEMM adds its product to an FP32 tensor, such as the main gradient."""
+    return gemm in _ADDING

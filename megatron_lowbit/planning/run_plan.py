@@ -45,7 +45,8 @@ def describe_plan(args: Namespace) -> Iterator[str | Table]:
     layers = "Transformer Engine's layers" if through_te else "local layers"
     yield f"planned for {args.world_size} x {kind.name} ({where}), {layers}, BF16"
     yield report.memory_table(found, usable_bytes(device))
-    yield report.time_table(found, device)
+    samples = args.train_samples or (args.train_iters or 0) * args.global_batch_size
+    yield report.time_table(found, device, samples * args.seq_length or None)
 
 
 def _gpu() -> tuple[GPU, str]:

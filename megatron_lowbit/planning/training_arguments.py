@@ -27,7 +27,6 @@ from megatron.training.arguments import add_megatron_arguments, validate_args
 
 _FILLED = (
     ("--lr", "1"),
-    ("--train-iters", "1"),
     ("--eval-interval", "1"),
     ("--tokenizer-type", "NullTokenizer"),
 )
@@ -53,6 +52,8 @@ class TrainingArguments:
         self.flags = args
         for flag, value in _FILLED:
             self._fill(flag, value)
+        if args.train_samples is None:
+            self._fill("--train-iters", "1")
         if args.seq_length is not None:
             self._fill("--max-position-embeddings", str(args.seq_length))
         if not args.fp16:
@@ -64,6 +65,13 @@ class TrainingArguments:
     def _fill(self, flag: str, *values: str) -> None:
         if flag not in self._command_line:
             self._command_line.add(flag, *values)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the whole run; None where the arguments do not say it."""
+        flags = self.flags
+        samples = flags.train_samples or (flags.train_iters or 0) * (flags.global_batch_size or 0)
+        return samples * (flags.seq_length or 0) or None
 
     def remove(self, *flags: str) -> None:
         """Leave arguments out from now on."""

@@ -4,6 +4,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -52,7 +53,10 @@ PRESETS = {
     "llama3-125m": Published(32000, 125e6, 0.01, 2.62e9, rounding=5e6),
     "llama3-1b": Published(128256, 1e9, 0.01, 20.97e9, rounding=5e6),
     "llama3-8b": Published(128256, 8e9, 0.01, 314.57e9, rounding=5e6),
+    "llama3-70b": Published(128256, 70e9, 0.01, 15e12, rounding=1e7),
     "llama3-405b": Published(128256, 405e9, 0.01, 15.6e12, rounding=1e7),
+    # 30.5B in total, of which 3.3B are active (its model card).
+    "qwen3-30b-a3b": Published(151936, 30.5e9, 0.002, 36e12, rounding=1e7),
 }
 TWINS = {
     "gpt-tiny": ("gpt-345m", "gpt-1.3b", "gpt-6.7b"),
@@ -76,9 +80,11 @@ def parse(name: str, *more: str) -> Namespace:
     # Megatron-LM's null tokenizer adds one token.
     vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARIES[name] - 1)]
     try:
-        return parse_arguments(
-            [f"@{EXAMPLES / name}.args", "--data-path", "unread", *vocabulary, *more]
-        )
+        # Runs of trillions of tokens need more memory for the index of samples than most machines.
+        with patch("megatron_lowbit.megatron.arguments.values._check_index"):
+            return parse_arguments(
+                [f"@{EXAMPLES / name}.args", "--data-path", "unread", *vocabulary, *more]
+            )
     finally:
         destroy_global_state()
 
@@ -178,9 +184,17 @@ def parameter_count(args: Namespace, vocabulary: int) -> int:
         count += args.max_position_embeddings * args.hidden_size
     pattern = args.hybrid_layer_pattern
     if pattern is None:
-        return count + args.num_layers * (2 * norm + _attention(args) + _mlp(args))
+        mlp = _mlp(args) if args.num_experts is None else _experts(args)
+        return count + args.num_layers * (2 * norm + _attention(args) + mlp)
     parts = {"M": _mamba(args), "*": _attention(args), "-": _mlp(args)}
     return count + sum(norm + parts[symbol] for symbol in pattern)
+
+
+def test_a_token_of_qwen3_takes_3_3_billion_parameters():
+    args = parse("qwen3-30b-a3b")
+    active = parameter_count(args, 151936)
+    active -= args.num_layers * (128 - 8) * _mlp(args, args.moe_ffn_hidden_size)
+    assert active == pytest.approx(3.3e9, rel=0.02)
 
 
 def _norm(args: Namespace) -> int:
@@ -197,11 +211,17 @@ def _attention(args: Namespace) -> int:
     groups = args.num_query_groups if shared else args.num_attention_heads
     keys_and_values = 2 * groups * args.kv_channels
     qkv = _linear(args, args.hidden_size, queries + keys_and_values)
-    return qkv + _linear(args, queries, args.hidden_size)
+    norms = 2 * args.kv_channels if args.qk_layernorm else 0
+    return qkv + norms + _linear(args, queries, args.hidden_size)
 
 
-def _mlp(args: Namespace) -> int:
-    width = args.ffn_hidden_size
+def _experts(args: Namespace) -> int:
+    router = args.num_experts * args.hidden_size
+    return router + args.num_experts * _mlp(args, args.moe_ffn_hidden_size)
+
+
+def _mlp(args: Namespace, width: int | None = None) -> int:
+    width = width or args.ffn_hidden_size
     fc1 = _linear(args, args.hidden_size, width * (2 if args.swiglu else 1))
     return fc1 + _linear(args, width, args.hidden_size)
 

@@ -17,7 +17,7 @@ from megatron_lowbit.planning.hardware import GPU, Figure, gpu, kinds
 from megatron_lowbit.planning.layouts import Layout, candidate_of, candidates
 from megatron_lowbit.planning.memory import in_flight, state
 from megatron_lowbit.planning.model import Parameters
-from megatron_lowbit.planning.routing import gemm_name
+from megatron_lowbit.planning.routing import adds_products, gemm_name
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import Layer, load_recipe, load_recipes
@@ -84,6 +84,14 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
         f"--gpus 8 {LLAMA_8B} --mtp-num-layers 1": "no layout is possible; --mtp-num-layers",
         f"--gpus 8 {LLAMA_8B} --as-given --context-parallel-size 2": "do not cover",
         f"--gpus 7 {LLAMA_8B}": "--gpus 7: no layout is possible; --global-batch-size",
+        f"--gpus 8 {LLAMA_8B} --tokens -3": "--tokens -3.0: must be positive",
+        f"--gpus 8 {LLAMA_8B} --recipes bf16,nvfp5": "nvfp5",
+        f"--gpus 8 {LLAMA_8B} --recipes bf16 --precision-recipe nvfp4": (
+            "--recipes excludes --precision-recipe"
+        ),
+        f"--gpus 2 --gpu h100 @{EXAMPLES}/llama3-405b.args --vocab-size 128256 --recipes bf16": (
+            "no layout fits"
+        ),
         f"--gpus 2 --gpu h100 @{EXAMPLES}/llama3-405b.args --vocab-size 128256": "no layout fits",
         LLAMA_8B: "--gpus",
     }.items(),
@@ -108,6 +116,68 @@ def test_what_does_not_fit_is_left_out_and_counted(capsys):
     assert all(float(row[8]) * 2**30 <= usable + 2**27 for row in columns)
     speeds = [float(row[9].replace(",", "")) for row in columns]
     assert speeds == sorted(speeds, reverse=True)
+
+
+def cells(text: str, columns: int) -> list[list[str]]:
+    rows = [line.split("│")[1:-1] for line in text.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in row] for row in rows if len(row) == columns]
+
+
+def test_recipes_side_by_side_are_the_fastest_layout_of_each(capsys):
+    main(shlex.split(f"--gpus 8 --gpu h200 {LLAMA_8B} --recipes bf16,fp8-tile --tokens 1e12"))
+    rows = cells(capsys.readouterr().out, 9)
+    assert [row[0] for row in rows] == ["bf16", "fp8-tile"]
+    usable = (gpu("h200")["memory_gib"] - gpu("h200")["reserve_gib"]) * 2**30
+    speeds = []
+    for name, *_, speed, ratio, _, days in rows:
+        found = searched(f"{LLAMA_8B} --precision-recipe {name}", 8)
+        fitting = [one.tokens_per_second for one in found if one.most_memory <= usable]
+        speeds.append(max(fitting))
+        assert speed == f"{speeds[-1] / 8:,.0f}"
+        assert ratio == f"{speeds[-1] / speeds[0]:.2f}"
+        assert float(days) == pytest.approx(1e12 / speeds[-1] / 86400, abs=0.6)
+
+
+def test_days_are_those_of_the_given_tokens_or_of_training(capsys):
+    layout = "--gpus 64 --as-given --gpu h200 --use-distributed-optimizer"
+    speed = planned(f"{LLAMA_8B} --use-distributed-optimizer", 64).tokens_per_second
+    for more, tokens in (("", 300000 * 256 * 4096), ("--tokens 2e12", 2e12)):
+        main(shlex.split(f"{layout} {LLAMA_8B} {more}"))
+        shown = capsys.readouterr().out
+        name, days, _ = next(row for row in cells(shown, 3) if row[0].startswith("days"))
+        assert name == f"days for {tokens / 1e9:,.0f} billion tokens"
+        assert float(days) == pytest.approx(tokens / speed / 86400, rel=0.01, abs=0.06)
+
+
+def test_tokens_of_a_run_are_its_iterations_or_its_samples():
+    model = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128"
+    model += " --micro-batch-size 1"
+    sizes = {
+        "": None,
+        "--train-iters 10": None,  # of a batch that is not given
+        "--train-iters 10 --global-batch-size 8": 10 * 8 * 128,
+        "--train-samples 1000": 1000 * 128,
+    }
+    for more, tokens in sizes.items():
+        words = TrainingArguments(f"{model} {more}".split())
+        assert words.tokens == tokens
+        words.parse(1)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--gpu h100 --recipes nvfp4", "NVFP4 runs as BF16 on NVIDIA H100 SXM .*slower than BF16"),
+        ("--gpu h100 --recipes mxfp4", "MXFP4 runs as FP8 on NVIDIA H100 SXM: no faster than FP8"),
+        ("--gpu b200 --recipes nvfp4 --transformer-impl local", "NVFP4 runs as BF16 on .* B200"),
+        ("--gpu b200 --recipes nvfp4", None),
+        ("--gpu h100 --recipes bf16,fp8-tensorwise", None),
+    ],
+)
+def test_formats_without_tensor_cores_of_their_own_are_named(capsys, words, expected):
+    main(shlex.split(f"--gpus 8 {LLAMA_8B} {words}"))
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert re.search(expected, shown) if expected else "runs as" not in shown
 
 
 def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_takes():
@@ -193,6 +263,35 @@ def test_gemms_go_where_the_engine_sends_them():
     assert len(seen) == 4
 
 
+def test_gemms_that_add_to_the_main_gradient_are_the_engines():
+    from megatron_lowbit.kernels import routes
+    from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS
+
+    adding = {"bf16": routes.EXACT, "fp8 per tensor": routes.FOLDED, "fp8 per row": routes.ROWS,
+              "fp8 1x128 . 128x128": routes.TILES, "fp32": routes.DEQUANTIZED}  # fmt: skip
+    for name, route in adding.items():
+        assert adds_products(name) == (route in ADDED_PRODUCTS)
+
+
+def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
+    """BF16 dW written, read and added: 12 bytes a weight, which fused GEMMs do not move."""
+    model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe"
+    separate = "--no-gradient-accumulation-fusion"
+    bandwidth = gpu("h200")["copy_tb_per_s"] * gpu("h200")["kernel_share"] * 1e12
+    weights = 8_030_261_248 - 128256 * 4096 - 65 * 4096  # without the embedding and norms
+    for recipe in ("bf16", "fp8-tensorwise"):
+        fused = planned(f"{model} {recipe}").seconds
+        apart = planned(f"{model} {recipe} {separate}").seconds
+        more = (apart["elementwise"] - fused["elementwise"]) / 128
+        assert more == pytest.approx(12 * weights / bandwidth, rel=1e-6)
+        assert apart["GEMM"] == pytest.approx(fused["GEMM"])
+    # GEMMs with a scale a row return a product in FP32, which is added to the gradient after them.
+    rows = planned(f"{model} fp8-row").seconds["elementwise"]
+    apart = planned(f"{model} fp8-row {separate}").seconds["elementwise"]
+    layers = weights - 128256 * 4096
+    assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / bandwidth)
+
+
 def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():
     precision = load_recipe("nvfp4").configs["nvfp4"]
     assert gemm_name(precision, "fprop", (10, 0), True) == "nvfp4"
@@ -223,6 +322,8 @@ def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quart
     sharded = data_parallel(args, count, layout, cluster)
     assert sharded.gradients == pytest.approx(4e9 * 0.75 / 100e9)
     assert sharded.parameters == pytest.approx(2e9 * 0.75 / 100e9)
+    halved = parse("@llama3-tiny --use-distributed-optimizer --grad-reduce-in-bf16")
+    assert 2 * data_parallel(halved, count, layout, cluster).gradients == sharded.gradients
     whole = data_parallel(parse("@llama3-tiny"), count, layout, cluster)
     assert whole.gradients == pytest.approx(2 * sharded.gradients) and whole.parameters == 0
 

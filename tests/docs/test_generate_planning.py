@@ -1,0 +1,32 @@
+"""The page on planning: tables that are calculated, and plans beside published figures."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+
+import planning as planning_page
+
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+
+
+def test_plans_beside_published_figures_are_today_s():
+    assert planning_page.published() in PAGE
+
+
+def test_plans_are_near_published_figures():
+    for row in planning_page.published().splitlines()[2:]:
+        speed, planned = (cell.strip() for cell in row.split("|")[3:5])
+        rate = float(re.match(r"[\d,]+", planned)[0].replace(",", ""))
+        assert rate == pytest.approx(float(speed.replace(",", "")), rel=0.05)
+
+
+def test_calculated_tables_are_today_s():
+    assert planning_page.calculated("hybrid-12b") in PAGE
+
+
+def test_measured_tables_of_other_versions_stay(tmp_path):
+    assert planning_page.body(tmp_path) is None
