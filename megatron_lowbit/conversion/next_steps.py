@@ -67,7 +67,7 @@ def after_to_megatron(output: Path, converted: ConvertibleModel) -> list[str]:
         "lowbit-pretrain", f"@{output / MODEL_ARGUMENTS}", "--load", output, "--finetune",
         "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tokenizer,
         "--data-path", "DATA", "--seq-length", length, "--micro-batch-size", 1,
-        "--train-iters", 100, "--lr", "1e-5", "--save", "RUN",
+        "--train-iters", 100, "--lr", "1e-5", "--save", "RUN", "--save-interval", 100,
     ]  # fmt: skip
     return [
         f"written: {output} ({converted.name}, Megatron-LM's torch_dist)",

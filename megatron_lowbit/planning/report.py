@@ -115,18 +115,20 @@ def layout_table(found: Sequence[Estimate], device: Device, title: str, caption:
 
 
 def recipe_table(
-    rows: Sequence[tuple[str, Estimate, bool, float | None]], device: Device, title: str
+    rows: Sequence[tuple[str, Estimate, bool]], device: Device, title: str, tokens: float | None
 ) -> Table:
-    """Tabulate recipes: name, layout, whether the layout fits, tokens of the whole run."""
-    counted = next(tokens for *_, tokens in rows)
-    if counted is not None:
-        title = f"{title}; days are for {counted / 1e9:,.0f} billion tokens"
+    """Tabulate recipes: each one's name, its layout, and whether the layout fits.
+
+    ``tokens``: those of the whole run, if its days are to be shown.
+    """
+    if tokens is not None:
+        title = f"{title}; days are for {tokens / 1e9:,.0f} billion tokens"
     headings = ("layout", "microbatches", "recomputed", "GiB", "tokens/s of a GPU", "of the first",
-                "MFU", *(["days"] if counted else []))  # fmt: skip
+                "MFU", *([] if tokens is None else ["days"]))  # fmt: skip
     columns = (Column(heading, justify="right") for heading in headings)
     table = Table("recipe", *columns, title=title, title_justify="left")
     first = rows[0][1].tokens_per_second
-    for name, one, fits, tokens in rows:
+    for name, one, fits in rows:
         layout = one.layout
         sizes = zip(("TP", "PP", "VP", "DP", "EP"), layout[:5], strict=True)
         ranks = " ".join(f"{kind}{size}" for kind, size in sizes if size > 1 or kind == "DP")

@@ -118,9 +118,9 @@ def _plan(own: Namespace, training: Sequence[str]) -> Plan:
 
 def _comparison(own: Namespace, plans: Sequence[Plan]) -> Table:
     """Tabulate the fastest layout under each recipe."""
-    rows = [(one.recipe.name, one.best, bool(one.ranked), one.tokens) for one in plans]
-    title = "as given" if own.as_given else "fastest layout of each recipe"
-    return report.recipe_table(rows, plans[0].device, title)
+    rows = [(one.recipe.name, one.best, bool(one.ranked)) for one in plans]
+    title = "the layout as given" if own.as_given else "fastest layout of each recipe"
+    return report.recipe_table(rows, plans[0].device, title, plans[0].tokens)
 
 
 def _show(console: Console, own: Namespace, found: Plan) -> None:

@@ -16,6 +16,7 @@ from megatron_lowbit.conversion.choices import LAYOUTS
 from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.families import FAMILIES
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[2]
 SIZES = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -51,6 +52,7 @@ def test_a_checkpoint_names_the_command_that_trains_it(folder, capsys):
     assert words[:2] == ["lowbit-pretrain", "@out folder/model.args"]
     assert words[words.index("--tokenizer-model") + 1] == "out folder/hugging_face"
     assert words[words.index("--seq-length") + 1] == "64"  # all that the model takes
+    assert TrainingArguments(words[1:]).parse(1).save == "RUN"
 
 
 def test_a_checkpoint_without_a_tokenizer_leaves_it_open(folder, capsys):
