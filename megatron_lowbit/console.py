@@ -23,17 +23,20 @@ def plain_console(width: int | None = None) -> Console:
     )
 
 
-def print_table(table: Table) -> None:
-    """Print a table as wide as the terminal.
+def print_report(*parts: str | Table) -> None:
+    """Print lines and tables as wide as the terminal.
 
-    A pipe or file gets a line of text for each row, with columns aligned by blanks.
+    A pipe or file gets a line of text for each row of a table, its columns aligned by blanks.
     """
+    console = plain_console(_UNLIMITED)
     if sys.stdout.isatty():
-        plain_console().print(table)
+        for part in parts:
+            console.print(part)
         return
-    table.box, table.pad_edge, table.padding = None, False, (0, 2, 0, 0)
-    wide = plain_console(_UNLIMITED)
-    with wide.capture() as capture:
-        wide.print(table)
-    for line in capture.get().splitlines():
-        print(line.rstrip())
+    with console.capture() as capture:
+        for part in parts:
+            if isinstance(part, Table):
+                part.box, part.pad_edge, part.padding = None, False, (0, 2, 0, 0)
+            console.print(part)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    console.print("\n".join(lines), soft_wrap=True)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from megatron_lowbit.console import print_table
-from megatron_lowbit.errors import printable, require
+from megatron_lowbit.console import print_report
+from megatron_lowbit.errors import require
 from megatron_lowbit.recipes import load
 from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.mxnorm import check_mxnorm
@@ -27,7 +27,7 @@ def list_recipes() -> None:
     table = Table("recipe", "description")
     for name in load.shipped_recipes():
         table.add_row(name, load.load_recipe(name).description)
-    print_table(table)
+    print_report(table)
 
 
 def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Namespace) -> None:
@@ -49,11 +49,12 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
     if mxnorm:
         check_mxnorm(recipe, layers)
     make_table = precision_table if sys.stdout.isatty() else line_table
-    print(printable(recipe.summary(layers)))
-    print_table(make_table(recipe, layers, mxnorm))
-    print(mean_bits(recipe, layers))
-    for switch in recipe.switches:
-        print(printable(f"switch {switch}"))
+    print_report(
+        recipe.summary(layers),
+        make_table(recipe, layers, mxnorm),
+        mean_bits(recipe, layers),
+        *(f"switch {switch}" for switch in recipe.switches),
+    )
 
 
 def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
