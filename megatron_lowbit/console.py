@@ -3,6 +3,9 @@
 import sys
 
 from rich.console import Console
+from rich.table import Table
+
+_UNLIMITED = 10_000  # columns
 
 
 def plain_console(width: int | None = None) -> Console:
@@ -14,4 +17,26 @@ def plain_console(width: int | None = None) -> Console:
     Args:
         width: columns where standard output is no terminal; rich assumes 80, which breaks names.
     """
-    return Console(width=None if sys.stdout.isatty() else width, markup=False, emoji=False)
+    terminal = sys.stdout.isatty()
+    return Console(
+        width=None if terminal else width, force_terminal=terminal, markup=False, emoji=False
+    )
+
+
+def print_report(*parts: str | Table) -> None:
+    """Print lines and tables as wide as the terminal.
+
+    A pipe or file gets a line of text for each row of a table, its columns aligned by blanks.
+    """
+    console = plain_console(_UNLIMITED)
+    if sys.stdout.isatty():
+        for part in parts:
+            console.print(part)
+        return
+    with console.capture() as capture:
+        for part in parts:
+            if isinstance(part, Table):
+                part.box, part.pad_edge, part.padding = None, False, (0, 2, 0, 0)
+            console.print(part)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    console.print("\n".join(lines), soft_wrap=True)

@@ -23,6 +23,7 @@ from megatron_lowbit.conversion.mapping import Rule, TensorTransform
 from megatron_lowbit.errors import require
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
+from megatron_lowbit.numerics.extra_formats import refuse_format_files
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
@@ -133,7 +134,11 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
         names, overrides = checkpoint.recipes, checkpoint.recipe_set
     advice = "was not trained here with a recipe; name one by --recipe"
     require(len(names) > 0, f"{checkpoint.path}: {advice}")
-    return load_recipes(names, overrides)
+    if wanted.recipes:
+        return load_recipes(names, overrides)
+    # A checkpoint may come from others: it must not choose what code runs.
+    with refuse_format_files("the checkpoint names its recipe; name it by --recipe"):
+        return load_recipes(names, overrides)
 
 
 def quantized_tensors(

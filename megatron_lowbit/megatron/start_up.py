@@ -20,6 +20,7 @@ def describe(
     args: Namespace,
 ) -> Iterator[str | Table]:
     """Yield tables and lines about layers, their precisions, and the code that computes them."""
+    yield recipe.summary(layers)
     yield precision_table(recipe, layers)
     for switch in recipe.switches:
         yield f"switch {switch}"

@@ -1,6 +1,7 @@
 """Quantizers and quantized tensors: the types that every layer above speaks in."""
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from torch import Tensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats import FORMATS
 from megatron_lowbit.numerics.delayed_scaling import DelayedAmax
+from megatron_lowbit.numerics.extra_formats import load_entry_points
 from megatron_lowbit.numerics.formats import ElementFormat, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
 from megatron_lowbit.numerics.randomness import Draw, uniform
@@ -33,11 +35,15 @@ def format_by_name(name: str, **options: Any) -> BlockFormat:
     """Return the format of that name, with some of its options set.
 
     Raises:
-        ValueError: no such format, option or value; the message says which there are.
+        ValueError: no such format, option or value; the message says which are near or there.
     """
     if name not in FORMATS:
-        near = get_close_matches(name, FORMATS) or list(FORMATS)
-        raise ValueError(f"unknown format {name!r}; did you mean {', '.join(near)}?")
+        load_entry_points()
+    if name not in FORMATS:
+        near = get_close_matches(name, FORMATS)
+        families = dict.fromkeys(re.sub(r"-(2d|e\d+m\d+)", "", known) for known in FORMATS)
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(families)}"
+        raise ValueError(f"unknown format {name!r}; {hint}")
     return FORMATS[name].with_options(**options)
 
 

@@ -149,6 +149,10 @@ def _read(name_or_path: str) -> tuple[Any, str]:
         raise UserError(f"recipe file {name_or_path}: {reason}") from None
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
         raw = read_yaml(text)
+    if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
+        # Files of formats lie beside the recipe, wherever the run starts.
+        folder = entry.parent.absolute()
+        raw["formats"] = [str(folder / name) if isinstance(name, str) else name for name in names]
     return raw, entry.name
 
 
@@ -208,6 +212,8 @@ def _paths(raw: dict[str, Any], field: str) -> list[list[str]]:
     """Return every path in the raw data that a field stands for."""
     path = field.split(".")
     head = path[0]
+    if head == "formats":
+        raise ValueError("formats are named in a recipe file alone")
     if head in RecipeSpec.model_fields:
         return [path]
     if head in raw["matchers"]:

@@ -3,13 +3,21 @@
 A config gives each role (``input``, ``weight``, ``grad``) a format and a rounding for all GEMMs,
 and each GEMM (``fprop``, ``dgrad``, ``wgrad``) what differs there: a Hadamard transform, or other
 settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`` say when another
-recipe takes over.
+recipe takes over. ``formats`` are Python files that define formats.
 """
 
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.numerics import (
@@ -21,6 +29,7 @@ from megatron_lowbit.numerics import (
     Rounding,
     format_by_name,
 )
+from megatron_lowbit.numerics.extra_formats import load_format_file
 from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
@@ -195,6 +204,11 @@ class SwitchSpec(StrictModel):
 class RecipeSpec(StrictModel):
     """A whole recipe file."""
 
+    # The first field is validated first: it registers the formats that configs name.
+    formats: Annotated[
+        list[Annotated[str, AfterValidator(load_format_file)]],
+        Field(max_length=16, default_factory=list),
+    ]
     name: str
     description: str = ""
     configs: dict[str, PrecisionSpec]

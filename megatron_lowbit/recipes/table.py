@@ -1,41 +1,139 @@
-"""The table printed at start: which linear layers run in which precision."""
+"""Tables of a recipe's effect on a model, in which equal linear layers share a row."""
 
-from collections.abc import Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import NamedTuple
 
+from rich.box import HORIZONTALS
 from rich.table import Table
 
 from megatron_lowbit.recipes.matchers import Layer
-from megatron_lowbit.recipes.precision import GEMM_ROLES, LinearPrecision
+from megatron_lowbit.recipes.mxnorm import NORMALIZED
+from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes.recipe import Recipe
 
-_Key = tuple[str, LinearPrecision]  # the matcher's name, and the precision it gives
-_Run = tuple[list[int], list[str]]  # block numbers, and short names of layers in them
+HIGH_PRECISION_BITS = 16.0
+_COLUMNS = ("GEMM", "operand", "format", "bits")
+_LAYERS_WIDTH = 16  # columns at least, where a narrow terminal cannot hold all
 
 
-def precision_table(recipe: Recipe, layers: Sequence[Layer]) -> Table:
-    """Return a row for each run of blocks with the same precision by the same matcher."""
-    table = Table(
-        *("blocks", "linear layers", "matcher", *GEMM_ROLES),
-        title=recipe.summary(layers),
-        title_justify="left",
-    )
-    for (matcher, precision), (blocks, names) in _runs(recipe, layers):
-        span = f"{blocks[0]}-{blocks[-1]}" if blocks[0] < blocks[-1] else str(blocks[0])
-        table.add_row(span, ", ".join(names), matcher, *map(str, precision.gemms.values()))
+class _Group(NamedTuple):
+    """Precision that some layers have in common, and the reason for it.
+
+    Attributes:
+        matcher: name of the matcher that decided.
+        precision: of the layers' GEMMs.
+        normalized: True if MXNorm makes the input.
+    """
+
+    matcher: str
+    precision: LinearPrecision
+    normalized: bool
+
+
+class _Row(NamedTuple):
+    """Format of one operand of a GEMM, or something that concerns ``both`` of them."""
+
+    gemm: str
+    operand: str
+    format: str
+    bits: str
+
+
+def precision_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
+    """Return a table with one row for all layers that a matcher gives the same precision.
+
+    It fits a terminal of 80 columns. With ``mxnorm``, rows show where that norm makes the input.
+    """
+    table = Table(box=HORIZONTALS, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("matcher and layers", min_width=_LAYERS_WIDTH, overflow="fold")
+    for column in _COLUMNS:
+        table.add_column(column, no_wrap=True)
+    for group, members in _groups(recipe, layers, mxnorm).items():
+        label = [
+            line
+            for blocks, names in members.items()
+            for line in (f"{group.matcher}, blocks {blocks}:", *(f" {name}" for name in names))
+        ]
+        rows = [
+            row if number == 0 else row._replace(gemm="")
+            for _, of_gemm in groupby(_rows(group), lambda row: row.gemm)
+            for number, row in enumerate(of_gemm)
+        ]
+        table.add_row("\n".join(label), *map("\n".join, zip(*rows, strict=True)))
+        table.add_section()
     return table
 
 
-def _runs(recipe: Recipe, layers: Sequence[Layer]) -> list[tuple[_Key, _Run]]:
-    """Group neighbouring blocks, also where they hold other layers, as in a hybrid."""
-    runs: list[tuple[_Key, _Run]] = []
-    latest: dict[_Key, _Run] = {}
+def line_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
+    """Return the same as a table of one operand a row, each row complete by itself."""
+    table = Table("blocks", "linear layers", "matcher", *_COLUMNS)
+    for group, members in _groups(recipe, layers, mxnorm).items():
+        for blocks, names in members.items():
+            for row in _rows(group):
+                table.add_row(blocks, ", ".join(names), group.matcher, *row)
+    return table
+
+
+def mean_bits(recipe: Recipe, layers: Sequence[Layer]) -> str:
+    """Describe the mean number of bits an element of each GEMM's operands."""
+    means = []
+    for gemm in GEMM_ROLES:
+        bits = [b for layer in layers for b in _bits(recipe.precision_for(layer).gemms[gemm])]
+        means.append(f"{gemm} {sum(bits) / len(bits):.3g}")
+    return f"mean bits an element: {', '.join(means)}"
+
+
+def _groups(
+    recipe: Recipe, layers: Iterable[Layer], mxnorm: bool
+) -> dict[_Group, dict[str, list[str]]]:
+    """Return, for each group, names of linear layers by the blocks in which they belong to it.
+
+    A range of blocks counts those alone that have a layer of the name, as in a hybrid.
+    """
+
+    def group_of(layer: Layer) -> _Group:
+        precision = recipe.precision_for(layer)
+        normalized = mxnorm and precision.quantized and layer.path.endswith(NORMALIZED)
+        return _Group(recipe.matcher_names(layer), precision, normalized)
+
+    by_name = defaultdict(list)
     for layer in sorted(layers, key=lambda layer: layer.block):
-        key = (recipe.matcher_names(layer), recipe.precision_for(layer))
-        if key not in latest or latest[key][0][-1] < layer.block - 1:
-            latest[key] = ([], [])
-            runs.append((key, latest[key]))
-        blocks, names = latest[key]
-        blocks.append(layer.block)
-        if (name := layer.path.rsplit(".", 1)[-1]) not in names:
-            names.append(name)
-    return runs
+        by_name[_name_in_block(layer.path)].append(layer)
+    groups: dict[_Group, dict[str, list[str]]] = defaultdict(dict)
+    for name, same_name in by_name.items():
+        spans = defaultdict(list)
+        for group, run in groupby(same_name, group_of):
+            numbers = [layer.block for layer in run]
+            first, last = numbers[0], numbers[-1]
+            spans[group].append(str(first) if first == last else f"{first}-{last}")
+        for group, blocks in spans.items():
+            groups[group].setdefault(", ".join(blocks), []).append(name)
+    return groups
+
+
+def _name_in_block(path: str) -> str:
+    """Return a layer's path below its block; all local experts have one name."""
+    return re.sub(r"\.\d+\.", ".*.", re.sub(r"^.*?layers\.\d+\.", "", path))
+
+
+def _rows(group: _Group) -> Iterator[_Row]:
+    for gemm, precision in group.precision.gemms.items():
+        for role, quantizer, bits in zip(
+            GEMM_ROLES[gemm], precision.sides, _bits(precision), strict=True
+        ):
+            yield _Row(gemm, role, side(quantizer), f"{bits:.4g}")
+        for shared in precision.extras():
+            yield _Row(gemm, "both", shared, "")
+        if group.normalized and gemm == "fprop":
+            yield _Row(gemm, "input", "of MXNorm", "")
+
+
+def _bits(precision: GemmPrecision) -> list[float]:
+    """Return the bits an element of both operands."""
+    return [
+        HIGH_PRECISION_BITS if quantizer is None else quantizer.format.bits_per_element
+        for quantizer in precision.sides
+    ]

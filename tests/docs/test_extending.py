@@ -1,4 +1,4 @@
-"""The example of docs/extending.md, taken from the page and run in a copy of the package."""
+"""The example of docs/extending.md, taken from the page and run in a folder of its own."""
 
 import math
 import os
@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -22,53 +23,42 @@ DRAWS = 4096
 class Page(NamedTuple):
     """The code blocks of docs/extending.md."""
 
-    module_path: str
     module: str
     recipe: str
     command: str
     usage: str
+    project: str
 
 
 @pytest.fixture(scope="module")
 def page() -> Page:
     text = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert [language for language, _ in blocks] == ["python", "yaml", "sh", "python"]
-    module, recipe, command, usage = (code for _, code in blocks)
-    path = re.search(r"`(megatron_lowbit/numerics/block_formats/\w+\.py)`:\n\n```python", text)
-    return Page(path[1], module, recipe, command.strip(), usage)
-
-
-def copy_package(folder: Path) -> Path:
-    """Copy the package and its recipes into a folder; return the folder."""
-    for name in ("megatron_lowbit", "recipes"):
-        ignore = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
-    return folder
+    blocks = re.findall(r"^ *```(\w+)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+    assert [language for language, _ in blocks] == ["python", "yaml", "sh", "python", "toml"]
+    module, recipe, command, usage, project = (code for _, code in blocks)
+    return Page(module, recipe, command.strip(), usage, project)
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run Python on the copy in ``folder``, not on the installed package."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "COLUMNS": "200"}
+    """Run Python in ``folder``, where packages are found as well."""
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True
     )
 
 
 def run_code(folder: Path, code: str) -> str:
-    """Run code on the copy of the package; return what it prints."""
-    check = "import megatron_lowbit as m, pathlib as p\n"
-    check += f"assert p.Path(m.__file__).is_relative_to({str(folder)!r}), m.__file__\n"
-    result = run(folder, "-c", check + code)
+    """Run code in a folder; return what it prints."""
+    result = run(folder, "-c", "import megatron_lowbit as m\n" + code)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
 
 @pytest.fixture(scope="module")
 def extended(page, tmp_path_factory) -> Path:
-    """A copy of the package with the page's module and recipe."""
-    folder = copy_package(tmp_path_factory.mktemp("extended"))
-    (folder / page.module_path).write_text(page.module, encoding="utf-8")
+    """A folder with the page's module and recipe."""
+    folder = tmp_path_factory.mktemp("extended")
+    (folder / "mxint8.py").write_text(page.module, encoding="utf-8")
     (folder / "mxint8.yaml").write_text(page.recipe, encoding="utf-8")
     return folder
 
@@ -109,20 +99,53 @@ def cases() -> Tensor:
     return x
 
 
-def test_unknown_without_the_file(tmp_path):
-    code = "import torch\ntry:\n    m.quantize(torch.ones(4, 32), 'mxint8')\n"
+def test_unknown_without_the_recipe(extended):
+    """A file beside a recipe is not run unless a recipe that is loaded names it."""
+    code = "import torch\nm.load_recipe('nvfp4')\n"
+    code += "try:\n    m.quantize(torch.ones(4, 32), 'mxint8')\n"
     code += "except ValueError as error:\n    print(error)\n"
-    assert "unknown format 'mxint8'" in run_code(copy_package(tmp_path), code)
+    assert "unknown format 'mxint8'" in run_code(extended, code)
+
+
+def test_an_entry_point(page, extended, tmp_path):
+    """An installed package is a folder with metadata; its formats need no recipe."""
+    (tmp_path / "my_package").mkdir()
+    shutil.copy(extended / "mxint8.py", tmp_path / "my_package")
+    metadata = tmp_path / "my_package-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
+    ((group, points),) = tomllib.loads(page.project)["project"]["entry-points"].items()
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n" + "\n".join(lines))
+    code = "import sys, torch\nm.load_recipe('nvfp4')\nprint('my_package' in sys.modules)\n"
+    code += "print(m.quantize(torch.ones(4, 32), 'mxint8').codes[0, 0].item())\n"
+    assert run_code(tmp_path, code).split() == ["False", "64"]
+    (tmp_path / "mine.yaml").write_text(page.recipe.replace("formats: [mxint8.py]\n", ""))
+    shown = run(tmp_path, "-m", "megatron_lowbit.recipes", "show", "mine.yaml")
+    assert "wgrad  grad     mxint8 SR" in shown.stdout, shown.stderr
+
+
+def test_a_saved_tensor(extended):
+    """Another process loads it once it has read the recipe, wherever the recipe lies."""
+    made = "import torch\nm.load_recipe('mxint8.yaml')\n"
+    run_code(extended, made + "torch.save(m.quantize(torch.ones(4, 32), 'mxint8'), 'q.pt')")
+    moved = extended / "moved"
+    moved.mkdir()
+    for name in ("mxint8.py", "mxint8.yaml", "q.pt"):
+        shutil.copy(extended / name, moved)
+    loaded = run_code(moved, made + "print(torch.load('q.pt').dequantize().sum().item())")
+    assert loaded == "128.0\n"
 
 
 @pytest.fixture(scope="module")
 def quantized(extended) -> dict[str, Tensor]:
-    """Results of the copy for :func:`cases`, and for one row many times over."""
+    """Results for :func:`cases`, and for one row many times over."""
     torch.save((cases(), cases()[5, :BLOCK].expand(DRAWS, -1)), extended / "cases.pt")
     run_code(
         extended,
         """
 import torch
+m.load_recipe("mxint8.yaml")
 x, row = torch.load("cases.pt")
 q = m.quantize(x, "mxint8")
 seed = torch.Generator().manual_seed(3)
@@ -198,9 +221,9 @@ def test_show(page, extended):
     result = run(extended, "-m", "megatron_lowbit.recipes", *arguments)
     assert result.returncode == 0, result.stderr
     assert "recipe mxint8: 44 of 48 linear layers quantized" in result.stdout
-    for operand in ("input: mxint8 ", "weight: mxint8-2d ", "grad: mxint8 SR "):
-        assert operand in result.stdout
-    assert "8.25 x 8.25" in result.stdout
+    rows = [line.split()[-4:] for line in result.stdout.splitlines()]
+    for row in ("fprop input mxint8 8.25", "fprop weight mxint8-2d 8.25", "grad mxint8 SR 8.25"):
+        assert row.split() in rows
 
 
 @pytest.mark.slow

@@ -371,7 +371,7 @@ def test_the_fields_above_are_all_of_the_schema():
     for name, overrides in FIELDS.items():
         kind = models[name]
         fields = getattr(kind, "model_fields", None) or [f.name for f in dataclass_fields(kind)]
-        assert set(overrides) == set(fields), name
+        assert set(overrides) == set(fields) - {"formats"}, name  # named in a file alone
     named = [x for x in models if x.endswith(("Spec", "Matcher")) and x[0] != "_"]
     assert set(named) - {"Matcher"} <= set(FIELDS)
 

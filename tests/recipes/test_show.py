@@ -1,18 +1,20 @@
 """``python -m megatron_lowbit.recipes``: tables of what a recipe does to a model, and exits."""
 
 import os
+import re
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.numerics import FORMATS
-from megatron_lowbit.recipes import load_combined, load_recipe, shipped_recipes, show
+from megatron_lowbit.recipes import load_recipe, shipped_recipes, show
 from megatron_lowbit.recipes.command import main
 
 GPT = ["attention", "attention", "mlp", "mlp"]
+FIRST = ["fprop", "input", "bf16", "16"]
 NAMES = {
     "attention": ["self_attention.linear_qkv", "self_attention.linear_proj"],
     "mlp": ["mlp.linear_fc1", "mlp.linear_fc2"],
@@ -20,16 +22,10 @@ NAMES = {
 }
 
 
-def cells(recipe, layers):
-    table = show.resolved_table(recipe, layers)
-    return list(zip(*(column.cells for column in table.columns), strict=True))
-
-
 def shown(*arguments, capsys):
-    """Return what a command prints, line by line, without box drawing."""
+    """Return the cells of each line that a command prints into a pipe."""
     main(arguments)
-    lines = capsys.readouterr().out.splitlines()
-    return [[cell.strip() for cell in line.replace("┃", "│").split("│")] for line in lines]
+    return [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
 
 
 # Models
@@ -78,79 +74,22 @@ def test_no_such_model(pattern, number, parts):
 # Tables
 
 
-def test_three_rows_a_layer():
-    """The layer and its matcher once, then each GEMM's operands, bits, and what both share."""
-    layers = show.model_layers(None, 3)
-    rows = cells(load_recipe("nvfp4"), layers)
-    assert len(rows) == 3 * len(layers)
-    for number, layer in enumerate(layers):
-        first, *others = rows[3 * number : 3 * number + 3]
-        edge = layer.block in (0, 2)
-        assert first[:2] == (layer.path, "bf16_blocks" if edge else "linears")
-        assert [row[:2] for row in others] == [("", "")] * 2
-        assert [row[2] for row in (first, *others)] == ["fprop", "dgrad", "wgrad"]
-        expected = [
-            ("input: bf16", "weight: bf16", "16 x 16", ""),
-            ("grad: bf16", "weight: bf16", "16 x 16", ""),
-            ("grad: bf16", "input: bf16", "16 x 16", ""),
-        ]
-        if not edge:
-            expected = [
-                ("input: nvfp4", "weight: nvfp4-2d", "4.5 x 4.5", ""),
-                ("grad: nvfp4 SR", "weight: nvfp4-2d", "4.5 x 4.5", ""),
-                ("grad: nvfp4 SR", "input: nvfp4", "4.5 x 4.5", "RHT-16"),
-            ]
-        assert [row[3:] for row in (first, *others)] == expected
-
-
-BITS = {
-    "nvfp4": 4.5, "mxfp4": 4.25, "mxfp6-e2m3": 6.25, "mxfp6-e3m2": 6.25, "mxfp8-e4m3": 8.25,
-    "mxfp8-e5m2": 8.25, "fp8-1x128-e4m3": 8.25, "fp8-1x128-e5m2": 8.25, "fp8-tensor-e4m3": 8,
-    "fp8-tensor-e5m2": 8, "fp8-row-e4m3": 8, "fp8-row-e5m2": 8,
-    "fp8-128x128-e4m3": 8 + 32 / 128**2, "fp8-128x128-e5m2": 8 + 32 / 128**2,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("format", FORMATS)
-def test_bits_of_every_format(format):
-    """Its own and its share of the scale: E8M0 or E4M3 for a block's row, FP32 for a tile."""
-    change = f"configs.bf16.input.format={format}"
-    row = cells(load_recipe("bf16", [change]), show.model_layers(None, 1))[0]
-    bits = BITS[format.removesuffix("-2d")]
-    assert row[5] == f"{bits:.4g} x 16"
-    assert FORMATS[format].bits_per_element == bits
-
-
-def test_bits_of_other_tiles():
-    for block, narrow, square in ((64, 8.5, 8 + 32 / 64**2), (16, 10, 8.125)):
-        changes = [f"{role}.block={block}" for role in ("input", "weight", "grad")]
-        row = cells(load_recipe("fp8-tile", changes), show.model_layers(None, 1))[0]
-        assert row[3] == f"input: fp8-1x128-e4m3 pow2 block {block}"
-        assert row[4] == f"weight: fp8-128x128-e4m3 pow2 block {block}"
-        assert row[5] == f"{narrow:.4g} x {square:.4g}"
-
-
-def test_everything_that_both_operands_share():
-    recipe = load_recipe(
-        "fp8-delayed",
-        ["dgrad.hadamard={size: 64, signs: fresh}", "wgrad.accumulation={inner: fp8}"],
-    )
-    rows = cells(recipe, show.model_layers(None, 1))
-    shared = [row[6] for row in rows[:3]]
-    assert shared[0] == "delayed max-16"
-    assert shared[1] == "RHT-64 signs fresh, delayed max-16"
-    assert shared[2] == "delayed max-16, fp8 sums of 128"
-
-
 @pytest.mark.parametrize("flag", ["--hybrid-layer-pattern", "--hybrid-override-pattern"])
 def test_a_hybrid_and_means(flag, capsys):
     """mxfp4 keeps 2 of 4 blocks: the mean is (2 x 4.25 + 2 x 16) / 4 = 10.125."""
     lines = shown("show", "mxfp4", flag, "M-M*", capsys=capsys)
-    text = "\n".join(" ".join(line) for line in lines)
-    assert "recipe mxfp4: 4 of 8 linear layers quantized" in text
-    assert "mean bits an element: fprop 10.1, dgrad 10.1, wgrad 10.1" in text
-    layers = [line[1] for line in lines if len(line) > 1 and line[1].startswith("decoder")]
-    assert layers == [layer.path for layer in show.model_layers("M-M*", 1)]
+    assert lines[0] == ["recipe mxfp4: 4 of 8 linear layers quantized"]
+    assert lines[1] == ["blocks", "linear layers", "matcher", "GEMM", "operand", "format", "bits"]
+    assert lines[-1] == ["mean bits an element: fprop 10.1, dgrad 10.1, wgrad 10.1"]
+    assert ["0", "mixer.in_proj, mixer.out_proj", "bf16_blocks", *FIRST] in lines
+    assert [
+        "1",
+        "mlp.linear_fc1, mlp.linear_fc2",
+        "linears",
+        *FIRST[:2],
+        "mxfp4 rceil",
+        "4.25",
+    ] in lines
 
 
 @pytest.mark.parametrize(
@@ -167,9 +106,10 @@ def test_a_model_that_says_which_blocks_stay_in_bf16(name, high, capsys):
 
 def test_a_hybrid_from_a_preset(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = shown("show", "nvfp4", "--model", "examples/hybrid-tiny.args", capsys=capsys)
-    layers = [line[1] for line in lines if len(line) > 1 and line[1].startswith("decoder")]
-    assert layers == [layer.path for layer in show.model_layers("M-M*-M-M-M-M-", 1)]
+    pattern = "M-M*-M-M-M-M-"
+    assert shown("show", "nvfp4", "--model", "examples/hybrid-tiny.args", capsys=capsys) == shown(
+        "show", "nvfp4", "--hybrid-layer-pattern", pattern, capsys=capsys
+    )
 
 
 def test_combined_with_overrides(capsys):
@@ -178,35 +118,54 @@ def test_combined_with_overrides(capsys):
         "--recipe-set", "backward.wgrad.hadamard.size=32", "--recipe-set", "forward.weight=null",
         capsys=capsys,
     )  # fmt: skip
-    rows = [line[3:8] for line in lines if len(line) > 3 and line[3] in ("fprop", "dgrad", "wgrad")]
-    overrides = ["backward.wgrad.hadamard.size=32", "forward.weight=null"]
-    recipe = load_combined("fp8-tile", "mxfp4-backward", overrides)
-    assert rows == [list(row[2:7]) for row in cells(recipe, show.model_layers(None, 2))]
-    assert rows[0] == ["fprop", "input: fp8-1x128-e4m3 pow2", "weight: bf16", "8.25 x 16", ""]
-    assert rows[2][4] == "RHT-32 fp32 signs fresh"
+    rows = [line[3:] for line in lines if len(line) > 3]
+    assert rows[1:3] == [
+        ["fprop", "input", "fp8-1x128-e4m3 pow2", "8.25"],
+        ["fprop", "weight", *FIRST[2:]],
+    ]
+    assert ["wgrad", "both", "RHT-32 fp32 signs fresh"] in rows
+    assert {line[2] for line in lines if len(line) > 3} == {"matcher", "linears / linears"}
 
 
 def test_switches_are_shown(capsys):
     switch = "switches.late={fraction: 0.8, to: bf16, part: forward}"
     lines = shown("show", "nvfp4", "--recipe-set", switch, capsys=capsys)
-    text = "\n".join(" ".join(line) for line in lines)
-    assert "switch late: from fraction 0.8 on, forward by bf16" in text
+    assert lines[-1] == ["switch late: from fraction 0.8 on, forward by bf16"]
 
 
 def test_where_mxnorm_is_active(capsys):
-    """In attention and MLPs that are quantized: nvfp4 keeps 1 + 2 of 12 layers."""
+    """In attention and MLPs that are quantized: nvfp4 keeps 1 + 2 of 12 blocks."""
     lines = shown("show", "nvfp4", "--normalization", "MXNorm", capsys=capsys)
-    marked = [line for line in lines if line[-2:-1] == ["MXNorm"] or "MXNorm" in " ".join(line)]
-    assert len(marked) == 2 * 9
-    assert all("fprop" in line for line in marked)
-    assert "MXNorm" not in str(shown("show", "nvfp4", capsys=capsys))
+    names = "self_attention.linear_qkv, mlp.linear_fc1"
+    marked = [line for line in lines if "of MXNorm" in line]
+    assert marked == [["1-9", names, "linears", "fprop", "input", "of MXNorm"]]
+    assert "of MXNorm" not in str(shown("show", "nvfp4", capsys=capsys))
 
 
 def test_list(capsys):
     lines = shown("list", capsys=capsys)
-    found = {line[1]: line[2] for line in lines if len(line) > 2}
+    found = dict(lines)
     assert found.pop("recipe") == "description"
     assert found == {name: load_recipe(name).description for name in shipped_recipes()}
+
+
+def test_a_terminal_of_80_columns():
+    """It has a table with lines; the same command in a pipe has none."""
+    command = [sys.executable, "-m", "megatron_lowbit.recipes", "show", "mxfp4-backward"]
+    terminal, inner = os.openpty()
+    environment = os.environ | {"COLUMNS": "80"}
+    process = subprocess.Popen(command, stdout=inner, stdin=inner, env=environment)
+    os.close(inner)
+    text = b""
+    with suppress(OSError):  # the end of a pseudo-terminal
+        while part := os.read(terminal, 4096):
+            text += part
+    os.close(terminal)
+    assert process.wait() == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any("────" in line for line in lines)
+    assert any(line.split()[-2:] == ["signs", "fresh"] for line in lines)
 
 
 # Exits
@@ -267,8 +226,9 @@ def test_exit_codes():
     bad = subprocess.run([*command, "--num-layers", "two"], capture_output=True, text=True)
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
-    narrow = os.environ | {"COLUMNS": "40"}
+    narrow = os.environ | {"COLUMNS": "40", "FORCE_COLOR": "1"}
     good = subprocess.run([*command], capture_output=True, text=True, env=narrow)
     assert good.returncode == 0 and good.stderr == ""
-    assert "decoder.layers.11.self_attention.linear_proj" in good.stdout
-    assert "weight: mxfp4 three_quarters SR" in good.stdout
+    assert "\x1b" not in good.stdout and good.stdout.isascii()
+    every = "self_attention.linear_qkv, self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2"
+    assert f"0-11    {every}  linears  dgrad  grad     mxfp4 three_quarters SR" in good.stdout
