@@ -27,6 +27,8 @@ from megatron_lowbit.recipes import load_recipes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from megatron_lm import CASES
+from megatron_lm import COMMON as OF_STEPS
 from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
 from plan_check import COUNTED, ITERATIONS, NAME
 
@@ -128,6 +130,23 @@ def _beside(found: Estimate, unit: float, memory: float, speed: float) -> list[s
     ]  # fmt: skip
 
 
+STEPS = ("DP2 bf16", "DP2 fp8-tile", "DP2 nvfp4", "TP2 bf16", "TP2 nvfp4", "PP2 nvfp4")
+"""Cases of megatron_lm.py whose layouts plans cover."""
+
+
+def short_steps(results: Path) -> str:
+    """Return plans of megatron_lm.py's steps beside the fastest median of each case."""
+    data = json.loads((results / "megatron_lm-2xh100.json").read_text())
+    arguments = {case.name: case.arguments for case in CASES}
+    lines = []
+    for name in STEPS:
+        words = [*data["model"], *OF_STEPS.split(), *arguments[name].split()]
+        step = 1e3 * planned(words, data["machine"]["gpus"], 32000, "h100", "mamba-ssm").step
+        measured = min(row["median_ms"] for row in data["rows"] if row["case"] == name)
+        lines.append([name, f"{step:.1f}", f"{measured:.1f}", f"{step / measured - 1:+.1%}"])
+    return table(("case", "ms a step, planned", "measured", "off"), lines)
+
+
 CLUSTERS = {
     "hybrid-12b": ("131072", [
         ("h100", 736, "bf16"), ("h200", 736, "bf16"), ("h200", 736, "fp8-tile"),
@@ -220,7 +239,10 @@ def published() -> str:
 
 def write_page(document: Path, results: Path) -> None:
     """Write the page's sections between their markers."""
-    sections = {preset: calculated(preset) for preset in CLUSTERS} | {"published": published()}
+    sections = {preset: calculated(preset) for preset in CLUSTERS} | {
+        "published": published(),
+        "short-steps": short_steps(results),
+    }
     if (measured := body(results)) is not None:
         sections["measured"] = measured
     replace_sections(document, sections)

@@ -28,5 +28,9 @@ def test_calculated_tables_are_today_s():
     assert planning_page.calculated("hybrid-12b") in PAGE
 
 
+def test_plans_of_short_steps_are_today_s():
+    assert planning_page.short_steps(planning_page.RESULTS) in PAGE
+
+
 def test_measured_tables_of_other_versions_stay(tmp_path):
     assert planning_page.body(tmp_path) is None
