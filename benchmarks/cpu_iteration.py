@@ -52,8 +52,12 @@ def iteration_seconds(setting: list[str], data: list[str]) -> list[float]:
         ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         lines = (Path(save) / "metrics.jsonl").read_text().splitlines()
-    speeds = [entry["tokens_per_second"] for entry in map(json.loads, lines) if "lm_loss" in entry]
-    return [TOKENS / speed for speed in speeds[WARMUP:]]
+    entries = {entry["iteration"]: entry for entry in map(json.loads, lines) if "lm_loss" in entry}
+    return [
+        TOKENS / entry["tokens_per_second"]
+        for iteration, entry in entries.items()
+        if iteration > WARMUP
+    ]
 
 
 def main() -> None:

@@ -5,12 +5,15 @@ reorders no sum unless asked to. The Hadamard butterfly, packing and the GEMM st
 are fast already.
 """
 
+import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
@@ -52,7 +55,9 @@ def arithmetic(format_type: type) -> Arithmetic:
 def _fused(function: Callable) -> Callable:
     from torch._dynamo import config as dynamo_config
 
-    compiled = torch.compile(function, dynamic=True)
+    compiled = torch.compile(
+        function, dynamic=True, options={"post_grad_custom_pre_pass": _announcement()}
+    )
 
     def call(*arguments):
         # torch.compile keeps a version for every kind of view and autograd history: show it none.
@@ -64,6 +69,32 @@ def _fused(function: Callable) -> Callable:
             return compiled(*plain)
 
     return call
+
+
+@cache
+def _announcement() -> Any:
+    """Return a pass of the compiler that changes nothing, and prints a line when it is first run.
+
+    torch runs passes only for code that its cache on disk does not have, just before the C++ build,
+    which takes up to a minute and a half. The cache outlives the process.
+    """
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    @cache
+    def announce() -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            message = f"compiling kernels for these formats, once: they stay in {cache_dir()}"
+            print(message, file=sys.stderr, flush=True)
+
+    class Announcement(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            announce()
+
+        def uuid(self) -> str:  # part of the cache's key: constant, or nothing would be found
+            return "megatron_lowbit announcement"
+
+    return Announcement()
 
 
 def _is_empty(arguments: list) -> bool:

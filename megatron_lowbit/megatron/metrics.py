@@ -46,13 +46,14 @@ class MetricsWriter:
         self._rows: dict[int, dict[str, Any]] = {}
         # Size of the file without the line of an iteration that may get more values.
         self._final: int | None = None
+        self._begun = False
         self._since: tuple[int, float] | None = None
         self._trained: tuple[int, float] | None = None
 
     @property
     def started(self) -> bool:
         """True once training has begun."""
-        return self._since is not None
+        return self._begun
 
     def add_scalar(self, name: str, value: Any, step: int, **settings: Any) -> None:
         """Add a number or one-element tensor of an iteration."""
@@ -64,6 +65,8 @@ class MetricsWriter:
             self._write()
         if _NAMES.get(name) == "lm_loss":
             self._trained = step, time.perf_counter()
+            # In the first iteration kernels are compiled: measure from its end on.
+            self._since = self._since or self._trained
         # Keep the first value: the test loss comes last, under the name of the validation loss.
         self._rows.setdefault(step, {}).setdefault(_NAMES.get(name, name.replace(" ", "_")), value)
 
@@ -71,10 +74,10 @@ class MetricsWriter:
         self, tag: str, text: str, global_step: int | None = None, **settings: Any
     ) -> None:
         """Forward a text; the first call marks the beginning of training and its iteration."""
-        if self._since is None:
+        if not self._begun:
             # Remove incomplete lines, and those after the iteration from which the run resumes.
             _drop_lines_after(self.path, global_step or 0)
-            self._since = global_step or 0, time.perf_counter()
+            self._begun = True
         if self._board is not None:
             self._board.add_text(tag, text, global_step, **settings)
 
@@ -112,7 +115,10 @@ class MetricsWriter:
             self._board.close()
 
     def _measure_speed(self) -> None:
-        """Add the mean tokens per second since the last write to the last training iteration."""
+        """Add the mean tokens per second since the last write to the last training iteration.
+
+        The run's first iteration does not count.
+        """
         if self._trained is None or self._trained == self._since:
             return
         (last, now), since = self._trained, self._since

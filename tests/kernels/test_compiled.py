@@ -5,6 +5,9 @@ few more: every other format differs from one of these in constants only. All te
 keep to sizes that need no other build: neither square nor a single block.
 """
 
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -33,6 +36,16 @@ pytestmark = pytest.mark.skipif(
 )
 
 ROOT = Path(__file__).parents[2]
+NEW_PROCESS = """
+import torch
+from torch._dynamo.utils import counters
+from megatron_lowbit.kernels.compiled import CompiledEngine
+from megatron_lowbit.numerics import Quantizer, Request, format_by_name
+request = Request(Quantizer(format_by_name("fp8-tensor-e4m3")))
+for rows in (3, 5):
+    CompiledEngine("test").quantize(torch.ones(rows, 40), request, None)
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"])
+"""
 ENGINE = compiled.CompiledEngine("tests")
 GOLDEN = np.load(ROOT / "tests" / "golden" / "quantizers.npz")
 INPUTS = ("gauss", "heavy", "rows", "tiny", "huge", "zeros", "ties", "pairs")
@@ -273,3 +286,17 @@ def test_other_sizes_and_views_do_not_recompile():
     use(torch.ones(160, 80)[::2, 16:], 6)
     use(torch.ones(32, 64, requires_grad=True), 7)
     assert counters["stats"]["unique_graphs"] == before > 0
+
+
+def test_compiling_is_said_and_done_once(tmp_path):
+    """A second process takes the code from the cache on disk, and says nothing."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def run() -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", NEW_PROCESS]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+
+    first, second = run(), run()
+    line = f"compiling kernels for these formats, once: they stay in {tmp_path}\n"
+    assert first.stderr.count(line) == 1 and first.stdout == "1 0\n"
+    assert "compiling" not in second.stderr and second.stdout == "0 1\n"
