@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -18,6 +19,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # The library reads it when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
+
+ROOT = Path(__file__).parents[1]
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported.
@@ -94,3 +97,49 @@ def saved(write_checkpoint, tmp_path) -> Path:
         files.write_document(path, {"files": files.checksums(path)})
     files.write_tracker(directory, 3)
     return directory
+
+
+def not_sources(folder: str, names: list[str]) -> set[str]:
+    """Return which of a folder's entries are made by building, testing and training."""
+    made = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info")(folder, names)
+    return made | {"build", "data", "dist", "runs"} if Path(folder) == ROOT else made
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory) -> Path:
+    """A folder with the source distribution and the wheel that is made from it alone."""
+    folder = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, folder / "sources", symlinks=True, ignore=not_sources)
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(folder / "sources")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(built) -> Path:
+    """A folder with the installed wheel."""
+    folder = built / "site"
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(folder)]
+    subprocess.run([*install, str(next(built.glob("*.whl")))], check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def installed(site, tmp_path):
+    """Runs a command of the installed wheel, or Python, in an empty folder; returns its output."""
+    environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = os.pathsep.join(
+        [str(site / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    )
+
+    def run(*command: str) -> str:
+        result = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        return result.stdout
+
+    where = run("python", "-c", "import megatron_lowbit; print(megatron_lowbit.__file__)")
+    assert Path(where.strip()).is_relative_to(site)
+    return run
