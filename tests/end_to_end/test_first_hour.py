@@ -1,6 +1,5 @@
 """The first hour of a user, with the installed wheel: text, recipe, comparison, transformers."""
 
-import json
 import re
 import sysconfig
 from pathlib import Path
@@ -21,20 +20,6 @@ matchers:
   end: {type: blocks, last: 1, config: high, enabled: true}
   mlps: {type: glob, pattern: "*.mlp.*", config: low, enabled: true}
 """
-STUDY = """\
-script: train.py
-arguments: "@examples/llama3-tiny.args --eval-iters 2"
-seeds: [1, 2]
-runs:
-  bf16: --precision-recipe bf16
-  mine: --precision-recipe mine.yaml
-"""
-TRAIN = """\
-from megatron_lowbit.commands import pretrain
-
-if __name__ == "__main__":
-    pretrain()
-"""
 GENERATE = """
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokenizer = AutoTokenizer.from_pretrained("model")
@@ -54,29 +39,23 @@ def own_text() -> str:
 @pytest.mark.slow
 def test_first_hour(installed, tmp_path):
     """Prepare text, compare two recipes over two seeds, and load a run's model in transformers."""
-    paragraphs = own_text().split("\n\n\n")
-    lines = [json.dumps({"text": paragraph}) for paragraph in paragraphs]
-    (tmp_path / "mine.jsonl").write_text("\n".join(lines))
+    (tmp_path / "mine.txt").write_text(own_text())
     (tmp_path / "mine.yaml").write_text(RECIPE)
-    (tmp_path / "study.yaml").write_text(STUDY)
-    (tmp_path / "train.py").write_text(TRAIN)
 
     def lowbit(line: str) -> str:
         return installed(*f"lowbit-{line}".split())
 
-    output = lowbit("tokenizer --input mine.jsonl --vocab-size 1024 --output tokenizer")
+    output = lowbit("tokenizer --input mine.txt --vocab-size 1024 --output tokenizer")
     assert "1,024 tokens" in output
-    output = lowbit(
-        "preprocess --input mine.jsonl --tokenizer-model tokenizer --output-prefix data"
-    )
+    output = lowbit("preprocess --input mine.txt --tokenizer-model tokenizer --output-prefix data")
     documents, tokens = re.search(r"data: ([\d,]+) documents, ([\d,]+) tokens", output).groups()
     assert int(documents.replace(",", "")) >= 50 and int(tokens.replace(",", "")) >= 200_000
     output = lowbit("recipes show mine.yaml --model examples/llama3-tiny.args")
     assert "recipe mine: 6 of 16 linear layers quantized" in output
 
     output = lowbit(
-        "study run study.yaml --output compared --keep-checkpoints "
-        "-- --data-path data --tokenizer-model tokenizer"
+        "study run --recipes bf16 mine.yaml --seeds 1 2 --output compared --keep-checkpoints "
+        "-- @examples/llama3-tiny.args --eval-iters 2 --data-path data --tokenizer-model tokenizer"
     )
     rows = [line for line in output.splitlines() if re.search(r"\b(bf16|mine) │ 2 ", line)]
     assert len(rows) == 2
@@ -87,5 +66,6 @@ def test_first_hour(installed, tmp_path):
     assert (tmp_path / "compared" / "comparison.png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "compared" / "comparison.html").is_file()
 
-    lowbit("convert to-hugging-face compared/mine-1 model --carry tokenizer --verify")
+    output = lowbit("convert to-hugging-face compared/mine-1 model --carry tokenizer --verify")
+    assert "loads in: transformers" in output
     assert installed("python", "-c", GENERATE).splitlines()[-1] == "LlamaForCausalLM 8"
