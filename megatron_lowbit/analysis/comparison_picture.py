@@ -64,7 +64,9 @@ def _draw_in_colors(
     below.xaxis.set_major_formatter(EngFormatter(sep=""))
     for panel in (above, below):
         panel.grid(alpha=0.3)
-        panel.legend()
+    above.legend()
+    if len(rows) > 1:
+        below.legend()
     return figure
 
 

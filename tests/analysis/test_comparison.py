@@ -164,7 +164,8 @@ def test_a_shorter_run_has_no_gap_at_the_end(write_run):
     )
 
 
-@pytest.mark.parametrize(("names", "panels"), [(8, 2), (9, 8), (12, 11)])
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(("names", "panels"), [(1, 2), (8, 2), (9, 8), (12, 11)])
 def test_the_picture(write_run, monkeypatch, names, panels):
     """Bands are one standard error wide; more names than colors have a panel each."""
     shares = [number / 100 for number in range(names)]
