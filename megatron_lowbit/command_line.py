@@ -211,7 +211,8 @@ def print_cached_help(command: str, argv: Sequence[str] | None = None) -> None:
     if not asks_for_help(argv):
         return
     package = Path(__file__).parent
-    sources = [Path(__file__), *package.glob("megatron/arguments/*.py")]
+    parts = "megatron/arguments/*.py", "examples/*.args"
+    sources = [Path(__file__), *(file for part in parts for file in package.glob(part))]
     try:
         cache = help_cache(command)
         if cache.stat().st_mtime < max(source.stat().st_mtime for source in sources):

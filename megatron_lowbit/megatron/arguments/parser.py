@@ -8,6 +8,7 @@ takes seconds. :func:`show_help` therefore caches the text for each version, and
 import argparse
 import inspect
 import os
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -127,11 +128,12 @@ def front_parser() -> command_line.CommandParser:
     from megatron.training.arguments import add_megatron_arguments
 
     _read_sources_once()
-    presets = ", ".join(Path(name).stem for name in command_line.shipped_presets())
+    names = ", ".join(Path(name).stem for name in command_line.shipped_presets())
+    presets = f"@examples/NAME.args is a model that comes with the package: {names}."
     parser = command_line.CommandParser(
         description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
-        "@FILE reads arguments from FILE, which may have comments. @examples/NAME.args is a model\n"
-        f"that comes with the package: {presets}.",
+        "@FILE reads arguments from FILE, which may have comments.\n"
+        + textwrap.fill(presets, command_line.HELP_WIDTH),
         usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
         "    --seq-length N --max-position-embeddings N --micro-batch-size N --train-iters N\n"
         "    --lr X --data-path PREFIX ...",
