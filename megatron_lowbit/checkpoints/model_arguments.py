@@ -110,7 +110,6 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         )
     if "num_experts" in model:
         model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
-        model["moe_layer_freq"] = _layers_with_experts(model["moe_layer_freq"], model["num_layers"])
     if "multi_latent_attention" in model:
         model["rope_type"] = model["rope_type"] or "yarn"  # megatron-core's default
     if "hybrid_layer_pattern" in model:
@@ -118,6 +117,8 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         pattern = Entries(arguments, _PLACE).string("hybrid_layer_pattern")
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
+    if "num_experts" in model:
+        model["moe_layer_freq"] = _layers_with_experts(model["moe_layer_freq"], model["num_layers"])
     return model
 
 
@@ -130,13 +131,13 @@ def _optional(arguments: Mapping[str, Any]) -> list[str]:
     return [*_ROPE, *names] if arguments.get("position_embedding_type") == "rope" else names
 
 
-def _layers_with_experts(frequency: Any, layers: Any) -> int | list[int]:
+def _layers_with_experts(frequency: Any, layers: int) -> int | list[int]:
     """Return 1 where all layers have experts, else 1 or 0 for each layer.
 
     Checkpoints hold a tensor of all layers in the first case, and one for each layer in the second.
     """
-    if type(frequency) is int and frequency >= 1 and type(layers) is int:
-        pattern = [int(layer % frequency == 0) for layer in range(min(layers, MOST_LAYERS))]
+    if type(frequency) is int and frequency >= 1:
+        pattern = [int(layer % frequency == 0) for layer in range(layers)]
         return 1 if frequency == 1 else pattern
     is_list = isinstance(frequency, list) and len(frequency) == layers
     if is_list and all(type(entry) is int and 0 <= entry <= 1 for entry in frequency):

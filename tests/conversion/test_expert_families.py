@@ -13,6 +13,7 @@ from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.families import FAMILIES, family_of
 from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import quantize
 
@@ -191,6 +192,13 @@ def test_latent_norms_under_both_kinds_of_layers(sources, tmp_path):
     tensors.check(rule.target for rule in rules)
     for state in ("input_layernorm", "self_attention.linear_kv_up_proj", "pre_mlp_layernorm"):
         assert f"decoder.layers.2.{state}._extra_state/shard_0_1" in tensors.objects
+
+
+def test_verify_loads_the_biases_of_the_router(sources, tmp_path):
+    """transformers has them as buffers, like rotary frequencies, which it does not load."""
+    to_megatron(sources["deepseek-v3"], tmp_path / "there")
+    difference, largest = verify(sources["deepseek-v3"], tmp_path / "there")
+    assert difference <= 1e-5 * largest
 
 
 TILES = "fp8-128x128-e4m3"
