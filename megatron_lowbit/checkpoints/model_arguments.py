@@ -158,6 +158,10 @@ def _check_numbers(model: dict[str, Any]) -> None:
         entries.number(name, above=0)
     if "num_experts" in model:
         entries.integer("num_experts", most=MOST_EXPERTS // layers)
+    if "multi_latent_attention" in model:
+        entries.string("rope_type")
+        for name in ("mscale", "mscale_all_dim"):
+            entries.number(name)
     if "mamba_num_heads" in model:
         entries.integer("mamba_num_heads", 0, least=0)
 

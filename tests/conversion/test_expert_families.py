@@ -107,6 +107,7 @@ def test_a_config_that_does_not_fit(name, change, named, sources):
             "has a multiple of moe_ffn_hidden_size 20",
         ),
         ("deepseek-v3", {"mscale": 2.0, "mscale_all_dim": 0.0}, "mscale 2.0 with"),
+        ("deepseek-v3", {"mscale": "1"}, "mscale '1': must be a finite number"),
         ("deepseek-v3", {"rope_type": "rope"}, "rotary_scaling_factor 40.0; .* has 1.0"),
     ],
 )

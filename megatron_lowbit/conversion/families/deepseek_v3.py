@@ -63,6 +63,14 @@ _EXPERTS = {
         "model.layers.*.mlp.shared_experts.down_proj.weight"
     ),
 }
+_NO_QUERY_RANK = (
+    "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
+    "once more, which transformers does not"
+)
+_CHOICE = (
+    ": Megatron-LM scores a group by its best num_experts_per_tok // topk_group experts, "
+    "transformers by its best two"
+)
 _COUNT = experts("n_routed_experts")
 _OF_A_TOKEN = experts_of_a_token(_COUNT)
 
@@ -77,12 +85,6 @@ def _query_rank(entries: Entries) -> int:
     return rank
 
 
-_NO_QUERY_RANK = (
-    "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
-    "once more, which transformers does not"
-)
-
-
 def _more_arguments(entries: Entries) -> dict[str, Any]:
     heads, groups = entries.integer("num_attention_heads"), query_groups(entries)
     require(groups == heads, f"{CONFIG}: num_key_value_heads {groups}: must be {heads}, all heads")
@@ -94,7 +96,7 @@ def _more_arguments(entries: Entries) -> dict[str, Any]:
     )
     return {
         "num_query_groups": heads,
-        "kv_channels": entries.integer("v_head_dim", 128),  # not used
+        "kv_channels": entries.integer("v_head_dim", 128),  # Latent attention does not use it.
         "moe_layer_freq": _layers_with_experts(entries),
         **_rope_scaling(entries),
     }
@@ -158,13 +160,8 @@ def _groups_of_a_token(entries: Entries) -> int:
     return chosen
 
 
-_CHOICE = (
-    ": Megatron-LM scores a group by its best num_experts_per_tok // topk_group experts, "
-    "transformers by its best two"
-)
-
-
 def _chooses_alike(groups: int, chosen: int, of_a_token: int) -> bool:
+    """Return True if transformers and Megatron-LM choose the same groups of experts."""
     return groups == chosen or of_a_token // chosen == 2
 
 
