@@ -122,6 +122,13 @@ class Entries:
             raise self._error(key, value, "a list of strings")
         return value
 
+    def integers(self, key: str) -> list[int]:
+        """Return a list of integers; an empty one by default."""
+        value = self._value(key, [])
+        if not (isinstance(value, list) and all(type(entry) is int for entry in value)):
+            raise self._error(key, value, "a list of integers")
+        return value
+
     def inner(self, key: str) -> "Entries":
         """Return the entries of an object; one without entries by default."""
         return Entries(self._value(key, {}), f"{self._place}: {key}")

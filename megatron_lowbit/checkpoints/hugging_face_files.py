@@ -71,6 +71,13 @@ class Folder:
             raise UserError(f"{path / missing[0]} is missing: {INDEX} names it")
         self._stored_in = self.file_of
 
+    def leave_out(self, starts: tuple[str, ...]) -> int:
+        """Leave out the tensors whose names start so; return their number."""
+        kept = {name: f for name, f in self.file_of.items() if not name.startswith(starts)}
+        left_out = len(self.file_of) - len(kept)
+        self.file_of = kept
+        return left_out
+
     def check(self, names: Iterable[str]) -> None:
         """Raise UserError where these are not all tensors there are, or fewer."""
         names = set(names)

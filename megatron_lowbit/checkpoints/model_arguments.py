@@ -4,6 +4,7 @@ Everywhere in this package a model is a dictionary of these arguments by their a
 Arguments of features that a model does not use, such as experts, are left out.
 """
 
+import reprlib
 import shlex
 from argparse import Namespace
 from collections.abc import Mapping
@@ -24,8 +25,13 @@ _ALWAYS = (
 _ROPE = ("rotary_base", "rotary_percent")
 _OPTIONAL = (
     ("use_rope_scaling", "rope_scaling_factor"),
+    ("qk_layernorm",),
+    ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
+     "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
     ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
-     "moe_router_pre_softmax"),
+     "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
+     "moe_router_num_groups", "moe_router_group_topk", "moe_router_topk_scaling_factor",
+     "moe_shared_expert_intermediate_size"),
     ("hybrid_layer_pattern", "mamba_state_dim", "mamba_head_dim", "mamba_num_groups",
      "mamba_num_heads"),
 )  # fmt: skip
@@ -33,10 +39,28 @@ _OPTIONAL = (
 _PLACE = "the checkpoint's arguments"
 _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size",
           "max_position_embeddings", "num_query_groups", "moe_router_topk", "moe_ffn_hidden_size",
-          "mamba_state_dim", "mamba_head_dim", "mamba_num_groups")  # fmt: skip
-_NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "rope_scaling_factor")
+          "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "q_lora_rank", "kv_lora_rank",
+          "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_router_num_groups",
+          "moe_router_group_topk", "moe_shared_expert_intermediate_size")  # fmt: skip
+_NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "rope_scaling_factor",
+            "rotary_scaling_factor", "moe_router_topk_scaling_factor")  # fmt: skip
 
-_FEATURES: dict[str, Any] = {
+FEATURES: dict[str, Any] = {
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "qk_layernorm": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_enable_expert_bias": False,
+    "moe_router_num_groups": None,
+    "moe_router_group_topk": None,
+    "moe_router_topk_scaling_factor": None,
+    "moe_shared_expert_intermediate_size": None,
+}
+"""Arguments of features that some families have, and their values in the others' models.
+
+A model without such a feature has no such argument.
+"""
+_UNCONVERTED: dict[str, Any] = {
     "activation_func_clamp_value": None,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
@@ -44,16 +68,10 @@ _FEATURES: dict[str, Any] = {
     "glu_linear_offset": 0.0,
     "layernorm_zero_centered_gamma": False,
     "moe_latent_size": None,
-    "moe_router_enable_expert_bias": False,
-    "moe_router_group_topk": None,
-    "moe_router_score_function": "softmax",
-    "moe_router_topk_scaling_factor": None,
-    "moe_shared_expert_intermediate_size": None,
+    "moe_shared_expert_gate": False,
     "mtp_num_layers": None,
-    "multi_latent_attention": False,
     "no_rope_freq": None,
     "qk_l2_norm": False,
-    "qk_layernorm": False,
     "quick_geglu": False,
     "rotary_interleaved": False,
     "rotary_seq_len_interpolation_factor": None,
@@ -75,7 +93,7 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         UserError: the model uses a feature that no family has.
     """
     arguments = vars(args)
-    for name, value in _FEATURES.items():
+    for name, value in _UNCONVERTED.items():
         if arguments.get(name, value) != value:
             raise UserError(f"the model has {name} {arguments[name]!r}; conversion knows {value!r}")
     model = {name: arguments.get(name) for name in _ALWAYS}
@@ -92,18 +110,42 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         )
     if "num_experts" in model:
         model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
+    if "multi_latent_attention" in model:
+        model["rope_type"] = model["rope_type"] or "yarn"  # megatron-core's default
     if "hybrid_layer_pattern" in model:
         # Bars only say where a pipeline is cut.
         pattern = Entries(arguments, _PLACE).string("hybrid_layer_pattern")
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
+    if "num_experts" in model:
+        model["moe_layer_freq"] = _layers_with_experts(model["moe_layer_freq"], model["num_layers"])
     return model
 
 
 def _optional(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments of the features that a run's model has."""
     names = [name for row in _OPTIONAL if arguments.get(row[0]) for name in row]
+    for name, usual in FEATURES.items():
+        if name in names and arguments.get(name, usual) == usual:
+            names.remove(name)
     return [*_ROPE, *names] if arguments.get("position_embedding_type") == "rope" else names
+
+
+def _layers_with_experts(frequency: Any, layers: int) -> int | list[int]:
+    """Return 1 where all layers have experts, else 1 or 0 for each layer.
+
+    Checkpoints hold a tensor of all layers in the first case, and one for each layer in the second.
+    """
+    if type(frequency) is int and frequency >= 1:
+        pattern = [int(layer % frequency == 0) for layer in range(layers)]
+        return 1 if frequency == 1 else pattern
+    is_list = isinstance(frequency, list) and len(frequency) == layers
+    if is_list and all(type(entry) is int and 0 <= entry <= 1 for entry in frequency):
+        return frequency
+    raise UserError(
+        f"{_PLACE}: moe_layer_freq {reprlib.repr(frequency)}: must be a number of layers, or 0 or "
+        "1 for each layer"
+    )
 
 
 def _check_numbers(model: dict[str, Any]) -> None:
@@ -116,6 +158,10 @@ def _check_numbers(model: dict[str, Any]) -> None:
         entries.number(name, above=0)
     if "num_experts" in model:
         entries.integer("num_experts", most=MOST_EXPERTS // layers)
+    if "multi_latent_attention" in model:
+        entries.string("rope_type")
+        for name in ("mscale", "mscale_all_dim"):
+            entries.number(name)
     if "mamba_num_heads" in model:
         entries.integer("mamba_num_heads", 0, least=0)
 
@@ -125,7 +171,7 @@ def described_by(args: Namespace) -> dict[str, Any]:
     arguments = vars(args)
     names = [*_ALWAYS, "num_query_groups", "group_query_attention", "vocab_size"]
     names += _optional(arguments)
-    names += [name for name, usual in _FEATURES.items() if arguments.get(name, usual) != usual]
+    names += [name for name, usual in _UNCONVERTED.items() if arguments.get(name, usual) != usual]
     return {name: arguments[name] for name in names if arguments.get(name) is not None}
 
 
@@ -168,6 +214,8 @@ def argument_file(family: str, model: Mapping[str, Any]) -> str:
         del model["num_layers"]  # The pattern says it.
     if model.get("openai_gelu") is False:
         lines.append("--no-bias-gelu-fusion")
+    if model.get("rope_type") == "rope":
+        lines.append("--no-rope-fusion")  # Latent attention fuses YaRN only.
     groups = model.pop("num_query_groups")
     if groups != model["num_attention_heads"]:
         lines.append(f"--group-query-attention --num-query-groups {groups}")
@@ -175,6 +223,8 @@ def argument_file(family: str, model: Mapping[str, Any]) -> str:
         flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
         if value is True:
             lines.append(flag)
+        elif isinstance(value, list):  # Megatron-LM reads patterns of layers without spaces.
+            lines.append(f"{flag}=[{','.join(map(str, value))}]")
         elif value is not None and value is not False:
             # Joined, since a hybrid's pattern may begin with "-".
             lines.append(shlex.quote(f"{flag}={value}"))

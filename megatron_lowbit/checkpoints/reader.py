@@ -28,8 +28,16 @@ from megatron_lowbit.storage.pickles import Reader
 _HISTORIES = "amax_history."
 _STATES = ("optimizer.", "chained_")
 """Starts of the keys of optimizers' tensors."""
-NORM_BEFORE_EXPERTS = (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm.")
-"""Names of the norm before a layer's experts: of local layers, and of Transformer Engine's."""
+_NORMS = (
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+    (".linear_q_up_proj.layer_norm_", ".q_layernorm."),
+    (".linear_kv_up_proj.layer_norm_", ".kv_layernorm."),
+)
+"""Names of norms as part of the next linear layer, and as modules of their own.
+
+Local layers and Transformer Engine's differ in the name of the norm before experts, and of all
+norms in layers with multi-latent attention.
+"""
 
 
 class TensorSlice(NamedTuple):
@@ -94,7 +102,7 @@ class CheckpointReader:
         keys = leading.keys()
         if missing := sorted(key for key in keys if self._stored(key) is None):
             raise UserError(f"{self.path}: no tensor {missing[0]} ({len(missing)} are missing)")
-        if unknown := sorted(self.model.keys() - keys - {_twin(key) for key in keys}):
+        if unknown := sorted(self.model.keys() - keys - {other_name(key) for key in keys}):
             raise UserError(
                 f"{self.path}: tensor {unknown[0]} has no place in the family ({len(unknown)} such)"
             )
@@ -142,13 +150,15 @@ class CheckpointReader:
 
     def _stored(self, key: str) -> str | None:
         """Return the key that a tensor of the model has in this checkpoint."""
-        return next((name for name in (key, _twin(key)) if name in self.model), None)
+        return next((name for name in (key, other_name(key)) if name in self.model), None)
 
     def _entry(self, key: str) -> TensorStorageMetadata:
         stored = self._stored(key)
         return self.model[stored] if stored else (self.state | self.histories)[key]
 
 
-def _twin(key: str) -> str:
-    """Return the key that a tensor of local layers has in Transformer Engine's layers."""
-    return key.replace(*NORM_BEFORE_EXPERTS)
+def other_name(key: str) -> str:
+    """Return the key that a norm has as a module of its own; other keys as they are."""
+    for fused, alone in _NORMS:
+        key = key.replace(fused, alone)
+    return key

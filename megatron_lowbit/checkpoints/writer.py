@@ -37,7 +37,7 @@ COMMON = {
 """The common state beside ``args`` and ``iteration`` where a checkpoint holds a model alone."""
 
 _EXTRA_STATE = re.compile(
-    r"(.*\b(?:linear_\w+|in_proj|out_proj|output_layer|pre_mlp_layernorm|final_\w+))"
+    r"(.*\b(?:linear_\w+|in_proj|out_proj|output_layer|\w+_layernorm|final_norm))"
     r"\.(?:weight|bias)\b"
 )
 

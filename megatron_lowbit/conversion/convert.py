@@ -14,7 +14,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
     write_tensors,
 )
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
-from megatron_lowbit.checkpoints.reader import NORM_BEFORE_EXPERTS
+from megatron_lowbit.checkpoints.reader import other_name
 from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_iteration
 from megatron_lowbit.conversion.choices import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
@@ -47,9 +47,11 @@ def to_megatron(
     """
     folder = open_folder(source)
     converted = from_config(folder.config, str(source / CONFIG))
+    left_out = folder.leave_out(converted.left_out)
     rules = _with_names_of(folder, converted.rules)
     check_names(folder, rules)
-    rules += _other_norms(rules)
+    if "num_experts" in converted.model:
+        rules += _other_norms(rules)
     chunks = [lazy_chunk(folder, rule) for rule in rules]
     chunks += extra_states(rule.target for rule in rules)
     common = COMMON | {"iteration": ITERATION, "args": saved_arguments(converted.model)}
@@ -60,6 +62,8 @@ def to_megatron(
         copy_companions(source, partial.path / COMPANIONS, folder.config)
         text = argument_file(converted.name, converted.model)
         (partial.path / MODEL_ARGUMENTS).write_text(text)
+    if left_out:
+        print(f"{source}: {left_out} tensors of multi-token prediction are left out")
     return converted
 
 
@@ -77,17 +81,12 @@ def _with_names_of(folder: Folder, rules: Sequence[Rule]) -> list[Rule]:
 
 
 def _other_norms(rules: Sequence[Rule]) -> list[Rule]:
-    """Return rules for the norms before experts under their other name, for all kinds of layers."""
-    if not any(".experts." in rule.target.key for rule in rules):
-        return []
-    local, transformer_engine = NORM_BEFORE_EXPERTS
-    return [
-        rule._replace(
-            target=rule.target._replace(key=rule.target.key.replace(local, transformer_engine))
-        )
+    """Return rules for norms under their other name, so that all kinds of layers load a model."""
+    renamed = [
+        rule._replace(target=rule.target._replace(key=other_name(rule.target.key)))
         for rule in rules
-        if local in rule.target.key
     ]
+    return [new for new, rule in zip(renamed, rules, strict=True) if new != rule]
 
 
 def to_hugging_face(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
+from megatron_lowbit.checkpoints.model_arguments import FEATURES, MOST_EXPERTS, MOST_LAYERS
 from megatron_lowbit.conversion.mapping import Model, Rule, TensorTable, expand
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
@@ -55,6 +56,22 @@ def query_groups(entries: Entries) -> int:
     return groups
 
 
+def experts(key: str, default: Callable[[Entries], int | None] = lambda entries: None) -> Entry:
+    """Return an entry that is the number of a layer's experts."""
+
+    def read(entries: Entries) -> int:
+        layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
+        return entries.integer(key, default(entries), most=MOST_EXPERTS // layers)
+
+    return Entry(key, read)
+
+
+def experts_of_a_token(experts: Entry) -> Entry:
+    """Return the entry that is the number of experts that each token goes to."""
+    key = "num_experts_per_tok"
+    return Entry(key, lambda entries: entries.integer(key, most=experts.read(entries)))
+
+
 class ConvertibleModel(NamedTuple):
     """A model of a family.
 
@@ -63,12 +80,14 @@ class ConvertibleModel(NamedTuple):
         model: Megatron-LM's arguments that describe the model.
         config: Hugging Face's config.json.
         rules: mapping of its tensors.
+        left_out: starts of the names of tensors that are not converted.
     """
 
     name: str
     model: Model
     config: Mapping[str, Any]
     rules: list[Rule]
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,7 @@ class Family:
         more_arguments: function that reads arguments which are no entry of their own.
         more_entries: function that writes entries which are no argument of their own, and checks
             the model.
+        left_out: function that returns the starts of the names of tensors that are not converted.
     """
 
     name: str
@@ -99,6 +119,7 @@ class Family:
     is_transposed: bool = False
     more_arguments: Callable[[Entries], dict[str, Any]] = lambda entries: {}
     more_entries: Callable[[Model], dict[str, Any]] = lambda model: {}
+    left_out: Callable[[Entries], tuple[str, ...]] = lambda entries: ()
 
     def from_config(self, config: dict[str, Any]) -> ConvertibleModel:
         """Return the model that a config.json describes.
@@ -112,19 +133,21 @@ class Family:
         entries = Entries(config, CONFIG)
         model = {name: entry.read(entries) for name, entry in self.entries.items()}
         model = {**self.arguments, **model, **self.more_arguments(entries)}
-        return ConvertibleModel(self.name, model, config, self.rules(model))
+        left_out = self.left_out(entries)
+        return ConvertibleModel(self.name, model, config, self.rules(model), left_out)
 
     def to_config(self, model: Model) -> dict[str, Any]:
         """Build a config.json for a trained model.
 
         Raises UserError where one of the model's arguments is not the family's.
         """
-        check_arguments(model, self.name, self.arguments)
+        others = {name: usual for name, usual in FEATURES.items() if name not in self.entries}
+        check_arguments(model, self.name, {**others, **self.arguments})
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.fixed,
-            **{entry.key: entry.write(model[name]) for name, entry in self.entries.items()},
+            **{entry.key: entry.write(model.get(name)) for name, entry in self.entries.items()},
             **self.more_entries(model),
         }
 
@@ -136,5 +159,6 @@ class Family:
 def check_arguments(model: Model, family: str, wanted: Mapping[str, Any]) -> None:
     """Raise UserError where one of a model's arguments is not what its family needs."""
     for name, value in wanted.items():
-        if model[name] != value:
-            raise UserError(f"the model has {name} {model[name]!r}; a {family} has {value!r}")
+        actual = model.get(name, FEATURES.get(name))
+        if actual != value:
+            raise UserError(f"the model has {name} {actual!r}; a {family} has {value!r}")

@@ -2,8 +2,9 @@
 
 A family's table has one line a tensor: Megatron-LM's key, and the Hugging Face tensors it is made
 of. A first ``*`` stands for the number of a layer, a second one for that of an expert; Megatron-LM
-stacks such tensors along leading axes, so that its own keys lack the numbers. Several keys made of
-one tensor are consecutive rows of it.
+stacks such tensors along leading axes, so that its own keys lack the numbers. Where the layers of a
+model differ, each has its own lines with its number in all keys (:func:`by_layer`), and a ``*``
+stands for the number of an expert. Several keys made of one tensor are consecutive rows of it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,8 +22,9 @@ Model = Mapping[str, Any]
 """Megatron-LM's arguments that describe a model, by their attributes' names."""
 TensorTable = Mapping[str, str | tuple[str, ...]]
 HEAD = "output_layer.weight"
-_HIDDEN_ROWS = ("layer_norm_weight", "layer_norm_bias", "final_layernorm", "final_norm",
-                "linear_proj", "linear_fc2", "out_proj")  # fmt: skip
+_LAYER = "decoder.layers.*."
+_HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "final_layernorm",
+                "final_norm", "linear_proj", "linear_fc2", "out_proj")  # fmt: skip
 """Tensors with a row for each hidden unit."""
 
 
@@ -102,12 +104,14 @@ def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> lis
         for key, names in table.items()
         if untied or key != HEAD
     ]
-    counts = (model["num_layers"], model.get("num_experts", 0))
+    counts: tuple[int, ...] = (model.get("num_experts", 0),)
+    if any(key.startswith(_LAYER) for key in table):
+        counts = (model["num_layers"], *counts)
     sizes, rules = _output_rows(model), []
     for names, shares in groupby(_numbered(entries, counts), key=lambda entry: entry[2]):
         targets = [TensorSlice(key.replace(".*", ""), indices, counts[: len(indices)])
                    for key, indices, _ in shares]  # fmt: skip
-        rows = [sizes[_last_name(target.key)] for target in targets]
+        rows = [_rows_of(target.key, sizes) for target in targets]
         if len(targets) > 1:
             for target, share in zip(targets, pairwise(accumulate(rows, initial=0)), strict=True):
                 rules.append(Rule(target, names, TensorTransform((sum(rows),), share=share)))
@@ -119,10 +123,33 @@ def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> lis
             is_transposed=is_transposed and is_linear,
             is_padded=target.key in (EMBEDDING, HEAD),
         )
-        if _last_name(target.key) == "linear_qkv":
+        if target.key.endswith((".linear_qkv.weight", ".linear_qkv.bias")):
             transform = _query_key_value(transform, len(names), model)
         rules.append(Rule(target, names, transform))
     return rules
+
+
+def by_layer(
+    table: TensorTable, dense: TensorTable, experts: TensorTable, model: Model
+) -> TensorTable:
+    """Return the tensors of a model of which some layers have experts and others a dense MLP.
+
+    Args:
+        table: lines of all layers and around them.
+        dense: lines of a dense MLP.
+        experts: lines of a layer of experts.
+        model: its ``moe_layer_freq`` is 1, or 1 or 0 for each layer.
+    """
+    if model["moe_layer_freq"] == 1:
+        return {**table, **experts}
+    lines = {key: names for key, names in table.items() if not key.startswith(_LAYER)}
+    for layer, has_experts in enumerate(model["moe_layer_freq"]):
+        for key, names in {**table, **(experts if has_experts else dense)}.items():
+            if key.startswith(_LAYER):
+                parts = (names,) if isinstance(names, str) else names
+                numbered = tuple(name.replace("*", str(layer), 1) for name in parts)
+                lines[key.replace("*", str(layer), 1)] = numbered
+    return lines
 
 
 def _numbered(
@@ -152,9 +179,11 @@ def _query_key_value(transform: TensorTransform, names: int, model: Model) -> Te
     return TensorTransform(rows, transform.is_transposed, group_rows)
 
 
-def _last_name(key: str) -> str:
-    """Return what names a tensor in :func:`_output_rows`: its module, or the parameter itself."""
-    return key.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+def _rows_of(key: str, sizes: Mapping[str, int]) -> int:
+    """Return a tensor's rows by its module or parameter, and where that says it by its parent."""
+    names = key.removesuffix(".weight").removesuffix(".bias").split(".")
+    both = ".".join(names[-2:])
+    return sizes[both if both in sizes else names[-1]]
 
 
 def mamba_heads(model: Model) -> int:
@@ -163,18 +192,20 @@ def mamba_heads(model: Model) -> int:
 
 
 def _output_rows(model: Model) -> dict[str, int]:
-    """Return the rows of Megatron-LM's tensors by their :func:`_last_name`."""
+    """Return the rows of Megatron-LM's tensors by their names in :func:`_rows_of`."""
     hidden, vocabulary = model["hidden_size"], model["vocab_size"]
-    ffn = model.get("moe_ffn_hidden_size", model["ffn_hidden_size"])
     heads = model["num_attention_heads"] + 2 * model["num_query_groups"]
     rows = dict.fromkeys(_HIDDEN_ROWS, hidden) | {
         "word_embeddings": vocabulary,
         "output_layer": vocabulary,
         "position_embeddings": model["max_position_embeddings"],
         "linear_qkv": heads * model["kv_channels"],
-        "linear_fc1": 2 * ffn if model["swiglu"] else ffn,
-        "router": model.get("num_experts", 0),
+        "q_layernorm": model["kv_channels"],
+        "k_layernorm": model["kv_channels"],
+        **_mlp_rows(model),
     }
+    if "multi_latent_attention" in model:
+        rows |= _latent_attention_rows(model)
     if "mamba_head_dim" in model:
         heads = mamba_heads(model)
         inner = heads * model["mamba_head_dim"]
@@ -182,3 +213,31 @@ def _output_rows(model: Model) -> dict[str, int]:
         rows |= {"z": inner, "x": inner, "B": states, "C": states, "norm": inner}
         rows |= dict.fromkeys(("dt", "A_log", "D", "dt_bias"), heads)
     return rows
+
+
+def _mlp_rows(model: Model) -> dict[str, int]:
+    """Return the rows of a router, and of gate and up together or of up alone in each MLP."""
+    kinds = {
+        "linear_fc1": model["ffn_hidden_size"],
+        "experts.linear_fc1": model.get("moe_ffn_hidden_size", 0),
+        "shared_experts.linear_fc1": model.get("moe_shared_expert_intermediate_size", 0),
+    }
+    experts = model.get("num_experts", 0)
+    rows = {name: (2 if model["swiglu"] else 1) * width for name, width in kinds.items()}
+    return rows | {"router": experts, "expert_bias": experts}
+
+
+def _latent_attention_rows(model: Model) -> dict[str, int]:
+    """Return the rows of the projections of multi-latent attention, and of their norms."""
+    heads, plain, rotary = (
+        model[name] for name in ("num_attention_heads", "qk_head_dim", "qk_pos_emb_head_dim")
+    )
+    query_rank, rank = model["q_lora_rank"], model["kv_lora_rank"]
+    return {
+        "linear_q_down_proj": query_rank,
+        "linear_q_up_proj": heads * (plain + rotary),
+        "linear_q_up_proj.layer_norm_weight": query_rank,
+        "linear_kv_down_proj": rank + rotary,
+        "linear_kv_up_proj": heads * (plain + model["v_head_dim"]),
+        "linear_kv_up_proj.layer_norm_weight": rank,
+    }

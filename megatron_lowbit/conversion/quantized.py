@@ -203,12 +203,13 @@ def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
     match = _LINEAR.fullmatch(target.key)
     if match is None:
         return None
-    if target.indices:
-        block, rest = str(target.indices[0]), match[2]
-    else:
-        block, rest = match[2].split(".", 1)
-    if len(target.indices) > 1:
-        rest = rest.replace("experts.experts", f"experts.local_experts.{target.indices[1]}")
+    numbers, rest = [str(index) for index in target.indices], match[2]
+    if rest[0].isdigit():  # a model whose layers differ
+        number, rest = rest.split(".", 1)
+        numbers = [number, *numbers]
+    block, *expert = numbers
+    if expert:
+        rest = rest.replace("experts.experts", f"experts.local_experts.{expert[0]}")
     return Layer(f"{match[1]}{block}.{rest}", int(block), num_layers)
 
 

@@ -89,7 +89,8 @@ def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
     # transformers 5.23 leaves what it does not load, such as rotary frequencies, without a value.
     fresh = dict(kind(config).named_buffers())
     for name, buffer in model.named_buffers():
-        buffer.copy_(fresh[name])
+        if name not in weights:
+            buffer.copy_(fresh[name])
     with torch.no_grad():
         return model.eval()(tokens).logits.float()
 

@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_shape_than_it_says(tmp_path):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"qk_layernorm": True}, "qk_layernorm True; conversion knows False"),
+        ({"qk_l2_norm": True}, "qk_l2_norm True; conversion knows False"),
         ({"window_size": (128, 0)}, r"window_size \(128, 0\)"),
         ({"rotary_percent": 0.5}, r"rotary_percent 0\.5; a Llama has 1\.0"),
         ({"num_layers": "x"}, "num_layers 'x': must be an integer from 1 to 1024"),

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
+from tiny_models import EPS, LLAMA3, MODELS, SIZES, TOKENS, llama_model, save, weights
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_lowbit.checkpoints.model_arguments import model_of
@@ -16,90 +17,26 @@ from megatron_lowbit.conversion.convert import COMPANIONS, to_hugging_face, to_m
 from megatron_lowbit.conversion.families import FAMILIES, family_of
 from megatron_lowbit.errors import UserError
 
-EPS = 3e-6
-SIZES = {
-    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
-    "max_position_embeddings": 64, "rms_norm_eps": EPS,
-}  # fmt: skip
-TOKENS = torch.arange(40).reshape(2, 20) % 100
-
-
-DRAWN = {"initializer_range": 0.3}
-ROPE = {"rope_type": "default", "rope_theta": 50000.0}
-LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 4.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-}  # fmt: skip
-
-
-def llama_model():
-    """Build an untied Llama with scaled frequencies."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**SIZES, **DRAWN, rope_parameters=LLAMA3))
-
-
-def tied_llama_model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(**SIZES, **DRAWN, tie_word_embeddings=True, rope_parameters=ROPE)
-    return LlamaForCausalLM(config)
-
-
-def mixtral_model():
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    return MixtralForCausalLM(MixtralConfig(**SIZES, **DRAWN, **experts, rope_parameters=ROPE))
-
-
-def gpt2_model():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    sizes = {"vocab_size": 100, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **DRAWN, n_inner=48, layer_norm_epsilon=EPS))
-
-
-def nemotron_h_model():
-    """Build a Nemotron-H: 20 tokens are three chunks of its scan; its pattern is -M*M--."""
-    from transformers import NemotronHConfig, NemotronHForCausalLM
-
-    kinds = ["mlp", "linear_attention", "full_attention", "linear_attention", "mlp", "mlp"]
-    mamba = {"ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2,
-             "chunk_size": 8, "time_step_min": 1e-30}  # fmt: skip
-    sizes = {key: SIZES[key] for key in SIZES.keys() - {"num_hidden_layers", "rms_norm_eps"}}
-    config = NemotronHConfig(**sizes, **DRAWN, **mamba, layers_block_type=kinds)
-    return NemotronHForCausalLM(config)
-
-
-MODELS = {
-    "llama": llama_model, "tied llama": tied_llama_model, "mixtral": mixtral_model,
-    "gpt-2": gpt2_model, "nemotron-h": nemotron_h_model,
-}  # fmt: skip
 CASES = [
-    ("llama", 2, 1), ("llama", 1, 2), ("llama", 2, 2),
-    ("tied llama", 1, 1), ("tied llama", 1, 2), ("mixtral", 2, 1),
-    ("gpt-2", 1, 1), ("gpt-2", 2, 1), ("gpt-2", 1, 2),
-    ("nemotron-h", 1, 1), ("nemotron-h", 2, 1), ("nemotron-h", 1, 2),
+    ("llama", 2, 1, 1), ("llama", 1, 2, 1), ("llama", 2, 2, 1),
+    ("tied llama", 1, 1, 1), ("tied llama", 1, 2, 1), ("mixtral", 2, 1, 1),
+    ("gpt-2", 1, 1, 1), ("gpt-2", 2, 1, 1), ("gpt-2", 1, 2, 1),
+    ("nemotron-h", 1, 1, 1), ("nemotron-h", 2, 1, 1), ("nemotron-h", 1, 2, 1),
+    ("qwen3", 2, 1, 1), ("qwen3-moe", 1, 2, 1), ("qwen3-moe", 2, 1, 1),
+    ("uniform qwen3-moe", 2, 1, 1),
+    ("deepseek-v3", 1, 1, 1), ("deepseek-v3", 1, 2, 1), ("uniform deepseek-v3", 1, 2, 1),
+    ("mixtral", 1, 1, 2), ("uniform qwen3-moe", 1, 1, 4), ("deepseek-v3", 1, 1, 2),
 ]  # fmt: skip
-"""Models over numbers of tensor- and pipeline-parallel ranks."""
+"""Models over numbers of tensor-, pipeline- and expert-parallel ranks."""
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> dict[str, Path]:
     """Folders that transformers saved, in several files."""
     folders = {}
-    for name, make in MODELS.items():
+    for name in MODELS:
         folder = folders[name] = tmp_path_factory.mktemp("source")
-        torch.manual_seed(0)
-        model = make().eval()
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # drawn as they are, norms and biases could be exchanged
-                parameter.data += 0.1 * torch.randn_like(parameter)
-        model.save_pretrained(folder, max_shard_size="20KB")
-        # Of the model itself: loaded anew, transformers 5.23's rotary frequencies have no value.
-        torch.save(model(TOKENS).logits.detach(), folder / "logits.pt")
+        save(name, folder, max_shard_size="20KB")
         (folder / "tokenizer.json").write_text("{}")
     return folders
 
@@ -125,13 +62,6 @@ def llama(tmp_path_factory) -> Path:
     return folder
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    found = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name, sources, tmp_path):
     """Tensors, tokenizer, and the entries of config.json that the model says nothing of."""
@@ -150,12 +80,25 @@ def test_there_and_back(name, sources, tmp_path):
     assert family.from_config(now)._replace(config=was) == family.from_config(was)
 
 
-@pytest.mark.parametrize(("name", "tensor", "pipeline"), CASES)
-def test_the_same_logits(name, tensor, pipeline, sources, logits):
+@pytest.mark.parametrize(("name", "tensor", "pipeline", "expert"), CASES)
+def test_the_same_logits(name, tensor, pipeline, expert, sources, logits):
     """Return the logits of transformers and of this project's model, in FP32."""
     expected = torch.load(sources[name] / "logits.pt")
-    seen = torch.load(logits / f"{name} {tensor} {pipeline}.pt")
+    seen = torch.load(logits / f"{name} {tensor} {pipeline} {expert}.pt")
     assert (seen - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case[-1] > 1])
+def test_experts_of_several_ranks_are_saved_as_of_one(case, logits):
+    name, *_, ranks = case
+    saved = CheckpointReader(logits / f"{name} {ranks} saved")
+    converted = CheckpointReader(logits / name / "iter_0000000")
+    experts = [key for key in saved.model if ".experts." in key]
+    assert len(experts) >= 2
+    for key, entry in saved.model.items():
+        parts = (reader.read_part(key, [0] * len(entry.size), entry.size)
+                 for reader in (saved, converted))  # fmt: skip
+        assert torch.equal(*parts), key
 
 
 def test_what_does_not_fit_is_refused(llama, tmp_path):
@@ -165,7 +108,7 @@ def test_what_does_not_fit_is_refused(llama, tmp_path):
     for change, named in (
         (
             {"architectures": ["NoSuch"]},
-            "architecture NoSuch is not one of NemotronHForCausalLM, Mixtral",
+            "architecture NoSuch is not one of NemotronHForCausalLM, DeepseekV3",
         ),
         ({"architectures": ["GPT2LMHeadModel"]}, "needs the entry 'n_embd'"),
         ({"attention_bias": True}, "attention_bias True"),
@@ -317,13 +260,26 @@ def every_case(folder: Path) -> None:
 
 
 def worker(folder: Path) -> None:
-    for name, tensor, pipeline in CASES:
-        logits = converted_logits(folder / name, tensor, pipeline)
+    for name, tensor, pipeline, expert in CASES:
+        logits = converted_logits(folder / name, tensor, pipeline, expert)
         if logits is not None:
-            torch.save(logits, folder / f"{name} {tensor} {pipeline}.pt")
+            torch.save(logits, folder / f"{name} {tensor} {pipeline} {expert}.pt")
 
 
-def converted_logits(checkpoint: Path, tensor: int, pipeline: int) -> torch.Tensor | None:
+def save_model(model: torch.nn.Module, folder: Path) -> None:
+    """Save a model as Megatron-LM does, each rank its own experts."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    metadata = {"singleton_local_shards": False, "dp_cp_group": group}
+    dist_checkpointing.save(model.sharded_state_dict(metadata=metadata), str(folder))
+
+
+def converted_logits(
+    checkpoint: Path, tensor: int, pipeline: int, expert: int
+) -> torch.Tensor | None:
     """Compute a checkpoint's logits over so many ranks: whole, on the last of them."""
     from megatron.core import parallel_state
 
@@ -333,6 +289,7 @@ def converted_logits(checkpoint: Path, tensor: int, pipeline: int) -> torch.Tens
         f"@{checkpoint}/model.args", "--seq-length", "20",
         "--tensor-model-parallel-size", str(tensor),
         "--pipeline-model-parallel-size", str(pipeline),
+        "--expert-model-parallel-size", str(expert),
         *(["--sequence-parallel"] if tensor > 1 else []),
     ]  # fmt: skip
     with loaded_model(checkpoint, arguments) as model, torch.no_grad():
@@ -340,6 +297,8 @@ def converted_logits(checkpoint: Path, tensor: int, pipeline: int) -> torch.Tens
             hidden = torch.empty(20 // tensor, 2, model.config.hidden_size)
             torch.distributed.recv(hidden, parallel_state.get_pipeline_model_parallel_prev_rank())
             model.set_input_tensor(hidden)
+        if expert > 1:
+            save_model(model, checkpoint.with_name(f"{checkpoint.name} {expert} saved"))
         output = model(TOKENS, torch.arange(20).expand(2, -1), attention_mask=None)
         if parallel_state.is_pipeline_last_stage():
             parts = [torch.empty_like(output) for _ in range(tensor)]

@@ -177,6 +177,17 @@ CONFIGS = [
     LLAMA
     | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 1,
        "sliding_window": None},
+    LLAMA
+    | {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2, "num_experts_per_tok": 1,
+       "num_hidden_layers": 2, "mlp_only_layers": [0], "norm_topk_prob": False,
+       "moe_intermediate_size": 8},
+    SIZES
+    | {"architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 2, "q_lora_rank": 8,
+       "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1,
+       "topk_group": 1, "num_experts_per_tok": 2, "num_nextn_predict_layers": 1,
+       "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+                        "mscale": 1.0, "mscale_all_dim": 1.0,
+                        "original_max_position_embeddings": 4096}},
     {"architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_head": 4, "n_layer": 1, "n_inner": None,
      "n_positions": 64, "layer_norm_epsilon": 1e-5, "vocab_size": 100, "tie_word_embeddings": True,
      "activation_function": "gelu_new", "scale_attn_weights": True},

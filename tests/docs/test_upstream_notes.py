@@ -49,6 +49,7 @@ CITED = {
     "megatron_dataset.py:60": 'unique_identifiers["dataset_path"]',
     "transformer_block.py:59": "LayerNormImpl = FusedLayerNorm",
     "fused_layer_norm.py:68": "is not supported in FusedLayerNorm",
+    "mla_qk_norm_config.py:148": "linear_q_proj_cls = self._mla_fused_linear_or_default(",
     "multi_latent_attention.py:739": "= gather_from_tensor_model_parallel_region(kv_combined)",
     "cuda_graphs.py:502": "def observing_save_for_backward(ctx, *tensors):",
     "cuda_graphs.py:617": "assert fwd_buffer_reuse_ref_count == 0",

@@ -3,14 +3,23 @@
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families import gpt2, llama, mixtral, nemotron_h
+from megatron_lowbit.conversion.families import (
+    deepseek_v3,
+    gpt2,
+    llama,
+    mixtral,
+    nemotron_h,
+    qwen3,
+    qwen3_moe,
+)
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 
 FAMILIES = {
-    module.FAMILY.architecture: module.FAMILY for module in (nemotron_h, mixtral, gpt2, llama)
+    module.FAMILY.architecture: module.FAMILY
+    for module in (nemotron_h, deepseek_v3, qwen3_moe, qwen3, mixtral, gpt2, llama)
 }
 """Families by architecture in config.json."""
 
@@ -31,8 +40,12 @@ def family_of(model: Model) -> Family:
     """Return the only family that a trained model can be of; its ``to_config`` checks the model."""
     if "hybrid_layer_pattern" in model:
         return nemotron_h.FAMILY
+    if "multi_latent_attention" in model:
+        return deepseek_v3.FAMILY
     if "num_experts" in model:
-        return mixtral.FAMILY
+        return qwen3_moe.FAMILY if "qk_layernorm" in model else mixtral.FAMILY
+    if "qk_layernorm" in model:
+        return qwen3.FAMILY
     if model["position_embedding_type"] == "learned_absolute":
         return gpt2.FAMILY
     return llama.FAMILY

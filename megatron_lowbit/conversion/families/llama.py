@@ -1,5 +1,6 @@
 """Llama 2 and 3: Hugging Face's LlamaForCausalLM and Megatron-LM's GPT."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -49,29 +50,40 @@ OUTPUT = {
 }
 
 
-def _rope(entries: Entries) -> Entries:
+def rope(entries: Entries) -> Entries:
     """Return the entries of rotary embeddings, under their newer or their older name."""
     return entries.inner("rope_parameters") or entries.inner("rope_scaling")
 
 
 def _rotary_base(entries: Entries) -> int:
     # Beside the older entries the base is an entry of its own.
-    base = _rope(entries).number("rope_theta", entries.number("rope_theta", 10000), above=1)
+    base = rope(entries).number("rope_theta", entries.number("rope_theta", 10000), above=1)
     require(base.is_integer(), f"{CONFIG}: rope_theta {base}: Megatron-LM's is an integer")
     return int(base)
 
 
+def scaled_rope(entries: Entries, kind: str, fixed: Mapping[str, float]) -> Entries | None:
+    """Return the entries of rotary embeddings whose frequencies are scaled; None without scaling.
+
+    Raises UserError for another kind of scaling, or values other than those that megatron-core has.
+    """
+    scaling = rope(entries)
+    actual = scaling.string("rope_type", scaling.string("type", "default"))
+    if actual == "default":
+        return None
+    if actual != kind:
+        raise UserError(f"{CONFIG}: rope_type {actual!r}: only {kind!r} is converted")
+    for key, value in fixed.items():
+        if scaling.number(key) != value:
+            raise UserError(f"{CONFIG}: {key} {scaling.number(key)}: megatron-core's is {value!r}")
+    return scaling
+
+
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
-    rope = _rope(entries)
-    kind = rope.string("rope_type", rope.string("type", "default"))
-    if kind == "default":
+    scaling = scaled_rope(entries, "llama3", _LLAMA3)
+    if scaling is None:
         return {}
-    if kind != "llama3":
-        raise UserError(f"{CONFIG}: rope_type {kind!r}: only 'llama3' is converted")
-    for key, value in _LLAMA3.items():
-        if rope.number(key) != value:
-            raise UserError(f"{CONFIG}: {key} {rope.number(key)}: megatron-core's is {value!r}")
-    return {"use_rope_scaling": True, "rope_scaling_factor": rope.number("factor", above=0)}
+    return {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor", above=0)}
 
 
 def _rope_scaling_entry(model: Model) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from dataclasses import replace
 
-from megatron_lowbit.checkpoints.model_arguments import MOST_EXPERTS, MOST_LAYERS
 from megatron_lowbit.conversion.families import llama
-from megatron_lowbit.conversion.family import Entry, integer
-from megatron_lowbit.json_files import Entries
+from megatron_lowbit.conversion.family import experts, experts_of_a_token, integer
 
 _EXPERTS = {
     "decoder.layers.*.mlp.router.weight": "model.layers.*.block_sparse_moe.gate.weight",
@@ -19,14 +17,7 @@ _EXPERTS = {
 }
 
 
-def _experts(entries: Entries) -> int:
-    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
-    return entries.integer("num_local_experts", most=MOST_EXPERTS // layers)
-
-
-def _experts_of_a_token(entries: Entries) -> int:
-    return entries.integer("num_experts_per_tok", most=_experts(entries))
-
+_COUNT = experts("num_local_experts")
 
 FAMILY = replace(
     llama.FAMILY,
@@ -37,8 +28,8 @@ FAMILY = replace(
     fixed={**llama.FAMILY.fixed, "sliding_window": None},
     entries={
         **llama.FAMILY.entries,
-        "num_experts": Entry("num_local_experts", _experts),
-        "moe_router_topk": Entry("num_experts_per_tok", _experts_of_a_token),
+        "num_experts": _COUNT,
+        "moe_router_topk": experts_of_a_token(_COUNT),
         "moe_ffn_hidden_size": integer("intermediate_size"),
     },
     tensors=lambda model: {**llama.ATTENTION, **_EXPERTS, **llama.OUTPUT},

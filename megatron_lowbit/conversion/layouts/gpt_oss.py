@@ -74,7 +74,9 @@ def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> d
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     entries = Entries(config, "config.json")
-    experts = entries.integer("num_local_experts", entries.integer("num_experts", 0, 0), 0, _MOST)
+    experts = 0
+    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
+        experts = entries.integer(key, experts, 0, _MOST)
     family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
     sources = ((_PAIR, slice(0, None, 2)), (_PAIR, slice(1, None, 2)), (_DOWN, slice(None)))
     return {

@@ -1,0 +1,276 @@
+"""DeepSeek-V3: multi-latent attention, a sigmoid router with biases, and shared experts.
+
+Both sides have rotary dimensions in pairs and parts of heads in the same order.
+"""
+
+from typing import Any
+
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
+from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
+from megatron_lowbit.conversion.families import llama, qwen3_moe
+from megatron_lowbit.conversion.family import (
+    Entry,
+    Family,
+    check_arguments,
+    experts,
+    experts_of_a_token,
+    integer,
+    positive_number,
+    query_groups,
+)
+from megatron_lowbit.conversion.mapping import Model, TensorTable, by_layer
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
+
+_EPSILON = 1e-6
+"""Epsilon of all norms: transformers fixes that of the norms of latents."""
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
+"""Values of YaRN that Megatron-LM's arguments cannot change."""
+_ATTENTION = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
+    "decoder.layers.*.self_attention.linear_kv_down_proj.weight": (
+        "model.layers.*.self_attn.kv_a_proj_with_mqa.weight"
+    ),
+    "decoder.layers.*.self_attention.linear_kv_up_proj.layer_norm_weight": (
+        "model.layers.*.self_attn.kv_a_layernorm.weight"
+    ),
+    "decoder.layers.*.self_attention.linear_kv_up_proj.weight": (
+        "model.layers.*.self_attn.kv_b_proj.weight"
+    ),
+    "decoder.layers.*.self_attention.linear_proj.weight": "model.layers.*.self_attn.o_proj.weight",
+    "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": (
+        "model.layers.*.post_attention_layernorm.weight"
+    ),
+    "decoder.layers.*.self_attention.linear_q_down_proj.weight": (
+        "model.layers.*.self_attn.q_a_proj.weight"
+    ),
+    "decoder.layers.*.self_attention.linear_q_up_proj.layer_norm_weight": (
+        "model.layers.*.self_attn.q_a_layernorm.weight"
+    ),
+    "decoder.layers.*.self_attention.linear_q_up_proj.weight": (
+        "model.layers.*.self_attn.q_b_proj.weight"
+    ),
+}
+_EXPERTS = {
+    **qwen3_moe.EXPERTS,
+    "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "decoder.layers.*.mlp.shared_experts.linear_fc1.weight": (
+        "model.layers.*.mlp.shared_experts.gate_proj.weight",
+        "model.layers.*.mlp.shared_experts.up_proj.weight",
+    ),
+    "decoder.layers.*.mlp.shared_experts.linear_fc2.weight": (
+        "model.layers.*.mlp.shared_experts.down_proj.weight"
+    ),
+}
+_NO_QUERY_RANK = (
+    "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
+    "once more, which transformers does not"
+)
+_CHOICE = (
+    ": Megatron-LM scores a group by its best num_experts_per_tok // topk_group experts, "
+    "transformers by its best two"
+)
+_COUNT = experts("n_routed_experts")
+_OF_A_TOKEN = experts_of_a_token(_COUNT)
+
+
+def _tensors(model: Model) -> TensorTable:
+    return by_layer({**_ATTENTION, **llama.OUTPUT}, llama.MLP, _EXPERTS, model)
+
+
+def _query_rank(entries: Entries) -> int:
+    rank = entries.integer("q_lora_rank", 0, least=0)
+    require(rank > 0, f"{CONFIG}: q_lora_rank {rank or None}: {_NO_QUERY_RANK}")
+    return rank
+
+
+def _more_arguments(entries: Entries) -> dict[str, Any]:
+    heads, groups = entries.integer("num_attention_heads"), query_groups(entries)
+    require(groups == heads, f"{CONFIG}: num_key_value_heads {groups}: must be {heads}, all heads")
+    normalized = entries.boolean("norm_topk_prob", True)
+    require(
+        normalized == (_OF_A_TOKEN.read(entries) > 1),
+        f"{CONFIG}: norm_topk_prob {normalized}: Megatron-LM normalizes the scores of a token's "
+        "experts if these are several",
+    )
+    return {
+        "num_query_groups": heads,
+        "kv_channels": entries.integer("v_head_dim", 128),  # Latent attention does not use it.
+        "moe_layer_freq": _layers_with_experts(entries),
+        **_rope_scaling(entries),
+    }
+
+
+def _layers_with_experts(entries: Entries) -> int | list[int]:
+    """Return 1 if all layers have experts, else 1 or 0 for each layer."""
+    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
+    dense = entries.integer("first_k_dense_replace", 3, least=0, most=layers)
+    return [0] * dense + [1] * (layers - dense) if dense else 1
+
+
+def _rope_scaling(entries: Entries) -> dict[str, Any]:
+    yarn = llama.scaled_rope(entries, "yarn", _YARN)
+    if yarn is None:
+        return _rope("rope", 1.0, 1.0, 0.0)
+    require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
+    message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
+    require(yarn.number("attention_factor", 0.0) == 0, message)
+    all_dimensions = yarn.number("mscale_all_dim", 0.0)
+    mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
+    require(_is_portable(mscale, all_dimensions), f"{CONFIG}: {_mscales(mscale, all_dimensions)}")
+    return _rope("yarn", yarn.number("factor", above=0), mscale, all_dimensions)
+
+
+def _rope(kind: str, factor: float, mscale: float, all_dimensions: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rotary_scaling_factor": factor, "mscale": mscale,
+            "mscale_all_dim": all_dimensions}  # fmt: skip
+
+
+def _is_portable(mscale: float, all_dimensions: float) -> bool:
+    """Return True if transformers and Megatron-LM scale attention alike."""
+    return (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0)
+
+
+def _mscales(mscale: float, all_dimensions: float) -> str:
+    return (
+        f"mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and Megatron-LM scale "
+        "attention alike only if both are above 0, or 1 and 0"
+    )
+
+
+def _groups(entries: Entries) -> int:
+    """Return the number of groups of experts."""
+    count, groups = _COUNT.read(entries), entries.integer("n_group", 8)
+    rule = f"must divide n_routed_experts {count} into groups of two or more"
+    require(count % groups == 0 and groups < count, f"{CONFIG}: n_group {groups}: {rule}")
+    return groups
+
+
+def _groups_of_a_token(entries: Entries) -> int:
+    groups, of_a_token = _groups(entries), _OF_A_TOKEN.read(entries)
+    chosen = entries.integer("topk_group", 4, most=groups)
+    room = chosen * (_COUNT.read(entries) // groups)
+    require(
+        of_a_token <= room,
+        f"{CONFIG}: num_experts_per_tok {of_a_token}: topk_group {chosen} groups have {room}",
+    )
+    if not _chooses_alike(groups, chosen, of_a_token):
+        raise UserError(f"{CONFIG}: topk_group {chosen}{_CHOICE}")
+    return chosen
+
+
+def _chooses_alike(groups: int, chosen: int, of_a_token: int) -> bool:
+    """Return True if transformers and Megatron-LM choose the same groups of experts."""
+    return groups == chosen or of_a_token // chosen == 2
+
+
+def _shared_width(entries: Entries) -> int:
+    return entries.integer("n_shared_experts", 1) * entries.integer("moe_intermediate_size", 2048)
+
+
+def _more_entries(model: Model) -> dict[str, Any]:
+    """Return entries that are made of several arguments, or that need a check."""
+    require("q_lora_rank" in model, f"the model has no q_lora_rank; it {_NO_QUERY_RANK}")
+    of_a_token, width = model["moe_router_topk"], model["moe_ffn_hidden_size"]
+    groups, chosen = model.get("moe_router_num_groups", 1), model.get("moe_router_group_topk", 0)
+    if not _chooses_alike(groups, chosen or groups, of_a_token):
+        raise UserError(f"the model has moe_router_group_topk {chosen}{_CHOICE}")
+    shared = model.get("moe_shared_expert_intermediate_size", 0)
+    require(
+        shared > 0 and shared % width == 0,
+        f"the model has moe_shared_expert_intermediate_size {shared}; a {FAMILY.name} has a "
+        f"multiple of moe_ffn_hidden_size {width}",
+    )
+    frequency = model["moe_layer_freq"]
+    pattern = [1] * model["num_layers"] if frequency == 1 else frequency
+    require(
+        pattern == sorted(pattern),
+        f"the model has moe_layer_freq {pattern}; a {FAMILY.name} has its dense layers first",
+    )
+    return {
+        "n_shared_experts": shared // width,
+        "topk_group": chosen or groups,
+        "norm_topk_prob": of_a_token > 1,
+        "first_k_dense_replace": pattern.count(0),
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": _rope_scaling_entry(model),
+    }
+
+
+def _rope_scaling_entry(model: Model) -> dict[str, Any] | None:
+    if model["rope_type"] == "rope":
+        check_arguments(model, FAMILY.name, {"rotary_scaling_factor": 1.0})
+        return None
+    mscale, all_dimensions = model["mscale"], model["mscale_all_dim"]
+    message = f"the model has {_mscales(mscale, all_dimensions)}"
+    require(_is_portable(mscale, all_dimensions), message)
+    scales = {"mscale": mscale, "mscale_all_dim": all_dimensions} if all_dimensions else {}
+    return {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
+
+
+def _prediction_layers(entries: Entries) -> tuple[str, ...]:
+    """Return the starts of the names of tensors for multi-token prediction."""
+    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
+    more = entries.integer("num_nextn_predict_layers", 0, least=0, most=MOST_LAYERS)
+    return tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
+
+
+FAMILY = Family(
+    name="DeepSeek-V3",
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    arguments={
+        **llama.FAMILY.arguments,
+        "layernorm_epsilon": _EPSILON,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+    },
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": _EPSILON,
+        "rope_interleave": True,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+    },
+    entries={
+        **{
+            name: llama.FAMILY.entries[name]
+            for name in (
+                "num_layers",
+                "hidden_size",
+                "ffn_hidden_size",
+                "num_attention_heads",
+                "rotary_base",
+                "max_position_embeddings",
+                "untie_embeddings_and_output_weights",
+                "vocab_size",
+            )
+        },
+        "num_query_groups": Entry("num_key_value_heads", query_groups),
+        "q_lora_rank": Entry("q_lora_rank", _query_rank),
+        "kv_lora_rank": integer("kv_lora_rank", 512),
+        "qk_head_dim": integer("qk_nope_head_dim", 128),
+        "qk_pos_emb_head_dim": integer("qk_rope_head_dim", 64),
+        "v_head_dim": integer("v_head_dim", 128),
+        "num_experts": _COUNT,
+        "moe_router_topk": _OF_A_TOKEN,
+        "moe_ffn_hidden_size": integer("moe_intermediate_size", 2048),
+        "moe_router_num_groups": Entry("n_group", _groups, lambda groups: groups or 1),
+        "moe_router_group_topk": Entry("topk_group", _groups_of_a_token),
+        "moe_router_topk_scaling_factor": Entry(
+            "routed_scaling_factor",
+            positive_number("routed_scaling_factor", 2.5).read,
+            lambda factor: factor or 1.0,
+        ),
+        "moe_shared_expert_intermediate_size": Entry("n_shared_experts", _shared_width),
+    },
+    tensors=_tensors,
+    more_arguments=_more_arguments,
+    more_entries=_more_entries,
+    left_out=_prediction_layers,
+)
