@@ -99,9 +99,8 @@ def quantize_kernel(
     is the tensor's, or of each row. ``own`` takes x's amax where scaling is delayed, else None.
     Keys and signs are int64, or in memory. Tiles are TM x TN; with EVEN they cover x exactly.
 
-    With a ``table`` of matrices in COUNT columns (see ``sections.py``) these are quantized, each by
-    itself; of the arguments that it replaces, pointers tell the dtype. Amaxes and tensor scales are
-    arrays.
+    A ``table`` in COUNT columns (see ``sections.py``) has matrices to quantize in place of x. Of
+    the arguments that it replaces, pointers tell the dtype; amaxes and tensor scales are arrays.
     """
     tiles = tl.cdiv(C, TN)
     tile = tl.program_id(0) // tiles
