@@ -6,8 +6,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import host_time
+import pytest
 
 
+@pytest.mark.slow
 def test_rows_and_their_ratios():
     rows = host_time.run(["BF16", "fp8-tile", "nvfp4"], turns=3)
     assert [row["contender"] for row in rows] == ["BF16", "fp8-tile", "nvfp4"]

@@ -60,6 +60,7 @@ def test_a_checkpoint_without_a_tokenizer_leaves_it_open(folder, capsys):
     assert words[words.index("--tokenizer-model") + 1] == "TOKENIZER"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "recipe"), [("compressed-tensors", "nvfp4"), ("fp8-blocks", "fp8-tile")]
 )

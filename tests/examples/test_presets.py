@@ -126,7 +126,13 @@ def test_a_preset_leaves_recipe_data_and_machine_open(name):
     assert args.global_batch_size % args.micro_batch_size == 0
 
 
-@pytest.mark.parametrize("name", VOCABULARIES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "qwen3-30b-a3b" else [])
+        for name in VOCABULARIES
+    ],
+)
 def test_the_model_of_a_preset_has_the_parameters_of_the_closed_formula(name):
     assert build(name).parameters.whole == parameter_count(parse(name), VOCABULARIES[name])
 

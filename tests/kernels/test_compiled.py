@@ -288,6 +288,7 @@ def test_other_sizes_and_views_do_not_recompile():
     assert counters["stats"]["unique_graphs"] == before > 0
 
 
+@pytest.mark.slow
 def test_compiling_is_said_and_done_once(tmp_path):
     """A second process takes the code from the cache on disk, and says nothing."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}

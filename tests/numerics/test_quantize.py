@@ -196,7 +196,9 @@ def test_unknown_format_lists_near_names():
         format_by_name("nvfp4-2D")
     with pytest.raises(ValueError) as caught:
         quantize(torch.ones(16), "q")
-    assert all(name in str(caught.value) for name in FORMATS)
+    assert str(caught.value).endswith(
+        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, mxfp4, mxfp6, mxfp8, nvfp4"
+    )
 
 
 def test_reduced_amax_makes_the_tensor_scale():

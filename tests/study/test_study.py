@@ -140,6 +140,7 @@ TINY = """
 """
 
 
+@pytest.mark.slow
 def test_recipes_compared_from_any_folder(tmp_path, monkeypatch, capsys):
     """One command trains with a shipped recipe and a file, beside no checkout."""
     monkeypatch.chdir(tmp_path)
