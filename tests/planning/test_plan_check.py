@@ -85,7 +85,7 @@ def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch,
     begin, end = "<!-- measured: by hand -->", "<!-- /measured -->"
     document = tmp_path / "page.md"
     others = "".join(
-        f"<!-- {name}: x --><!-- /{name} -->\n" for name in ("published", "short-steps")
+        f"<!-- {name}: x -->\n<!-- /{name} -->\n" for name in ("published", "short-steps")
     )
     document.write_text(f"before\n{begin}\nold\n{end}\nafter\n{others}")
     case = check.cases(tiny=False)[0]
