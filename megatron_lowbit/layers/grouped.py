@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext, quantize_all
-from megatron_lowbit.layers.linear import lowbit_linear
+from megatron_lowbit.layers.linear import context_of, lowbit_linear
 
 
 def lowbit_grouped_linear(
@@ -41,7 +41,8 @@ def lowbit_grouped_linear(
     """
     tokens = list(tokens_per_expert)
     if len(x) and _are_alike(contexts) and not any(bias is not None for bias in biases):
-        y: Tensor = _GroupedLinear.apply(x, tokens, contexts, *weights)  # type: ignore[no-untyped-call]
+        known = [context_of(context, x) for context in contexts if context is not None]
+        y: Tensor = _GroupedLinear.apply(x, tokens, known, *weights)  # type: ignore[no-untyped-call]
         return y
     products = []
     for part, weight, context, bias in zip(x.split(tokens), weights, contexts, biases, strict=True):

@@ -91,6 +91,20 @@ def test_weights_are_quantized_once_a_step():
     assert caches[0].operands is kept and caches[1].operands is not None
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed"])
+def test_an_evaluation_leaves_no_state_behind(recipe):
+    caches = [WeightCache() for _ in TOKENS]
+    pairs = zip(contexts_of(recipe), caches, strict=True)
+    contexts = [replace(context, weight_cache=cache) for context, cache in pairs]
+    histories = [c.amax_history for c in contexts if c.amax_history is not None]
+    before = [history.step.clone() for history in histories]
+    x, weights = draws()
+    with torch.no_grad():
+        lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS))
+    assert all(cache.operands is None for cache in caches)
+    assert all(torch.equal(h.step, b) for h, b in zip(histories, before, strict=True))
+
+
 def test_gradients_are_added_to_main_gradients():
     contexts = contexts_of("fp8-tile", accumulate_main_grad=True)
     (x, weights), (other, others) = draws(), draws()
