@@ -89,6 +89,7 @@ def takes_sections(xs: Sequence[Tensor], rows: Requests, cols: Requests) -> bool
     formats = [request.quantizer.format for request in requests]
     return (
         len(kinds) == 1
+        and xs[0].dtype in (torch.float32, torch.bfloat16)
         and all(x.numel() for x in xs)
         and bool(requests)
         and all(format.scale_kernel and not format.row_scaled for format in formats)

@@ -92,6 +92,7 @@ def test_what_takes_a_launch_each():
     assert takes_sections([x, x], [request] * 2, None)
     for others in ([x, x[:, :16]], [x, x[:0]], [x, x.bfloat16()], [x, x.t().contiguous().t()]):
         assert not takes_sections(others, [request] * 2, None)
+    assert not takes_sections([x.half()] * 2, [request] * 2, None)  # which is a TypeError
     rows = [Request(Quantizer(format_by_name("fp8-row-e4m3")))] * 2
     assert not takes_sections([x, x], rows, None)
     in_memory = [Request(request.quantizer, draw=Draw(torch.zeros((), dtype=torch.int64)))] * 2
