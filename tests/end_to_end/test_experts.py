@@ -4,6 +4,8 @@ import pytest
 import torch
 from tiny_run import done, refused, saved_histories, saved_tensors, start_from, steps
 
+from megatron_lowbit.megatron.grouped_experts import GroupedLinear
+
 EXPERTS = ("--num-layers", 2, "--num-experts", 4, "--moe-ffn-hidden-size", 64,
            "--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff",
            0.01)  # fmt: skip
@@ -76,6 +78,21 @@ def test_grouped_experts_are_the_same(runs, name):
     assert saved.keys() == other.keys()
     for key, tensor in saved.items():
         assert torch.equal(tensor, other[key]), key
+
+
+@pytest.mark.parametrize("recipe", [NVFP4, ("--precision-recipe", "bf16")], ids=["nvfp4", "bf16"])
+def test_experts_are_grouped(recipe, pretrain_here, monkeypatch):
+    """The tests above would also pass if the argument had no effect."""
+    calls, forward = [], GroupedLinear.forward
+
+    def count(self, *arguments):
+        calls.append(len(self))
+        return forward(self, *arguments)
+
+    monkeypatch.setattr(GroupedLinear, "forward", count)
+    done(pretrain_here(*EXPERTS, *GROUPED, *recipe, "--train-iters", 1))
+    microbatches, layers = 2, 2
+    assert calls == [4] * microbatches * layers * 2  # fc1 and fc2
 
 
 def test_tensor_parallelism_agrees(runs):

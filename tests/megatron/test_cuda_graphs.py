@@ -1,6 +1,7 @@
 """CUDA graphs under a recipe: what is refused, keys in memory, passes that are thrown away."""
 
 from argparse import Namespace
+from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
@@ -105,6 +106,36 @@ def test_a_graph_quantizes_weights_each_time(graphs):
     (first, _, _), begin = graphs
     begin(0)
     assert first.context(first.shards(None, True)).weight_cache is None
+
+
+class Captured(torch.nn.Module):
+    """Stand-in for a layer that makes its manager of graphs anew; its forward pass is cached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config, self.made = "configuration", []
+
+    def create_mcore_cudagraph_manager(self, config):
+        self.made.append(config)
+
+    @lru_cache  # noqa: B019  as Megatron-LM's rotary embeddings
+    def forward(self, length):
+        return torch.zeros(length)
+
+
+def test_a_switch_makes_managers_and_cached_inputs_anew(monkeypatch):
+    """Modules without managers of their own, as Megatron-LM's blocks, are left alone."""
+    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
+    monkeypatch.setattr(cuda_graphs, "delete_cuda_graphs", lambda: None)
+    layer = Captured()
+    block = torch.nn.Sequential(layer)
+    block.cudagraph_manager = None
+    made = cuda_graphs.Graphs([block], states("nvfp4"), Namespace(**ARGS))
+    before = layer(3)
+    made.begin_step(switched=False)
+    assert layer.made == [] and layer(3) is before
+    made.begin_step(switched=True)
+    assert layer.made == ["configuration"] and layer(3) is not before
 
 
 def test_passes_before_a_capture_record_nothing(graphs, monkeypatch):
