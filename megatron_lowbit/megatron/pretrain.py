@@ -190,6 +190,13 @@ def stop_data_workers() -> None:
             found._shutdown_workers()
 
 
+def free_cuda_graphs() -> None:
+    """Free graphs, which models hold: NCCL ends no communicator that one of them has captured."""
+    for found in gc.get_objects():
+        if type(found) is torch.cuda.CUDAGraph:
+            found.reset()
+
+
 @contextmanager
 def teardown() -> Iterator[None]:
     """Remove process groups and Megatron-LM's global state on exit."""
@@ -209,7 +216,10 @@ def teardown() -> Iterator[None]:
         destroy_global_state()
         destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
         if torch.distributed.is_initialized():
-            if failed and torch.distributed.get_backend() == "nccl":
+            is_nccl = torch.distributed.get_backend() == "nccl"
+            if is_nccl:
+                free_cuda_graphs()
+            if failed and is_nccl:
                 # Destroying it would be one more collective, which failed ranks never join.
                 torch.distributed.distributed_c10d._abort_process_group()
             else:
