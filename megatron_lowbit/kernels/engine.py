@@ -19,6 +19,7 @@ from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
     Request,
+    Requests,
     ScaleAmaxes,
     quantize_both,
     tensor_amaxes,
@@ -61,23 +62,20 @@ class Engine:
         raise NotImplementedError
 
     def quantize_all(
-        self,
-        xs: Sequence[Tensor],
-        rows: Sequence[Request] | None,
-        cols: Sequence[Request] | None,
+        self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
     ) -> tuple[Sequence[Any] | None, Sequence[Any] | None]:
         """Quantize each x (R, C) by a row request and a column request, as :meth:`quantize` does.
 
         Args:
             xs: matrices of one dtype and C.
-            rows, cols: a request for each matrix, which differ in their keys alone; None for no
-                operand. One list for square blocks, which then serve both sides.
+            rows, cols: requests for all; None for no operand. One object for square blocks, which
+                then serve both sides.
         """
-        none = [None] * len(xs)
-        pairs = [
-            self.quantize(x, row, col)
-            for x, row, col in zip(xs, rows or none, cols or none, strict=True)
-        ]
+        pairs = []
+        for number, x in enumerate(xs):
+            row = None if rows is None else rows[number]
+            col = row if cols is rows else None if cols is None else cols[number]
+            pairs.append(self.quantize(x, row, col))
         left, right = map(list, zip(*pairs, strict=True))
         return None if rows is None else left, None if cols is None else right
 
@@ -103,6 +101,23 @@ class Engine:
     def add_product(self, out: Tensor, lhs: Any, rhs: Any, folding: bool = True) -> Tensor:
         """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return it."""
         return out.add_(self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding))
+
+    def gemm_all(
+        self,
+        lhs: Sequence[Any],
+        rhs: Sequence[Any],
+        outs: Sequence[Tensor],
+        adds: bool = False,
+        accumulation: Accumulation | None = None,
+        folding: bool = True,
+    ) -> None:
+        """Write the product of each lhs (M, K) and rhs (N, K) to its out (M, N), or add it."""
+        for left, right, out in zip(lhs, rhs, outs, strict=True):
+            if adds and accumulation is None:
+                self.add_product(out, left, right, folding)
+            else:
+                product = self.gemm(left, right, None, accumulation, out.dtype, folding)
+                out.add_(product) if adds else out.copy_(product)
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""

@@ -11,14 +11,23 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, folded_pair, plain
+from megatron_lowbit.kernels.gemm import PRODUCTS, PRODUCTS_TO, GpuOperand, folded_pair, plain
+from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
-from megatron_lowbit.kernels.norm_cases import takes
+from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
+from megatron_lowbit.kernels.operand_group import TransposedGroup
 from megatron_lowbit.kernels.operands import Transposed, Values
-from megatron_lowbit.numerics import Accumulation, Amaxes, QuantizedTensor, Request, ScaleAmaxes
+from megatron_lowbit.numerics import (
+    Accumulation,
+    Amaxes,
+    QuantizedTensor,
+    Request,
+    Requests,
+    ScaleAmaxes,
+)
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
 from megatron_lowbit.numerics.mxnorm import MXNorm
@@ -70,24 +79,43 @@ class FusedEngine(Engine):
         return quantize_both(x, row, col, amaxes, forms)
 
     def quantize_all(
-        self,
-        xs: Sequence[Tensor],
-        rows: Sequence[Request] | None,
-        cols: Sequence[Request] | None,
+        self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
     ) -> tuple[Sequence[GpuOperand] | None, Sequence[GpuOperand] | None]:
         """Quantize matrices of one kind by one launch where their formats have kernels for it."""
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
-        if cols is rows:
-            cols = [replace(row, partner=row.transpose_partner) for row in rows]
-            if self._shares_values(rows[0], cols[0], xs[0].dtype):
-                form = self._written_form(rows[0], xs[0].dtype)
-                _, by_col = quantize_sections(xs, None, cols, (form, form))
-                by_col = list(by_col)
-                return [_transposed(operand) for operand in by_col], by_col
         dtype = xs[0].dtype
-        forms = [self._written_form(side and side[0], dtype) for side in (rows, cols)]
+        if rows is not None and cols is rows:
+            cols = replace(rows, like=replace(rows.like, partner=rows.like.transpose_partner))
+            if self._shares_values(rows.like, cols.like, dtype):
+                form = self._written_form(rows.like, dtype)
+                _, by_col = quantize_sections(xs, None, cols, (form, form))
+                if form is Form.VALUES:
+                    return by_col.transpose(), by_col
+                return TransposedGroup(by_col), by_col
+        forms = [self._written_form(side and side.like, dtype) for side in (rows, cols)]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
+
+    def gemm_all(
+        self,
+        lhs: Sequence[GpuOperand],
+        rhs: Sequence[GpuOperand],
+        outs: Sequence[Tensor],
+        adds: bool = False,
+        accumulation: Accumulation | None = None,
+        folding: bool = True,
+    ) -> None:
+        """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
+        pair = None
+        if accumulation is None and self.capability[0] == 9:
+            route = self.route_of(next(iter(lhs)), next(iter(rhs)), folding)
+            pair = grouped_pair(route, lhs, rhs, outs)
+        if pair is not None:
+            multiply_groups(*pair, outs, adds)
+            return
+        for left, right, out in zip(lhs, rhs, outs, strict=True):
+            if accumulation is not None or not self._write_product(out, left, right, adds, folding):
+                super().gemm_all([left], [right], [out], adds, accumulation, folding)
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
@@ -102,7 +130,7 @@ class FusedEngine(Engine):
         self, x: Tensor, norm: MXNorm, request: Request, amax: Tensor | None = None
     ) -> tuple[GpuOperand, Tensor]:
         """Normalize and quantize, in one kernel for the cases that it takes."""
-        if not takes(x, norm, request):
+        if not norm_takes(x, norm, request):
             return super().normalize(x, norm, request, amax)
         form = self._written_form(request, torch.float32)
         # Folding would need the amax of what is normalized first.
@@ -111,7 +139,7 @@ class FusedEngine(Engine):
 
     def normalized_amax(self, x: Tensor, norm: MXNorm, request: Request) -> Tensor:
         """Return the amax of what is normalized, from one pass for the cases of the kernel."""
-        if not takes(x, norm, request):
+        if not norm_takes(x, norm, request):
             return super().normalized_amax(x, norm, request)
         return normalized_amax(x, norm, request.quantizer.format.block)
 
@@ -161,13 +189,23 @@ class FusedEngine(Engine):
         self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True
     ) -> Tensor:
         """Add the product inside the GEMM where its route can."""
-        quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
-        if quantized and out.dtype is torch.float32 and out.is_contiguous():
-            found, operands = self._routed(lhs, rhs, folding)
-            if found in ADDED_PRODUCTS:
-                ADDED_PRODUCTS[found](out, *operands)
-                return out
+        if self._write_product(out, lhs, rhs, True, folding):
+            return out
         return super().add_product(out, lhs, rhs, folding)
+
+    def _write_product(
+        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool, folding: bool
+    ) -> bool:
+        """Write the product to ``out`` or add it, where the route can; else return False."""
+        quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
+        quantized = quantized and not _are_empty_codes(lhs, rhs)
+        dtypes = (torch.float32,) if adds else (torch.float32, torch.bfloat16)
+        if not quantized or out.dtype not in dtypes or not out.is_contiguous():
+            return False
+        found, operands = self._routed(lhs, rhs, folding)
+        if found in PRODUCTS_TO:
+            PRODUCTS_TO[found](out, *operands, adds)
+        return found in PRODUCTS_TO
 
     def _routed(
         self, lhs: GpuOperand, rhs: GpuOperand, folding: bool

@@ -36,10 +36,10 @@ def exact_product(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def add_exact_product(out: Tensor, lhs: GpuOperand, rhs: GpuOperand) -> None:
-    """Add the product of exact operands to ``out`` (FP32)."""
+def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool) -> None:
+    """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that."""
     left, right = _as_values(lhs), _as_values(rhs)
-    scaled_matmul(left.values, right.values, _factor(left, right), torch.float32, out)
+    scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, adds)
 
 
 def _factor(left: Values, right: Values) -> Tensor | None:
@@ -61,14 +61,36 @@ def tile_product(
     lhs: QuantizedTensor, rhs: QuantizedTensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """Multiply FP8 tiles; cuBLAS adds up 128 products, scales them and adds in FP32."""
+    y = torch._scaled_mm(*_tile_pair(lhs, rhs), out_dtype=_fp8_output(out_dtype))
+    return _finish(y, lhs, rhs, bias, out_dtype)
+
+
+def tile_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
+    """Write the product of FP8 tiles to ``out`` (FP32 or BF16), or add it to that."""
+    pair = _tile_pair(lhs, rhs)
+    if not adds and out.shape == (pair[0].shape[0], pair[1].shape[1]):
+        torch._scaled_mm(*pair, out_dtype=out.dtype, out=out)
+    else:
+        _deliver(out, tile_product(lhs, rhs, None, torch.float32 if adds else out.dtype), adds)
+
+
+def _deliver(out: Tensor, product: Tensor, adds: bool) -> None:
+    """Write a product that is there to ``out``, or add it to that."""
+    if adds:
+        out.add_(product)
+    else:
+        out.copy_(product)
+
+
+def _tile_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return codes (M, K) and (K, N) and their scales, as ``torch._scaled_mm`` takes them."""
     # cuBLAS reads square tiles' scales in rows of 16 bytes, and torch takes no padding there: K is
     # padded instead. torch.nn.functional.scaled_mm would, but takes tiles of E4M3 alone.
     square = TILE in (lhs.format.block_rows, rhs.format.block_rows)
     tiles = 4 if square else 1
     a, scale_a = _tile_operand(lhs, tiles)
     b, scale_b = _tile_operand(rhs, tiles)
-    y = torch._scaled_mm(a, b.t(), scale_a, scale_b.t(), out_dtype=_fp8_output(out_dtype))
-    return _finish(y, lhs, rhs, bias, out_dtype)
+    return a, b.t(), scale_a, scale_b.t()
 
 
 def _tile_operand(operand: QuantizedTensor, tiles: int) -> tuple[Tensor, Tensor]:
@@ -97,13 +119,13 @@ def tensor_product(
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-def add_tensor_product(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor) -> None:
-    """Add the product of FP8 with a scale a tensor to ``out`` (FP32)."""
+def tensor_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
+    """Write the product of FP8 with a scale a tensor to ``out`` (FP32 or BF16), or add it."""
     a, b = _aligned_pair(lhs, rhs)
     if out.shape == (a.shape[0], b.shape[0]):
-        scaled_matmul(a, b, lhs.tensor_scale * rhs.tensor_scale, torch.float32, out)
+        scaled_matmul(a, b, lhs.tensor_scale * rhs.tensor_scale, out.dtype, out, adds)
     else:
-        out.add_(tensor_product(lhs, rhs, None, torch.float32))
+        _deliver(out, tensor_product(lhs, rhs, None, torch.float32 if adds else out.dtype), adds)
 
 
 def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -129,9 +151,9 @@ def folded_product(
     return tensor_product(*folded_pair(lhs, rhs), bias, out_dtype)
 
 
-def add_folded_product(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor) -> None:
-    """Add the product of folded codes to ``out`` (FP32)."""
-    add_tensor_product(out, *folded_pair(lhs, rhs))
+def folded_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
+    """Write the product of folded codes to ``out`` (FP32 or BF16), or add it to that."""
+    tensor_product_to(out, *folded_pair(lhs, rhs), adds)
 
 
 def folded_pair(
@@ -199,9 +221,10 @@ PRODUCTS = {
 }
 """Function of each route."""
 
-ADDED_PRODUCTS = {
-    routes.TENSORS: add_tensor_product,
-    routes.FOLDED: add_folded_product,
-    routes.EXACT: add_exact_product,
+PRODUCTS_TO = {
+    routes.TILES: tile_product_to,
+    routes.TENSORS: tensor_product_to,
+    routes.FOLDED: folded_product_to,
+    routes.EXACT: exact_product_to,
 }
-"""Functions of the routes whose GEMM can add to its output."""
+"""Functions that write a product to a tensor or add it to that, of the routes that can."""

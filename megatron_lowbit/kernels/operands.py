@@ -17,6 +17,7 @@ from megatron_lowbit.kernels.elements import (
     over_block,
 )
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
+from megatron_lowbit.kernels.sections import FIRST_TILE, ROWS, X, entry, pointer, section_of
 from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -24,6 +25,11 @@ from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import lift
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat
+
+COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
+"""Rows of the table of operands to decode, after their codes' addresses and their rows."""
+DECODED_TILE = 16, 256
+"""Rows and columns that a program decodes."""
 
 
 @dataclass(frozen=True)
@@ -118,24 +124,31 @@ def _launch(
     given = scales, largest, tensor_scale, out_scale, inexact
     launch = _decode_launcher(rows, columns, operand.format, target, out.device)
     out = out if target is None else out.view(torch.uint8)
-    launch((codes, scales, out, *given[1:], rows, columns), (codes, *given))
+    launch((codes, scales, out, *given[1:], rows, columns, None), (codes, *given))
 
 
 @lru_cache(maxsize=4096)
 def _decode_launcher(
     rows: int, columns: int, format: BlockFormat, target: BlockFormat | None, device: torch.device
 ) -> Launcher:
-    down, across = 16, 256
     folded, raised = None, 0
     if target is not None:
         folded, raised = element(target.element), int(math.log2(lift(format, target)))
-    constants = (
-        down, across, format.block, element(format.element),
-        element(E4M3) if isinstance(format, NVFP4) else None,
-        folded, raised, rows % down == 0 and columns % across == 0,
-    )  # fmt: skip
-    programs = cdiv(rows, down) * cdiv(columns, across)
-    return Launcher(_decode_kernel, programs, constants, num_warps=4, enable_fp_fusion=False)
+    even = rows % DECODED_TILE[0] == 0 and columns % DECODED_TILE[1] == 0
+    constants = (*DECODED_TILE, *elements_of(format), folded, raised, even, 0)
+    programs = decoding_programs(rows, columns)
+    return Launcher(decode_kernel, programs, constants, num_warps=4, enable_fp_fusion=False)
+
+
+def decoding_programs(rows: int, columns: int) -> int:
+    """Return how many tiles are decoded of codes (rows, columns)."""
+    return cdiv(rows, DECODED_TILE[0]) * cdiv(columns, DECODED_TILE[1])
+
+
+def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None]:
+    """Return a format's block, its elements, and its scales' elements, as the kernel takes them."""
+    scale = element(E4M3) if isinstance(format, NVFP4) else None
+    return format.block, element(format.element), scale
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:
@@ -158,21 +171,30 @@ def element(format: ElementFormat) -> Element:
 
 
 @triton.jit
-def _decode_kernel(
-    codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K,
+def decode_kernel(
+    codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K, table,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
-    TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr,
+    TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
     SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0
     scales are divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the
-    logarithm of the lift.
+    logarithm of the lift. A ``table`` (see ``sections.py``) has operands to decode in place of one.
     """
     LOWERED: tl.constexpr = 2.0**-RAISED
+    tile = tl.program_id(0)
+    if table is not None:
+        section = section_of(table, tile, COUNT)
+        tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
+        codes = pointer(table, section, X, COUNT, codes)
+        R = entry(table, section, ROWS, COUNT).to(tl.int32)
+        K = entry(table, section, COLUMNS, COUNT).to(tl.int32)
+        scales = pointer(table, section, SCALES, COUNT, scales)
+        out = pointer(table, section, VALUES, COUNT, out)
     tiles = tl.cdiv(K, TN)
-    row0 = (tl.program_id(0) // tiles) * TM
-    col0 = (tl.program_id(0) % tiles) * TN
+    row0 = (tile // tiles) * TM
+    col0 = (tile % tiles) * TN
     if E.bits == 4:
         pairs = _load(codes, row0, col0 // 2, R, K // 2, TM, TN // 2, EVEN)
         code = tl.reshape(tl.join(pairs & 15, pairs >> 4), (TM, TN))

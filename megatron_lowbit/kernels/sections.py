@@ -5,6 +5,7 @@ by the first tiles, and reads from the table what differs from matrix to matrix.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -21,21 +22,25 @@ COL_KEY, COL_CODES, COL_SCALES, COL_COLUMNS = (tl.constexpr(i) for i in range(8,
 _NO_TILE = 1 << 62
 
 
-def section_table(xs: Sequence[Tensor], tile_rows: int, fields: Sequence[Sequence[int]]) -> Tensor:
-    """Return the table of matrices (int64): first tiles, addresses, rows, and more ``fields``.
+def table_of(tiles: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return the table of matrices (int64): their first tiles, and what else ``fields`` say.
 
-    Its columns are a power of two, so that few numbers of matrices are compiled: how many experts
-    have tokens differs from step to step. No tile belongs to the columns that are added.
+    ``tiles`` are the numbers of their tiles. Columns are a power of two, so that few numbers of
+    matrices are compiled: how many experts have tokens differs from step to step. No tile belongs
+    to the columns that are added.
     """
-    first_tiles, tiles = [], 0
-    for x in xs:
-        first_tiles.append(tiles)
-        tiles += cdiv(len(x), tile_rows)
-    rows = [first_tiles, [x.data_ptr() for x in xs], [len(x) for x in xs], *fields]
-    added = triton.next_power_of_2(len(xs)) - len(xs)
-    table = torch.tensor([[*row, *[_NO_TILE] * added] for row in rows], dtype=torch.int64)
-    device = xs[0].device
+    first_tiles = [0, *accumulate(tiles)][:-1]
+    added = [_NO_TILE] * (triton.next_power_of_2(len(tiles)) - len(tiles))
+    rows = [[*row, *added] for row in (first_tiles, *fields)]
+    table = torch.tensor(rows, dtype=torch.int64)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def section_table(xs: Sequence[Tensor], tile_rows: int, fields: Sequence[Sequence[int]]) -> Tensor:
+    """Return the table of matrices in row tiles: addresses, rows, and more ``fields``."""
+    rows = [len(x) for x in xs]
+    tiles = [cdiv(count, tile_rows) for count in rows]
+    return table_of(tiles, [[x.data_ptr() for x in xs], rows, *fields], xs[0].device)
 
 
 @triton.jit

@@ -182,7 +182,7 @@ def key_of(request: Request) -> int | Tensor:
     """Return the key of a stochastic request's draws, as a kernel takes it."""
     if request.draw is None:
         raise ValueError("stochastic rounding needs a Draw: which random bits to use")
-    return _signed(request.draw.key)
+    return signed(request.draw.key)
 
 
 @cache
@@ -244,10 +244,10 @@ def signs_of(hadamard: Hadamard | None, sign_key: int | Tensor) -> int | Tensor:
     """Return the key that ``Hadamard.sign_vector`` draws from, if it draws."""
     if hadamard is None or hadamard.signs in ("none", "fixed"):
         return 0
-    return _signed(sign_key if hadamard.signs == "fresh" else derive_key(hadamard.signs))
+    return signed(sign_key if hadamard.signs == "fresh" else derive_key(hadamard.signs))
 
 
-def _signed(key: int | Tensor) -> int | Tensor:
+def signed(key: int | Tensor) -> int | Tensor:
     """Return 64 bits as a signed number, which kernels take; or a key in device memory."""
     if isinstance(key, Tensor):
         return key

@@ -3,7 +3,7 @@
 Shared by this project's linear layers and by Transformer Engine's, which bring a loop of their own.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -204,45 +204,6 @@ class LinearContext:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, *high_precision, bias, count)
         return y if out is None else out.add_(y)
-
-
-def quantize_all(
-    contexts: Sequence[LinearContext],
-    xs: Sequence[Tensor],
-    role: str,
-    row: str | None,
-    col: str | None,
-    needs_codes: Collection[str] = (),
-    saved: Collection[str] = (),
-) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Quantize each x (R, C) in its context, all of one precision, as LinearContext.quantize does.
-
-    The engine may do it in one launch, unless tensor scales depend on more than a tensor.
-    """
-    first = contexts[0]
-    if any(gemm and first.shares_amax(gemm, role) for gemm in (row, col)):
-        both = [
-            context.quantize(x, role, row, col, needs_codes, saved)
-            for context, x in zip(contexts, xs, strict=True)
-        ]
-        by_row, by_col = zip(*both, strict=True)
-        return list(by_row), list(by_col)
-
-    def requests(gemm: str | None) -> list[Request] | None:
-        if gemm is None or first.precision.quantizer(gemm, role) is None:
-            return None
-        found = [
-            context.request(gemm, role, len(x), gemm in needs_codes, gemm in saved)
-            for context, x in zip(contexts, xs, strict=True)
-        ]
-        return [request for request in found if request is not None]
-
-    rows = requests(row)
-    cols = rows if col == row else requests(col)
-    if rows is None and cols is None:
-        return xs, [x.t() for x in xs]
-    left, right = first.engine.quantize_all(xs, rows, cols)
-    return xs if left is None else left, [x.t() for x in xs] if right is None else right
 
 
 def draw_key(precision: LinearPrecision) -> int:

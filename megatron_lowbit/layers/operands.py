@@ -183,9 +183,20 @@ def deliver_wgrad(
 
     ``wgrad`` computes dW in a dtype, and adds it to a tensor unless that is None.
     """
-    if not (context.accumulate_main_grad and hasattr(weight, "main_grad")):
+    main_grad = main_grad_of(context, weight)
+    if main_grad is None:
         return wgrad(weight.dtype, None)
-    wgrad(torch.float32, weight.main_grad)
+    wgrad(torch.float32, main_grad)
+    return added_to_main_grad(weight)
+
+
+def main_grad_of(context: LinearContext, weight: Tensor) -> Tensor | None:
+    """Return ``weight.main_grad`` if dW is added to it."""
+    return getattr(weight, "main_grad", None) if context.accumulate_main_grad else None
+
+
+def added_to_main_grad(weight: Tensor) -> Tensor:
+    """Note that dW is in ``weight.main_grad``; return what autograd takes in its place."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     stand_in = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return stand_in(weight)

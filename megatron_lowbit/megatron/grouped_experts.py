@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.experts import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_lowbit.layers import LinearContext, lowbit_grouped_linear
+from megatron_lowbit.layers import GroupContext, LinearContext, lowbit_grouped_linear
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_state import expert_contexts
 from megatron_lowbit.megatron.specs import change_parts
@@ -49,7 +49,7 @@ class GroupedLinear(torch.nn.ModuleList):
         return torch.cat(products), None
 
     @eager  # Keys are others in every microbatch.
-    def _contexts(self) -> list[LinearContext | None] | None:
+    def _contexts(self) -> GroupContext | list[LinearContext | None] | None:
         """Return the experts' contexts; None where they are called one by one.
 
         They are in high precision, and where an expert's own call is watched.

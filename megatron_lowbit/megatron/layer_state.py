@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
+from megatron_lowbit.layers.group_context import GroupContext, can_group
 from megatron_lowbit.layers.keys import Key
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
@@ -20,6 +21,8 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 class LayerState:
     """Plan, random key, amax histories, cached quantized weight and fallbacks of a layer.
+
+    The first of a rank's experts keeps the quantized weights of all in ``group_cache``.
 
     Modules hold it as ``layer_state``, or one for each of their experts as ``expert_states``.
     ``features`` are the global numbers (int64) of the features that tensor parallelism splits, None
@@ -35,7 +38,7 @@ class LayerState:
         is_expert: bool = False,
     ) -> None:
         self.plan, self.device, self.features, self.is_expert = plan, device, features, is_expert
-        self.weight_cache = WeightCache()
+        self.weight_cache, self.group_cache = WeightCache(), WeightCache()
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
@@ -46,7 +49,7 @@ class LayerState:
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on; recorded amaxes stay where they are used."""
         self.plan = replace(self.plan, precision=precision)
-        self.weight_cache.operands = None
+        self.forget_weight()
         if precision.falls_back and self.fallbacks is None:
             self.fallbacks = torch.zeros(len(GEMM_ROLES), dtype=torch.int64, device=self.device)
         length = precision.history_length
@@ -66,8 +69,8 @@ class LayerState:
             return x
         return Operand(handed[1], None, x)
 
-    def context(self, shards: Shards) -> LinearContext:
-        """Return the context of a call in the present microbatch."""
+    def context(self, shards: Shards, cache: WeightCache | None = None) -> LinearContext:
+        """Return the context of a call in the present microbatch; ``cache`` replaces its own."""
         return LinearContext(
             self.plan.precision,
             self.plan.engine,
@@ -76,7 +79,7 @@ class LayerState:
             accumulate_main_grad=self.plan.accumulate_main_grad,
             amax_history=self.call_history(),
             # Graphs quantize weights themselves.
-            weight_cache=self.weight_cache if self.graph_keys is None else None,
+            weight_cache=(cache or self.weight_cache) if self.graph_keys is None else None,
             fallbacks=None if _is_warming_up() else self.fallbacks,
         )
 
@@ -114,7 +117,7 @@ class LayerState:
 
     def forget_weight(self) -> None:
         """Discard the quantized weight: the weight has changed."""
-        self.weight_cache.operands = None
+        self.weight_cache.operands = self.group_cache.operands = None
 
     def microbatch_key(self) -> int:
         """Return the key of this layer's random numbers in the present microbatch."""
@@ -122,15 +125,26 @@ class LayerState:
 
 
 def expert_contexts(
-    states: Sequence[LayerState], group: dist.ProcessGroup, is_column: bool, training: bool
-) -> list[LinearContext | None] | None:
-    """Return the contexts of a call of a rank's experts, None for experts in high precision.
+    states: Sequence[LayerState],
+    group: dist.ProcessGroup,
+    is_column: bool,
+    training: bool,
+    has_bias: bool = False,
+) -> GroupContext | list[LinearContext | None] | None:
+    """Return the context of a call of a rank's experts, or one for each, None in high precision.
 
     None in place of the list leaves the whole call in high precision.
     """
-    computes = training or states[0].plan.evaluates
-    if not computes or not any(state.plan.precision.quantized for state in states):
+    first = states[0]
+    precision = first.plan.precision
+    quantizes = any(state.plan.precision.quantized for state in states)
+    if not quantizes or not (training or first.plan.evaluates):
         return None
+    if not has_bias and all(state.plan.precision == precision for state in states):
+        context = first.context(first.shards(group, is_column), first.group_cache)
+        if can_group(context):
+            keys = [s.microbatch_key() for s in states] if precision.stochastic else ()
+            return GroupContext(context, keys)
     return [
         state.context(state.shards(group, is_column)) if state.plan.precision.quantized else None
         for state in states

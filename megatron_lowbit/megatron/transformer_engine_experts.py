@@ -50,12 +50,15 @@ class _GroupedProduct:
     @eager  # The key is another one in every microbatch.
     def __call__(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, Any]:
         module, states = self.module, self.module.expert_states
-        contexts = expert_contexts(states, module._tp_group, self.is_column, module.training)
+        adds_bias = module.use_bias and not module.te_return_bias
+        contexts = expert_contexts(
+            states, module._tp_group, self.is_column, module.training, adds_bias
+        )
         if contexts is None:
             return self.high_precision(x, tokens_per_expert)
         experts = range(len(states))
         biases = [getattr(module, f"bias{i}") if module.use_bias else None for i in experts]
-        added = [None] * len(states) if module.te_return_bias else biases
+        added = biases if adds_bias else [None] * len(states)
         weights = [getattr(module, f"weight{i}") for i in experts]
         y = lowbit_grouped_linear(x, weights, contexts, tokens_per_expert, added)
         return y, biases if module.te_return_bias else None

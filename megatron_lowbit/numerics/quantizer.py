@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, NamedTuple
@@ -240,6 +240,28 @@ class Request:
         codes = pack_nibbles(codes) if format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)
         return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Requests for matrices of one kind, one for each, which differ in their keys alone.
+
+    Args:
+        like: one of them.
+        draw_keys: of their random bits; empty where none are drawn.
+        sign_keys: of their transforms' signs; empty where they are not fresh.
+    """
+
+    like: Request
+    draw_keys: Sequence[int | Tensor] = ()
+    sign_keys: Sequence[int | Tensor] = ()
+
+    def __getitem__(self, number: int) -> Request:
+        """Return the request for one of the matrices."""
+        request = self.like
+        if self.draw_keys and request.draw is not None:
+            request = replace(request, draw=replace(request.draw, key=self.draw_keys[number]))
+        return replace(request, sign_key=self.sign_keys[number]) if self.sign_keys else request
 
 
 Amaxes = tuple[Tensor | None, Tensor | None]

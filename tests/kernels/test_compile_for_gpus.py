@@ -53,6 +53,7 @@ def main() -> None:
         Hadamard,
         Quantizer,
         Request,
+        Requests,
         Rounding,
         format_by_name,
     )
@@ -98,7 +99,7 @@ def main() -> None:
         amax = DelayedAmax(earlier, earlier) if name.endswith("delayed") else None
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)
-        many = [[replace(request, sign_key=3, draw=Draw(3))] * 2] * 2
+        many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
         if amax is None and launch_sections.takes_sections([x, x], *many):
             launch_sections.quantize_sections([x, x], *many, sides)
         print(name)

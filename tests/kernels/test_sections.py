@@ -10,10 +10,18 @@ from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.operands import Transposed
-from megatron_lowbit.numerics import Draw, Hadamard, Quantizer, Request, Rounding, format_by_name
+from megatron_lowbit.numerics import (
+    Draw,
+    Hadamard,
+    Quantizer,
+    Request,
+    Requests,
+    Rounding,
+    format_by_name,
+)
 from tests.kernels.test_quantize import DEVICE, values
 
-ROWS = (24, 8, 16)
+ROWS = (24, 0, 8, 16, 0)
 CASES = {  # format, options, rounding, transform's points, forms of both sides
     "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
     "nvfp4 folded": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED FOLDED"),
@@ -31,6 +39,11 @@ def request_of(case: str, key: int, **changes) -> Request:
     transform = None if points is None else Hadamard(points, "fresh", "fp32")
     partner = quantizer.format
     return Request(quantizer, transform, key + 100, Draw(key), partner=partner, **changes)
+
+
+def requests_of(case: str, keys: range, **changes) -> Requests:
+    like = request_of(case, keys[0], **changes)
+    return Requests(like, keys, [key + 100 for key in keys])
 
 
 def check_same(made, expected) -> None:
@@ -51,49 +64,49 @@ def check_same(made, expected) -> None:
 def test_the_operands_of_a_launch_for_each(case):
     forms = tuple(Form[form] for form in CASES[case][-1].split())
     xs = values(sum(ROWS), 48, torch.bfloat16).to(DEVICE).split(ROWS)
-    rows = [request_of(case, 7 + i, left=True) for i in range(len(ROWS))]
-    cols = [request_of(case, 17 + i) for i in range(len(ROWS))]
+    rows = requests_of(case, range(7, 12), left=True)
+    cols = requests_of(case, range(17, 22))
     assert takes_sections(xs, rows, cols)
     left, right = quantize_sections(xs, rows, cols, forms)
     assert len(left) == len(right) == len(ROWS)
-    for x, *requests, by_row, by_col in zip(xs, rows, cols, left, right, strict=True):
-        expected = quantize_both(x, *requests, forms=forms)
-        check_same(by_row, expected[0])
-        check_same(by_col, expected[1])
+    for number, (x, by_row, by_col) in enumerate(zip(xs, left, right, strict=True)):
+        if len(x):
+            expected = quantize_both(x, rows[number], cols[number], forms=forms)
+            check_same(by_row, expected[0])
+            check_same(by_col, expected[1])
 
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_one_side(side):
     """Take matrices that are not neighbours in memory, as weights are, and of whole tiles."""
     xs = [values(64, 128, torch.float32).to(DEVICE) + i for i in range(2)]
-    requests = [request_of("mxfp8", i) for i in range(2)]
+    requests = requests_of("mxfp8", range(2))
     sides = [None, None]
     sides[side] = requests
     made = quantize_sections(xs, *sides, (Form.CODES, Form.CODES))
     assert made[1 - side] is None
-    for x, request, operand in zip(xs, requests, made[side], strict=True):
+    for number, (x, operand) in enumerate(zip(xs, made[side], strict=True)):
         pair = [None, None]
-        pair[side] = request
+        pair[side] = requests[number]
         check_same(operand, quantize_both(x, *pair)[side])
 
 
 def test_square_blocks_that_serve_both_sides():
     engine = FusedEngine((9, 0))
     xs = [values(32, 48, torch.bfloat16).to(DEVICE) + i for i in range(2)]
-    requests = [request_of("nvfp4-2d", 0, saved=True) for _ in xs]
+    request = request_of("nvfp4-2d", 0, saved=True)
+    requests = Requests(request)
     both = engine.quantize_all(xs, requests, requests)
-    for x, request, *made in zip(xs, requests, *both, strict=True):
+    for x, *made in zip(xs, *both, strict=True):
         for operand, expected in zip(made, engine.quantize(x, request, request), strict=True):
             check_same(operand, expected)
 
 
 def test_what_takes_a_launch_each():
-    x, request = torch.zeros(16, 32), request_of("mxfp8", 0)
-    assert takes_sections([x, x], [request] * 2, None)
-    for others in ([x, x[:, :16]], [x, x[:0]], [x, x.bfloat16()], [x, x.t().contiguous().t()]):
-        assert not takes_sections(others, [request] * 2, None)
-    assert not takes_sections([x.half()] * 2, [request] * 2, None)  # which is a TypeError
-    rows = [Request(Quantizer(format_by_name("fp8-row-e4m3")))] * 2
+    x, requests = torch.zeros(16, 32), Requests(request_of("mxfp8", 0))
+    assert takes_sections([x, x[:0]], requests, None)
+    for others in ([x, x[:, :16]], [x, x.bfloat16()], [x, x.t().contiguous().t()], [x[:0]]):
+        assert not takes_sections(others, requests, None)
+    assert not takes_sections([x.half()] * 2, requests, None)  # which is a TypeError
+    rows = Requests(Request(Quantizer(format_by_name("fp8-row-e4m3"))))
     assert not takes_sections([x, x], rows, None)
-    in_memory = [Request(request.quantizer, draw=Draw(torch.zeros((), dtype=torch.int64)))] * 2
-    assert not takes_sections([x, x], in_memory, None)

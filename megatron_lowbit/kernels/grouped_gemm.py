@@ -1,0 +1,230 @@
+"""Products of many pairs of matrices by one launch, such as those of all experts of a layer.
+
+A program computes a tile of one product, which it finds in a table (``sections.py``). Operands and
+results go through Hopper's tensor memory accelerator, which cuts off what lies outside of a matrix.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.operand_group import (
+    Matrices,
+    OperandGroup,
+    TransposedGroup,
+    decode,
+    matrices_of,
+)
+from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
+from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
+from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
+
+A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
+A_STEP, B_STEP, A_FACTOR, B_FACTOR, A_SCALES, B_SCALES = (tl.constexpr(i) for i in range(7, 13))
+"""Rows of the table of products, after the first tiles."""
+_NEIGHBOURS = tl.constexpr(8)
+"""Row tiles computed one after another with the same columns, which stay in the cache."""
+_SCALED = tl.constexpr(128)
+"""Products to a scale of FP8 tiles."""
+
+
+class Tile(NamedTuple):
+    """Rows, columns and terms that a program computes at a time, and its launch.
+
+    ``promoted``: products that FP8 tensor cores add up before an addition in FP32.
+    """
+
+    rows: int
+    columns: int
+    terms: int
+    promoted: int
+    warps: int
+    stages: int
+
+
+_TILES = {2: Tile(128, 256, 64, 0, 8, 3), 1: Tile(128, 128, 128, 128, 4, 3)}
+"""Tile by the bytes of an element: found by trying on an H100."""
+
+
+LOOP_FROM = 2**36
+"""FLOPs of a product from which cuBLAS computes it faster by itself."""
+
+
+def grouped_pair(
+    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Sequence[Tensor]
+) -> tuple[Matrices, Matrices] | None:
+    """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
+    flops = sum(2 * out.numel() * terms for out, terms in zip(outs, _terms(lhs), strict=True))
+    if flops >= LOOP_FROM * len(outs):
+        return None
+    pair = None
+    if route is EXACT:
+        pair = _exact(lhs), _exact(rhs)
+    elif route in (TENSORS, FOLDED, TILES):
+        pair = _fp8(lhs, route, 1), _fp8(rhs, route, TILE)
+    if pair is None or pair[0] is None or pair[1] is None or not _takes(*pair, outs):
+        return None
+    return pair[0], pair[1]
+
+
+def _terms(side: Sequence[Any]) -> list[int]:
+    if isinstance(side, OperandGroup):
+        return [layout.columns for layout in side.layouts]
+    if isinstance(side, TransposedGroup):
+        return [layout.shape[0] for layout in side.of.layouts]
+    return [x.shape[1] if isinstance(x, Tensor) else 0 for x in side]
+
+
+def _fp8(side: Sequence[Any], route: Route, tile_rows: int) -> Matrices | None:
+    """Return FP8 operands; None for those in another form, which are folded one by one."""
+    if not isinstance(side, OperandGroup):
+        return None
+    format = side.layouts[0].stored
+    if route is TILES:
+        return matrices_of(side) if format.block_rows == tile_rows else None
+    return matrices_of(side) if isinstance(format, FP8Tensor) else None
+
+
+def _exact(side: Sequence[Any]) -> Matrices | None:
+    """Return exact operands as BF16 matrices, decoded if they are codes."""
+    if isinstance(side, TransposedGroup):
+        return decode(side.of).transpose()
+    if isinstance(side, OperandGroup):
+        layout = side.layouts[0]
+        return matrices_of(side) if layout.side.values else decode(side)
+    return matrices_of(side) if all(isinstance(x, Tensor) for x in side) else None
+
+
+def _takes(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor]) -> bool:
+    """Return True if the kernel takes these matrices."""
+    step = outs[0].shape[1] * outs[0].element_size()
+    wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
+    return (
+        lhs.aligned
+        and rhs.aligned
+        and (wide or (lhs.by_rows and rhs.by_rows))
+        and step % 16 == 0
+        and all(out.data_ptr() % 16 == 0 for out in outs)
+    )
+
+
+def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: bool) -> None:
+    """Write each ``lhs_i @ rhs_i.T``, times factors and scales, to out_i, or add it to that.
+
+    Sums are in FP32, those of FP8 tensor cores every 128 products, and rounded once.
+
+    Args:
+        lhs: (M_i, K_i) in BF16, or FP8.
+        rhs: (N_i, K_i) in BF16, or FP8. Where FP8 tiles have scales, left ones are 1x128 and
+            right ones 128x128.
+        outs: (M_i, N_i), contiguous, all FP32 or all BF16.
+        adds: True to add to what is there.
+    """
+    # Triton's descriptors need memory on the device, for each launch.
+    triton.set_allocator(_scratch)
+    tile = _TILES[lhs.like.element_size()]
+    terms = [min(pair) for pair in zip(lhs.terms, rhs.terms, strict=True)]
+    fields = (
+        lhs.addresses, rhs.addresses, [out.data_ptr() for out in outs], lhs.rows, rhs.rows, terms,
+        lhs.steps, rhs.steps, lhs.factors, rhs.factors,
+        lhs.scales or lhs.factors, rhs.scales or rhs.factors,
+    )  # fmt: skip
+    tiles = [
+        cdiv(rows, tile.rows) * cdiv(columns, tile.columns)
+        for rows, columns in zip(lhs.rows, rhs.rows, strict=True)
+    ]
+    table = table_of(tiles, fields, lhs.like.device)
+    constants = (
+        tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,
+        bool(lhs.scales), adds, table.shape[1],
+    )  # fmt: skip
+    grouped_gemm_kernel[(sum(tiles),)](
+        table, lhs.like, rhs.like, outs[0], *constants,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+@triton.jit
+def grouped_gemm_kernel(
+    table, a_like, b_like, out_like,
+    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, PROMOTED: tl.constexpr,
+    A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
+    COUNT: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of one of the products of a table in COUNT columns.
+
+    ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
+    """
+    tile = tl.program_id(0)
+    i = section_of(table, tile, COUNT)
+    tile -= tl.load(table + i).to(tl.int32)
+    rows = entry(table, i, ROWS, COUNT).to(tl.int32)
+    columns = entry(table, i, COLUMNS, COUNT).to(tl.int32)
+    terms = entry(table, i, TERMS, COUNT).to(tl.int32)
+    band = _NEIGHBOURS * tl.cdiv(columns, TN)
+    first = tile // band * _NEIGHBOURS
+    height = tl.minimum(tl.cdiv(rows, TM) - first, _NEIGHBOURS)
+    row0 = (first + tile % band % height) * TM
+    col0 = tile % band // height * TN
+    a = _descriptor(table, i, A, A_STEP, a_like, rows, terms, TM, TK, A_BY_ROWS, COUNT)
+    b = _descriptor(table, i, B, B_STEP, b_like, columns, terms, TN, TK, B_BY_ROWS, COUNT)
+    sums = tl.zeros((TM, TN), dtype=tl.float32)
+    if SCALED:
+        row = row0 + tl.arange(0, TM)
+        left_scales = entry(table, i, A_SCALES, COUNT).to(tl.pointer_type(tl.float32)) + row
+        right_scales = entry(table, i, B_SCALES, COUNT).to(tl.pointer_type(tl.float32))
+        right_scales += col0 // _SCALED * tl.cdiv(terms, _SCALED)
+        for k0 in tl.range(0, terms, TK):
+            product = tl.dot(_load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS).T)
+            scale = tl.load(left_scales, mask=row < rows, other=0.0) * tl.load(right_scales)
+            sums += product * scale[:, None]
+            left_scales += rows
+            right_scales += 1
+    else:
+        for k0 in tl.range(0, terms, TK):
+            left, right = _load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS)
+            sums = tl.dot(left, right.T, sums, max_num_imprecise_acc=PROMOTED)
+        sums *= _factor(table, i, A_FACTOR, COUNT) * _factor(table, i, B_FACTOR, COUNT)
+    start = pointer(table, i, OUT, COUNT, out_like)
+    out = tl.make_tensor_descriptor(start, [rows, columns], [columns.to(tl.int64), 1], [TM, TN])
+    if ADDS:
+        sums += out.load([row0, col0]).to(tl.float32)
+    out.store([row0, col0], sums.to(out_like.dtype.element_ty))
+
+
+@triton.jit
+def _descriptor(
+    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, like, rows, terms, TR: tl.constexpr,
+    TK: tl.constexpr, BY_ROWS: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Describe a matrix (rows, terms), which is read in tiles (TR, TK)."""
+    start, step = pointer(table, i, PLACE, COUNT, like), entry(table, i, STEP, COUNT)
+    if BY_ROWS:
+        return tl.make_tensor_descriptor(start, [rows, terms], [step, 1], [TR, TK])
+    else:
+        return tl.make_tensor_descriptor(start, [terms, rows], [step, 1], [TK, TR])
+
+
+@triton.jit
+def _load(matrix, row0, k0, BY_ROWS: tl.constexpr):
+    """Load a tile (TR, TK)."""
+    if BY_ROWS:
+        return matrix.load([row0, k0])
+    else:
+        return matrix.load([k0, row0]).T
+
+
+@triton.jit
+def _factor(table, i, PLACE: tl.constexpr, COUNT: tl.constexpr):
+    """Return a factor in FP32; 1 without an address."""
+    at = entry(table, i, PLACE, COUNT)
+    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=1.0)

@@ -1,0 +1,91 @@
+"""Context of one call of linear layers of one precision, such as a layer's experts."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megatron_lowbit.layers.context import LinearContext
+from megatron_lowbit.layers.keys import Key, operand_key, sign_key
+from megatron_lowbit.numerics import Requests, Rounding
+from megatron_lowbit.recipes.precision import LinearPrecision
+
+
+@dataclass(frozen=True)
+class GroupContext:
+    """Context of a call of several linear layers, which differ in their keys alone.
+
+    Args:
+        context: of one of them; its weight cache keeps the weights of all.
+        keys: of each; empty where the precision draws no random bits.
+    """
+
+    context: LinearContext
+    keys: Sequence[Key] = ()
+
+    def quantize(
+        self,
+        xs: Sequence[Tensor],
+        role: str,
+        row: str | None,
+        col: str | None,
+        needs_codes: Collection[str] = (),
+        saved: Collection[str] = (),
+    ) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Quantize each layer's x (R, C), as :meth:`LinearContext.quantize` does."""
+
+        def requests(gemm: str | None) -> Requests | None:
+            return None if gemm is None else self._requests(gemm, role, needs_codes, saved)
+
+        rows = requests(row)
+        cols = rows if col == row else requests(col)
+        if rows is None and cols is None:
+            return list(xs), [x.t() for x in xs]
+        left, right = self.context.engine.quantize_all(xs, rows, cols)
+        return list(xs) if left is None else left, [x.t() for x in xs] if right is None else right
+
+    def _requests(
+        self, gemm: str, role: str, needs_codes: Collection[str], saved: Collection[str]
+    ) -> Requests | None:
+        """Return how an operand is quantized; None for high precision."""
+        context, precision = self.context, self.context.precision
+        # Rows count from zero: experts' tokens are not split by sequence parallelism.
+        like = context.request(gemm, role, 0, gemm in needs_codes, gemm in saved)
+        if like is None:
+            return None
+        draws: Sequence[Key] = ()
+        signs: Sequence[Key] = ()
+        if like.quantizer.rounding is Rounding.STOCHASTIC:
+            draws = [operand_key(key, gemm, role) for key in self.keys]
+        transform = precision.gemms[gemm].hadamard
+        if transform is not None and transform.signs == "fresh":
+            signs = [sign_key(key, gemm) for key in self.keys]
+        return Requests(like, draws, signs)
+
+    def multiply(
+        self,
+        name: str,
+        lhs: Sequence[Any],
+        rhs: Sequence[Any],
+        outs: Sequence[Tensor],
+        adds: bool = False,
+    ) -> None:
+        """Write one of the three products of each layer to its out, or add it to that."""
+        precision, engine = self.context.precision.gemms[name], self.context.engine
+        engine.gemm_all(lhs, rhs, outs, adds, precision.accumulation, precision.folding)
+
+
+def can_group(context: LinearContext) -> bool:
+    """Return True if layers of a context's precision can be quantized and multiplied together.
+
+    All operands are quantized anew, by scales of each layer's own tensors, with known keys.
+    """
+    precision: LinearPrecision = context.precision
+    operands = [(operand.gemm, operand.role) for operand in precision.operands()]
+    return (
+        not (precision.wgrad.rhs_of_fprop or precision.dgrad.rhs_of_fprop)
+        and not precision.falls_back
+        and not isinstance(context.key, Tensor)
+        and not any(context.shares_amax(*operand) for operand in operands)
+    )

@@ -1,0 +1,100 @@
+"""Products of many matrices by one launch, against sums in FP64."""
+
+import pytest
+import torch
+
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair
+from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
+from tests.kernels.test_fused import BOUNDS
+from tests.kernels.test_quantize import DEVICE
+
+TOKENS = [136, 0, 16]
+IN, OUT = 144, 136
+TILES = {"scale_format": "pow2"}
+CASES = {  # formats and options of both operands; True for gradients of weights; True to add
+    "nvfp4": (("nvfp4", {}), ("nvfp4-2d", {}), False, False),
+    "nvfp4, along tokens": (("nvfp4", {}), ("nvfp4", {}), True, True),
+    "mxfp8": (("mxfp8-e4m3", {}), ("mxfp8-e4m3", {}), True, False),
+    "fp8 gradients": (("fp8-1x128-e5m2", TILES), ("fp8-1x128-e4m3", TILES), True, True),
+    "fp8 tiles": (("fp8-1x128-e4m3", TILES), ("fp8-128x128-e4m3", TILES), False, False),
+    "fp8 tensors": (("fp8-tensor-e5m2", {}), ("fp8-tensor-e4m3", {}), False, True),
+    "bf16": (None, None, True, False),
+    "bf16 by fp4": (None, ("nvfp4", {}), False, True),
+}
+# Triton's interpreter cuts BF16 off.
+BF16_ERROR = 2.0**-8 if DEVICE == "cuda" else 2.0**-7
+
+
+def draws(rows: int, columns: int, seed: int) -> torch.Tensor:
+    x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    return (x * torch.logspace(0, 2, rows)[:, None]).bfloat16().to(DEVICE)
+
+
+def operands_of(engine, case: str):
+    """Return the operands of products: tokens and weights, or both along tokens."""
+    *formats, wgrad, _ = CASES[case]
+    formats = [None if one is None else format_by_name(one[0], **one[1]) for one in formats]
+    xs = draws(sum(TOKENS), OUT if wgrad else IN, 0).split(TOKENS)
+    ys = draws(sum(TOKENS), IN, 1).split(TOKENS)
+    if not wgrad:
+        ys = [draws(OUT, IN, 1 + number) for number in range(len(TOKENS))]
+    sides = []
+    for number, (matrices, format) in enumerate(zip((xs, ys), formats, strict=True)):
+        if format is None:
+            sides.append([x.t() if wgrad else x for x in matrices])
+            continue
+        partner, left = formats[1 - number], number == 0
+        # What is saved comes as codes where those are smaller.
+        request = Request(
+            Quantizer(format), partner=partner, transpose_partner=partner, left=left, saved=not left
+        )
+        requests = Requests(request)
+        pair = (None, requests) if wgrad else (requests, requests if format.square else None)
+        sides.append(engine.quantize_all(matrices, *pair)[wgrad])
+    return sides
+
+
+def exact(operand) -> torch.Tensor:
+    if isinstance(operand, Values):
+        factor = 1.0 if operand.tensor_scale is None else operand.tensor_scale.double()
+        return operand.values.double() * factor
+    if isinstance(operand, torch.Tensor):
+        return operand.double()
+    return operand.dequantize().double()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products(case):
+    *_, wgrad, adds = CASES[case]
+    engine = FusedEngine((9, 0))
+    lhs, rhs = operands_of(engine, case)
+    dtype = torch.float32 if adds else torch.bfloat16
+    outs = [
+        torch.full((OUT, IN) if wgrad else (count, OUT), 3.0, dtype=dtype, device=DEVICE)
+        for count in TOKENS
+    ]
+    route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
+    assert grouped_pair(route, lhs, rhs, outs) is not None
+    engine.gemm_all(lhs, rhs, outs, adds)
+    for left, right, out in zip(lhs, rhs, outs, strict=True):
+        a, b = exact(left), exact(right)
+        terms = min(a.shape[1], b.shape[1])
+        a, b = a[:, :terms], b[:, :terms]
+        expected, magnitude = a @ b.t() + 3.0 * adds, a.abs() @ b.abs().t() + 3.0 * adds
+        bound = magnitude * BOUNDS[route.name](terms)
+        bound += expected.abs() * (1e-5 if adds else BF16_ERROR) + 1e-30
+        assert ((out.double() - expected).abs() <= bound).all()
+
+
+def test_what_takes_a_launch_each():
+    engine = FusedEngine((9, 0))
+    lhs, rhs = operands_of(engine, "bf16")
+    route = engine.route_of(lhs[0], rhs[0])
+    outs = [torch.empty(OUT, IN, device=DEVICE) for _ in TOKENS]
+    assert grouped_pair(route, lhs, rhs, outs) is not None
+    odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
+    assert grouped_pair(route, lhs, [y[1:] for y in rhs], odd) is None
+    large = torch.empty(1, device="meta").expand(LOOP_FROM // (2 * 16), 1)
+    assert grouped_pair(route, lhs, rhs, [large] * len(TOKENS)) is None
