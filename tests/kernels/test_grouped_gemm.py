@@ -5,7 +5,7 @@ import torch
 
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
@@ -60,6 +60,8 @@ def exact(operand) -> torch.Tensor:
     if isinstance(operand, Values):
         factor = 1.0 if operand.tensor_scale is None else operand.tensor_scale.double()
         return operand.values.double() * factor
+    if isinstance(operand, Transposed):
+        return exact(operand.of).t()
     if isinstance(operand, torch.Tensor):
         return operand.double()
     return operand.dequantize().double()
