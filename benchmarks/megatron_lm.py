@@ -62,10 +62,15 @@ FSDP = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --ckpt-format fsdp_dtensor --micro-batch-size 4 --use-distributed-optimizer
 """
+EXPERTS = """
+    --micro-batch-size 8 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 1792
+    --moe-grouped-gemm --moe-permute-fusion --moe-token-dispatcher-type alltoall
+"""
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
 GRAPHS = "--cuda-graph-impl local"
 BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
+PADDED = "--moe-router-padding-for-quantization"
 ASYNC = "--async-save --async-strategy mcore --use-persistent-ckpt-worker"
 RESUMED = "--num-layers 2 --vocab-size 8000 --deterministic-mode"
 """Arguments of cases that compare losses: small checkpoints, no atomic additions in attention."""
@@ -106,6 +111,9 @@ def steps_of_small_models(layout: str, arguments: str) -> list[Case]:
 CASES = [
     *steps_of_small_models("one GPU", ONE),
     *steps_of_small_models("two GPUs", TP),
+    Case("experts upstream bf16", UPSTREAM, EXPERTS),
+    *(Case(f"experts {r}", OURS, f"{EXPERTS} {recipe(r)}") for r in ("fp8-tile", "mxfp8", "nvfp4")),
+    Case("experts upstream blockwise", UPSTREAM, f"{EXPERTS} {BLOCKWISE} {PADDED}"),
     Case("DP2 upstream bf16", UPSTREAM, DP),
     Case("DP2 bf16", OURS, DP),
     Case("DP2 nvfp4", OURS, f"{DP} {recipe('nvfp4')}"),

@@ -93,7 +93,7 @@ class FusedEngine(Engine):
                 if form is Form.VALUES:
                     return by_col.transpose(), by_col
                 return TransposedGroup(by_col), by_col
-        forms = [self._written_form(side and side.like, dtype) for side in (rows, cols)]
+        forms = [self._form_of_many(side and side.like, dtype) for side in (rows, cols)]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
 
     def gemm_all(
@@ -108,7 +108,7 @@ class FusedEngine(Engine):
         """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
         pair = None
         if accumulation is None and self.capability[0] == 9:
-            route = self.route_of(next(iter(lhs)), next(iter(rhs)), folding)
+            route = self.route_of(lhs[0], rhs[0], folding)
             pair = grouped_pair(route, lhs, rhs, outs)
         if pair is not None:
             multiply_groups(*pair, outs, adds)
@@ -168,6 +168,15 @@ class FusedEngine(Engine):
         if form is Form.FOLDED and not format.folds:
             return Form.CODES  # it is FP8 with a scale a tensor already
         return Form.CODES if request.saved and form.value > format.bits_per_element else form
+
+    def _form_of_many(self, request: Request | None, dtype: torch.dtype) -> Form:
+        """Return the form to write of many operands: what is saved is folded now.
+
+        Later it would take a launch for each.
+        """
+        if request is not None and self._form(request, dtype) is Form.FOLDED:
+            request = replace(request, saved=False)
+        return self._written_form(request, dtype)
 
     def gemm(
         self,

@@ -47,10 +47,11 @@ class Tile(NamedTuple):
     stages: int
 
 
-_TILES = {2: Tile(128, 256, 64, 0, 8, 3), 1: Tile(128, 128, 128, 128, 4, 3)}
-"""Tile by the bytes of an element: found by trying on an H100."""
-
-
+_WIDE = {False: Tile(128, 256, 64, 0, 8, 3), True: Tile(128, 128, 64, 0, 4, 2)}
+_FP8 = {False: Tile(128, 128, 128, 128, 4, 3), True: Tile(128, 128, 128, 128, 4, 2)}
+"""Tiles of BF16 and FP8; where products have few terms, so small that an SM holds three programs,
+which hide one another's beginning and end. Found by trying on an H100."""
+_FEW_TERMS = 512
 LOOP_FROM = 2**36
 """FLOPs of a product from which cuBLAS computes it faster by itself."""
 
@@ -109,7 +110,8 @@ def _takes(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor]) -> bool:
         and rhs.aligned
         and (wide or (lhs.by_rows and rhs.by_rows))
         and step % 16 == 0
-        and all(out.data_ptr() % 16 == 0 for out in outs)
+        and outs[0].data_ptr() % 16 == 0
+        and all(out.storage_offset() * out.element_size() % 16 == 0 for out in outs)
     )
 
 
@@ -127,8 +129,9 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: 
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
-    tile = _TILES[lhs.like.element_size()]
     terms = [min(pair) for pair in zip(lhs.terms, rhs.terms, strict=True)]
+    few = sum(terms) <= _FEW_TERMS * len(terms)
+    tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[few]
     fields = (
         lhs.addresses, rhs.addresses, [out.data_ptr() for out in outs], lhs.rows, rhs.rows, terms,
         lhs.steps, rhs.steps, lhs.factors, rhs.factors,

@@ -16,6 +16,7 @@ from megatron_lowbit.kernels.quantize import quantize_kernel
 from megatron_lowbit.kernels.sections import section_table
 from megatron_lowbit.kernels.sides import (
     NOTHING,
+    Kind,
     Layout,
     kind_of,
     layout_of,
@@ -63,8 +64,7 @@ def quantize_sections(
         None if r is None else kind_of(r.like, form) for r, form in zip(sides, forms, strict=True)
     ]
     layouts = [
-        None if kind is None else tuple(_layout(kind, x.shape, side == 1) for x in xs)
-        for side, kind in enumerate(kinds)
+        None if kind is None else _layouts(kind, xs, side == 1) for side, kind in enumerate(kinds)
     ]
     amaxes = _amaxes(xs, rows, cols, forms)
     groups = [None if one is None else allocate(one, first.device) for one in layouts]
@@ -91,17 +91,23 @@ def _launch(
 ) -> None:
     """Launch a kernel on all matrices of a table, in tiles of which each lies in one of them."""
     first, columns = xs[0], xs[0].shape[1]
-    even = all(len(x) % tile[0] == 0 for x in xs) and columns % tile[1] == 0
-    programs = sum(cdiv(len(x), tile[0]) for x in xs) * cdiv(columns, tile[1])
+    rows = [x.shape[0] for x in xs]
+    even = all(count % tile[0] == 0 for count in rows) and columns % tile[1] == 0
+    programs = sum(cdiv(count, tile[0]) for count in rows) * cdiv(columns, tile[1])
     kernel[(programs,)](
         first, *first.stride(), _OF_THE_TABLE, columns, *arguments, *tile, *sides, even,
         table.shape[1], enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
-def _layout(kind: object, shape: tuple[int, int], transposed: bool) -> Layout:
-    rows, columns = shape[::-1] if transposed else shape
-    return layout_of(kind, rows, columns, transposed)
+def _layouts(kind: Kind, xs: Sequence[Tensor], transposed: bool) -> tuple[Layout, ...]:
+    """Return the layouts of a side of all matrices; one object for those of one size."""
+    columns = xs[0].shape[1]
+    found = {}
+    for rows in {x.shape[0] for x in xs}:
+        shape = (columns, rows) if transposed else (rows, columns)
+        found[rows] = layout_of(kind, *shape, transposed)
+    return tuple(found[x.shape[0]] for x in xs)
 
 
 def _fields(
@@ -118,7 +124,7 @@ def _fields(
         zeros
         if memory is None
         else [memory.data_ptr() + place * memory.element_size() for place in places]
-        for memory, places in zip((group.codes, group.scales), group.places(), strict=True)
+        for memory, places in zip((group.codes, group.scales), group.places, strict=True)
     ]
     return _signs(requests, count), [keys, *addresses, [one.columns for one in group.layouts]]
 

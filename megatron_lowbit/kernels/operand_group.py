@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -45,32 +46,34 @@ class OperandGroup:
     def __len__(self) -> int:
         return len(self.layouts)
 
-    def __iter__(self) -> Iterator[QuantizedTensor | Values]:
-        for layout, tensor_scale, code_place, scale_place in zip(
-            self.layouts, self.tensor_scales.unbind(), *self.places(), strict=True
-        ):
-            codes, scales = memory_of(layout)
-            yield output(
-                layout,
-                _part(self.codes, code_place, codes.shape),
-                None if scales is None else _part(self.scales, scale_place, scales.shape),
-                tensor_scale,
-            ).made
+    def __getitem__(self, number: int) -> QuantizedTensor | Values:
+        layout = self.layouts[number]
+        memories = zip((self.codes, self.scales), memory_of(layout), self.places, strict=True)
+        codes, scales = (
+            None if memory is None else _part(whole, places[number], memory.shape)
+            for whole, memory, places in memories
+        )
+        return output(layout, codes, scales, self.tensor_scales[number]).made
 
+    def __iter__(self) -> Iterator[QuantizedTensor | Values]:
+        return (self[number] for number in range(len(self)))
+
+    @cached_property
     def places(self) -> tuple[list[int], list[int]]:
-        """Return where the operands' codes and scales begin, in elements."""
-        return places(self.layouts, 0)[:-1], places(self.layouts, 1)[:-1]
+        """Where the operands' codes and scales begin, in elements."""
+        return tuple(ends[:-1] for ends in _ends(self.layouts))
 
     def transpose(self) -> "OperandGroup":
         """Return the transposes of exact numbers, in the same memory."""
-        layouts = tuple(
-            layout._replace(
+        transposes = {
+            id(layout): layout._replace(
                 shape=layout.shape[::-1],
                 columns=layout.shape[0],
                 transposed=not layout.transposed,
             )
             for layout in self.layouts
-        )
+        }
+        layouts = tuple(transposes[id(layout)] for layout in self.layouts)
         return OperandGroup(self.codes, self.scales, self.tensor_scales, layouts)
 
 
@@ -83,31 +86,36 @@ class TransposedGroup:
     def __len__(self) -> int:
         return len(self.of)
 
+    def __getitem__(self, number: int) -> Transposed:
+        return Transposed(self.of[number])
+
     def __iter__(self) -> Iterator[Transposed]:
-        return (Transposed(operand) for operand in self.of)
+        return (self[number] for number in range(len(self)))
 
 
 def allocate(layouts: tuple[Layout, ...], device: torch.device) -> OperandGroup:
     """Allocate operands."""
     codes, scales = (
-        None
-        if memory is None
-        else torch.empty(places(layouts, part)[-1], dtype=memory.dtype, device=device)
-        for part, memory in enumerate(memory_of(layouts[0]))
+        None if memory is None else torch.empty(ends[-1], dtype=memory.dtype, device=device)
+        for memory, ends in zip(memory_of(layouts[0]), _ends(layouts), strict=True)
     )
     # No program writes that of an empty matrix.
     tensor_scales = torch.zeros(len(layouts), dtype=torch.float32, device=device)
     return OperandGroup(codes, scales, tensor_scales, layouts)
 
 
-def places(layouts: Sequence[Layout], part: int) -> list[int]:
-    """Return where codes (``part`` 0) or scales (1) begin, in elements, and where the last end."""
-    found = [0]
-    for layout in layouts:
-        memory = memory_of(layout)[part]
-        size = 0 if memory is None else math.prod(memory.shape)
-        found.append(found[-1] + cdiv(size, _ALIGNMENT) * _ALIGNMENT)
-    return found
+def _ends(layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+    """Return where codes and scales begin, in elements, and where the last of them end."""
+    sizes = {  # of few different objects
+        id(layout): [
+            cdiv(math.prod(shape), _ALIGNMENT) * _ALIGNMENT
+            for shape in (layout.code_shape, layout.scale_shape)
+        ]
+        for layout in {id(layout): layout for layout in layouts}.values()
+    }
+    both = [sizes[id(layout)] for layout in layouts]
+    codes, scales = ([0, *accumulate(size[part] for size in both)] for part in (0, 1))
+    return codes, scales
 
 
 def _part(whole: Tensor, place: int, shape: tuple[int, ...]) -> Tensor:
@@ -163,7 +171,7 @@ def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     layouts = operands.layouts
     side, format = layouts[0].side, layouts[0].stored
     dtype = torch.bfloat16 if side.values else format.element.dtype
-    codes_at, scales_at = operands.places()
+    codes_at, scales_at = operands.places
     codes, scales = operands.codes, operands.scales
     by_rows = not (side.values and layouts[0].transposed)
     factors = [0] * len(layouts)
@@ -191,7 +199,7 @@ def decode(group: OperandGroup) -> Matrices:
     ends = [0, *accumulate(rows * columns for rows, columns in sizes)]
     values = torch.empty(ends[-1], dtype=torch.bfloat16, device=codes.device)
     scales = group.scales.view(torch.uint8)
-    codes_at, scales_at = group.places()
+    codes_at, scales_at = group.places
     per_code = group.codes.element_size()
     addresses = [values.data_ptr() + 2 * place for place in ends[:-1]]
     rows, columns = zip(*sizes, strict=True)

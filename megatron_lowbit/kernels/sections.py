@@ -4,8 +4,9 @@ Programs count the row tiles of all matrices, one matrix after another. A progra
 by the first tiles, and reads from the table what differs from matrix to matrix.
 """
 
+from array import array
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 import triton
@@ -32,13 +33,15 @@ def table_of(tiles: Sequence[int], fields: Sequence[Sequence[int]], device: torc
     first_tiles = [0, *accumulate(tiles)][:-1]
     added = [_NO_TILE] * (triton.next_power_of_2(len(tiles)) - len(tiles))
     rows = [[*row, *added] for row in (first_tiles, *fields)]
-    table = torch.tensor(rows, dtype=torch.int64)
+    # Of an array: torch goes through lists of lists number by number.
+    numbers = array("q", chain.from_iterable(rows))
+    table = torch.frombuffer(numbers, dtype=torch.int64).view(len(rows), -1)
     return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 def section_table(xs: Sequence[Tensor], tile_rows: int, fields: Sequence[Sequence[int]]) -> Tensor:
     """Return the table of matrices in row tiles: addresses, rows, and more ``fields``."""
-    rows = [len(x) for x in xs]
+    rows = [x.shape[0] for x in xs]
     tiles = [cdiv(count, tile_rows) for count in rows]
     return table_of(tiles, [[x.data_ptr() for x in xs], rows, *fields], xs[0].device)
 

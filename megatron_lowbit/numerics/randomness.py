@@ -34,14 +34,15 @@ _ROUNDS = 10
 
 def derive_key(*parts: int | str) -> int:
     """Derive a 64-bit key from integers (modulo 2**64) and names, by BLAKE2b of them in order."""
-    digest = hashlib.blake2b(digest_size=8)
+    packed = []
     for part in parts:
         if isinstance(part, str):
             text = part.encode()
-            digest.update(struct.pack("<q", len(text)) + text)
+            packed.append(struct.pack("<q", len(text)) + text)
         else:
-            digest.update(struct.pack("<Q", part & _MASK_64))
-    return int.from_bytes(digest.digest(), "little")
+            packed.append(struct.pack("<Q", part & _MASK_64))
+    digest = hashlib.blake2b(b"".join(packed), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def microbatch_key(seed: int, iteration: int, microbatch: int, context: int = 0) -> int:

@@ -29,15 +29,15 @@ BF16_ERROR = 2.0**-8 if DEVICE == "cuda" else 2.0**-7
 
 def draws(rows: int, columns: int, seed: int) -> torch.Tensor:
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    return (x * torch.logspace(0, 2, rows)[:, None]).bfloat16().to(DEVICE)
+    return x.bfloat16().to(DEVICE)
 
 
 def operands_of(engine, case: str):
     """Return the operands of products: tokens and weights, or both along tokens."""
     *formats, wgrad, _ = CASES[case]
     formats = [None if one is None else format_by_name(one[0], **one[1]) for one in formats]
-    xs = draws(sum(TOKENS), OUT if wgrad else IN, 0).split(TOKENS)
-    ys = draws(sum(TOKENS), IN, 1).split(TOKENS)
+    xs = [draws(count, OUT if wgrad else IN, 9 + count) for count in TOKENS]
+    ys = [draws(count, IN, 99 + count) for count in TOKENS]
     if not wgrad:
         ys = [draws(OUT, IN, 1 + number) for number in range(len(TOKENS))]
     sides = []
