@@ -114,7 +114,12 @@ class FusedEngine(Engine):
             multiply_groups(*pair, outs, adds)
             return
         for left, right, out in zip(lhs, rhs, outs, strict=True):
-            if accumulation is not None or not self._write_product(out, left, right, adds, folding):
+            if _are_empty_codes(left, right):
+                if not adds:
+                    out.zero_()
+            elif accumulation is not None or not self._write_product(
+                out, left, right, adds, folding
+            ):
                 super().gemm_all([left], [right], [out], adds, accumulation, folding)
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:

@@ -186,12 +186,15 @@ def grouped_gemm_kernel(
         left_scales = entry(table, i, A_SCALES, COUNT).to(tl.pointer_type(tl.float32)) + row
         right_scales = entry(table, i, B_SCALES, COUNT).to(tl.pointer_type(tl.float32))
         right_scales += col0 // _SCALED * tl.cdiv(terms, _SCALED)
+        # Scales are asked for a step ahead: only loads of the operands are pipelined.
+        scale = _scale(left_scales, right_scales, row < rows, terms > 0)
         for k0 in tl.range(0, terms, TK):
-            product = tl.dot(_load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS).T)
-            scale = tl.load(left_scales, mask=row < rows, other=0.0) * tl.load(right_scales)
-            sums += product * scale[:, None]
             left_scales += rows
             right_scales += 1
+            following = _scale(left_scales, right_scales, row < rows, k0 + TK < terms)
+            product = tl.dot(_load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS).T)
+            sums += product * scale[:, None]
+            scale = following
     else:
         for k0 in tl.range(0, terms, TK):
             left, right = _load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS)
@@ -224,6 +227,13 @@ def _load(matrix, row0, k0, BY_ROWS: tl.constexpr):
         return matrix.load([row0, k0])
     else:
         return matrix.load([k0, row0]).T
+
+
+@triton.jit
+def _scale(left, right, row_inside, inside):
+    """Return the scales (TM) of products of 1x128 and 128x128 tiles."""
+    left_scale = tl.load(left, mask=row_inside & inside, other=0.0)
+    return left_scale * tl.load(right, mask=inside, other=0.0)
 
 
 @triton.jit

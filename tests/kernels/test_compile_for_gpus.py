@@ -1,4 +1,4 @@
-"""Quantization kernels compile for a Hopper GPU, without one.
+"""Quantization kernels and grouped GEMMs compile for a Hopper GPU, without one.
 
 Triton's interpreter runs what its compiler may refuse. The launcher is called with tensors on the
 meta device, and what it would launch is compiled.
@@ -25,6 +25,8 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
 }
 
+PRODUCTS = ["fp8", "fp8 tiles", "fp8 added", "bf16", "bf16 added", "few terms"]
+
 
 @pytest.mark.slow
 def test_kernels_compile():
@@ -33,7 +35,7 @@ def test_kernels_compile():
         env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.split("\n")[:-1] == list(FORMATS)
+    assert result.stdout.split("\n")[:-1] == [*FORMATS, *PRODUCTS]
 
 
 def main() -> None:
@@ -45,8 +47,9 @@ def main() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_lowbit.kernels import amaxes, delayed, launch, launch_sections
+    from megatron_lowbit.kernels import amaxes, delayed, grouped_gemm, launch, launch_sections
     from megatron_lowbit.kernels.forms import Form
+    from megatron_lowbit.kernels.operand_group import matrices_of
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -59,7 +62,8 @@ def main() -> None:
     )
 
     types = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8",
-             torch.int64: "i64"}  # fmt: skip
+             torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
+             torch.float8_e5m2: "fp8e5"}  # fmt: skip
 
     class Compiler:
         def __init__(self, kernel) -> None:
@@ -86,6 +90,7 @@ def main() -> None:
         (launch_sections, ["quantize_kernel", "amax_kernel"]),
         (amaxes, ["amax_kernel", "row_amax_kernel"]),
         (delayed, ["_own_amax_kernel", "_record_kernel"]),
+        (grouped_gemm, ["grouped_gemm_kernel"]),
     ):
         for name in names:
             setattr(module, name, Compiler(getattr(module, name)))
@@ -102,6 +107,21 @@ def main() -> None:
         many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
         if amax is None and launch_sections.takes_sections([x, x], *many):
             launch_sections.quantize_sections([x, x], *many, sides)
+        print(name)
+    for name in PRODUCTS:
+        wide, adds, terms = name.startswith("bf16"), name.endswith("added"), 1024
+        if name.startswith("few"):
+            terms = 256
+        lhs_type = torch.bfloat16 if wide else torch.float8_e5m2
+        lhs = torch.empty(terms, 256, dtype=lhs_type, device="meta").t()
+        lhs = lhs if wide else lhs.contiguous()
+        rhs_type = torch.bfloat16 if wide else torch.float8_e4m3fn
+        rhs = torch.empty(384, terms, dtype=rhs_type, device="meta")
+        out = torch.empty(256, 384, dtype=torch.float32 if adds else torch.bfloat16, device="meta")
+        pair = [matrices_of([matrix] * 3) for matrix in (lhs, rhs)]
+        if name.endswith("tiles"):
+            pair = [matrices._replace(scales=[16] * 3) for matrices in pair]
+        grouped_gemm.multiply_groups(*pair, [out] * 3, adds)
         print(name)
 
 
