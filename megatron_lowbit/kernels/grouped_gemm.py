@@ -26,7 +26,8 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
 A_STEP, B_STEP, A_FACTOR, B_FACTOR, A_SCALES, B_SCALES = (tl.constexpr(i) for i in range(7, 13))
-"""Rows of the table of products, after the first tiles."""
+_FIELDS = tl.constexpr(13)
+"""Rows of the table of products, after the first tiles; their number."""
 _NEIGHBOURS = tl.constexpr(8)
 """Row tiles computed one after another with the same columns, which stay in the cache."""
 _SCALED = tl.constexpr(128)
@@ -144,10 +145,10 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: 
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
         tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,
-        bool(lhs.scales), adds, table.shape[1],
+        bool(lhs.scales), adds, table.count,
     )  # fmt: skip
     grouped_gemm_kernel[(sum(tiles),)](
-        table, lhs.like, rhs.like, outs[0], *constants,
+        table.entries, lhs.like, rhs.like, outs[0], *constants,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -168,7 +169,7 @@ def grouped_gemm_kernel(
     ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
     """
     tile = tl.program_id(0)
-    i = section_of(table, tile, COUNT)
+    i = section_of(table, tile, _FIELDS, COUNT)
     tile -= tl.load(table + i).to(tl.int32)
     rows = entry(table, i, ROWS, COUNT).to(tl.int32)
     columns = entry(table, i, COLUMNS, COUNT).to(tl.int32)

@@ -40,6 +40,7 @@ def takes_sections(xs: Sequence[Tensor], rows: Requests | None, cols: Requests |
         len(kinds) == 1
         and xs[0].dtype in (torch.float32, torch.bfloat16)
         and any(x.numel() for x in xs)
+        and all(x.data_ptr() % 16 == 0 for x in xs)
         and bool(requests)
         and all(format.scale_kernel and not format.row_scaled for format in formats)
         and all(r.hadamard is None or r.hadamard.size <= LARGEST_TRANSFORM for r in requests)
@@ -76,7 +77,15 @@ def quantize_sections(
         arguments += _arguments(requests, group, amax)
     (row_signs, row_fields), (col_signs, col_fields) = fields
     table = section_table(xs, tile[0], (row_signs, col_signs, *row_fields[:3], *col_fields))
-    _launch(quantize_kernel, xs, tile, constants, (None, table, *arguments), table, options)
+    _launch(
+        quantize_kernel,
+        xs,
+        tile,
+        constants,
+        (None, table.entries, *arguments),
+        table.count,
+        options,
+    )
     return groups[0], groups[1]
 
 
@@ -86,7 +95,7 @@ def _launch(
     tile: tuple[int, int],
     sides: Sequence[Any],
     arguments: tuple,
-    table: Tensor,
+    count: int,
     options: dict[str, int],
 ) -> None:
     """Launch a kernel on all matrices of a table, in tiles of which each lies in one of them."""
@@ -96,7 +105,7 @@ def _launch(
     programs = sum(cdiv(count, tile[0]) for count in rows) * cdiv(columns, tile[1])
     kernel[(programs,)](
         first, *first.stride(), _OF_THE_TABLE, columns, *arguments, *tile, *sides, even,
-        table.shape[1], enable_fp_fusion=False, **options,
+        count, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
@@ -174,6 +183,6 @@ def _amaxes(
     ]
     table = section_table(xs, tile[0], signs)
     transforms = [transform_of(hadamard) for hadamard in hadamards]
-    arguments = (table, found[0], 0, found[1], 0)
-    _launch(amax_kernel, xs, tile, transforms, arguments, table, {"num_warps": 4})
+    arguments = (table.entries, found[0], 0, found[1], 0)
+    _launch(amax_kernel, xs, tile, transforms, arguments, table.count, {"num_warps": 4})
     return tuple(None if bits is None else bits.view(torch.float32) for bits in found)

@@ -214,8 +214,8 @@ def decode(group: OperandGroup) -> Matrices:
     table = table_of(programs, fields, codes.device)
     even = all(r % DECODED_TILE[0] == 0 and c % DECODED_TILE[1] == 0 for r, c in sizes)
     decode_kernel[(sum(programs),)](
-        codes, scales, values, None, None, None, None, _OF_THE_TABLE, _OF_THE_TABLE, table,
-        *DECODED_TILE, *elements_of(format), None, 0, even, table.shape[1],
+        codes, scales, values, None, None, None, None, _OF_THE_TABLE, _OF_THE_TABLE, table.entries,
+        *DECODED_TILE, *elements_of(format), None, 0, even, table.count,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     base = group.tensor_scales.data_ptr()

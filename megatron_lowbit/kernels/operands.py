@@ -27,7 +27,8 @@ from megatron_lowbit.numerics.folding import lift
 from megatron_lowbit.numerics.formats import E4M3, ElementFormat
 
 COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
-"""Rows of the table of operands to decode, after their codes' addresses and their rows."""
+DECODE_FIELDS = tl.constexpr(6)
+"""Rows of the table of operands to decode, after their codes' addresses and rows; their number."""
 DECODED_TILE = 16, 256
 """Rows and columns that a program decodes."""
 
@@ -185,11 +186,11 @@ def decode_kernel(
     LOWERED: tl.constexpr = 2.0**-RAISED
     tile = tl.program_id(0)
     if table is not None:
-        section = section_of(table, tile, COUNT)
+        section = section_of(table, tile, DECODE_FIELDS, COUNT)
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         codes = pointer(table, section, X, COUNT, codes)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)
-        K = entry(table, section, COLUMNS, COUNT).to(tl.int32)
+        K = tl.multiple_of(entry(table, section, COLUMNS, COUNT).to(tl.int32), 16)
         scales = pointer(table, section, SCALES, COUNT, scales)
         out = pointer(table, section, VALUES, COUNT, out)
     tiles = tl.cdiv(K, TN)

@@ -36,6 +36,7 @@ from megatron_lowbit.kernels.sections import (
     COL_SCALES,
     COL_SIGNS,
     FIRST_TILE,
+    QUANTIZE_FIELDS,
     ROW_CODES,
     ROW_KEY,
     ROW_SCALES,
@@ -107,7 +108,7 @@ def quantize_kernel(
     col0 = (tl.program_id(0) % tiles) * TN
     first_program = 0
     if table is not None:
-        section = section_of(table, tile, COUNT)
+        section = section_of(table, tile, QUANTIZE_FIELDS, COUNT)
         first_tile = entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         first_program, tile = first_tile * tiles, tile - first_tile
         x = pointer(table, section, X, COUNT, x)
@@ -125,6 +126,8 @@ def quantize_kernel(
                 r_amax += section
         if COL is not None:
             c_columns = entry(table, section, COL_COLUMNS, COUNT).to(tl.int32)
+            if COL.block % 16 == 0:
+                c_columns = tl.multiple_of(c_columns, 16)
             c_codes = pointer(table, section, COL_CODES, COUNT, c_codes)
             c_tensor_scale += section
             if c_scales is not None:

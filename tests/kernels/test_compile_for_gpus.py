@@ -73,17 +73,22 @@ def main() -> None:
             return self.compile
 
         def compile(self, *arguments, **options) -> None:
-            signature, constants = {}, {}
-            for parameter, value in zip(self.kernel.params, arguments, strict=True):
-                name = parameter.name
+            signature, constants, aligned = {}, {}, {}
+            for place, value in enumerate(arguments):
+                parameter = self.kernel.params[place]
+                name, is_key = parameter.name, parameter.name.endswith(("key", "signs"))
+                number = None if is_key or type(value) is not int else value
+                if isinstance(value, torch.Tensor) or (number is not None and number % 16 == 0):
+                    aligned[(place,)] = [["tt.divisibility", 16]]
                 if isinstance(value, torch.Tensor):
                     signature[name] = "*" + types[value.dtype]
-                elif value is None or parameter.is_constexpr:
+                elif value is None or parameter.is_constexpr or number == 1:
                     signature[name], constants[name] = "constexpr", value
                 else:
-                    signature[name] = "i64" if name.endswith(("key", "signs")) else "i32"
-            source = ASTSource(self.kernel, signature, constants)
-            triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+                    signature[name] = "i64" if is_key else "i32"
+            source = ASTSource(self.kernel, signature, constants, aligned)
+            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            self.single_reads = compiled.asm["ptx"].count("ld.global.b16")
 
     for module, names in (
         (launch, ["quantize_kernel"]),
@@ -107,6 +112,8 @@ def main() -> None:
         many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
         if amax is None and launch_sections.takes_sections([x, x], *many):
             launch_sections.quantize_sections([x, x], *many, sides)
+            reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
+            assert reads[1] == reads[0], f"{name}: numbers of many matrices are read one by one"
         print(name)
     for name in PRODUCTS:
         wide, adds, terms = name.startswith("bf16"), name.endswith("added"), 1024
