@@ -56,7 +56,7 @@ class Arithmetic(NamedTuple):
 
     encode: Callable[..., tuple[Tensor, Tensor, Tensor]]
     decode: Callable[..., Tensor]
-    uniform: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    uniform: Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 REFERENCE = Arithmetic(
@@ -234,8 +234,14 @@ class Request:
                 raise ValueError("stochastic rounding needs a Draw: which random bits to use")
             key = self.draw.key_words(x.device)
             rows, groups = self.draw.counters(count, columns, x.device)
-            uniform = arithmetic.uniform(key, rows, groups, format.element.random_bits)
-            random = _pad(uniform[:, : y.shape[1]], *y.shape)
+            numbers = [
+                _pad(u[:, : y.shape[1]], *y.shape)
+                for u in (
+                    arithmetic.uniform(key, rows, groups, format.random_bits, number)
+                    for number in range(format.draws)
+                )
+            ]
+            random = numbers[0] if len(numbers) == 1 else torch.stack(numbers)
         codes, scales, tensor_scale = arithmetic.encode(format, y.contiguous(), amax, random)
         codes = pack_nibbles(codes) if format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)
