@@ -59,9 +59,8 @@ def _are_alike(contexts: Sequence[LinearContext | None]) -> bool:
     if first is None:
         return False
     precision = first.precision
-    reuses = precision.wgrad.rhs_of_fprop or precision.dgrad.rhs_of_fprop
     alike = all(context is not None and context.precision == precision for context in contexts)
-    return alike and not reuses and not precision.falls_back
+    return alike and not precision.uses_fprop and not precision.falls_back
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -41,7 +41,7 @@ def format_by_name(name: str, **options: Any) -> BlockFormat:
         load_entry_points()
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS)
-        families = dict.fromkeys(re.sub(r"-(2d|e\d+m\d+)", "", known) for known in FORMATS)
+        families = dict.fromkeys(re.sub(r"-(2d|u?e\d+m\d+)", "", known) for known in FORMATS)
         hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(families)}"
         raise ValueError(f"unknown format {name!r}; {hint}")
     return FORMATS[name].with_options(**options)

@@ -32,7 +32,9 @@ class GemmPrecision:
     engine; ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's quantized
     weight or input has, blocks along fprop's axis, in place of quantizing it anew; and ``folding``,
     which may be False to multiply operands with power-of-two scales without folding them.
-    ``fallback`` computes a product that is not finite again from operands in high precision.
+    ``requantizes_rhs`` of dgrad and wgrad quantizes those values of fprop, in BF16, along its own
+    axis: the backward pass then sees what the forward pass multiplied. ``fallback`` computes a
+    product that is not finite again from operands in high precision.
     """
 
     lhs: Quantizer | None = None
@@ -43,13 +45,17 @@ class GemmPrecision:
     accumulation: Accumulation | None = None
     folding: bool = True
     rhs_of_fprop: bool = False
+    requantizes_rhs: bool = False
     fallback: Literal["bf16"] | None = None
 
     def __post_init__(self) -> None:
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
             raise ValueError("a hadamard transform needs both operands of its GEMM quantized")
-        if self.fallback and self.rhs_of_fprop:
-            raise ValueError("fallback: axis fprop keeps no operand in high precision")
+        if self.rhs_of_fprop and self.requantizes_rhs:
+            raise ValueError("requantize: axis fprop takes fprop's values as they are")
+        if self.fallback and self.uses_fprop:
+            kind = "axis fprop" if self.rhs_of_fprop else "requantize"
+            raise ValueError(f"fallback: {kind} keeps no operand in high precision")
 
     @property
     def sides(self) -> tuple[Quantizer | None, Quantizer | None]:
@@ -60,6 +66,11 @@ class GemmPrecision:
     def quantized(self) -> bool:
         """True if any operand is quantized."""
         return self.lhs is not None or self.rhs is not None
+
+    @property
+    def uses_fprop(self) -> bool:
+        """True if the right operand is made from fprop's quantized one."""
+        return self.rhs_of_fprop or self.requantizes_rhs
 
     @property
     def redraws_rhs(self) -> bool:
@@ -83,6 +94,8 @@ class GemmPrecision:
             yield "group scale"
         if self.rhs_of_fprop:
             yield "right of fprop"
+        if self.requantizes_rhs:
+            yield "right requantized"
         if self.delayed is not None:
             yield f"delayed {self.delayed.algorithm}-{self.delayed.length}"
         if self.accumulation is not None:
@@ -130,6 +143,11 @@ class LinearPrecision:
                     f"{name}.{role}: axis fprop takes fprop's quantized values, so "
                     "that format and rounding are fprop's, and neither GEMM has a hadamard"
                 )
+            if gemm.requantizes_rhs and (of_fprop is None or self.fprop.hadamard):
+                raise ValueError(
+                    f"{name}.{role}: requantize takes fprop's quantized values, so that fprop "
+                    "quantizes them, without a hadamard"
+                )
 
     @cached_property  # asked for dozens of times in a call of a layer
     def gemms(self) -> dict[str, GemmPrecision]:
@@ -150,6 +168,7 @@ class LinearPrecision:
         return (
             weight is not None
             and weight == dgrad.rhs
+            and not dgrad.requantizes_rhs
             and weight.format.square
             and weight.rounding is Rounding.NEAREST_EVEN
             and fprop.hadamard is None
@@ -186,6 +205,11 @@ class LinearPrecision:
         """True if any GEMM needs random bits, for rounding or for fresh signs."""
         fresh = any(p.hadamard and p.hadamard.signs == "fresh" for p in self.gemms.values())
         return fresh or any(_is_stochastic(operand.quantizer) for operand in self.operands())
+
+    @property
+    def uses_fprop(self) -> bool:
+        """True if a backward GEMM takes an operand that is made from fprop's quantized one."""
+        return any(precision.uses_fprop for precision in self.gemms.values())
 
     @property
     def falls_back(self) -> bool:

@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -51,8 +52,9 @@ class OperandSpec(BaseModel):
     """Settings of one role: a format's name (null: high precision) and its elements' rounding.
 
     ``axis`` says whose contracted axis the blocks run along: the ``own`` GEMM's, or ``fprop``'s in
-    dgrad and wgrad, too, which then take the values that fprop quantized. Any other key is an
-    option of the format; null stands for the option's default.
+    dgrad and wgrad, too, which then take the values that fprop quantized. ``requantize`` quantizes
+    those values for dgrad and wgrad, along their own axes. Any other key is an option of the
+    format; null stands for the option's default.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -60,6 +62,7 @@ class OperandSpec(BaseModel):
     format: Annotated[str | None, BeforeValidator(_known_format)] = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
     axis: Literal["own", "fprop"] = "own"
+    requantize: StrictBool = False
 
     def build(self) -> Quantizer | None:
         """Build the quantizer; a ValueError names a key or value that the format does not take."""
@@ -144,8 +147,9 @@ class PrecisionSpec(_RoleSettings):
                 good = ", ".join(roles)
                 raise ValueError(f"{name}.{role}: no operand of {name}; use one of {good}")
         left, right = (self._operand(gemm, role) for role in roles)
-        if left.axis == "fprop" and name != "fprop":
-            raise ValueError("grad.axis: fprop has no gradient; only input and weight take it")
+        if name != "fprop" and (left.axis == "fprop" or left.requantize):
+            key = "requantize" if left.requantize else "axis"
+            raise ValueError(f"grad.{key}: fprop has no gradient; only input and weight take it")
         lhs, rhs = (self._quantizer(name, gemm, role) for role in roles)
         own = {key: getattr(gemm, key) for key in gemm.model_fields_set}
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
@@ -159,6 +163,7 @@ class PrecisionSpec(_RoleSettings):
                 accumulation=own.get("accumulation", self.accumulation),
                 folding=self.folding if gemm.folding is None else gemm.folding,
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
+                requantizes_rhs=name != "fprop" and rhs is not None and right.requantize,
                 fallback=own.get("fallback", self.fallback) if lhs or rhs else None,
             )
         return precision

@@ -80,7 +80,7 @@ class _Reader:
         self.name, self.precision, self.gemms = name, precision, precision.gemms.values()
         self.refuse(any(g.accumulation is not None for g in self.gemms), "emulated accumulation")
         self.refuse(precision.falls_back, "fallback")
-        self.refuse(any(g.rhs_of_fprop for g in self.gemms), "axis: fprop")
+        self.refuse(precision.uses_fprop, "axis: fprop, nor requantize")
         self.refuse(any(g.tensor_scale == "group" for g in self.gemms), "tensor_scale: group")
 
     def refuse(self, is_set: bool, what: str) -> None:

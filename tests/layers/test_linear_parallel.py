@@ -47,8 +47,13 @@ SAME_AXIS = precision(
     *["tensor_scale=group", "weight.format=nvfp4", "wgrad.hadamard=none"],
     *["weight.axis=fprop", "input.axis=fprop"],
 )
+REQUANTIZED = precision(
+    *["tensor_scale=group", "weight.format=nvfp4"],
+    *["weight.requantize=true", "input.requantize=true"],
+)
 PRECISIONS = {
     "group": GROUP, "stochastic": ALL_STOCHASTIC, "square": SQUARE_INPUT, "same axis": SAME_AXIS,
+    "requantized": REQUANTIZED,
 }  # fmt: skip
 FP8 = precision("tensor_scale=group", name="fp8-tensorwise")
 FP8_STOCHASTIC = precision(

@@ -294,7 +294,10 @@ WRONG = [
     (drop("matchers.linears.pattern"), ["matchers.linears.pattern", "required"]),
     (drop("matchers.linears.type"), ["matchers.linears", "type"]),
     # wrong values: the key, and the good ones
-    (put("configs.nvfp4.grad.format", "nvfp5"), ["configs.nvfp4.grad.format", "nvfp4, nvfp4-2d"]),
+    (
+        put("configs.nvfp4.grad.format", "nvfp5"),
+        ["configs.nvfp4.grad.format", "mean nvfp4, nvfp4-"],
+    ),
     (put("configs.nvfp4.grad.format", "zzz"), ["configs.nvfp4.grad.format", "there are fp8-1x128"]),
     (put("configs.nvfp4.grad.format", 4), ["configs.nvfp4.grad.format", "4"]),
     (put("configs.nvfp4.grad.format", ["nvfp4"]), ["configs.nvfp4.grad.format"]),

@@ -330,7 +330,7 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
     },
     "OperandSpec": {
         "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",
-        "axis": "weight.axis=fprop",
+        "axis": "weight.axis=fprop", "requantize": "wgrad.input.requantize=true",
     },
     "Hadamard": {
         "size": "wgrad.hadamard.size=8", "signs": "wgrad.hadamard.signs=5",

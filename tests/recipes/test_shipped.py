@@ -19,6 +19,10 @@ FRESH_64 = Hadamard(64, "fresh", "fp32")
 HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=None)
 
 
+UNUSED = {"block_scales": "e4m3", "four_over_six": "none", "max_scale": 448,
+          "sixteen_seventeenths": False, "tensor_scaled": True}  # fmt: skip
+
+
 def says(quantizer) -> str:
     """Return everything a quantizer does: element, block, scaling options, rounding."""
     if quantizer is None:
@@ -30,7 +34,8 @@ def says(quantizer) -> str:
     for name in form.OPTIONS:
         value = getattr(form, name)
         shown = {"three_quarters": "3/4" if value else "", "block": ""}
-        words.append(shown.get(name, "" if value == "e4m3" else str(value)))
+        off = name in UNUSED and value == UNUSED[name]
+        words.append(shown.get(name, "" if off else str(value)))
     return " ".join(filter(None, [*words, quantizer.rounding.value]))
 
 
