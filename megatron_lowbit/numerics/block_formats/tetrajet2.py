@@ -23,6 +23,8 @@ from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 
 OUTER, INNER = 128, 16
 _INNER_BLOCKS = OUTER // INNER
+_OUTER_BYTES = 4
+_SCALE_BYTES = _OUTER_BYTES + _INNER_BLOCKS
 _SMALLEST_SCALE = 2.0**-9
 
 
@@ -30,12 +32,11 @@ _SMALLEST_SCALE = 2.0**-9
 class TetraJet2(BlockFormat):
     """Blocks of 1x128 that hold blocks of 1x16; tensor_scale is 1.
 
-    ``scales`` are FP32 (R, 9 * K/128): o of each block of 128, then its eight i.
+    ``scales`` are uint8 (R, 12 * K/128): the four bytes of o of each block of 128, then its eight i.
     """
 
     block = OUTER
-    scale_bits = 32 + 8 * _INNER_BLOCKS
-    scale_dtype = torch.float32
+    scale_bits = 8 * _SCALE_BYTES
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
@@ -53,16 +54,17 @@ class TetraJet2(BlockFormat):
             inner = torch.where(inner == 0, torch.full_like(inner, _SMALLEST_SCALE), inner)
         scaled = tiles / (outer * inner).unsqueeze(-1)
         codes = encode(scaled.view(x.shape), E2M1, uniform)
-        return codes, torch.cat([outer, inner], dim=-1).flatten(1), torch.ones_like(amax)
+        stored = [outer.view(torch.uint8), encode(inner, E4M3).view(torch.uint8)]
+        return codes, torch.cat(stored, dim=-1).flatten(1), torch.ones_like(amax)
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/128, 8, 16)."""
-        both: Tensor = scales.unflatten(
-            -1, (scales.shape[-1] // (1 + _INNER_BLOCKS), 1 + _INNER_BLOCKS)
-        )
+        stored = scales.unflatten(-1, (scales.shape[-1] // _SCALE_BYTES, _SCALE_BYTES))
+        outer = stored[..., :_OUTER_BYTES].contiguous().view(torch.float32)
+        inner = stored[..., _OUTER_BYTES:].contiguous().view(torch.float8_e4m3fn)
         tiles = codes.unflatten(-1, (codes.shape[-1] // OUTER, _INNER_BLOCKS, INNER))
         values = decode(tiles, E2M1)
-        return values * (both[..., :1] * both[..., 1:]).unsqueeze(-1)
+        return values * (outer * inner.to(torch.float32)).unsqueeze(-1)
 
 
 FORMATS = (TetraJet2("tetrajet2", E2M1, 1),)
