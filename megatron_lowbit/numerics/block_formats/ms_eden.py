@@ -32,6 +32,9 @@ BLOCK = 16
 AMAX_SCALE = 255.99
 AMAX_ELEMENT = 6.0 / (17.0 / 16.0 * 0.93)
 
+_LEAST = 2.0**-149
+"""FP32's smallest number, in place of a tensor scale that underflows."""
+
 
 @dataclass(frozen=True)
 class MSEden(BlockFormat):
@@ -58,7 +61,7 @@ class MSEden(BlockFormat):
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
         tensor_scale = amax / torch.full_like(amax, AMAX_SCALE)
         tensor_scale = tensor_scale / torch.full_like(amax, AMAX_ELEMENT)
-        tensor_scale = torch.where(amax == 0, torch.ones_like(amax), tensor_scale)
+        tensor_scale = torch.where(amax == 0, torch.ones_like(amax), tensor_scale.clamp(_LEAST))
         tiles = blocks(x, 1, BLOCK)
         most = block_amax(tiles)
         rounded = encode((most / torch.full_like(most, AMAX_ELEMENT)) / tensor_scale, E4M3)

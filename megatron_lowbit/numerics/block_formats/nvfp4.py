@@ -28,8 +28,9 @@ of two scales (``four_over_six.py``). ``sixteen_seventeenths`` (Q_SR of "Quartet
     S_enc = min(6 * 448 * a / amax_tensor, FLT_MAX)
     s_b   = e4m3(min((amax_block / (6 * a)) * S_enc, 448))
 
-so that x * enc_b is at most 6 wherever s_b >= 2**-6, and rounding is unbiased there. With either of
-the two the stored tensor scale is amax_tensor / (6 * 448 * a), or with another ``max_scale``.
+so that x * enc_b is at most 6 wherever s_b >= 2**-6, and rounding is unbiased there. (The sources
+of both decode by code * s_b * amax_tensor / (6 * 448 * a), which differs from the product with
+1 / S_enc by a rounding: a GEMM has one factor for a tensor.)
 """
 
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class NVFP4(BlockFormat):
     """The block format, with blocks of 1x16 or 16x16 elements.
 
     ``scales`` are float8_e4m3fn (R, K/16), those of 16x16 blocks repeated for each of the 16 rows,
-    as tensor cores read them; ``tensor_scale`` is the decode scale.
+    as tensor cores read them; ``tensor_scale`` is the decode scale 1 / S_enc.
     """
 
     block_scales: Literal["e4m3", "foldable", "foldable-up"] = "e4m3"
@@ -152,10 +153,9 @@ class NVFP4(BlockFormat):
             return (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
 
         if self.four_over_six == "none" and not self.sixteen_seventeenths:
-            base, tensor_scale = most * (s_enc * constant(1.0 / 6.0, like=x)), s_dec
+            base = most * (s_enc * constant(1.0 / 6.0, like=x))
         else:
             base = (most / torch.full_like(most, element_max)) * s_enc
-            tensor_scale = torch.where(amax == 0, torch.ones_like(amax), amax / top)
         if self.four_over_six == "none":
             if self.folds:
                 base = foldable_scales(base, self.block_scales == "foldable-up")
@@ -166,7 +166,7 @@ class NVFP4(BlockFormat):
                 tiles, base, uniform, self.four_over_six, multiplier,
                 lambda numbers, scale: numbers * scale * amax / top,
             )  # fmt: skip
-        return codes.view(x.shape), for_each_row(scales, self.block_rows), tensor_scale
+        return codes.view(x.shape), for_each_row(scales, self.block_rows), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/16, 16); code * scale is exact."""

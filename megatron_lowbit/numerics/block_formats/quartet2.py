@@ -25,6 +25,9 @@ from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, enco
 BLOCK = 16
 MAX_SCALE = 256.0
 
+_LEAST = 2.0**-149
+"""FP32's smallest number, in place of a tensor scale that underflows."""
+
 
 @dataclass(frozen=True)
 class Quartet2(BlockFormat):
@@ -48,7 +51,7 @@ class Quartet2(BlockFormat):
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
         sixth = torch.full_like(amax, E2M1.max)
         tensor_scale = (amax / torch.full_like(amax, MAX_SCALE)) / sixth
-        tensor_scale = torch.where(amax == 0, torch.ones_like(amax), tensor_scale)
+        tensor_scale = torch.where(amax == 0, torch.ones_like(amax), tensor_scale.clamp(_LEAST))
         tiles = blocks(x, 1, BLOCK)
         most = block_amax(tiles)
         base = most / torch.full_like(most, E2M1.max)

@@ -8,8 +8,8 @@ no scale of the tensor. All arithmetic is FP32, every quotient correctly rounded
     code  = e2m1(clamp(x / (o * i), -6, 6))
     x_hat = code * (o * i)
 
-Stochastic rounding puts 2**-9, the smallest scale, in place of i = 0. Rounded to nearest, a block
-with i = 0 and the product 0 / 0 of a zero has code 0. (The authors' CUDA kernel multiplies by
+Stochastic rounding puts 2**-9, the smallest scale, in place of i = 0. Rounded to nearest, what
+shares i = 0 saturates, and decodes as zero. (The authors' CUDA kernel multiplies by
 1 / (o * i), which gives other codes now and then.) A NaN or an infinity makes all 128 values NaN.
 """
 
@@ -32,7 +32,7 @@ _SMALLEST_SCALE = 2.0**-9
 class TetraJet2(BlockFormat):
     """Blocks of 1x128 that hold blocks of 1x16; tensor_scale is 1.
 
-    ``scales`` are uint8 (R, 12 * K/128): the four bytes of o of each block of 128, then its eight i.
+    ``scales`` are uint8 (R, 12 * K/128), for each block of 128 the four bytes of o and its eight i.
     """
 
     block = OUTER
@@ -52,7 +52,8 @@ class TetraJet2(BlockFormat):
         inner = encode(inner, E4M3).to(torch.float32)
         if uniform is not None:
             inner = torch.where(inner == 0, torch.full_like(inner, _SMALLEST_SCALE), inner)
-        scaled = tiles / (outer * inner).unsqueeze(-1)
+        # A zero stays one, where its inner scale is 0.
+        scaled = torch.where(tiles == 0, tiles, tiles / (outer * inner).unsqueeze(-1))
         codes = encode(scaled.view(x.shape), E2M1, uniform)
         stored = [outer.view(torch.uint8), encode(inner, E4M3).view(torch.uint8)]
         return codes, torch.cat(stored, dim=-1).flatten(1), torch.ones_like(amax)
@@ -60,8 +61,8 @@ class TetraJet2(BlockFormat):
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/128, 8, 16)."""
         stored = scales.unflatten(-1, (scales.shape[-1] // _SCALE_BYTES, _SCALE_BYTES))
-        outer = stored[..., :_OUTER_BYTES].contiguous().view(torch.float32)
-        inner = stored[..., _OUTER_BYTES:].contiguous().view(torch.float8_e4m3fn)
+        outer: Tensor = stored[..., :_OUTER_BYTES].contiguous().view(torch.float32)
+        inner: Tensor = stored[..., _OUTER_BYTES:].contiguous().view(torch.float8_e4m3fn)
         tiles = codes.unflatten(-1, (codes.shape[-1] // OUTER, _INNER_BLOCKS, INNER))
         values = decode(tiles, E2M1)
         return values * (outer * inner.to(torch.float32)).unsqueeze(-1)
