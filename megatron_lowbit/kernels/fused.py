@@ -11,7 +11,14 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.gemm import ADDED_PRODUCTS, PRODUCTS, GpuOperand, folded_pair, plain
+from megatron_lowbit.kernels.gemm import (
+    ADDED_PRODUCTS,
+    PRODUCTS,
+    GpuOperand,
+    folded_pair,
+    plain,
+    with_mean,
+)
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
@@ -44,6 +51,8 @@ class FusedEngine(Engine):
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of both sides, from one pass over x."""
+        if any(r is not None and r.quantizer.splits_mean for r in (row, col)):
+            return super().amaxes(x, row, col)
         return tensor_amaxes(x, row, col)
 
     def quantize(
@@ -55,10 +64,10 @@ class FusedEngine(Engine):
     ) -> tuple[GpuOperand | None, GpuOperand | None]:
         """Quantize both sides in one pass, each as its GEMM takes it.
 
-        Codes of square blocks that serve both sides are made once. Formats without a kernel of
-        their scales are quantized by the reference.
+        Codes of square blocks that serve both sides are made once. What has no kernel is quantized
+        by the reference.
         """
-        if not all(r is None or r.quantizer.format.scale_kernel for r in (row, col)):
+        if not all(r is None or r.quantizer.has_kernel for r in (row, col)):
             return reference_quantize(x, row, col, amaxes)
         if row is not None and col is row:
             col = replace(row, partner=row.transpose_partner)
@@ -151,6 +160,7 @@ class FusedEngine(Engine):
         folding: bool = True,
     ) -> Tensor:
         """Multiply on tensor cores; an accumulation is emulated."""
+        lhs, rhs = with_mean(lhs), with_mean(rhs)
         high_precision = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference_gemm(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
@@ -161,6 +171,7 @@ class FusedEngine(Engine):
         self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True
     ) -> Tensor:
         """Add the product inside the GEMM where its route can."""
+        lhs, rhs = with_mean(lhs), with_mean(rhs)
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         if quantized and out.dtype is torch.float32 and out.is_contiguous():
             found, operands = self._routed(lhs, rhs, folding)

@@ -60,7 +60,7 @@ def _are_alike(contexts: Sequence[LinearContext | None]) -> bool:
         return False
     precision = first.precision
     alike = all(context is not None and context.precision == precision for context in contexts)
-    return alike and not precision.uses_fprop and not precision.falls_back
+    return alike and not precision.shares_operands and not precision.falls_back
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -180,6 +180,9 @@ def quantize_grad(
     context: LinearContext, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Any, Any]:
     """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
+    if needs_wgrad and context.precision.wgrad.lhs_of_dgrad:
+        by_row, _ = context.quantize(grad, "grad", "dgrad", None, needs_codes={"dgrad"})
+        return by_row, by_row.dequantize().t()
     row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
     return context.quantize(grad, "grad", row, col)
 

@@ -18,6 +18,7 @@ from megatron_lowbit.numerics.delayed_scaling import DelayedAmax
 from megatron_lowbit.numerics.extra_formats import load_entry_points
 from megatron_lowbit.numerics.formats import ElementFormat, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
+from megatron_lowbit.numerics.mean_residual import split_mean
 from megatron_lowbit.numerics.randomness import Draw, uniform
 
 
@@ -72,7 +73,8 @@ class QuantizedTensor:
 
     ``codes`` (4-bit ones two a byte), ``scales`` and ``tensor_scale`` are as the format defines
     them, for ``shape`` flattened to two axes and its last one padded to whole blocks; ``shape`` is
-    the logical shape, its last axis rounded up to whole transforms where one was applied.
+    the logical shape, its last axis rounded up to whole transforms where one was applied. ``mean``,
+    FP32 (K,), is added to each decoded row of K, where the mean of the rows was split off.
     """
 
     codes: Tensor
@@ -80,6 +82,7 @@ class QuantizedTensor:
     tensor_scale: Tensor
     format: BlockFormat
     shape: tuple[int, ...]
+    mean: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the parts that pickle, copy.deepcopy and torch.save restore.
@@ -88,18 +91,21 @@ class QuantizedTensor:
         """
         # As bytes: pickle cannot load FP8 tensors of torch 2.13, which only torch.save can.
         stored = [(_as_bytes(x), x.dtype) for x in (self.codes, self.scales)]
-        return _restored, (*stored, self.tensor_scale, self.format, self.shape)
+        return _restored, (*stored, self.tensor_scale, self.format, self.shape, self.mean)
 
     def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
         """Return the FP32 values, of ``shape``."""
         codes = unpack_nibbles(self.codes) if self.format.element.bits == 4 else self.codes
         values = arithmetic.decode(self.format, codes, self.scales, self.tensor_scale).flatten(1)
-        return values[:, : self.shape[-1]].reshape(self.shape)
+        values = values[:, : self.shape[-1]].reshape(self.shape)
+        return values if self.mean is None else values + self.mean
 
     def transpose(self) -> "QuantizedTensor":
         """Return the transpose (K, R) of a matrix (R, K) in square blocks, with the same bits."""
         if not self.format.square:
             raise ValueError(f"{self.format.name} has no square blocks: quantize the transpose")
+        if self.mean is not None:
+            raise ValueError("the transpose has no mean of its rows: quantize it without")
         rows, columns = self.shape
         four_bits = self.format.element.bits == 4
         codes = unpack_nibbles(self.codes) if four_bits else self.codes.view(torch.uint8)
@@ -111,8 +117,9 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales together."""
-        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+        """Bytes of codes, scales and mean together."""
+        mean = 0 if self.mean is None else self.mean.nbytes
+        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes + mean
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -125,10 +132,11 @@ def _restored(
     tensor_scale: Tensor,
     format: BlockFormat,
     shape: tuple[int, ...],
+    mean: Tensor | None = None,
 ) -> QuantizedTensor:
     """Return the quantized tensor that was pickled; codes and scales come with their dtypes."""
     codes_of_format, scales_of_format = (x.view(dtype) for x, dtype in (codes, scales))
-    return QuantizedTensor(codes_of_format, scales_of_format, tensor_scale, format, shape)
+    return QuantizedTensor(codes_of_format, scales_of_format, tensor_scale, format, shape, mean)
 
 
 torch.serialization.add_safe_globals(
@@ -152,10 +160,19 @@ class Operand:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A format and a rounding of its elements (scales are always rounded as the format says)."""
+    """A format and a rounding of its elements (scales are always rounded as the format says).
+
+    ``splits_mean`` quantizes the residual from the mean of the rows (``mean_residual.py``).
+    """
 
     format: BlockFormat
     rounding: Rounding = Rounding.NEAREST_EVEN
+    splits_mean: bool = False
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if the kernels of GPUs quantize so; the reference does otherwise."""
+        return self.format.scale_kernel is not None and not self.splits_mean
 
     def __call__(
         self, x: Tensor, amax: Tensor | DelayedAmax | None = None, **options: Any
@@ -193,15 +210,21 @@ class Request:
     saved: bool = False
     folding: bool = True
 
-    def transform(self, x: Tensor) -> Tensor:
-        """Return x (R, K) in FP32, transformed if the request says so."""
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what is encoded of x (R, K), in FP32, and the mean of rows that it lacks.
+
+        It is transformed, or a residual, if the request says so.
+        """
+        if self.quantizer.splits_mean:
+            mean, residual = split_mean(x.float())
+            return residual, mean
         if self.hadamard is None:
-            return x.float()
-        return hadamard_transform(x, self.hadamard, self.sign_key)
+            return x.float(), None
+        return hadamard_transform(x, self.hadamard, self.sign_key), None
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude of x (R, K) after the transform, an FP32 scalar."""
-        y = self.transform(x)
+        """Return the largest magnitude of what is encoded of x (R, K), an FP32 scalar."""
+        y, _ = self.prepare(x)
         return y.abs().amax() if y.numel() else y.new_zeros(())
 
     def quantize(
@@ -221,7 +244,7 @@ class Request:
         """
         format, count = self.quantizer.format, math.prod(x.shape[:-1])
         x2d = x.reshape(count, x.shape[-1])
-        y = self.transform(x2d)
+        y, mean = self.prepare(x2d)
         if not isinstance(amax, Tensor) or not format.tensor_scaled:
             own = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
             amax = amax.resolve(own) if isinstance(amax, DelayedAmax) else own
@@ -245,7 +268,7 @@ class Request:
         codes, scales, tensor_scale = arithmetic.encode(format, y.contiguous(), amax, random)
         codes = pack_nibbles(codes) if format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)
-        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape)
+        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape, mean)
 
 
 Amaxes = tuple[Tensor | None, Tensor | None]

@@ -33,8 +33,9 @@ class GemmPrecision:
     weight or input has, blocks along fprop's axis, in place of quantizing it anew; and ``folding``,
     which may be False to multiply operands with power-of-two scales without folding them.
     ``requantizes_rhs`` of dgrad and wgrad quantizes those values of fprop, in BF16, along its own
-    axis: the backward pass then sees what the forward pass multiplied. ``fallback`` computes a
-    product that is not finite again from operands in high precision.
+    axis: the backward pass then sees what the forward pass multiplied. ``lhs_of_dgrad`` of wgrad
+    multiplies the values that dgrad's quantized gradient has, blocks along dgrad's axis.
+    ``fallback`` computes a product that is not finite again from operands in high precision.
     """
 
     lhs: Quantizer | None = None
@@ -46,15 +47,19 @@ class GemmPrecision:
     folding: bool = True
     rhs_of_fprop: bool = False
     requantizes_rhs: bool = False
+    lhs_of_dgrad: bool = False
     fallback: Literal["bf16"] | None = None
 
     def __post_init__(self) -> None:
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
             raise ValueError("a hadamard transform needs both operands of its GEMM quantized")
+        if self.hadamard is not None and any(side.splits_mean for side in self.sides if side):
+            raise ValueError("split_mean: not with a hadamard transform")
         if self.rhs_of_fprop and self.requantizes_rhs:
             raise ValueError("requantize: axis fprop takes fprop's values as they are")
-        if self.fallback and self.uses_fprop:
-            kind = "axis fprop" if self.rhs_of_fprop else "requantize"
+        if self.fallback and (self.uses_fprop or self.lhs_of_dgrad):
+            same_axis = "axis fprop" if self.rhs_of_fprop else "axis dgrad"
+            kind = "requantize" if self.requantizes_rhs else same_axis
             raise ValueError(f"fallback: {kind} keeps no operand in high precision")
 
     @property
@@ -96,6 +101,8 @@ class GemmPrecision:
             yield "right of fprop"
         if self.requantizes_rhs:
             yield "right requantized"
+        if self.lhs_of_dgrad:
+            yield "left of dgrad"
         if self.delayed is not None:
             yield f"delayed {self.delayed.algorithm}-{self.delayed.length}"
         if self.accumulation is not None:
@@ -111,7 +118,8 @@ def side(quantizer: Quantizer | None) -> str:
     """Describe one operand, such as ``mxfp4 three_quarters SR``; ``bf16`` is high precision."""
     if quantizer is None:
         return "bf16"
-    return str(quantizer.format) + (" SR" if _is_stochastic(quantizer) else "")
+    mean = "mean + " if quantizer.splits_mean else ""
+    return mean + str(quantizer.format) + (" SR" if _is_stochastic(quantizer) else "")
 
 
 def _is_stochastic(quantizer: Quantizer | None) -> bool:
@@ -135,6 +143,23 @@ class LinearPrecision:
     wgrad: GemmPrecision = GemmPrecision()
 
     def __post_init__(self) -> None:
+        self._check_use_of_fprop()
+        wgrad, dgrad = self.wgrad, self.dgrad
+        if wgrad.lhs_of_dgrad and (wgrad.lhs != dgrad.lhs or wgrad.hadamard or dgrad.hadamard):
+            raise ValueError(
+                "wgrad.grad: axis dgrad takes dgrad's quantized values, so that format and "
+                "rounding are dgrad's, and neither GEMM has a hadamard"
+            )
+        for gemm, role, quantizer in self.operands():
+            axis = "fprop" if role == "input" else "dgrad"
+            reused = wgrad.rhs_of_fprop if role == "input" else wgrad.lhs_of_dgrad
+            if quantizer is not None and quantizer.splits_mean:
+                if role == "weight":
+                    raise ValueError(f"{gemm}.weight: split_mean is for input and grad")
+                if gemm == "wgrad" and not reused:
+                    raise ValueError(f"wgrad.{role}: split_mean needs axis {axis} in wgrad")
+
+    def _check_use_of_fprop(self) -> None:
         for name in ("dgrad", "wgrad"):
             gemm, role = self.gemms[name], GEMM_ROLES[name][1]
             of_fprop = self.quantizer("fprop", role)
@@ -184,8 +209,8 @@ class LinearPrecision:
     def gathers_codes(self, gemm: str, tokens: int) -> bool:
         """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
         quantizer, transform = self.quantizer(gemm, "input"), self.gemms[gemm].hadamard
-        if quantizer is None:
-            return False
+        if quantizer is None or quantizer.splits_mean:
+            return False  # a mean is that of the tokens of all ranks
         if gemm == "fprop":
             return tokens % quantizer.format.block_rows == 0
         if quantizer.format.row_scaled:
@@ -210,6 +235,11 @@ class LinearPrecision:
     def uses_fprop(self) -> bool:
         """True if a backward GEMM takes an operand that is made from fprop's quantized one."""
         return any(precision.uses_fprop for precision in self.gemms.values())
+
+    @property
+    def shares_operands(self) -> bool:
+        """True if a GEMM takes an operand that is made from another GEMM's quantized one."""
+        return self.uses_fprop or self.wgrad.lhs_of_dgrad
 
     @property
     def falls_back(self) -> bool:

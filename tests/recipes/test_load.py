@@ -206,7 +206,7 @@ def test_setting_changes_no_later_load():
         ("grad.rounding=[", ["'['", "not a YAML value"]),
         ("grad.format=nvfp8", ["configs.nvfp4.grad.format", "nvfp8", "nvfp4"]),
         ("grad=nearest", ["configs.nvfp4.grad"]),
-        ("weight.axis=rows", ["configs.nvfp4.weight.axis", "'own' or 'fprop'"]),
+        ("weight.axis=rows", ["configs.nvfp4.weight.axis", "'own', 'fprop' or 'dgrad'"]),
         ("grad.axis=fprop", ["configs.nvfp4.grad.axis", "input and weight"]),
         ("input.axis=fprop", ["configs.nvfp4.wgrad.input", "axis fprop", "hadamard"]),
         ("dgrad.weight={axis: fprop, rounding: stochastic}", ["nvfp4.dgrad.weight", "rounding"]),

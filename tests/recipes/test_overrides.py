@@ -331,6 +331,7 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
     "OperandSpec": {
         "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",
         "axis": "weight.axis=fprop", "requantize": "wgrad.input.requantize=true",
+        "split_mean": "fprop.input.split_mean=true",
     },
     "Hadamard": {
         "size": "wgrad.hadamard.size=8", "signs": "wgrad.hadamard.signs=5",
