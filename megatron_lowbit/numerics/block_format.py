@@ -147,8 +147,8 @@ class BlockFormat(ABC):
     def __str__(self) -> str:
         shown = [self.name]
         for name, value in self.options.items():
-            number = f"{name} {value}"
-            shown.append(name if value is True else value if isinstance(value, str) else number)
+            named = not isinstance(value, str) or self.OPTIONS[name][0] == "none"
+            shown.append(name if value is True else f"{name} {value}" if named else value)
         return " ".join(shown)
 
 

@@ -16,6 +16,8 @@ candidate: the choice then depends on them, which biases the result.
 """
 
 from collections.abc import Callable
+from functools import reduce
+from operator import add
 from typing import Literal
 
 import torch
@@ -47,29 +49,22 @@ def better_scales(
     Returns:
         E2M1 codes of the shape of ``tiles``, and E4M3 scales of the shape of ``base``.
     """
-    codes, scales, errors = [], [], []
-    for candidate, factor in enumerate((1.0, 1.5)):
-        scale = encode(base * factor, E4M3)
-        random = None if uniform is None else uniform[candidate].view(tiles.shape)
-        code = encode(tiles * multiplier(scale), E2M1, random)
-        codes.append(code)
-        scales.append(scale.to(torch.float32))
-        errors.append(_error(values(decode(code, E2M1), scales[-1]) - tiles, selection))
-    four = errors[1] < errors[0]
-    scale = torch.where(four, scales[1], scales[0])
-    return torch.where(four, codes[1], codes[0]), encode(scale, E4M3)
+    both = torch.stack([base, base * 1.5])
+    scales = encode(both, E4M3)
+    random = None if uniform is None else uniform.view(2, *tiles.shape)
+    codes = encode(tiles * multiplier(scales), E2M1, random)
+    six, four = _error(values(decode(codes, E2M1), scales.to(torch.float32)) - tiles, selection)
+    taken = torch.where(four < six, scales[1].to(torch.float32), scales[0].to(torch.float32))
+    return torch.where(four < six, codes[1], codes[0]), encode(taken, E4M3)
 
 
 def _error(difference: Tensor, selection: Selection) -> Tensor:
-    """Return the error of each block, (R/rows, 1, K/16, 1)."""
+    """Return the error of each block of both candidates, (2, R/rows, 1, K/16, 1)."""
     if selection == "abs_max":
-        return difference.abs().amax(dim=(1, 3), keepdim=True)
+        return difference.abs().amax(dim=(2, 4), keepdim=True)
     terms = difference * difference if selection == "mse" else difference.abs()
-    total = terms[..., 0]
-    for element in range(1, terms.shape[-1]):
-        total = total + terms[..., element]
-    rows = total.shape[1]
-    while rows > 1:
-        rows //= 2
-        total = total[:, :rows] + total[:, rows : 2 * rows]
-    return total.unsqueeze(-1)
+    rows = list(reduce(add, terms.unbind(-1)).unbind(2))
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [low + high for low, high in zip(rows[:half], rows[half:], strict=True)]
+    return rows[0].unsqueeze(2).unsqueeze(-1)

@@ -28,9 +28,10 @@ of two scales (``four_over_six.py``). ``sixteen_seventeenths`` (Q_SR of "Quartet
     S_enc = min(6 * 448 * a / amax_tensor, FLT_MAX)
     s_b   = e4m3(min((amax_block / (6 * a)) * S_enc, 448))
 
-so that x * enc_b is at most 6 wherever s_b >= 2**-6, and rounding is unbiased there. (The sources
-of both decode by code * s_b * amax_tensor / (6 * 448 * a), which differs from the product with
-1 / S_enc by a rounding: a GEMM has one factor for a tensor.)
+so that x * enc_b is at most 6 wherever s_b >= 2**-6, and rounding is unbiased there; a choice
+between two scales biases it again. (The sources of both decode by code * s_b * amax_tensor /
+(6 * 448 * a), which differs from the product with 1 / S_enc by a rounding: a GEMM has one factor
+for a tensor.)
 """
 
 from dataclasses import dataclass
@@ -100,8 +101,10 @@ class NVFP4(BlockFormat):
     def __post_init__(self) -> None:
         if self.folds and len(self.options) > 1:
             raise ValueError(f"block_scales: {self.block_scales} takes no other option beside it")
-        if self.four_over_six != "none" and self.sixteen_seventeenths:
-            raise ValueError("sixteen_seventeenths: four_over_six has a scale of its own")
+
+    def __str__(self) -> str:
+        # Tables have room for 28 characters.
+        return super().__str__().replace("four_over_six", "4/6").replace("max_scale", "max")
 
     @property
     def scale_kernel(self) -> str | None:

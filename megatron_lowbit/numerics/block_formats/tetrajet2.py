@@ -55,7 +55,9 @@ class TetraJet2(BlockFormat):
         # A zero stays one, where its inner scale is 0.
         scaled = torch.where(tiles == 0, tiles, tiles / (outer * inner).unsqueeze(-1))
         codes = encode(scaled.view(x.shape), E2M1, uniform)
-        stored = [outer.view(torch.uint8), encode(inner, E4M3).view(torch.uint8)]
+        # No sign bit: a NaN's may be any.
+        outer_bytes = outer.abs().view(torch.uint8)
+        stored = [outer_bytes, encode(inner, E4M3).view(torch.uint8) & 0x7F]
         return codes, torch.cat(stored, dim=-1).flatten(1), torch.ones_like(amax)
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
