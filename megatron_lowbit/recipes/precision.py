@@ -78,6 +78,12 @@ class GemmPrecision:
         return self.rhs_of_fprop or self.requantizes_rhs
 
     @property
+    def dequantizes(self) -> bool:
+        """True if an operand is multiplied as FP32 values, which no tensor cores take."""
+        split = any(side.splits_mean for side in self.sides if side)
+        return self.rhs_of_fprop or self.lhs_of_dgrad or split
+
+    @property
     def redraws_rhs(self) -> bool:
         """True if each microbatch quantizes the same right operand to other bits."""
         fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
