@@ -187,7 +187,11 @@ def test_ragged_is_the_zero_padded_tensor_sliced(format, rows, columns):
     assert torch.equal(ragged.dequantize(), whole.dequantize()[:rows, :columns])
 
 
-@pytest.mark.parametrize("format", SQUARE, ids=str)
+# Sums of a transposed block have another order, and may decide a near tie otherwise.
+WITHOUT_SUMS = [f for f in SQUARE if f.options.get("four_over_six", "abs_max") == "abs_max"]
+
+
+@pytest.mark.parametrize("format", WITHOUT_SUMS, ids=str)
 @pytest.mark.parametrize("shape", [(128, 256), (5, 17), (130, 257)])
 def test_square_blocks_transpose_to_the_quantized_transpose(format, shape):
     """Same codes, same scales, same layout, and back again."""

@@ -155,8 +155,8 @@ def test_shares_of_gaussian_blocks():
         assert abs(four - share) < bound
 
 
-# 1000 times the mean squared error of N(0, 1), and the slope less 1, as others found them by runs of
-# fouroversix; stochastic rounding with the scale of 16/17 unless it is None.
+# 1000 times the mean squared error of N(0, 1), and the slope less 1, as others found them by runs
+# of fouroversix.
 FOUND = {
     "nearest": (Rounding.NEAREST_EVEN, {}, 9.03, None),
     "nearest 4/6": (Rounding.NEAREST_EVEN, {"four_over_six": "mse"}, 7.56, None),
