@@ -334,7 +334,8 @@ def quantize(
         format: a format's name, a key of ``numerics.FORMATS``: ``nvfp4`` (blocks 1x16),
             ``nvfp4-2d`` (16x16), ``mxfp4``, ``mxfp6-e2m3``, ``mxfp6-e3m2``, ``mxfp8-e4m3``,
             ``mxfp8-e5m2`` (1x32; with ``-2d`` 32x32), ``fp8-1x128-e4m3``, ``fp8-128x128-e4m3``,
-            ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``).
+            ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``); ``nvfp4-ue5m3`` (also
+            with ``-2d``), ``quartet2``, ``ms-eden`` (1x16), ``tetrajet2`` (1x16 within 1x128).
         axis: the axis that blocks run along. It becomes the last axis of the result: ``axis=0``
             of a matrix quantizes its transpose.
         rounding: ``nearest`` or ``stochastic``.
@@ -343,8 +344,9 @@ def quantize(
         generator: seeds the key of stochastic rounding; None takes torch's default CPU generator.
         options: the format's own: ``scale_rounding`` (floor, rceil, ceil, even) and
             ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8, ``block_scales``
-            (e4m3, foldable, foldable-up) of NVFP4, ``block`` of MX formats (32, 16) and of FP8
-            tiles (128, 64, 32, 16).
+            (e4m3, foldable, foldable-up), ``four_over_six`` (none, mse, mae, abs_max),
+            ``max_scale`` (448, 256) and ``sixteen_seventeenths`` of NVFP4, ``tensor_scaled`` of
+            ``nvfp4-ue5m3``, ``block`` of MX formats (32, 16) and of FP8 tiles (128, 64, 32, 16).
 
     Raises:
         ValueError: unknown format, option or rounding, a bad Hadamard size, or x without axes.
