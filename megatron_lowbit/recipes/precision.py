@@ -190,6 +190,17 @@ class LinearPrecision:
         precision = self.gemms[gemm]
         return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
 
+    def origin(self, gemm: str, role: str) -> str:
+        """Return the GEMM for which an operand is quantized, where its values serve another."""
+        left = role == GEMM_ROLES[gemm][0]
+        if left:
+            return "dgrad" if self.gemms[gemm].lhs_of_dgrad else gemm
+        return "fprop" if self.gemms[gemm].rhs_of_fprop else gemm
+
+    def requantizes(self, gemm: str, role: str) -> bool:
+        """Return True if an operand is quantized from fprop's quantized values."""
+        return self.gemms[gemm].requantizes_rhs and role == GEMM_ROLES[gemm][1]
+
     @cached_property
     def weight_serves_dgrad(self) -> bool:
         """True if fprop's quantized weight is dgrad's too: square blocks, same rounding."""

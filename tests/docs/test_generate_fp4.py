@@ -1,4 +1,4 @@
-"""The page that compares FP4 methods: its Gaussian figures, and that each shipped method is there."""
+"""The page that compares FP4 methods: its Gaussian figures, and the methods that it has."""
 
 import sys
 from pathlib import Path
