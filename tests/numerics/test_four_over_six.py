@@ -112,6 +112,17 @@ def test_decoded_values(lab, key):
     np.testing.assert_allclose(values, expected, rtol=2.0**-22, atol=0)
 
 
+def test_every_golden_method_is_compared(lab):
+    """Here, and in the files of Quartet II, TetraJet-v2, UE5M3 and mean-residual splitting."""
+    here = {f"fouroversix_{kind}" for kind in (*RULES, "mse_2d", "mse_t_rht16", "mse_sr", "sr1617")}
+    here |= {f"te_{rule}_{kind}" for rule in ("mse", "mae") for kind in ("256", "448", "256_2d")}
+    others = {"quartet2_fwd", "tetrajet", "tetrajet_sr", "ue5m3", "ue5m3_1level", "averis"}
+    others |= {f"{kind}rot{points}{end}" for points in (32, 128)
+               for kind, end in (("", ""), ("mseden_", "_group16"))}  # fmt: skip
+    found = {key.split("/")[1] for key in lab.arrays.files if key.count("/") == 2}
+    assert found == here | others
+
+
 def exact_error(block: np.ndarray, step: float, rule: str) -> float:
     """Return the error of a block's nearest multiples of ``step`` on E2M1's grid, in float64."""
     grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
