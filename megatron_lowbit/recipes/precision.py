@@ -259,6 +259,12 @@ class LinearPrecision:
         return self.uses_fprop or self.wgrad.lhs_of_dgrad
 
     @property
+    def reads_signs(self) -> bool:
+        """True if a GPU's fresh signs are read by the CPU: for operands that have no kernel."""
+        fresh = (p for p in self.gemms.values() if p.hadamard and p.hadamard.signs == "fresh")
+        return any(not side.has_kernel for p in fresh for side in p.sides if side)
+
+    @property
     def falls_back(self) -> bool:
         """True if any GEMM has a fallback."""
         return any(precision.fallback for precision in self.gemms.values())
