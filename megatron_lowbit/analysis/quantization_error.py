@@ -15,12 +15,14 @@ Measured as sums, which add up over calls and ranks, and then as figures:
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.layers import LinearContext
+from megatron_lowbit.layers.operands import made_from_fprop
 from megatron_lowbit.numerics import QuantizedTensor, Request, hadamard_transform
 from megatron_lowbit.numerics.formats import decode, unpack_nibbles
 from megatron_lowbit.recipes.precision import GEMM_ROLES
@@ -41,11 +43,9 @@ def gemm_sums(context: LinearContext, gemm: str, lhs: Tensor, rhs: Tensor) -> Su
     sums: Sums = {}
     operands: list = []
     for role, x in zip(GEMM_ROLES[gemm], (lhs, rhs), strict=True):
-        made, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
-        operands.append(made)
-        request = context.request(gemm, role, len(x))
-        if request is not None:
-            sums |= {f"{role}/{k}": v for k, v in operand_sums(x, made, request).items()}
+        operand, of_operand = _measured(context, gemm, role, x)
+        operands.append(operand)
+        sums |= {f"{role}/{k}": v for k, v in of_operand.items()}
     if not sums:
         return {}
     wanted = lhs.float() @ rhs.float().t()
@@ -57,6 +57,25 @@ def gemm_sums(context: LinearContext, gemm: str, lhs: Tensor, rhs: Tensor) -> Su
     return {f"{gemm}/{name}": value for name, value in sums.items()}
 
 
+def _measured(context: LinearContext, gemm: str, role: str, x: Tensor) -> tuple[Any, Sums]:
+    """Return an operand as the GEMM takes it, and its sums; none where it is not quantized.
+
+    Values of another GEMM's operand are measured along that one's axis.
+    """
+    origin = context.precision.origin(gemm, role)
+    if origin != gemm:
+        made, _ = context.quantize(x.t(), role, origin, None, needs_codes={origin})
+        request = context.request(origin, role, x.shape[1])
+        return made.dequantize().t(), operand_sums(x.t(), made, request)
+    if context.precision.requantizes(gemm, role):
+        forward, _ = context.quantize(x.t(), role, "fprop", None, needs_codes={"fprop"})
+        made = made_from_fprop(context, role, forward)
+    else:
+        made, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
+    request = context.request(gemm, role, len(x))
+    return made, {} if request is None else operand_sums(x, made, request)
+
+
 def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
     """Measure the quantization of x (R, L) along its last axis."""
     wanted = x.float()
@@ -66,13 +85,15 @@ def operand_sums(x: Tensor, made: QuantizedTensor, request: Request) -> Sums:
     element = made.format.element
     codes = unpack_nibbles(made.codes) if element.bits == 4 else made.codes
     at_end = decode(codes.flatten(1), element).abs()[:, : got.shape[1]] == element.max
+    mean = 0.0 if made.mean is None else made.mean
+    beyond = (wanted - mean).abs() > (got - mean).abs()
     found = {
         "signal": _energy(wanted),
         "noise": _energy(got - wanted),
         "values": _number(wanted.numel(), x),
         "nonzero": (wanted != 0).sum().double(),
         "flushed": ((wanted != 0) & (got == 0)).sum().double(),
-        "saturated": (at_end & (wanted.abs() > got.abs())).sum().double(),
+        "saturated": (at_end & beyond).sum().double(),
         _LARGEST: x.abs().amax().double(),
         NONFINITE: (~x.isfinite()).sum().double(),
     }

@@ -11,7 +11,14 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.gemm import PRODUCTS, PRODUCTS_TO, GpuOperand, folded_pair, plain
+from megatron_lowbit.kernels.gemm import (
+    PRODUCTS,
+    PRODUCTS_TO,
+    GpuOperand,
+    folded_pair,
+    plain,
+    with_mean,
+)
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
@@ -53,6 +60,8 @@ class FusedEngine(Engine):
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of both sides, from one pass over x."""
+        if any(r is not None and r.quantizer.splits_mean for r in (row, col)):
+            return super().amaxes(x, row, col)
         return tensor_amaxes(x, row, col)
 
     def quantize(
@@ -64,10 +73,10 @@ class FusedEngine(Engine):
     ) -> tuple[GpuOperand | None, GpuOperand | None]:
         """Quantize both sides in one pass, each as its GEMM takes it.
 
-        Codes of square blocks that serve both sides are made once. Formats without a kernel of
-        their scales are quantized by the reference.
+        Codes of square blocks that serve both sides are made once. What has no kernel is quantized
+        by the reference.
         """
-        if not all(r is None or r.quantizer.format.scale_kernel for r in (row, col)):
+        if not all(r is None or r.quantizer.has_kernel for r in (row, col)):
             return reference_quantize(x, row, col, amaxes)
         if row is not None and col is row:
             col = replace(row, partner=row.transpose_partner)
@@ -193,6 +202,7 @@ class FusedEngine(Engine):
         folding: bool = True,
     ) -> Tensor:
         """Multiply on tensor cores; an accumulation is emulated."""
+        lhs, rhs = with_mean(lhs), with_mean(rhs)
         high_precision = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference_gemm(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
@@ -211,6 +221,7 @@ class FusedEngine(Engine):
         self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool, folding: bool
     ) -> bool:
         """Write the product to ``out`` or add it, where the route can; else return False."""
+        lhs, rhs = with_mean(lhs), with_mean(rhs)
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         quantized = quantized and not _are_empty_codes(lhs, rhs)
         dtypes = (torch.float32,) if adds else (torch.float32, torch.bfloat16)

@@ -183,6 +183,13 @@ def dequantized_product(
     return reference(plain(lhs), plain(rhs), bias, out_dtype=out_dtype)
 
 
+def with_mean(operand: GpuOperand) -> GpuOperand:
+    """Return the FP32 values of codes whose mean of rows was split off, any other as it is."""
+    if isinstance(operand, QuantizedTensor) and operand.mean is not None:
+        return operand.dequantize()
+    return operand
+
+
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
     """Return the operand as the reference takes it; not for BF16 numbers."""
     return operand.of.transpose() if isinstance(operand, Transposed) else operand

@@ -35,14 +35,14 @@ def takes_sections(xs: Sequence[Tensor], rows: Requests | None, cols: Requests |
     """Return True if one launch quantizes these matrices."""
     kinds = {(x.shape[1], x.stride(), x.dtype, x.device) for x in xs}
     requests = [side.like for side in (rows, cols) if side is not None]
-    formats = [request.quantizer.format for request in requests]
+    quantizers = [request.quantizer for request in requests]
     return (
         len(kinds) == 1
         and xs[0].dtype in (torch.float32, torch.bfloat16)
         and any(x.numel() for x in xs)
         and all(x.data_ptr() % 16 == 0 for x in xs)
         and bool(requests)
-        and all(format.scale_kernel and not format.row_scaled for format in formats)
+        and all(q.has_kernel and not q.format.row_scaled for q in quantizers)
         and all(r.hadamard is None or r.hadamard.size <= LARGEST_TRANSFORM for r in requests)
     )
 

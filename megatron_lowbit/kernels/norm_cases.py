@@ -17,7 +17,7 @@ def takes(x: Tensor, norm: MXNorm | RMSNorm, request: Request) -> bool:
     return (
         (isinstance(norm, RMSNorm) or norm.p in (1, 2))
         and quantizer.rounding is Rounding.NEAREST_EVEN
-        and quantizer.format.scale_kernel is not None
+        and quantizer.has_kernel
         and quantizer.format.block_rows == 1
         and request.hadamard is None
         and x.numel() > 0

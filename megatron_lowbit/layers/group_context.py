@@ -84,7 +84,7 @@ def can_group(context: LinearContext) -> bool:
     precision: LinearPrecision = context.precision
     operands = [(operand.gemm, operand.role) for operand in precision.operands()]
     return (
-        not (precision.wgrad.rhs_of_fprop or precision.dgrad.rhs_of_fprop)
+        not precision.shares_operands
         and not precision.falls_back
         and not isinstance(context.key, Tensor)
         and not any(context.shares_amax(*operand) for operand in operands)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.sharding import Shards, gather_columns, gather_rows
-from megatron_lowbit.numerics import Operand
+from megatron_lowbit.numerics import Operand, QuantizedTensor
 
 
 def quantize_input(
@@ -29,13 +29,13 @@ def quantize_input(
 
     Returns:
         fprop's input of all tokens, and what wgrad keeps of this rank's: its transpose (K, R)
-        quantized; fprop's codes (R, K) where wgrad takes their values; x itself where wgrad is in
+        quantized; fprop's codes (R, K) where wgrad is made from them; x itself where wgrad is in
         high precision, has a fallback, or quantizes the tokens of all ranks; else None.
     """
     precision, tokens = context.precision, len(x)
     split = context.shards.sequence_parallel
     given_row, given_col = (operand.row, operand.col) if operand else (None, None)
-    reuses_row = keep and precision.wgrad.rhs_of_fprop
+    reuses_row = keep and precision.wgrad.uses_fprop
     keeps_codes = (
         keep
         and not reuses_row
@@ -65,11 +65,25 @@ def quantize_input(
 def wgrad_input(context: LinearContext, saved: Any) -> Any:
     """Return wgrad's right operand, transposed (K, M), from what :func:`quantize_input` saved."""
     precision, shards = context.precision.wgrad, context.shards
-    if precision.rhs_of_fprop:
-        return _fprop_input(context, saved).dequantize().t()
+    if precision.uses_fprop:
+        return made_from_fprop(context, "input", _fprop_input(context, saved))
     if not isinstance(saved, Tensor):
         return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
     return quantize_gathered(context, "wgrad", saved) if shards.sequence_parallel else saved.t()
+
+
+def made_from_fprop(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
+    """Return the right operand of dgrad or wgrad from fprop's quantized weight or input.
+
+    It is the transpose of fprop's values, or that transpose, in BF16, quantized along its own axis.
+    """
+    gemm = "wgrad" if role == "input" else "dgrad"
+    values = operand.dequantize()
+    if context.precision.gemms[gemm].rhs_of_fprop:
+        return values.t()
+    if role == "input" and context.shards.sequence_parallel:
+        context = _without_split_tokens(context)
+    return context.quantize(values.to(torch.bfloat16), role, None, gemm)[1]
 
 
 def _fprop_input(context: LinearContext, saved: Any) -> Any:
@@ -92,13 +106,16 @@ def quantize_gathered(context: LinearContext, gemm: str, x: Tensor) -> Any:
 
 def quantize_all_tokens(context: LinearContext, gemm: str, x: Tensor) -> Any:
     """Quantize the input of all tokens (M, K) as an unsplit one."""
-    shards = replace(
-        context.shards, sequence_parallel=False, roles=context.shards.roles - {"input"}
-    )
-    needs_codes = {gemm} if context.precision.wgrad.rhs_of_fprop else ()
+    needs_codes = {gemm} if context.precision.wgrad.uses_fprop else ()
     row, col = ("fprop", None) if gemm == "fprop" else (None, gemm)
-    both = replace(context, shards=shards).quantize(x, "input", row, col, needs_codes)
+    both = _without_split_tokens(context).quantize(x, "input", row, col, needs_codes)
     return both[0] if gemm == "fprop" else both[1]
+
+
+def _without_split_tokens(context: LinearContext) -> LinearContext:
+    """Return the context of a call with the input of all tokens."""
+    roles = context.shards.roles - {"input"}
+    return replace(context, shards=replace(context.shards, sequence_parallel=False, roles=roles))
 
 
 def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tuple[Any, Any]:
@@ -120,7 +137,7 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
     by_row, by_col = context.quantize(weight(), "weight", "fprop", *sides)
     dgrad_weight = None if wanted.dgrad is None else by_col
     if context.training and precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
-        dgrad_weight = by_row.dequantize().t()
+        dgrad_weight = made_from_fprop(context, "weight", by_row)
     if cache is not None and context.training:
         cache.operands = by_row, dgrad_weight
     return by_row, dgrad_weight
@@ -140,19 +157,22 @@ class WeightSides(NamedTuple):
 def weight_sides(context: LinearContext) -> WeightSides:
     """Return how forward quantizes a weight."""
     precision, training = context.precision, context.training
-    shared, reused = precision.weight_serves_dgrad, precision.dgrad.rhs_of_fprop
+    shared, reused = precision.weight_serves_dgrad, precision.dgrad.uses_fprop
     dgrad = None
     if training and shared:
         dgrad = "fprop"
     elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
         dgrad = "dgrad"
-    needs_codes = {"fprop", "dgrad"} if reused else ()
+    needs_codes = {"fprop", "dgrad"} if precision.dgrad.rhs_of_fprop else ()
     saved = {"fprop", "dgrad"} if shared or precision.caches_weight else ()
     return WeightSides(dgrad, needs_codes, saved)
 
 
 def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:
     """Quantize the transpose of a weight (N, K) in backward."""
+    if context.precision.dgrad.requantizes_rhs:
+        by_row, _ = context.quantize(weight, "weight", "fprop", None, needs_codes={"fprop"})
+        return made_from_fprop(context, "weight", by_row)
     return context.quantize(weight, "weight", None, "dgrad")[1]
 
 
@@ -160,6 +180,9 @@ def quantize_grad(
     context: LinearContext, grad: Tensor, needs_dgrad: bool, needs_wgrad: bool
 ) -> tuple[Any, Any]:
     """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
+    if needs_wgrad and context.precision.wgrad.lhs_of_dgrad:
+        by_row, _ = context.quantize(grad, "grad", "dgrad", None, needs_codes={"dgrad"})
+        return by_row, by_row.dequantize().t()
     row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
     return context.quantize(grad, "grad", row, col)
 

@@ -40,6 +40,10 @@ def check(recipe: Recipe, args: Namespace) -> None:
             implementation == "local" and recipe.switches and args.num_experts,
             "it cannot capture experts' layers again where the recipe switches; use no switch",
         ),
+        (
+            any(precision.reads_signs for precision in recipe.precisions()),
+            "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed",
+        ),
         (args.fused_allreduce_norm, "--fused-allreduce-norm counts its calls on the CPU"),
         (recomputes, "recomputation in a pipeline would find another microbatch's random keys"),
     )

@@ -11,6 +11,9 @@ from megatron_lowbit.megatron import allreduce_norm
 from megatron_lowbit.megatron.mxnorm import mxnorm_layers
 from megatron_lowbit.recipes import Layer, Recipe, precision_table
 
+_DEQUANTIZED = "dequantized to FP32, FP32 sums"
+"""How operands are multiplied that no tensor cores take."""
+
 
 def describe(
     recipe: Recipe,
@@ -51,7 +54,8 @@ def _products(recipe: Recipe, engine: Engine, layers: Iterable[Layer]) -> Iterab
             if gemm.quantized:
                 lhs, rhs = (side and side.format for side in (gemm.lhs, gemm.rhs))
                 pair = f"{lhs or 'bf16'} x {rhs or 'bf16'}"
-                lines[f"  {pair}: {engine.describe(lhs, rhs)}"] = None
+                how = _DEQUANTIZED if gemm.dequantizes else engine.describe(lhs, rhs)
+                lines[f"  {pair}: {how}"] = None
     return lines
 
 

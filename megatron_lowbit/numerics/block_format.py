@@ -37,7 +37,6 @@ class BlockFormat(ABC):
     row_scaled: ClassVar[bool] = False
     scale_bits: ClassVar[int]
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
-    scale_kernel: ClassVar[str | None] = None
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
     repeats_scales: ClassVar[bool] = True
 
@@ -50,7 +49,8 @@ class BlockFormat(ABC):
         Args:
             x: FP32 (R, K), contiguous, R a multiple of ``block_rows`` and K of ``block``.
             amax: FP32 scalar that the tensor scale is made from; unused without one.
-            uniform: FP32 (R, K) in (0, 1) for stochastic rounding; None rounds to nearest-even.
+            uniform: FP32 (R, K) in (0, 1) for stochastic rounding, or (draws, R, K) where the
+                format takes several; None rounds to nearest-even.
 
         Returns:
             codes (R, K), ``element.dtype`` or uint8, one a byte; scales, rows or rows of blocks
@@ -81,6 +81,21 @@ class BlockFormat(ABC):
     def bits_per_element(self) -> float:
         """Bits an element costs a tensor core: its own and its share of the block scale."""
         return self.element.bits + self.scale_bits / self.block
+
+    @property
+    def random_bits(self) -> int:
+        """Random bits of each number that stochastic rounding takes: 8 or 16."""
+        return self.element.random_bits
+
+    @property
+    def draws(self) -> int:
+        """Random numbers that stochastic rounding takes for an element."""
+        return 1
+
+    @property
+    def scale_kernel(self) -> str | None:
+        """Triton function of the scales, as ``module:function``; None if there is none."""
+        return None
 
     @property
     def exact_in_bf16(self) -> bool:
@@ -132,8 +147,8 @@ class BlockFormat(ABC):
     def __str__(self) -> str:
         shown = [self.name]
         for name, value in self.options.items():
-            number = f"{name} {value}"
-            shown.append(name if value is True else value if isinstance(value, str) else number)
+            named = not isinstance(value, str) or self.OPTIONS[name][0] == "none"
+            shown.append(name if value is True else f"{name} {value}" if named else value)
         return " ".join(shown)
 
 

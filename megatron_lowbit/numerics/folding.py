@@ -52,7 +52,7 @@ def folded_format(
 
 def lift(format: BlockFormat, target: BlockFormat) -> float:
     """Return the power of two that codes, or codes times scales, are multiplied by; see above."""
-    largest = format.element.max * (format.max_scale if isinstance(format, NVFP4) else 1.0)
+    largest = format.element.max * (format.top_scale if isinstance(format, NVFP4) else 1.0)
     return 2.0 ** math.floor(math.log2(target.element.max / largest))
 
 

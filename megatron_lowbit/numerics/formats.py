@@ -59,6 +59,9 @@ E3M2 = ElementFormat("e3m2", 3, 2, 28.0, 2.0**-2)
 E4M3 = ElementFormat("e4m3", 4, 3, 448.0, 2.0**-6, torch.float8_e4m3fn)
 E5M2 = ElementFormat("e5m2", 5, 2, 57344.0, 2.0**-14, torch.float8_e5m2)
 
+TIES_AWAY = 0.5 - 2.0**-25
+"""As the random number of every element: round to nearest, halves away from zero."""
+
 
 def round_to_grid(x: Tensor, format: ElementFormat, uniform: Tensor | None = None) -> Tensor:
     """Round to the nearest or a random neighbouring value of ``format``, saturating.

@@ -18,6 +18,7 @@ from megatron_lowbit.numerics.delayed_scaling import DelayedAmax
 from megatron_lowbit.numerics.extra_formats import load_entry_points
 from megatron_lowbit.numerics.formats import ElementFormat, pack_nibbles, unpack_nibbles
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
+from megatron_lowbit.numerics.mean_residual import split_mean
 from megatron_lowbit.numerics.randomness import Draw, uniform
 
 
@@ -41,7 +42,7 @@ def format_by_name(name: str, **options: Any) -> BlockFormat:
         load_entry_points()
     if name not in FORMATS:
         near = get_close_matches(name, FORMATS)
-        families = dict.fromkeys(re.sub(r"-(2d|e\d+m\d+)", "", known) for known in FORMATS)
+        families = dict.fromkeys(re.sub(r"-(2d|u?e\d+m\d+)", "", known) for known in FORMATS)
         hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(families)}"
         raise ValueError(f"unknown format {name!r}; {hint}")
     return FORMATS[name].with_options(**options)
@@ -56,7 +57,7 @@ class Arithmetic(NamedTuple):
 
     encode: Callable[..., tuple[Tensor, Tensor, Tensor]]
     decode: Callable[..., Tensor]
-    uniform: Callable[[Tensor, Tensor, Tensor, int], Tensor]
+    uniform: Callable[[Tensor, Tensor, Tensor, int, int], Tensor]
 
 
 REFERENCE = Arithmetic(
@@ -72,7 +73,8 @@ class QuantizedTensor:
 
     ``codes`` (4-bit ones two a byte), ``scales`` and ``tensor_scale`` are as the format defines
     them, for ``shape`` flattened to two axes and its last one padded to whole blocks; ``shape`` is
-    the logical shape, its last axis rounded up to whole transforms where one was applied.
+    the logical shape, its last axis rounded up to whole transforms where one was applied. ``mean``,
+    FP32 (K,), is added to each decoded row of K, where the mean of the rows was split off.
     """
 
     codes: Tensor
@@ -80,6 +82,7 @@ class QuantizedTensor:
     tensor_scale: Tensor
     format: BlockFormat
     shape: tuple[int, ...]
+    mean: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the parts that pickle, copy.deepcopy and torch.save restore.
@@ -88,18 +91,21 @@ class QuantizedTensor:
         """
         # As bytes: pickle cannot load FP8 tensors of torch 2.13, which only torch.save can.
         stored = [(_as_bytes(x), x.dtype) for x in (self.codes, self.scales)]
-        return _restored, (*stored, self.tensor_scale, self.format, self.shape)
+        return _restored, (*stored, self.tensor_scale, self.format, self.shape, self.mean)
 
     def dequantize(self, arithmetic: Arithmetic = REFERENCE) -> Tensor:
         """Return the FP32 values, of ``shape``."""
         codes = unpack_nibbles(self.codes) if self.format.element.bits == 4 else self.codes
         values = arithmetic.decode(self.format, codes, self.scales, self.tensor_scale).flatten(1)
-        return values[:, : self.shape[-1]].reshape(self.shape)
+        values = values[:, : self.shape[-1]].reshape(self.shape)
+        return values if self.mean is None else values + self.mean
 
     def transpose(self) -> "QuantizedTensor":
         """Return the transpose (K, R) of a matrix (R, K) in square blocks, with the same bits."""
         if not self.format.square:
             raise ValueError(f"{self.format.name} has no square blocks: quantize the transpose")
+        if self.mean is not None:
+            raise ValueError("the transpose has no mean of its rows: quantize it without")
         rows, columns = self.shape
         four_bits = self.format.element.bits == 4
         codes = unpack_nibbles(self.codes) if four_bits else self.codes.view(torch.uint8)
@@ -111,8 +117,9 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes and scales together."""
-        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes
+        """Bytes of codes, scales and mean together."""
+        mean = 0 if self.mean is None else self.mean.nbytes
+        return self.codes.nbytes + self.scales.nbytes + self.tensor_scale.nbytes + mean
 
 
 def _as_bytes(x: Tensor) -> Tensor:
@@ -125,10 +132,11 @@ def _restored(
     tensor_scale: Tensor,
     format: BlockFormat,
     shape: tuple[int, ...],
+    mean: Tensor | None = None,
 ) -> QuantizedTensor:
     """Return the quantized tensor that was pickled; codes and scales come with their dtypes."""
     codes_of_format, scales_of_format = (x.view(dtype) for x, dtype in (codes, scales))
-    return QuantizedTensor(codes_of_format, scales_of_format, tensor_scale, format, shape)
+    return QuantizedTensor(codes_of_format, scales_of_format, tensor_scale, format, shape, mean)
 
 
 torch.serialization.add_safe_globals(
@@ -152,10 +160,19 @@ class Operand:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """A format and a rounding of its elements (scales are always rounded as the format says)."""
+    """A format and a rounding of its elements (scales are always rounded as the format says).
+
+    ``splits_mean`` quantizes the residual from the mean of the rows (``mean_residual.py``).
+    """
 
     format: BlockFormat
     rounding: Rounding = Rounding.NEAREST_EVEN
+    splits_mean: bool = False
+
+    @property
+    def has_kernel(self) -> bool:
+        """True if the kernels of GPUs quantize so; the reference does otherwise."""
+        return self.format.scale_kernel is not None and not self.splits_mean
 
     def __call__(
         self, x: Tensor, amax: Tensor | DelayedAmax | None = None, **options: Any
@@ -193,15 +210,21 @@ class Request:
     saved: bool = False
     folding: bool = True
 
-    def transform(self, x: Tensor) -> Tensor:
-        """Return x (R, K) in FP32, transformed if the request says so."""
+    def prepare(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return what is encoded of x (R, K), in FP32, and the mean of rows that it lacks.
+
+        It is transformed, or a residual, if the request says so.
+        """
+        if self.quantizer.splits_mean:
+            mean, residual = split_mean(x.float())
+            return residual, mean
         if self.hadamard is None:
-            return x.float()
-        return hadamard_transform(x, self.hadamard, self.sign_key)
+            return x.float(), None
+        return hadamard_transform(x, self.hadamard, self.sign_key), None
 
     def amax(self, x: Tensor) -> Tensor:
-        """Return the largest magnitude of x (R, K) after the transform, an FP32 scalar."""
-        y = self.transform(x)
+        """Return the largest magnitude of what is encoded of x (R, K), an FP32 scalar."""
+        y, _ = self.prepare(x)
         return y.abs().amax() if y.numel() else y.new_zeros(())
 
     def quantize(
@@ -221,7 +244,7 @@ class Request:
         """
         format, count = self.quantizer.format, math.prod(x.shape[:-1])
         x2d = x.reshape(count, x.shape[-1])
-        y = self.transform(x2d)
+        y, mean = self.prepare(x2d)
         if not isinstance(amax, Tensor) or not format.tensor_scaled:
             own = y.abs().amax() if format.tensor_scaled and y.numel() else y.new_zeros(())
             amax = amax.resolve(own) if isinstance(amax, DelayedAmax) else own
@@ -234,12 +257,18 @@ class Request:
                 raise ValueError("stochastic rounding needs a Draw: which random bits to use")
             key = self.draw.key_words(x.device)
             rows, groups = self.draw.counters(count, columns, x.device)
-            uniform = arithmetic.uniform(key, rows, groups, format.element.random_bits)
-            random = _pad(uniform[:, : y.shape[1]], *y.shape)
+            numbers = [
+                _pad(u[:, : y.shape[1]], *y.shape)
+                for u in (
+                    arithmetic.uniform(key, rows, groups, format.random_bits, number)
+                    for number in range(format.draws)
+                )
+            ]
+            random = numbers[0] if len(numbers) == 1 else torch.stack(numbers)
         codes, scales, tensor_scale = arithmetic.encode(format, y.contiguous(), amax, random)
         codes = pack_nibbles(codes) if format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)
-        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape)
+        return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape, mean)
 
 
 @dataclass(frozen=True)
@@ -327,7 +356,8 @@ def quantize(
         format: a format's name, a key of ``numerics.FORMATS``: ``nvfp4`` (blocks 1x16),
             ``nvfp4-2d`` (16x16), ``mxfp4``, ``mxfp6-e2m3``, ``mxfp6-e3m2``, ``mxfp8-e4m3``,
             ``mxfp8-e5m2`` (1x32; with ``-2d`` 32x32), ``fp8-1x128-e4m3``, ``fp8-128x128-e4m3``,
-            ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``).
+            ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``); ``nvfp4-ue5m3`` (also
+            with ``-2d``), ``quartet2``, ``ms-eden`` (1x16), ``tetrajet2`` (1x16 within 1x128).
         axis: the axis that blocks run along. It becomes the last axis of the result: ``axis=0``
             of a matrix quantizes its transpose.
         rounding: ``nearest`` or ``stochastic``.
@@ -336,8 +366,9 @@ def quantize(
         generator: seeds the key of stochastic rounding; None takes torch's default CPU generator.
         options: the format's own: ``scale_rounding`` (floor, rceil, ceil, even) and
             ``three_quarters`` of MX formats, ``scale_format`` (fp32, pow2) of FP8, ``block_scales``
-            (e4m3, foldable, foldable-up) of NVFP4, ``block`` of MX formats (32, 16) and of FP8
-            tiles (128, 64, 32, 16).
+            (e4m3, foldable, foldable-up), ``four_over_six`` (none, mse, mae, abs_max),
+            ``max_scale`` (448, 256) and ``sixteen_seventeenths`` of NVFP4, ``tensor_scaled`` of
+            ``nvfp4-ue5m3``, ``block`` of MX formats (32, 16) and of FP8 tiles (128, 64, 32, 16).
 
     Raises:
         ValueError: unknown format, option or rounding, a bad Hadamard size, or x without axes.

@@ -12,7 +12,8 @@ Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 
 Counters are places in the whole, unsharded operand, block axis last: the words at counters
 ``(0, row, 0, 0)``, ``(1, row, 0, 0)``, ... are one string of bits, lowest bits first, of which
 element ``(row, col)`` has the ``col``-th 8 or 16. A tensor-parallel shard therefore draws the bits
-that the same elements draw on one device.
+that the same elements draw on one device. A second number for each element comes from the counters
+``(0, row, 1, 0)``, ``(1, row, 1, 0)``, ...
 """
 
 import hashlib
@@ -129,15 +130,17 @@ def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple
     return c0, c1, c2, c3
 
 
-def words(key_words: Tensor, rows: Tensor, blocks: Tensor) -> Tensor:
-    """Draw 32-bit words as int64, (R, 4 * len(blocks)): counters (block, row, 0, 0)."""
+def words(key_words: Tensor, rows: Tensor, blocks: Tensor, draw: int = 0) -> Tensor:
+    """Draw 32-bit words as int64, (R, 4 * len(blocks)): counters (block, row, draw, 0)."""
     zero = torch.zeros_like(blocks[None, :] + rows[:, None])
-    counter = (zero + blocks[None, :], zero + rows[:, None], zero, zero)
+    counter = (zero + blocks[None, :], zero + rows[:, None], zero + draw, zero)
     return torch.stack(philox4x32(counter, (key_words[0], key_words[1])), dim=-1).flatten(-2)
 
 
-def uniform(key_words: Tensor, rows: Tensor, groups: Tensor, bits: int) -> Tensor:
+def uniform(key_words: Tensor, rows: Tensor, groups: Tensor, bits: int, draw: int = 0) -> Tensor:
     """Draw uniform FP32 numbers from 8 or 16 bits each, shape (R, 16 * len(groups)).
+
+    ``draw`` counts the numbers that one element takes, from 0.
 
     A number is ``1 - (r + 1/2) / 2**bits`` of its bits r: a fraction is larger where the sum of
     fraction and bits exceeds 1. Numbers lie symmetric in (0, 1), so that rounding is unbiased over
@@ -146,5 +149,5 @@ def uniform(key_words: Tensor, rows: Tensor, groups: Tensor, bits: int) -> Tenso
     per_group = GROUP * bits // 128
     blocks = (groups[:, None] * per_group + torch.arange(per_group, device=groups.device)).flatten()
     shifts = torch.arange(0, 32, bits, device=groups.device)
-    drawn: Tensor = (words(key_words, rows, blocks).unsqueeze(-1) >> shifts) & (2**bits - 1)
+    drawn: Tensor = (words(key_words, rows, blocks, draw).unsqueeze(-1) >> shifts) & (2**bits - 1)
     return 1.0 - (drawn.flatten(-2).to(torch.float32) + 0.5) * 2.0**-bits

@@ -41,7 +41,7 @@ def gemm_name(
         native = native_recipe(precision, capability)
         if native is not None:
             return _NATIVE[native.name]
-    if sides.accumulation is not None:
+    if sides.accumulation is not None or sides.dequantizes:
         return "fp32"
     formats = tuple(None if side is None else side.format for side in (sides.lhs, sides.rhs))
     # Tiles that Transformer Engine multiplies itself are not folded.

@@ -23,8 +23,9 @@ def norm_block(precision: LinearPrecision) -> int:
         raise ValueError(
             f"fprop's input {found}: MXNorm needs one quantized in blocks, such as mxfp8-e4m3"
         )
-    if precision.wgrad.rhs_of_fprop:
-        raise ValueError("wgrad's input has axis fprop: MXNorm's is quantized anew, along tokens")
+    if precision.wgrad.uses_fprop:
+        kind = "axis fprop" if precision.wgrad.rhs_of_fprop else "requantize"
+        raise ValueError(f"wgrad's input has {kind}: MXNorm's is quantized anew, along tokens")
     if precision.fprop.hadamard is not None:
         raise ValueError("fprop has a hadamard: MXNorm needs the absmaxes of the input itself")
     return quantizer.format.block

@@ -32,6 +32,9 @@ class GemmPrecision:
     engine; ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's quantized
     weight or input has, blocks along fprop's axis, in place of quantizing it anew; and ``folding``,
     which may be False to multiply operands with power-of-two scales without folding them.
+    ``requantizes_rhs`` of dgrad and wgrad quantizes those values of fprop, in BF16, along its own
+    axis: the backward pass then sees what the forward pass multiplied. ``lhs_of_dgrad`` of wgrad
+    multiplies the values that dgrad's quantized gradient has, blocks along dgrad's axis.
     ``fallback`` computes a product that is not finite again from operands in high precision.
     """
 
@@ -43,13 +46,21 @@ class GemmPrecision:
     accumulation: Accumulation | None = None
     folding: bool = True
     rhs_of_fprop: bool = False
+    requantizes_rhs: bool = False
+    lhs_of_dgrad: bool = False
     fallback: Literal["bf16"] | None = None
 
     def __post_init__(self) -> None:
         if self.hadamard is not None and (self.lhs is None or self.rhs is None):
             raise ValueError("a hadamard transform needs both operands of its GEMM quantized")
-        if self.fallback and self.rhs_of_fprop:
-            raise ValueError("fallback: axis fprop keeps no operand in high precision")
+        if self.hadamard is not None and any(side.splits_mean for side in self.sides if side):
+            raise ValueError("split_mean: not with a hadamard transform")
+        if self.rhs_of_fprop and self.requantizes_rhs:
+            raise ValueError("requantize: axis fprop takes fprop's values as they are")
+        if self.fallback and (self.uses_fprop or self.lhs_of_dgrad):
+            same_axis = "axis fprop" if self.rhs_of_fprop else "axis dgrad"
+            kind = "requantize" if self.requantizes_rhs else same_axis
+            raise ValueError(f"fallback: {kind} keeps no operand in high precision")
 
     @property
     def sides(self) -> tuple[Quantizer | None, Quantizer | None]:
@@ -60,6 +71,17 @@ class GemmPrecision:
     def quantized(self) -> bool:
         """True if any operand is quantized."""
         return self.lhs is not None or self.rhs is not None
+
+    @property
+    def uses_fprop(self) -> bool:
+        """True if the right operand is made from fprop's quantized one."""
+        return self.rhs_of_fprop or self.requantizes_rhs
+
+    @property
+    def dequantizes(self) -> bool:
+        """True if an operand is multiplied as FP32 values, which no tensor cores take."""
+        split = any(side.splits_mean for side in self.sides if side)
+        return self.rhs_of_fprop or self.lhs_of_dgrad or split
 
     @property
     def redraws_rhs(self) -> bool:
@@ -83,6 +105,10 @@ class GemmPrecision:
             yield "group scale"
         if self.rhs_of_fprop:
             yield "right of fprop"
+        if self.requantizes_rhs:
+            yield "right requantized"
+        if self.lhs_of_dgrad:
+            yield "left of dgrad"
         if self.delayed is not None:
             yield f"delayed {self.delayed.algorithm}-{self.delayed.length}"
         if self.accumulation is not None:
@@ -98,7 +124,8 @@ def side(quantizer: Quantizer | None) -> str:
     """Describe one operand, such as ``mxfp4 three_quarters SR``; ``bf16`` is high precision."""
     if quantizer is None:
         return "bf16"
-    return str(quantizer.format) + (" SR" if _is_stochastic(quantizer) else "")
+    mean = "mean + " if quantizer.splits_mean else ""
+    return mean + str(quantizer.format) + (" SR" if _is_stochastic(quantizer) else "")
 
 
 def _is_stochastic(quantizer: Quantizer | None) -> bool:
@@ -122,6 +149,23 @@ class LinearPrecision:
     wgrad: GemmPrecision = GemmPrecision()
 
     def __post_init__(self) -> None:
+        self._check_use_of_fprop()
+        wgrad, dgrad = self.wgrad, self.dgrad
+        if wgrad.lhs_of_dgrad and (wgrad.lhs != dgrad.lhs or wgrad.hadamard or dgrad.hadamard):
+            raise ValueError(
+                "wgrad.grad: axis dgrad takes dgrad's quantized values, so that format and "
+                "rounding are dgrad's, and neither GEMM has a hadamard"
+            )
+        for gemm, role, quantizer in self.operands():
+            axis = "fprop" if role == "input" else "dgrad"
+            reused = wgrad.rhs_of_fprop if role == "input" else wgrad.lhs_of_dgrad
+            if quantizer is not None and quantizer.splits_mean:
+                if role == "weight":
+                    raise ValueError(f"{gemm}.weight: split_mean is for input and grad")
+                if gemm == "wgrad" and not reused:
+                    raise ValueError(f"wgrad.{role}: split_mean needs axis {axis} in wgrad")
+
+    def _check_use_of_fprop(self) -> None:
         for name in ("dgrad", "wgrad"):
             gemm, role = self.gemms[name], GEMM_ROLES[name][1]
             of_fprop = self.quantizer("fprop", role)
@@ -129,6 +173,11 @@ class LinearPrecision:
                 raise ValueError(
                     f"{name}.{role}: axis fprop takes fprop's quantized values, so "
                     "that format and rounding are fprop's, and neither GEMM has a hadamard"
+                )
+            if gemm.requantizes_rhs and (of_fprop is None or self.fprop.hadamard):
+                raise ValueError(
+                    f"{name}.{role}: requantize takes fprop's quantized values, so that fprop "
+                    "quantizes them, without a hadamard"
                 )
 
     @cached_property  # asked for dozens of times in a call of a layer
@@ -141,6 +190,17 @@ class LinearPrecision:
         precision = self.gemms[gemm]
         return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
 
+    def origin(self, gemm: str, role: str) -> str:
+        """Return the GEMM for which an operand is quantized, where its values serve another."""
+        left = role == GEMM_ROLES[gemm][0]
+        if left:
+            return "dgrad" if self.gemms[gemm].lhs_of_dgrad else gemm
+        return "fprop" if self.gemms[gemm].rhs_of_fprop else gemm
+
+    def requantizes(self, gemm: str, role: str) -> bool:
+        """Return True if an operand is quantized from fprop's quantized values."""
+        return self.gemms[gemm].requantizes_rhs and role == GEMM_ROLES[gemm][1]
+
     @cached_property
     def weight_serves_dgrad(self) -> bool:
         """True if fprop's quantized weight is dgrad's too: square blocks, same rounding."""
@@ -150,6 +210,7 @@ class LinearPrecision:
         return (
             weight is not None
             and weight == dgrad.rhs
+            and not dgrad.requantizes_rhs
             and weight.format.square
             and weight.rounding is Rounding.NEAREST_EVEN
             and fprop.hadamard is None
@@ -165,8 +226,8 @@ class LinearPrecision:
     def gathers_codes(self, gemm: str, tokens: int) -> bool:
         """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
         quantizer, transform = self.quantizer(gemm, "input"), self.gemms[gemm].hadamard
-        if quantizer is None:
-            return False
+        if quantizer is None or quantizer.splits_mean:
+            return False  # a mean is that of the tokens of all ranks
         if gemm == "fprop":
             return tokens % quantizer.format.block_rows == 0
         if quantizer.format.row_scaled:
@@ -186,6 +247,22 @@ class LinearPrecision:
         """True if any GEMM needs random bits, for rounding or for fresh signs."""
         fresh = any(p.hadamard and p.hadamard.signs == "fresh" for p in self.gemms.values())
         return fresh or any(_is_stochastic(operand.quantizer) for operand in self.operands())
+
+    @property
+    def uses_fprop(self) -> bool:
+        """True if a backward GEMM takes an operand that is made from fprop's quantized one."""
+        return any(precision.uses_fprop for precision in self.gemms.values())
+
+    @property
+    def shares_operands(self) -> bool:
+        """True if a GEMM takes an operand that is made from another GEMM's quantized one."""
+        return self.uses_fprop or self.wgrad.lhs_of_dgrad
+
+    @property
+    def reads_signs(self) -> bool:
+        """True if a GPU's fresh signs are read by the CPU: for operands that have no kernel."""
+        fresh = (p for p in self.gemms.values() if p.hadamard and p.hadamard.signs == "fresh")
+        return any(not side.has_kernel for p in fresh for side in p.sides if side)
 
     @property
     def falls_back(self) -> bool:

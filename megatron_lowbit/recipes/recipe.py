@@ -160,11 +160,10 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
     """
     if forward == backward:
         return forward
-    of_fprop = (p for c in backward.configs.values() for p in c.gemms.values() if p.rhs_of_fprop)
-    if any(of_fprop):
+    if any(config.uses_fprop for config in backward.configs.values()):
         raise UserError(
-            f"recipe {backward.name} has an operand with axis fprop, which takes the values of its "
-            "own fprop: it cannot be combined with the fprop of another"
+            f"recipe {backward.name} has an operand with axis fprop or requantize, which takes the "
+            "values of its own fprop: it cannot be combined with the fprop of another"
         )
     for recipe in (forward, backward):
         if recipe.switches:

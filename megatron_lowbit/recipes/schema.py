@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
     ValidationError,
     model_validator,
 )
@@ -51,15 +52,20 @@ class OperandSpec(BaseModel):
     """Settings of one role: a format's name (null: high precision) and its elements' rounding.
 
     ``axis`` says whose contracted axis the blocks run along: the ``own`` GEMM's, or ``fprop``'s in
-    dgrad and wgrad, too, which then take the values that fprop quantized. Any other key is an
-    option of the format; null stands for the option's default.
+    dgrad and wgrad, too, which then take the values that fprop quantized. ``requantize`` quantizes
+    those values for dgrad and wgrad, along their own axes. ``dgrad`` as a gradient's axis does for
+    wgrad what ``fprop`` does for a weight. ``split_mean`` quantizes an input or a gradient as the
+    residual from its mean over tokens. Any other key is an option of the format; null stands for
+    the option's default.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
     format: Annotated[str | None, BeforeValidator(_known_format)] = None
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    axis: Literal["own", "fprop"] = "own"
+    axis: Literal["own", "fprop", "dgrad"] = "own"
+    requantize: StrictBool = False
+    split_mean: StrictBool = False
 
     def build(self) -> Quantizer | None:
         """Build the quantizer; a ValueError names a key or value that the format does not take."""
@@ -75,7 +81,8 @@ class OperandSpec(BaseModel):
             )
         if self.format is None:
             return None
-        return Quantizer(format_by_name(self.format, **given), Rounding(self.rounding))
+        format = format_by_name(self.format, **given)
+        return Quantizer(format, Rounding(self.rounding), self.split_mean)
 
     def changed_by(self, other: "OperandSpec | None") -> "OperandSpec":
         """Copy with the fields that ``other`` sets, without options that a new format lacks."""
@@ -144,8 +151,11 @@ class PrecisionSpec(_RoleSettings):
                 good = ", ".join(roles)
                 raise ValueError(f"{name}.{role}: no operand of {name}; use one of {good}")
         left, right = (self._operand(gemm, role) for role in roles)
-        if left.axis == "fprop" and name != "fprop":
-            raise ValueError("grad.axis: fprop has no gradient; only input and weight take it")
+        if name != "fprop" and (left.axis == "fprop" or left.requantize):
+            key = "requantize" if left.requantize else "axis"
+            raise ValueError(f"grad.{key}: fprop has no gradient; only input and weight take it")
+        if right.axis == "dgrad":
+            raise ValueError(f"{roles[1]}.axis: dgrad is for grad; use own or fprop")
         lhs, rhs = (self._quantizer(name, gemm, role) for role in roles)
         own = {key: getattr(gemm, key) for key in gemm.model_fields_set}
         tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
@@ -159,6 +169,8 @@ class PrecisionSpec(_RoleSettings):
                 accumulation=own.get("accumulation", self.accumulation),
                 folding=self.folding if gemm.folding is None else gemm.folding,
                 rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
+                requantizes_rhs=name != "fprop" and rhs is not None and right.requantize,
+                lhs_of_dgrad=name == "wgrad" and lhs is not None and left.axis == "dgrad",
                 fallback=own.get("fallback", self.fallback) if lhs or rhs else None,
             )
         return precision

@@ -47,14 +47,17 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
     """Return the recipe for a linear layer's precision on a GPU of a compute capability.
 
     None where Transformer Engine has no kernels: another format, several formats in one layer, a
-    GEMM in high precision, or a GPU that lacks the format. None, too, on GPUs of compute capability
-    9.x where folding serves one of the GEMMs: this project's is then the faster.
+    mean that is split off, a GEMM in high precision, or a GPU that lacks the format. None, too, on
+    GPUs of compute capability 9.x where folding serves one of the GEMMs: this project's is then the
+    faster.
 
     Raises:
         UserError: there is a recipe for the formats, but it lacks something that is asked for.
     """
     quantizers = [operand.quantizer for operand in precision.operands()]
     if None in quantizers or folds_on_hopper(precision, capability):
+        return None
+    if any(quantizer.splits_mean for quantizer in quantizers):
         return None
     for kind in _KINDS:
         if all(kind.holds(quantizer.format) for quantizer in quantizers):
@@ -80,7 +83,7 @@ class _Reader:
         self.name, self.precision, self.gemms = name, precision, precision.gemms.values()
         self.refuse(any(g.accumulation is not None for g in self.gemms), "emulated accumulation")
         self.refuse(precision.falls_back, "fallback")
-        self.refuse(any(g.rhs_of_fprop for g in self.gemms), "axis: fprop")
+        self.refuse(precision.shares_operands, "axis: fprop or dgrad, nor requantize")
         self.refuse(any(g.tensor_scale == "group" for g in self.gemms), "tensor_scale: group")
 
     def refuse(self, is_set: bool, what: str) -> None:

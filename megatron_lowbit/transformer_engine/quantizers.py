@@ -21,7 +21,12 @@ from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import draw_key
-from megatron_lowbit.layers.operands import quantize_dgrad_weight, quantize_grad, quantize_weight
+from megatron_lowbit.layers.operands import (
+    made_from_fprop,
+    quantize_dgrad_weight,
+    quantize_grad,
+    quantize_weight,
+)
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 
@@ -156,9 +161,9 @@ class LowbitQuantizer(IdentityQuantizer):
         else:
             context = self.calls.open(training=self.columnwise_usage)
         rows, columns = self.rowwise_usage, self.columnwise_usage
-        if columns and context.precision.wgrad.rhs_of_fprop:
+        if columns and context.precision.wgrad.uses_fprop:
             by_row, _ = context.quantize(x, "input", "fprop", None, needs_codes={"fprop"})
-            return by_row if rows else None, by_row.dequantize().t(), context
+            return by_row if rows else None, made_from_fprop(context, "input", by_row), context
         row, col = "fprop" if rows else None, "wgrad" if columns else None
         by_row, by_col = context.quantize(x, "input", row, col, saved={"wgrad"})
         return by_row if rows else None, by_col if columns else None, context

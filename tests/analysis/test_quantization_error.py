@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.analysis.quantization_error import add, figures, gemm_sums
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import LinearContext
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import hadamard_transform
 from megatron_lowbit.recipes import Layer, load_recipe
 from megatron_lowbit.recipes.precision import GEMM_ROLES
@@ -68,6 +68,25 @@ def test_figures_by_their_definitions(operands, name, gemm):
     exact = operands[0].double() @ operands[1].double().t()
     error = (values[0] @ values[1].t() - exact).norm() / exact.norm()
     assert found[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "averis", "quartet2", "tetrajet2"])
+def test_errors_are_the_layers(name):
+    """Also where a GEMM takes values of another one's operand, or quantizes them again."""
+    draws = torch.Generator().manual_seed(3)
+    x, weight, dy = (torch.randn(s, generator=draws) for s in ((96, 128), (64, 128), (96, 64)))
+    x, call = (x + 1).requires_grad_(), call_of(name)
+    weight.requires_grad_()
+    y = lowbit_linear(x, weight, call)
+    dx, dw = torch.autograd.grad(y, [x, weight], dy)
+    x, weight = x.detach(), weight.detach()
+    products = {"fprop": (x, weight, y.detach()), "dgrad": (dy, weight.t(), dx)}
+    products["wgrad"] = dy.t(), x.t(), dw
+    for gemm, (lhs, rhs, made) in products.items():
+        found = figures(numbers(gemm_sums(call, gemm, lhs, rhs)))
+        exact = lhs.double() @ rhs.double().t()
+        error = (made - exact).norm() / exact.norm()
+        assert found[f"{gemm}/error"] == pytest.approx(float(error), rel=1e-4)
 
 
 def test_saturated_values_are_those_beyond_the_largest(operands):

@@ -32,6 +32,17 @@ ROWS = {
     "mxfp4": ("--fp4-recipe mxfp4", 8, "RHT-32"),
     "nvfp4": ("--fp4-recipe nvfp4", 8, "RHT-16"),
     "nvfp4-fold": ("--fp4-recipe nvfp4-fold", 8, "nvfp4 foldable-up"),
+    "nvfp4-4over6": (
+        "--fp4-recipe nvfp4-4over6", 12, "nvfp4 4/6 mse max 256 x nvfp4 4/6 mse max 256: ",
+    ),
+    "nvfp4-4over6-te": ("--fp4-recipe nvfp4-4over6-te", 8, "nvfp4 x nvfp4-2d 4/6 mae max 256: "),
+    "nvfp4-ue5m3": ("--fp4-recipe nvfp4-ue5m3", 16, "nvfp4-ue5m3 x nvfp4-ue5m3: "),
+    "quartet2": ("--fp4-recipe quartet2", 16, "ms-eden x ms-eden: "),
+    "averis": ("--fp4-recipe averis", 16, "mean + nvfp4"),
+    "tetrajet2": ("--fp4-recipe tetrajet2", 16, "tetrajet2 x tetrajet2: "),
+    "nemotron3-super": (
+        "--fp4-recipe nemotron3-super --recipe-set mamba_outputs=none", 6, "nvfp4 x nvfp4-2d: ",
+    ),
 }  # fmt: skip
 LENGTH = 6
 

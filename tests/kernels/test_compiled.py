@@ -54,14 +54,20 @@ NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
 SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(16) + 5) * 7)
 
 
+OF_LAYERS = ("axis", "requantize", "split_mean")
+"""Keys of a role that say what is quantized, not how."""
+
+
 def recipe_quantizers() -> set[Quantizer]:
     """Return the quantizers of the shipped recipes, read from their text."""
     found = set()
     for path in (ROOT / "recipes").glob("*.yaml"):
         for config in yaml.safe_load(path.read_text())["configs"].values():
-            for tensor in config.values():
-                if isinstance(tensor, dict) and "format" in tensor:
-                    options = dict(tensor)
+            gemms = [gemm for gemm in map(config.get, ("dgrad", "wgrad")) if gemm]
+            for roles in (config, *gemms):
+                for role in {"input", "weight", "grad"} & roles.keys():
+                    options = {**config[role], **roles[role]}
+                    options = {key: v for key, v in options.items() if key not in OF_LAYERS}
                     rounding = Rounding(options.pop("rounding"))
                     found.add(Quantizer(format_by_name(options.pop("format"), **options), rounding))
     return found
@@ -73,6 +79,8 @@ MORE = {  # two dimensions with MXFP6, stochastic FP8, other tiles
     Quantizer(format_by_name("fp8-tensor-e4m3"), STOCHASTIC),
     Quantizer(format_by_name("fp8-1x128-e5m2", block=64), NEAREST),
     Quantizer(format_by_name("fp8-128x128-e4m3", scale_format="pow2", block=32), NEAREST),
+    Quantizer(format_by_name("nvfp4", sixteen_seventeenths=True), STOCHASTIC),
+    Quantizer(format_by_name("nvfp4-ue5m3", tensor_scaled=False), NEAREST),
 }
 QUANTIZERS = sorted(RECIPES | MORE, key=lambda q: (str(q.format), q.rounding.value))
 # torch.compile guards what a class of formats does, so one of each class shows it.
@@ -84,6 +92,9 @@ GUARDED = tuple(
         ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
         ("fp8-tensor-e4m3", {}),
         ("fp8-row-e4m3", {}),
+        ("nvfp4-ue5m3", {}),
+        ("quartet2", {}),
+        ("tetrajet2", {}),
     )
 )
 
@@ -171,7 +182,9 @@ def test_what_is_covered():
     """Every recipe that quantizes, every class of format, two dimensions, both roundings."""
     assert len(RECIPES) >= 15
     assert set(GUARDED) <= {q.format for q in RECIPES}
-    assert {type(f) for f in GUARDED} == {type(f) for f in FORMATS.values()}
+    # MS-EDEN draws scales, not codes.
+    kinds = {type(f) for f in FORMATS.values()} - {type(FORMATS["ms-eden"])}
+    assert {type(f) for f in GUARDED} == kinds
     assert {type(q.format) for q in RECIPES} == {type(format) for format in FORMATS.values()}
     assert {q.rounding for q in RECIPES} == set(Rounding)
     assert {q.format.name for q in QUANTIZERS} >= {"nvfp4-2d", "mxfp4-2d", "mxfp6-e2m3-2d"}
@@ -225,6 +238,37 @@ def test_golden_codes(name):
         np.testing.assert_array_equal(
             q.scales.view(torch.uint8).numpy(), GOLDEN[f"{name}/{key}/row_scales_e4m3"]
         )
+
+
+LAB = np.load(ROOT / "tests" / "golden" / "fp4_lab.npz")
+METHODS = {  # golden key -> our format
+    "te_mae_256": format_by_name("nvfp4", four_over_six="mae", max_scale=256),
+    "te_mse_448": format_by_name("nvfp4", four_over_six="mse"),
+    "te_mae_256_2d": format_by_name("nvfp4-2d", four_over_six="mae", max_scale=256),
+    "quartet2_fwd": format_by_name("quartet2"),
+    "tetrajet": format_by_name("tetrajet2"),
+    "ue5m3": format_by_name("nvfp4-ue5m3"),
+    "ue5m3_1level": format_by_name("nvfp4-ue5m3", tensor_scaled=False),
+}
+
+
+@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize("name", ["gauss", "outlier", "grad", "tiny", "zeros", "ties"])
+def test_golden_codes_of_newer_methods(name, key):
+    """Codes in all blocks whose scale is not 0, where values are; scales in every block."""
+    x = torch.from_numpy(LAB[f"{name}/bits"]).view(torch.bfloat16)
+    q, _ = ENGINE.quantize(x, Request(Quantizer(METHODS[key])), None)
+    stored = q.scales.view(torch.uint8).numpy()
+    stored = stored[:, 4:] if key == "tetrajet" else stored[:: q.format.block_rows]
+    scales = LAB[f"{name}/{key}/{'inner' if key == 'tetrajet' else 'scales'}"]
+    np.testing.assert_array_equal(stored, scales)
+    shown = (scales > 0).repeat(q.format.block_rows, 0).repeat(16, 1)
+    ours, golden = (
+        np.stack([codes & 15, codes >> 4], axis=-1).reshape(x.shape)
+        for codes in (q.codes.numpy(), LAB[f"{name}/{key}/codes"])
+    )
+    ours = np.where(ours == 8, 0, ours)  # zeros without a sign
+    np.testing.assert_array_equal(ours[shown], golden[shown])
 
 
 @pytest.mark.parametrize("bits", [8, 16])

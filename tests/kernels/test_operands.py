@@ -17,8 +17,9 @@ POW2 = {
     for block in (128, 64, 16)
 }
 POW2_E5M2 = {"fp8-1x128-e5m2 128": FORMATS["fp8-1x128-e5m2"].with_options(scale_format="pow2")}
-OTHERS = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128", "fp8-row"))]
-EXACT = {name: FORMATS[name] for name in OTHERS} | POW2
+EXACT = {name: format for name, format in FORMATS.items() if format.exact_in_bf16} | POW2
+# Four-over-six leaves codes and scales of NVFP4, which any kernel decodes.
+EXACT["nvfp4 4/6"] = FORMATS["nvfp4"].with_options(four_over_six="mse", max_scale=256)
 
 
 def values(rows=48, columns=200, spread=2.0):
@@ -31,6 +32,12 @@ def numbers(operand) -> torch.Tensor:
     """Return an operand's FP32 numbers."""
     scale = 1.0 if operand.tensor_scale is None else operand.tensor_scale
     return operand.values.float() * scale
+
+
+def test_which_formats_are_exact():
+    """Power-of-two scales, NVFP4 and a scale for the tensor; no others."""
+    names = {name for name in EXACT if not name.startswith(("mx", "fp8-tensor"))} - POW2.keys()
+    assert names == {"nvfp4", "nvfp4-2d", "nvfp4 4/6"}
 
 
 @pytest.mark.parametrize("name", EXACT)

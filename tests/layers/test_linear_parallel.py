@@ -47,8 +47,17 @@ SAME_AXIS = precision(
     *["tensor_scale=group", "weight.format=nvfp4", "wgrad.hadamard=none"],
     *["weight.axis=fprop", "input.axis=fprop"],
 )
+REQUANTIZED = precision(
+    *["tensor_scale=group", "weight.format=nvfp4"],
+    *["weight.requantize=true", "input.requantize=true"],
+)
+MEANS = precision(
+    *["tensor_scale=group", "wgrad.hadamard=none", "input.axis=fprop", "grad.axis=dgrad"],
+    *["input.split_mean=true", "grad.split_mean=true"],
+)
 PRECISIONS = {
     "group": GROUP, "stochastic": ALL_STOCHASTIC, "square": SQUARE_INPUT, "same axis": SAME_AXIS,
+    "requantized": REQUANTIZED, "means": MEANS,
 }  # fmt: skip
 FP8 = precision("tensor_scale=group", name="fp8-tensorwise")
 FP8_STOCHASTIC = precision(

@@ -46,6 +46,15 @@ def test_what_is_refused(change, reason):
         cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
 
 
+def test_signs_that_no_kernel_draws_are_refused():
+    """Quartet II's formats have none; with fixed signs nothing of a GPU's memory is read."""
+    with pytest.raises(UserError, match="fresh signs of a format without kernels"):
+        cuda_graphs.check(load_recipe("quartet2"), Namespace(**ARGS))
+    fixed = [f"{gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad")]
+    cuda_graphs.check(load_recipe("quartet2", fixed), Namespace(**ARGS))
+    cuda_graphs.check(load_recipe("mxfp4-backward"), Namespace(**ARGS))
+
+
 def test_runs_without_evaluation_need_no_precision_for_it():
     cuda_graphs.check(
         load_recipe("nvfp4"), Namespace(**{**ARGS, "eval_precision": "bf16", "eval_iters": 0})
@@ -56,7 +65,7 @@ def test_runs_without_evaluation_need_no_precision_for_it():
     "change", [{"cuda_graph_impl": "transformer_engine"}, {"num_experts": 4}], ids=str
 )
 def test_switches_that_are_refused(change):
-    recipe = SimpleNamespace(switches=("a switch",))
+    recipe = SimpleNamespace(switches=("a switch",), precisions=tuple)
     cuda_graphs.check(recipe, Namespace(**ARGS))
     with pytest.raises(UserError, match="where the recipe switches"):
         cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))

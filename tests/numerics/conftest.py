@@ -30,6 +30,51 @@ def golden() -> Golden:
     return Golden()
 
 
+class Lab:
+    """Golden arrays of the newer FP4 methods by key, and the random numbers they were made with."""
+
+    INPUTS = ("gauss", "outlier", "grad", "tiny", "zeros", "ties")
+
+    def __init__(self) -> None:
+        self.arrays = np.load(GOLDEN_FILE.with_name("fp4_lab.npz"))
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.arrays.files
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        return self.arrays[key]
+
+    def x(self, name: str, array: str = "bits") -> torch.Tensor:
+        """Return a matrix of BF16 bit patterns in FP32."""
+        return torch.from_numpy(self[f"{name}/{array}"]).view(torch.bfloat16).float()
+
+    def codes(self, key: str) -> np.ndarray:
+        """Return codes, one a byte."""
+        packed = self[f"{key}/codes"]
+        return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
+
+    def draws(self, shape: tuple[int, ...], k: int) -> torch.Tensor:
+        """Return the uniform numbers of stream ``k``, FP32: 16 bits of a hash of the index."""
+        index = np.arange(np.prod(shape), dtype=np.uint64)
+        mask = np.uint64(0xFFFFFFFF)
+        h = (index * 2654435761 + k * 2246822519 + 374761393) & mask
+        h ^= h >> np.uint64(15)
+        h = (h * 2246822519) & mask
+        h ^= h >> np.uint64(13)
+        u = ((h >> np.uint64(16)).astype(np.float64) + 0.5) * 2.0**-16
+        return torch.from_numpy(u.astype(np.float32).reshape(shape))
+
+
+@pytest.fixture(scope="session")
+def lab() -> Lab:
+    return Lab()
+
+
+@pytest.fixture(params=Lab.INPUTS)
+def lab_name(request) -> str:
+    return request.param
+
+
 @pytest.fixture(params=INPUTS)
 def golden_name(request) -> str:
     return request.param

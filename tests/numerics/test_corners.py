@@ -15,13 +15,26 @@ from megatron_lowbit.numerics import (
 )
 
 FLT_MAX = torch.finfo(torch.float32).max
+
+
+def with_values(format, values):
+    """Return a format with a value for each option; None where they exclude each other."""
+    try:
+        return format.with_options(**dict(zip(format.OPTIONS, values, strict=True)))
+    except ValueError:
+        return None
+
+
 EVERY = [  # all options; square MX blocks differ from the others in their amax only
-    format.with_options(**dict(zip(format.OPTIONS, values, strict=True)))
+    made
     for format in FORMATS.values()
     for values in itertools.product(*format.OPTIONS.values())
     if not format.name.startswith("mx") or format.block_rows == 1 or values[0] != "ceil"
+    if (made := with_values(format, values)) is not None
 ]
 SQUARE = [format for format in EVERY if format.square]
+# Without a scale of the tensor, UE5M3 scales reach from 2**-17 to 114688.
+ONE_LEVEL = [format for format in EVERY if "tensor_scaled" in format.options]
 MX = [format for format in EVERY if format.name.startswith("mx")]
 
 
@@ -41,9 +54,10 @@ def assert_same(a, b):
 
 
 def test_what_is_covered():
-    assert len(FORMATS) == 2 + 10 + 6 + 2 and {format.name for format in EVERY} == set(FORMATS)
-    assert len(EVERY) == 2 * 3 + 2 * (5 * 8 + 5 * 6) + 4 * 4 * 2 + 2 * 2 + 2
-    assert len(SQUARE) == 3 + 2 * 5 * 6 + 2 * 4 * 2 + 2 * 2
+    assert len(FORMATS) == 2 + 10 + 6 + 2 + 5 and {format.name for format in EVERY} == set(FORMATS)
+    nvfp4, others = 2 + 4 * 2 * 2, 2 * 2 + 3  # foldable, all others; UE5M3 and three
+    assert len(EVERY) == 2 * nvfp4 + 2 * (5 * 8 + 5 * 6) + 4 * 4 * 2 + 2 * 2 + 2 + others
+    assert len(SQUARE) == nvfp4 + 2 * 5 * 6 + 2 * 4 * 2 + 2 * 2 + 2
 
 
 @pytest.mark.parametrize("format", EVERY, ids=str)
@@ -80,7 +94,9 @@ def largest_error(format) -> float:
         top = 2.0 ** (element.max_exponent + 1) * margin
         return max(widest / top, 1 - min(element.max / top, 1)) + rounding
     share = widest / 2 / element.max
-    if format.name.startswith("nvfp4"):
+    if format.name == "ms-eden":  # its scale is rounded twice, once to either neighbour
+        return share * (1 + 3 / 16) + 3 / 16
+    if format.element.bits == 4:
         return share * (1 + 1 / 16) + 1 / 16
     return share * (2 if format.options.get("scale_format") == "pow2" else 1) + rounding
 
@@ -88,8 +104,8 @@ def largest_error(format) -> float:
 @pytest.mark.parametrize("format", EVERY, ids=str)
 def test_error_of_dequantization(format):
     """Each element within half a step of its block's scale, and a third of that is met."""
-    x = randn(256, 384, seed=99) * 1e-30
-    if not format.tensor_scaled:
+    x = randn(256, 384, seed=99) * (1.0 if format in ONE_LEVEL else 1e-30)
+    if not format.tensor_scaled and format not in ONE_LEVEL:
         x[128:] = x[128:] * 1e30 * 1e30
     q = Quantizer(format)(x)
     error = (q.dequantize().double() - x.double()).abs()
@@ -124,7 +140,9 @@ def check_amax(format, amax):
     scales = q.scales.float()
     assert scales.isfinite().all() and (scales != 255).all()
     ratio = (values[x != 0] / x[x != 0]).double()
-    if amax >= 1e-30:
+    if format in ONE_LEVEL:
+        assert (ratio == 0).all() or (amax > 1e29 and (values.abs().amax() == 6 * 114688))
+    elif amax >= 1e-30:
         assert (ratio > 0.7).all()
         # A decode scale above FP32's largest divided by max may overflow by a rounding.
         assert (ratio < 1.5).all() or amax == FLT_MAX
@@ -169,7 +187,11 @@ def test_ragged_is_the_zero_padded_tensor_sliced(format, rows, columns):
     assert torch.equal(ragged.dequantize(), whole.dequantize()[:rows, :columns])
 
 
-@pytest.mark.parametrize("format", SQUARE, ids=str)
+# Sums of a transposed block have another order, and may decide a near tie otherwise.
+WITHOUT_SUMS = [f for f in SQUARE if f.options.get("four_over_six", "abs_max") == "abs_max"]
+
+
+@pytest.mark.parametrize("format", WITHOUT_SUMS, ids=str)
 @pytest.mark.parametrize("shape", [(128, 256), (5, 17), (130, 257)])
 def test_square_blocks_transpose_to_the_quantized_transpose(format, shape):
     """Same codes, same scales, same layout, and back again."""
@@ -186,7 +208,10 @@ def test_other_blocks_do_not_transpose(format):
         quantize(torch.ones(16, 16), format).transpose()
 
 
-@pytest.mark.parametrize("format", [f for f in EVERY if f.block_rows > 1], ids=str)
+ONE_SCALE = [f for f in EVERY if f.block_rows > 1 and "four_over_six" not in f.options]
+
+
+@pytest.mark.parametrize("format", ONE_SCALE, ids=str)
 def test_a_square_block_has_one_scale(format):
     """That of its largest element, wherever it is in the block: as one row of all its elements."""
     side = format.block

@@ -125,9 +125,13 @@ SCALE_BYTES = {  # of (32, 64), of (3, 17) and of (130, 257): a byte a block, fo
     "fp8-128x128": (4, 4, 2 * 3 * 4),
     "fp8-tensor": (0, 0, 0),
     "fp8-row": (32 * 4, 3 * 4, 130 * 4),
+    "tetrajet2": (32 * 12, 3 * 12, 130 * 3 * 12),  # twelve for 128 elements
 }
+SCALE_BYTES |= dict.fromkeys(("quartet2", "ms-eden"), SCALE_BYTES["nvfp4"])
 PADDED = {"nvfp4": (64, 32, 272), "mx": (64, 32, 288), "fp8-tensor": (64, 17, 257)}
 PADDED["fp8-row"] = PADDED["fp8-tensor"]
+PADDED["quartet2"] = PADDED["ms-eden"] = PADDED["nvfp4"]
+FOUR_BITS = ("nvfp4", "mxfp4", "quartet2", "ms-eden", "tetrajet2")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -135,7 +139,7 @@ def test_nbytes(format):
     """Codes of whole blocks (4-bit ones two a byte), block scales, four bytes of tensor scale."""
     family = next(name for name in SCALE_BYTES if format.startswith(name))
     padded = PADDED.get(family, (128, 128, 384))
-    four_bits = format.startswith(("nvfp4", "mxfp4"))
+    four_bits = format.startswith(FOUR_BITS)
     for shape, columns, scales in zip(
         ((32, 64), (3, 17), (130, 257)), padded, SCALE_BYTES[family], strict=True
     ):
@@ -152,6 +156,9 @@ BITS = {
     "fp8-128x128": 8 + 32 / 128**2,
     "fp8-tensor": 8,
     "fp8-row": 8,
+    "quartet2": 4 + 8 / 16,
+    "ms-eden": 4 + 8 / 16,
+    "tetrajet2": 4 + 8 / 16 + 32 / 128,
 }
 
 
@@ -197,7 +204,8 @@ def test_unknown_format_lists_near_names():
     with pytest.raises(ValueError) as caught:
         quantize(torch.ones(16), "q")
     assert str(caught.value).endswith(
-        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, mxfp4, mxfp6, mxfp8, nvfp4"
+        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, ms-eden, mxfp4, mxfp6, mxfp8, "
+        "nvfp4, quartet2, tetrajet2"
     )
 
 

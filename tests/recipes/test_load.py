@@ -206,7 +206,7 @@ def test_setting_changes_no_later_load():
         ("grad.rounding=[", ["'['", "not a YAML value"]),
         ("grad.format=nvfp8", ["configs.nvfp4.grad.format", "nvfp8", "nvfp4"]),
         ("grad=nearest", ["configs.nvfp4.grad"]),
-        ("weight.axis=rows", ["configs.nvfp4.weight.axis", "'own' or 'fprop'"]),
+        ("weight.axis=rows", ["configs.nvfp4.weight.axis", "'own', 'fprop' or 'dgrad'"]),
         ("grad.axis=fprop", ["configs.nvfp4.grad.axis", "input and weight"]),
         ("input.axis=fprop", ["configs.nvfp4.wgrad.input", "axis fprop", "hadamard"]),
         ("dgrad.weight={axis: fprop, rounding: stochastic}", ["nvfp4.dgrad.weight", "rounding"]),
@@ -294,7 +294,10 @@ WRONG = [
     (drop("matchers.linears.pattern"), ["matchers.linears.pattern", "required"]),
     (drop("matchers.linears.type"), ["matchers.linears", "type"]),
     # wrong values: the key, and the good ones
-    (put("configs.nvfp4.grad.format", "nvfp5"), ["configs.nvfp4.grad.format", "nvfp4, nvfp4-2d"]),
+    (
+        put("configs.nvfp4.grad.format", "nvfp5"),
+        ["configs.nvfp4.grad.format", "mean nvfp4, nvfp4-"],
+    ),
     (put("configs.nvfp4.grad.format", "zzz"), ["configs.nvfp4.grad.format", "there are fp8-1x128"]),
     (put("configs.nvfp4.grad.format", 4), ["configs.nvfp4.grad.format", "4"]),
     (put("configs.nvfp4.grad.format", ["nvfp4"]), ["configs.nvfp4.grad.format"]),

@@ -26,7 +26,10 @@ from megatron_lowbit.recipes import (
 )
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS
 
-QUANTIZING = [name for name in shipped_recipes() if name != "bf16"]
+# GEMMs whose operands are another's values cannot be changed alone; nemotron3-super has two that
+# are quantized.
+TIED = ("averis", "quartet2", "tetrajet2")
+QUANTIZING = [name for name in shipped_recipes() if name not in ("bf16", "nemotron3-super", *TIED)]
 MX = ["mxfp8", "mxfp4", "mxfp4-backward"]
 TENSOR_SCALED = ["nvfp4", "fp8-tensorwise", "fp8-delayed"]
 FP8 = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "fp8-delayed"]
@@ -36,6 +39,12 @@ GEMMS_OF = [
     for gemm in GEMM_ROLES
     if (name, gemm) != ("mxfp4-backward", "fprop")
 ]
+
+
+def test_which_recipes_tie_gemms_together():
+    configs = {name: load_recipe(name).configs.values() for name in shipped_recipes()}
+    tied = {name for name, found in configs.items() if any(p.shares_operands for p in found)}
+    assert tied == set(TIED)
 
 
 def low(name, *overrides) -> LinearPrecision:
@@ -330,7 +339,8 @@ FIELDS = {  # a class of the schema -> an override for each of its fields
     },
     "OperandSpec": {
         "format": "input.format=mxfp4", "rounding": "input.rounding=stochastic",
-        "axis": "weight.axis=fprop",
+        "axis": "weight.axis=fprop", "requantize": "wgrad.input.requantize=true",
+        "split_mean": "fprop.input.split_mean=true",
     },
     "Hadamard": {
         "size": "wgrad.hadamard.size=8", "signs": "wgrad.hadamard.signs=5",

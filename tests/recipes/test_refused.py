@@ -5,7 +5,7 @@ import pytest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes import load_recipe
 
-MX_KEYS = "format, rounding, axis, scale_rounding, three_quarters, block"
+MX_KEYS = "format, rounding, axis, requantize, split_mean, scale_rounding, three_quarters, block"
 REFUSED = [
     ("mxfp8", "grad.scale_format=pow2", ["configs.mxfp8.grad.scale_format", "mxfp8-e4m3", MX_KEYS]),
     ("fp8-tile", "grad.three_quarters=true", ["configs.fp8.grad.three_quarters", "scale_format"]),

@@ -6,6 +6,7 @@ from megatron_lowbit.numerics import DelayedScaling, Hadamard
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
     GemmPrecision,
+    Layer,
     LinearPrecision,
     Recipe,
     load_combined,
@@ -19,6 +20,10 @@ FRESH_64 = Hadamard(64, "fresh", "fp32")
 HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=None)
 
 
+UNUSED = {"block_scales": "e4m3", "four_over_six": "none", "max_scale": 448,
+          "sixteen_seventeenths": False, "tensor_scaled": True}  # fmt: skip
+
+
 def says(quantizer) -> str:
     """Return everything a quantizer does: element, block, scaling options, rounding."""
     if quantizer is None:
@@ -26,11 +31,12 @@ def says(quantizer) -> str:
     form = quantizer.format
     block = f"{form.block_rows}x{form.block}" if form.block > 1 else ""
     shared = "tensor" if form.tensor_scaled else "row" if form.row_scaled else ""
-    words = [form.element.name, block, shared]
+    words = ["mean +" if quantizer.splits_mean else "", form.element.name, block, shared]
     for name in form.OPTIONS:
         value = getattr(form, name)
         shown = {"three_quarters": "3/4" if value else "", "block": ""}
-        words.append(shown.get(name, "" if value == "e4m3" else str(value)))
+        off = name in UNUSED and value == UNUSED[name]
+        words.append(shown.get(name, "" if off else str(value)))
     return " ".join(filter(None, [*words, quantizer.rounding.value]))
 
 
@@ -83,20 +89,71 @@ OPERANDS["nvfp4-fold"] = {
 OPERANDS["fp8-row"] = dict.fromkeys(("fprop", "dgrad", "wgrad"), ("e4m3 row nearest",) * 2)
 OPERANDS["fp8-delayed"] = OPERANDS["fp8-tensorwise"]
 
+FOUR_OVER_SIX = "e2m1 1x16 tensor mse 256"
+OPERANDS["nvfp4-4over6"] = {
+    "fprop": (f"{FOUR_OVER_SIX} nearest",) * 2,
+    "dgrad": (f"{FOUR_OVER_SIX} stochastic", f"{FOUR_OVER_SIX} nearest"),
+    "wgrad": (f"{FOUR_OVER_SIX} stochastic", f"{FOUR_OVER_SIX} nearest"),
+}
+OPERANDS["nvfp4-4over6-te"] = {
+    "fprop": ("e2m1 1x16 tensor mae 256 nearest", "e2m1 16x16 tensor mae 256 nearest"),
+    "dgrad": ("e2m1 1x16 tensor stochastic", "e2m1 16x16 tensor mae 256 nearest"),
+    "wgrad": ("e2m1 1x16 tensor stochastic", "e2m1 1x16 tensor mae 256 nearest"),
+}
+ROWS = "e2m1 1x16 tensor"
+OPERANDS["averis"] = {
+    "fprop": (f"mean + {ROWS} nearest", f"{ROWS} nearest"),
+    "dgrad": (f"mean + {ROWS} stochastic", f"{ROWS} nearest"),
+    "wgrad": (f"mean + {ROWS} stochastic", f"mean + {ROWS} nearest"),
+}
+OPERANDS["nvfp4-ue5m3"] = {
+    "fprop": (f"{ROWS} nearest", f"{ROWS} nearest"),
+    "dgrad": (f"{ROWS} stochastic", f"{ROWS} nearest"),
+    "wgrad": (f"{ROWS} stochastic", f"{ROWS} nearest"),
+}
+OPERANDS["quartet2"] = {
+    "fprop": (f"{ROWS} nearest",) * 2,
+    "dgrad": (f"{ROWS} stochastic",) * 2,
+    "wgrad": (f"{ROWS} stochastic",) * 2,
+}
+OPERANDS["tetrajet2"] = {
+    "fprop": ("e2m1 1x128 nearest",) * 2,
+    "dgrad": ("e2m1 1x128 stochastic",) * 2,
+    "wgrad": ("e2m1 1x128 stochastic",) * 2,
+}
+NAMES = {  # formats whose blocks look like NVFP4's
+    "nvfp4-ue5m3": dict.fromkeys(("fprop", "dgrad", "wgrad"), "nvfp4-ue5m3"),
+    "quartet2": {"fprop": "quartet2", "dgrad": "ms-eden", "wgrad": "ms-eden"},
+}
+OPERANDS["nemotron3-super"] = OPERANDS["nvfp4"]
+REUSED = {  # what GEMMs have of others: everything that is not named is False
+    "averis": {"dgrad": {"rhs_of_fprop"}, "wgrad": {"rhs_of_fprop", "lhs_of_dgrad"}},
+    "quartet2": {"dgrad": {"requantizes_rhs"}, "wgrad": {"requantizes_rhs"}},
+}
+REUSED["tetrajet2"] = REUSED["quartet2"]
+
+FRESH_128 = Hadamard(128, "fresh", "bf16")
 HADAMARDS = {
     "mxfp4-backward": {"fprop": None, "dgrad": FRESH_64, "wgrad": FRESH_64},
     "mxfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(32, "fixed", "bf16")},
     "nvfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(16, "fixed", "bf16")},
 }
 
-HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4"]
+HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4-4over6"] = HADAMARDS["nvfp4"]
+HADAMARDS["quartet2"] = {"fprop": None, "dgrad": FRESH_128, "wgrad": FRESH_128}
+HADAMARDS["tetrajet2"] = dict.fromkeys(("dgrad", "wgrad"), Hadamard(16, "fixed", "bf16"))
 
 KEPT = {  # blocks of the published model -> what stays in high precision, from the ends
     "fp8-tile-e4m3": (10, {0, 8, 9}),
     "mxfp4": (62, {0, 1, *range(54, 62)}),
     "nvfp4": (62, {0, 1, *range(54, 62)}),
     "nvfp4-fold": (62, {0, 1, *range(54, 62)}),
+    "nvfp4-4over6": (24, {20, 21, 22, 23}),
+    "nvfp4-4over6-te": (62, {0, 1, *range(54, 62)}),
 }
+HYBRID = "nemotron3-super"
+"""A recipe that chooses layers by their names, and is tested on a model that has them."""
+GPT = [name for name in OPERANDS if name != HYBRID]
 
 
 def quantized(recipe: Recipe, blocks: int) -> tuple[set[int], set[LinearPrecision]]:
@@ -115,7 +172,7 @@ def test_the_table_has_every_recipe():
     assert set(OPERANDS) == set(shipped_recipes())
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("name", GPT)
 def test_operands(name):
     """All linear layers that are quantized say the same, and it is the table's."""
     high, low = quantized(load_recipe(name), KEPT.get(name, (12, set()))[0])
@@ -123,9 +180,11 @@ def test_operands(name):
         assert high == set(range(12)) and not low
     for precision in low or {HIGH_PRECISION}:
         assert operands(precision) == OPERANDS[name]
+        for gemm, format in NAMES.get(name, {}).items():
+            assert {side.format.name for side in precision.gemms[gemm].sides} == {format}
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("name", GPT)
 def test_what_both_operands_share(name):
     """Transforms, tensor scales of the shard, no amax history but fp8-delayed's, usual sums."""
     for config in load_recipe(name).configs.values():
@@ -137,9 +196,12 @@ def test_what_both_operands_share(name):
             assert precision.tensor_scale == "shard"
             assert precision.delayed == (HISTORY if name == "fp8-delayed" else None)
             assert precision.accumulation is None
+            uses = ("rhs_of_fprop", "requantizes_rhs", "lhs_of_dgrad")
+            found = {use for use in uses if getattr(precision, use)}
+            assert found == REUSED.get(name, {}).get(gemm, set())
 
 
-@pytest.mark.parametrize("name", OPERANDS)
+@pytest.mark.parametrize("name", GPT)
 def test_blocks_in_high_precision(name):
     blocks, kept = KEPT.get(name, (12, set()))
     expected = set(range(12)) if name == "bf16" else kept
@@ -153,6 +215,33 @@ def test_published_counts_of_linears(name, blocks, kept):
         layers = model_layers((pattern * blocks)[:blocks], 1)
         high = [x for x in layers if not load_recipe(name).precision_for(x).quantized]
         assert (len(high), len(layers)) == (kept, 2 * blocks)
+
+
+def test_layers_of_nemotron3_super():
+    """Its published table, on paths of a hybrid with experts and multi-token prediction."""
+    recipe, last = load_recipe(HYBRID), 87
+    bf16 = {
+        "decoder.layers.9.self_attention.linear_qkv", "decoder.layers.9.self_attention.linear_proj",
+        "decoder.layers.3.mlp.fc1_latent_proj", "decoder.layers.3.mlp.fc2_latent_proj",
+        "mtp.layers.0.mtp_model_layer.layers.1.mlp.experts.local_experts.0.linear_fc1",
+        f"decoder.layers.{last}.mlp.experts.local_experts.0.linear_fc1",
+        f"decoder.layers.{last - 12}.mixer.out_proj",
+    }  # fmt: skip
+    nvfp4 = {
+        "decoder.layers.0.mixer.in_proj", "decoder.layers.3.mlp.experts.local_experts.0.linear_fc1",
+        "decoder.layers.3.mlp.experts.local_experts.511.linear_fc2",
+        "decoder.layers.3.mlp.shared_experts.linear_fc1",
+        f"decoder.layers.{last - 13}.mixer.in_proj",
+    }  # fmt: skip
+    configs = {"bf16": bf16, "nvfp4": nvfp4, "mxfp8": {"decoder.layers.0.mixer.out_proj"}}
+    for config, paths in configs.items():
+        for path in paths:
+            number = int(path.partition("layers.")[2].partition(".")[0])
+            assert recipe.config_for(Layer(path, number, last + 1)) == config, path
+    assert operands(recipe.configs["nvfp4"]) == OPERANDS["nvfp4"]
+    assert operands(recipe.configs["mxfp8"]) == OPERANDS["mxfp8"]
+    assert recipe.configs["nvfp4"] == load_recipe("nvfp4").configs["nvfp4"]
+    recipe.check_matchers(model_layers("M-M*-", 1))
 
 
 def test_fp8_tile_with_e4m3_gradients():

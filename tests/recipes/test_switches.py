@@ -171,7 +171,11 @@ def test_phases_of_different_units_come_in_any_order():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("base", list(shipped_recipes()))
+# A backward pass that takes values of its own forward pass goes with it.
+SEPARABLE = sorted(shipped_recipes().keys() - {"averis", "quartet2", "tetrajet2"})
+
+
+@pytest.mark.parametrize("base", SEPARABLE)
 @pytest.mark.parametrize("order", [("forward", "backward"), ("backward", "forward")])
 def test_both_parts_one_after_the_other_are_all(base, order):
     """Every GEMM of every layer is the target's then, whichever part went first."""

@@ -20,6 +20,18 @@ an E4M3 number, so that a code times its scale has at most 4 significant bits an
 FP8 (``folding.py``). S_enc is then min(384 * 6 / amax_tensor, FLT_MAX), and s_b the nearest such
 number up to 384, the upper one of two as near; with ``foldable-up`` the next one up, which never
 clips and so leaves stochastic rounding unbiased. Below 2**-7 s_b is a multiple of 2**-9.
+
+``max_scale: 256`` puts 256 in place of 448 in S_enc. ``four_over_six`` gives each block the better
+of two scales (``four_over_six.py``). ``sixteen_seventeenths`` (Q_SR of "Quartet II", arXiv
+2601.22813, section 3.1; as in fouroversix) is for stochastic rounding: with a = 16/17
+
+    S_enc = min(6 * 448 * a / amax_tensor, FLT_MAX)
+    s_b   = e4m3(min((amax_block / (6 * a)) * S_enc, 448))
+
+so that x * enc_b is at most 6 wherever s_b >= 2**-6, and rounding is unbiased there; a choice
+between two scales biases it again. (The sources of both decode by code * s_b * amax_tensor /
+(6 * 448 * a), which differs from the product with 1 / S_enc by a rounding: a GEMM has one factor
+for a tensor.)
 """
 
 from dataclasses import dataclass
@@ -37,6 +49,7 @@ from megatron_lowbit.numerics.block_format import (
     for_each_row,
 )
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+from megatron_lowbit.numerics.four_over_six import Selection, better_scales
 
 BLOCK = 16
 FOLDABLE_MAX = 384.0
@@ -70,13 +83,35 @@ class NVFP4(BlockFormat):
     """
 
     block_scales: Literal["e4m3", "foldable", "foldable-up"] = "e4m3"
+    four_over_six: Selection = "none"
+    max_scale: Literal[448, 256] = 448
+    sixteen_seventeenths: bool = False
 
     block = BLOCK
     tensor_scaled = True
     scale_bits = 8
-    scale_kernel = "megatron_lowbit.kernels.scales:nvfp4_scales"
     scale_dtype = torch.float8_e4m3fn
-    OPTIONS: ClassVar = {"block_scales": ("e4m3", "foldable", "foldable-up")}
+    OPTIONS: ClassVar = {
+        "block_scales": ("e4m3", "foldable", "foldable-up"),
+        "four_over_six": ("none", "mse", "mae", "abs_max"),
+        "max_scale": (448, 256),
+        "sixteen_seventeenths": (False, True),
+    }
+
+    def __post_init__(self) -> None:
+        if self.folds and len(self.options) > 1:
+            raise ValueError(f"block_scales: {self.block_scales} takes no other option beside it")
+
+    def __str__(self) -> str:
+        # Tables have room for 28 characters.
+        return super().__str__().replace("four_over_six", "4/6").replace("max_scale", "max")
+
+    @property
+    def scale_kernel(self) -> str | None:
+        """Kernel of the scales; the options beside ``block_scales`` have none."""
+        if self.options.keys() - {"block_scales"}:
+            return None
+        return "megatron_lowbit.kernels.scales:nvfp4_scales"
 
     @property
     def kernel_options(self) -> tuple[int]:
@@ -84,14 +119,19 @@ class NVFP4(BlockFormat):
         return (self.OPTIONS["block_scales"].index(self.block_scales),)
 
     @property
+    def draws(self) -> int:
+        """Two where two candidates are rounded."""
+        return 1 if self.four_over_six == "none" else 2
+
+    @property
     def folds(self) -> bool:
         """True if a code times its block's scale is an FP8 number."""
         return self.block_scales != "e4m3"
 
     @property
-    def max_scale(self) -> float:
-        """Largest block scale."""
-        return FOLDABLE_MAX if self.folds else E4M3.max
+    def top_scale(self) -> float:
+        """Block scale of the tensor's largest number."""
+        return FOLDABLE_MAX if self.folds else float(self.max_scale)
 
     @property
     def exact_in_bf16(self) -> bool:
@@ -103,19 +143,33 @@ class NVFP4(BlockFormat):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
+        element_max = E2M1.max * 16.0 / 17.0 if self.sixteen_seventeenths else E2M1.max
         # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
-        s_enc = (torch.full_like(amax, self.max_scale * E2M1.max) / amax).clamp(max=_FLT_MAX)
+        top = torch.full_like(amax, element_max * self.top_scale)
+        s_enc = (top / amax).clamp(max=_FLT_MAX)
         s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
-        sixth = constant(1.0 / 6.0, like=x)
-        scaled = block_amax(tiles) * (s_enc * sixth)
-        if self.folds:
-            scaled = foldable_scales(scaled, self.block_scales == "foldable-up")
-        scales = encode(scaled, E4M3)
-        s_enc_b = (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
-        codes = encode((tiles * s_enc_b).view(x.shape), E2M1, uniform)
-        return codes, for_each_row(scales, self.block_rows), s_dec
+        most = block_amax(tiles)
+
+        def multiplier(scales: Tensor) -> Tensor:
+            return (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
+
+        if self.four_over_six == "none" and not self.sixteen_seventeenths:
+            base = most * (s_enc * constant(1.0 / 6.0, like=x))
+        else:
+            base = (most / torch.full_like(most, element_max)) * s_enc
+        if self.four_over_six == "none":
+            if self.folds:
+                base = foldable_scales(base, self.block_scales == "foldable-up")
+            scales = encode(base, E4M3)
+            codes = encode((tiles * multiplier(scales)).view(x.shape), E2M1, uniform)
+        else:
+            codes, scales = better_scales(
+                tiles, base, uniform, self.four_over_six, multiplier,
+                lambda numbers, scale: numbers * scale * amax / top,
+            )  # fmt: skip
+        return codes.view(x.shape), for_each_row(scales, self.block_rows), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/16, 16); code * scale is exact."""

@@ -1,0 +1,99 @@
+"""NVFP4 with UE5M3 scales: E2M1 elements, one unsigned E5M3 scale a block of 16.
+
+Source: pull request 3325 of Transformer Engine (open when this was written), and AMD's ALTO. A byte
+has 5 exponent bits with bias 15, 3 mantissa bits and no sign: 0x00 to 0x07 are multiples of 2**-17,
+0xFE is 114688, the largest, and 0xFF is NaN. All scale arithmetic is FP32:
+
+    S_enc = min(114688 * 6 / amax_tensor, FLT_MAX);  1 where amax_tensor is 0
+    s_b   = ue5m3(amax_block * (S_enc * fp32(1/6)))       saturating, to nearest even
+    enc_b = min(1 / (s_b * (1 / S_enc)), FLT_MAX)
+    code  = e2m1(clamp(x * enc_b, -6, 6))
+    x_hat = code * s_b * (1 / S_enc)
+
+With ``tensor_scaled: false`` S_enc is 1 and no tensor amax is needed: the scales' 32 binades span
+what activations do. A NaN or an infinity makes the scale of its block NaN, and with a tensor scale
+all scales.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    block_amax,
+    blocks,
+    constant,
+    finite_amax,
+    for_each_row,
+)
+from megatron_lowbit.numerics.formats import E2M1, decode, encode
+
+BLOCK = 16
+UE5M3_MAX = 114688.0
+_FLT_MAX = torch.finfo(torch.float32).max
+_DROPPED_BITS = 20
+"""Mantissa bits of FP32 that UE5M3 lacks."""
+_BIAS = (127 - 15) << 3
+"""Difference of the exponent biases, in the last bit of UE5M3."""
+_NAN = 0xFF
+
+
+def encode_ue5m3(x: Tensor) -> Tensor:
+    """Round FP32 numbers >= 0 (any shape) to UE5M3 bytes, uint8: saturating, halves to even."""
+    x = x.clamp(max=UE5M3_MAX)
+    bits = x.view(torch.int32)
+    half_less_one = (1 << (_DROPPED_BITS - 1)) - 1
+    normal = ((bits + half_less_one + ((bits >> _DROPPED_BITS) & 1)) >> _DROPPED_BITS) - _BIAS
+    subnormal = (x * 2.0**17).round().to(torch.int32)
+    byte = torch.where(x < 2.0**-14, subnormal, normal)
+    return torch.where(x.isnan(), _NAN, byte).to(torch.uint8)
+
+
+def decode_ue5m3(scales: Tensor) -> Tensor:
+    """Decode UE5M3 bytes (uint8) to FP32."""
+    byte = scales.to(torch.int32)
+    normal = ((byte + _BIAS) << _DROPPED_BITS).view(torch.float32)
+    value = torch.where(byte < 8, byte.to(torch.float32) * 2.0**-17, normal)
+    return value.masked_fill(byte == _NAN, torch.nan)
+
+
+@dataclass(frozen=True)
+class UE5M3(BlockFormat):
+    """Blocks of 1x16 or 16x16 elements; without a tensor scale ``tensor_scale`` is 1.
+
+    ``scales`` are UE5M3 bytes, uint8 (R, K/16), those of 16x16 blocks repeated for each row.
+    """
+
+    tensor_scaled: bool = True  # type: ignore[misc]  # the other formats' is their class's
+
+    block = BLOCK
+    scale_bits = 8
+    OPTIONS: ClassVar = {"tensor_scaled": (True, False)}
+
+    def encode(
+        self, x: Tensor, amax: Tensor, uniform: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Quantize whole blocks; scales (R, K/16)."""
+        s_enc = constant(1.0, like=x)
+        if self.tensor_scaled:
+            amax = finite_amax(amax)
+            # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
+            s_enc = (torch.full_like(amax, UE5M3_MAX * E2M1.max) / amax).clamp(max=_FLT_MAX)
+            s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
+        s_dec = 1.0 / s_enc
+        tiles = blocks(x, self.block_rows, BLOCK)
+        scales = encode_ue5m3(block_amax(tiles) * (s_enc * constant(1.0 / 6.0, like=x)))
+        multiplier = (1.0 / (decode_ue5m3(scales) * s_dec)).clamp(max=_FLT_MAX)
+        codes = encode((tiles * multiplier).view(x.shape), E2M1, uniform)
+        return codes, for_each_row(scales, self.block_rows), s_dec
+
+    def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
+        """Decode to FP32 (R, K/16, 16); code * scale is exact."""
+        values = decode(codes.unflatten(-1, (codes.shape[-1] // BLOCK, BLOCK)), E2M1)
+        return values * decode_ue5m3(scales).unsqueeze(-1) * tensor_scale
+
+
+FORMATS = (UE5M3("nvfp4-ue5m3", E2M1, 1), UE5M3("nvfp4-ue5m3-2d", E2M1, BLOCK))

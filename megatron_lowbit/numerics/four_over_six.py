@@ -1,0 +1,71 @@
+"""Four-over-six: each NVFP4 block takes the scale that puts its largest magnitude at 6 or at 4.
+
+Source: "Four Over Six" (arXiv 2512.02010), in the operation order of Transformer Engine's reference
+quantizer. With M the largest block scale, the candidates of a block are, all in FP32,
+
+    base  = (amax_block / 6) * S_enc              S_enc = min(6 * M / amax_tensor, FLT_MAX)
+    s_6   = e4m3(min(base, 448));  s_4 = e4m3(min(base * 1.5, 448))
+    enc_k = min(1 / (s_k * (1 / S_enc)), FLT_MAX);  code_k = e2m1(clamp(x * enc_k, -6, 6))
+    d_k   = ((code_k * s_k) * amax_tensor) / (6 * M) - x
+
+and the second is taken where its error is less, not where it is the same. The error is the sum of
+d**2 (``mse``), the sum of |d| (``mae``) or the largest |d| (``abs_max``). Sums run over the 16
+elements of a row in order; those of a 16x16 block's rows i and i + 8 are then added, i and i + 4,
+i and i + 2, and the last two. (Those of the transposed block have another order and may decide a
+near tie otherwise. A weight's transpose takes the weight's codes.) Stochastic rounding takes random
+numbers of its own for each candidate: the choice then depends on them, which biases the result.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from operator import add
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+
+Selection = Literal["none", "mse", "mae", "abs_max"]
+
+
+def better_scales(
+    tiles: Tensor,
+    base: Tensor,
+    uniform: Tensor | None,
+    selection: Selection,
+    multiplier: Callable[[Tensor], Tensor],
+    values: Callable[[Tensor, Tensor], Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Quantize blocks with the better of two scales each.
+
+    Args:
+        tiles: FP32 (R/rows, rows, K/16, 16), as ``block_format.blocks`` gives them.
+        base: FP32 block scales before rounding, (R/rows, 1, K/16, 1).
+        uniform: random numbers for both candidates, (2, R, K); None rounds to nearest.
+        selection: the error that is compared.
+        multiplier: computes what elements are multiplied by, from E4M3 scales.
+        values: computes the values of E2M1 numbers with block scales, both in FP32.
+
+    Returns:
+        E2M1 codes of the shape of ``tiles``, and E4M3 scales of the shape of ``base``.
+    """
+    both = torch.stack([base, base * 1.5])
+    scales = encode(both, E4M3)
+    random = None if uniform is None else uniform.view(2, *tiles.shape)
+    codes = encode(tiles * multiplier(scales), E2M1, random)
+    six, four = _error(values(decode(codes, E2M1), scales.to(torch.float32)) - tiles, selection)
+    taken = torch.where(four < six, scales[1].to(torch.float32), scales[0].to(torch.float32))
+    return torch.where(four < six, codes[1], codes[0]), encode(taken, E4M3)
+
+
+def _error(difference: Tensor, selection: Selection) -> Tensor:
+    """Return the error of each block of both candidates, (2, R/rows, 1, K/16, 1)."""
+    if selection == "abs_max":
+        return difference.abs().amax(dim=(2, 4), keepdim=True)
+    terms = difference * difference if selection == "mse" else difference.abs()
+    rows = list(reduce(add, terms.unbind(-1)).unbind(2))
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [low + high for low, high in zip(rows[:half], rows[half:], strict=True)]
+    return rows[0].unsqueeze(2).unsqueeze(-1)

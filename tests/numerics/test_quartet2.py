@@ -1,0 +1,113 @@
+"""Quartet II's forward format and MS-EDEN: golden vectors, and unbiased gradients."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_lowbit.numerics import (
+    Draw,
+    Hadamard,
+    Quantizer,
+    Rounding,
+    derive_key,
+    format_by_name,
+    gemm,
+    hadamard_transform,
+)
+
+FORWARD, GRADIENT = format_by_name("quartet2"), format_by_name("ms-eden")
+ROTATIONS = [("gauss", 32), *((name, 128) for name in ("gauss", "outlier", "grad"))]
+ROTATIONS += [(name, 128) for name in ("tiny", "zeros", "ties")]
+
+
+def compare(lab, key: str, encoded) -> None:
+    """Compare codes without the sign of zeros, scales and the tensor scale with golden ones."""
+    codes, scales, tensor_scale = encoded
+    np.testing.assert_array_equal(scales.view(torch.uint8).numpy(), lab[f"{key}/scales"])
+    np.testing.assert_array_equal(np.where(codes == 8, 0, codes), lab.codes(key))
+    assert tensor_scale.item() == lab[f"{key}/s_dec"]
+
+
+def test_forward(lab, lab_name):
+    x, key = lab.x(lab_name), f"{lab_name}/quartet2_fwd"
+    encoded = FORWARD.encode(x, x.abs().amax(), None)
+    compare(lab, key, encoded)
+    if f"{key}/dq" in lab:
+        values = FORWARD.decode(*encoded).flatten(1).numpy()
+        np.testing.assert_array_equal(values, lab[f"{key}/dq"])
+
+
+@pytest.mark.parametrize(("name", "points"), ROTATIONS)
+def test_rotation(lab, name, points):
+    """The signs of the vectors, put on x, for a transform without any of its own."""
+    x, signs = lab.x(name), torch.from_numpy(lab[f"signs{points}"]).float()
+    rotated = hadamard_transform(x * signs.repeat(128 // points), Hadamard(points, "none"))
+    assert torch.equal(rotated, lab.x(name, f"rot{points}/bits"))
+
+
+@pytest.mark.parametrize(("name", "points"), ROTATIONS)
+def test_ms_eden(lab, name, points):
+    """Codes, corrected scales and their stochastic rounding, by the vectors' own draws."""
+    x, key = lab.x(name, f"rot{points}/bits"), f"{name}/mseden_rot{points}_group16"
+    uniform = lab.draws((len(x), x.shape[1] // 16), 3).repeat_interleave(16, 1)
+    encoded = GRADIENT.encode(x, x.abs().amax(), uniform)
+    compare(lab, key, encoded)
+    nearest = GRADIENT.encode(x, x.abs().amax(), None)[1]
+    corrected = torch.from_numpy(lab[f"{key}/corrected"]).to(torch.float8_e4m3fn)
+    assert torch.equal(nearest.float(), corrected.float())
+    if f"{key}/dq" in lab:
+        values = GRADIENT.decode(*encoded).flatten(1).numpy()
+        np.testing.assert_array_equal(values, lab[f"{key}/dq"])
+
+
+def test_a_draw_is_a_scale_s(lab):
+    """Scales alone are drawn: keys change them, codes are nearest."""
+    x = lab.x("gauss")
+    first, second = (Quantizer(GRADIENT, Rounding.STOCHASTIC)(x, draw=Draw(key)) for key in (1, 2))
+    assert torch.equal(first.codes, second.codes)
+    different = (first.scales.float() != second.scales.float()).float().mean()
+    assert 0.1 < different < 0.9
+
+
+def mean_products(a, b, rotations: int, rounding: Rounding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and standard error of products over fresh signs and draws, both (M, N)."""
+    hadamard, quantizer = Hadamard(128, "fresh"), Quantizer(GRADIENT, rounding)
+    products = []
+    for number in range(rotations):
+        key = derive_key("quartet2", number)
+        left, right = (
+            quantizer(x, hadamard=hadamard, sign_key=key, draw=Draw(derive_key(key, side)))
+            for side, x in enumerate((a, b))
+        )
+        products.append(gemm(left, right).double())
+    stacked = torch.stack(products)
+    return stacked.mean(0), stacked.std(0) / rotations**0.5
+
+
+def test_products_are_unbiased():
+    """Both operands share each key's signs: each mean is within 4 standard errors."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(rows, 512, generator=generator) for rows in (6, 8))
+    exact = a.double() @ b.double().t()
+    mean, error = mean_products(a, b, 600, Rounding.STOCHASTIC)
+    assert ((mean - exact).abs() < 4 * error).all()
+
+
+def slopes(count: int, rounding: Rounding) -> torch.Tensor:
+    """Return <Q(x), x> / <x, x> of Gaussian x under ``count`` rotations."""
+    x = torch.randn(8, 4096, generator=torch.Generator().manual_seed(1))
+    hadamard, quantizer = Hadamard(128, "fresh"), Quantizer(GRADIENT, rounding)
+    found = []
+    for key in range(count):
+        rotated = hadamard_transform(x, hadamard, key).double()
+        q = quantizer(x, hadamard=hadamard, sign_key=key, draw=Draw(key)).dequantize().double()
+        found.append((q * rotated).sum() / rotated.square().sum())
+    return torch.stack(found)
+
+
+def test_the_slope_is_one():
+    """Within 4 standard errors; corrected scales that are rounded to nearest shrink by 0.2%."""
+    found = slopes(64, Rounding.STOCHASTIC)
+    error = found.std() / len(found) ** 0.5
+    assert abs(found.mean() - 1) < 4 * error < 5e-4
+    assert slopes(4, Rounding.NEAREST_EVEN).mean() < 1 - 1e-3
