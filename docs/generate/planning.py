@@ -130,21 +130,31 @@ def _beside(found: Estimate, unit: float, memory: float, speed: float) -> list[s
     ]  # fmt: skip
 
 
-STEPS = ("DP2 bf16", "DP2 fp8-tile", "DP2 nvfp4", "TP2 bf16", "TP2 nvfp4", "PP2 nvfp4")
-"""Cases of megatron_lm.py whose layouts plans cover."""
+STEPS = {
+    "megatron_lm-2xh100": [
+        "DP2 bf16", "DP2 fp8-tile", "DP2 nvfp4", "TP2 bf16", "TP2 nvfp4", "PP2 nvfp4",
+    ],
+    "megatron_lm-graphs-h100": None, "megatron_lm-graphs-2xh100": None,
+    "megatron_lm-graphs-h200": None, "megatron_lm-experts-h200": None,
+}  # fmt: skip
+"""Cases of megatron_lm.py whose layouts plans cover, by file; None for all."""
 
 
 def short_steps(results: Path) -> str:
     """Return plans of megatron_lm.py's steps beside the fastest median of each case."""
-    data = json.loads((results / "megatron_lm-2xh100.json").read_text())
     arguments = {case.name: case.arguments for case in CASES}
     lines = []
-    for name in STEPS:
-        words = [*data["model"], *OF_STEPS.split(), *arguments[name].split()]
-        step = 1e3 * planned(words, data["machine"]["gpus"], 32000, "h100", "mamba-ssm").step
-        measured = min(row["median_ms"] for row in data["rows"] if row["case"] == name)
-        lines.append([name, f"{step:.1f}", f"{measured:.1f}", f"{step / measured - 1:+.1%}"])
-    return table(("case", "ms a step, planned", "measured", "off"), lines)
+    for file, names in STEPS.items():
+        data = json.loads((results / f"{file}.json").read_text())
+        kind = file.rpartition("-")[2].removeprefix("2x")
+        done = [row for row in data["rows"] if "median_ms" in row]
+        for name in names or dict.fromkeys(row["case"] for row in done):
+            words = [*data["model"], *OF_STEPS.split(), *arguments[name].split()]
+            step = 1e3 * planned(words, data["machine"]["gpus"], 32000, kind, "mamba-ssm").step
+            measured = min(row["median_ms"] for row in done if row["case"] == name)
+            off = f"{step / measured - 1:+.1%}"
+            lines.append([kind.upper(), name, f"{step:.1f}", f"{measured:.1f}", off])
+    return table(("GPU", "case", "ms a step, planned", "measured", "off"), lines)
 
 
 CLUSTERS = {

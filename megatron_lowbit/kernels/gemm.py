@@ -234,4 +234,4 @@ PRODUCTS_TO = {
     routes.FOLDED: folded_product_to,
     routes.EXACT: exact_product_to,
 }
-"""Functions that write a product to a tensor or add it to that, of the routes that can."""
+"""Functions that write a product to a tensor or add it to that: all but tiles' inside the GEMM."""

@@ -163,4 +163,6 @@ def _step(
     microbatch = [(cpu.forward, passes.forward.total()), (cpu.backward, passes.backward.total())]
     step = [(cpu.step, found["optimizer"])] if device.accumulate else []
     found["waiting for the CPU"] = waiting(layout.microbatches * microbatch + step)
+    if device.accumulate:
+        found["waiting for the CPU"] += cpu.between
     return {name: seconds for name, seconds in found.items() if seconds > 0}

@@ -1,7 +1,8 @@
 """Time that the CPU takes to launch a step's kernels, and that the GPU waits for it.
 
 Eager torch and megatron-core's own Python take a time that depends on neither the model's width nor
-its tokens. It was measured where the GPU had next to nothing to do.
+its tokens. It was measured where the GPU had next to nothing to do. CUDA graphs take it away, but
+for experts, and for the time that Megatron-LM's loop has the GPU wait between steps.
 """
 
 from argparse import Namespace
@@ -21,28 +22,37 @@ _AROUND = 3
 
 
 class Launches(NamedTuple):
-    """Seconds of the CPU: a microbatch's forward and backward pass, and the optimizer's step."""
+    """Seconds of the CPU: a microbatch's forward and backward pass, and the optimizer's step.
+
+    ``between``: seconds that the GPU waits between steps, whatever the CPU has launched.
+    """
 
     forward: float
     backward: float
     step: float
+    between: float
 
 
 def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: GPU) -> Launches:
     """Time the CPU of one rank for the parts of its pipeline stage."""
     forward = backward = tensors = 0.0
     for part, number in parts.items():
-        times = number * experts_of(args, part)
+        experts = experts_of(args, part)
+        tensors += number * experts * _TENSORS[part.kind]
+        if args.cuda_graph_impl != "none" and part.kind != "experts":
+            continue
+        grouped = args.moe_grouped_gemm and part.kind == "experts"
+        times = number * (1 if grouped else experts)
         linears = sum(_quantized(linear, gpu) for linear in part[1:])
+        linears += grouped * experts * len(part[1:]) * gpu["host_us.expert"]
         there, back = _collectives(args, part, layout)
         forward += times * (gpu["host_us.forward"] + linears)
         backward += times * (gpu["host_us.backward"] + linears)
         forward += number * there * gpu["host_us.collective"]
         backward += number * back * gpu["host_us.collective"]
-        tensors += times * _TENSORS[part.kind]
     backward += forward * layout.recomputed / layout.layers
     step = (tensors + _AROUND) * gpu["host_us.tensor"]
-    return Launches(1e-6 * forward, 1e-6 * backward, 1e-6 * step)
+    return Launches(1e-6 * forward, 1e-6 * backward, 1e-6 * step, 1e-6 * gpu["host_us.between"])
 
 
 def _quantized(linear: Linear, gpu: GPU) -> float:

@@ -14,7 +14,7 @@ _MEASURED = {
 }
 """The engine's routes, and what their GEMMs are called in ``hardware.yaml``."""
 _ADDING = {"bf16", "fp8 per tensor", "mxfp8", "nvfp4"}
-"""GEMMs that add to their output: Transformer Engine's, and the engine's ``ADDED_PRODUCTS``."""
+"""GEMMs that add to their output: Transformer Engine's, and of the engine's ``PRODUCTS_TO``."""
 _NATIVE = {
     "Float8CurrentScaling": "fp8 per tensor",
     "DelayedScaling": "fp8 per tensor",
