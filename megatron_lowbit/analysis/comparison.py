@@ -165,6 +165,19 @@ def _pooled_deviation(groups: Sequence[np.ndarray]) -> np.ndarray:
         return np.sqrt(squares / freedom)
 
 
+_ERRORS_SHOWN, _CHANCE_SHOWN = 2.0, 0.8
+
+
+def visible_gap(row: Row, seeds: int) -> float:
+    """Return the true gap that so many seeds show with a chance of 80%, with the noise of a row.
+
+    Shown is a gap of more than two standard errors. The power of a test of a mean whose variance is
+    known (Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
+    """
+    error = row.gap_error * math.sqrt(row.seeds / seeds)
+    return (_ERRORS_SHOWN + statistics.NormalDist().inv_cdf(_CHANCE_SHOWN)) * error
+
+
 class GapCurve(NamedTuple):
     """Relative gaps of a name by tokens, with their standard errors; NaN where they are unknown."""
 

@@ -8,7 +8,13 @@ from pathlib import Path
 import jinja2
 from rich.table import Table
 
-from megatron_lowbit.analysis.comparison import FINAL_SHARE, Contender, Row, compare
+from megatron_lowbit.analysis.comparison import (
+    FINAL_SHARE,
+    Contender,
+    Row,
+    compare,
+    visible_gap,
+)
 from megatron_lowbit.analysis.comparison_picture import gap_text, picture
 
 _COLUMNS = ("", "seeds", "final loss", "gap to {}", "perplexity", "spike score", "tokens/s")
@@ -28,6 +34,7 @@ of one standard error.</p>
 <table><tr>{% for head in columns %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in rows %}<tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table>
+<p>{{ power }}</p>
 <img alt="losses and gaps over tokens" src="data:image/png;base64,{{ picture }}">
 </html>
 """
@@ -35,8 +42,9 @@ of one standard error.</p>
 
 def table(contenders: Sequence[Contender]) -> Table:
     """Build the table for a terminal."""
-    shown = Table(*_heads(contenders))
-    for row in compare(contenders):
+    rows = compare(contenders)
+    shown = Table(*_heads(contenders), caption=_power(rows), caption_justify="left")
+    for row in rows:
         shown.add_row(*_cells(row))
     return shown
 
@@ -44,14 +52,15 @@ def table(contenders: Sequence[Contender]) -> Table:
 def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> None:
     """Write ``comparison.png`` and ``comparison.html`` into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
-    image = picture(contenders)
+    image, rows = picture(contenders), compare(contenders)
     (directory / "comparison.png").write_bytes(image)
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text = page.render(
         title=title,
         share=round(100 * FINAL_SHARE),
         columns=_heads(contenders),
-        rows=[_cells(row) for row in compare(contenders)],
+        rows=[_cells(row) for row in rows],
+        power=_power(rows),
         picture=base64.b64encode(image).decode(),
     )
     (directory / "comparison.html").write_text(text, encoding="utf-8")
@@ -59,6 +68,17 @@ def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> 
 
 def _heads(contenders: Sequence[Contender]) -> list[str]:
     return [head.format(contenders[0].name) for head in _COLUMNS]
+
+
+def _power(rows: Sequence[Row]) -> str:
+    """Say which gaps so many seeds can show, and more of them; nothing where noise is unknown."""
+    known = [row for row in rows[1:] if row.gap_error > 0]
+    if not known:
+        return ""
+    row = max(known, key=lambda row: row.seeds)
+    counts = row.seeds, 2 * row.seeds, 4 * row.seeds
+    gaps = ", ".join(f"{100 * visible_gap(row, count):.2g}% with {count}" for count in counts)
+    return f"Gaps that show beyond two standard errors in four of five studies, by seeds: {gaps}."
 
 
 def _cells(row: Row) -> list[str]:

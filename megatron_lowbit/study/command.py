@@ -21,7 +21,7 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 
 if TYPE_CHECKING:
-    from megatron_lowbit.study.definition import Study
+    from megatron_lowbit.study.definition import Job, Study
 
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
@@ -59,6 +59,10 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     )  # fmt: skip
     parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
     parser.add_argument("--at-once", type=int, default=1, help="number of runs on a GPU")
+    parser.add_argument(
+        "--leave-out", type=float, metavar="ERRORS",
+        help="start no further seeds of a run that is so many standard errors behind the best",
+    )  # fmt: skip
     parser.add_argument("--keep-checkpoints", action="store_true", help="keep those of ended runs")
     parser.set_defaults(start=_run)
 
@@ -67,10 +71,17 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
     from megatron_lowbit.analysis.comparison import read_contenders
     from megatron_lowbit.study.definition import jobs_of
     from megatron_lowbit.study.runner import run
+    from megatron_lowbit.study.standing import described, far_behind, standing
 
     study = _study_of(args)
+
+    def judge(finished: Sequence["Job"]) -> tuple[str, set[str]]:
+        rows = standing(finished, study.names)
+        behind = set() if args.leave_out is None else far_behind(rows, args.leave_out)
+        return described(rows), behind
+
     jobs = jobs_of(study, args.output, training)
-    run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints)
+    jobs = run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints, judge)
     contenders = read_contenders([(job.name, job.folder) for job in jobs])
     contenders.sort(key=lambda contender: study.names.index(contender.name))
     _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))

@@ -6,7 +6,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,25 +36,42 @@ class _Running(NamedTuple):
     task: TaskID
 
 
-def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: bool) -> None:
-    """Run what is not finished yet, a job for each of ``places`` at once.
+Judge = Callable[[Sequence[Job]], tuple[str, set[str]]]
+"""Gives, of the finished jobs, what to print and the names whose other jobs are left out."""
+
+
+def run(
+    jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: bool, judge: Judge
+) -> list[Job]:
+    """Run what is not finished yet, a job for each of ``places`` at once; return what is finished.
 
     A place is the number of the GPU that a job sees, or None. A checkpoint is removed when its run,
     and those that begin from it, have ended, unless it is to be kept. Interrupted, all runs stop as
-    they do by themselves, with a checkpoint to go on from.
+    they do by themselves, with a checkpoint to go on from. ``judge`` is asked whenever a run has
+    finished; names that others begin from are not left out.
 
     Raises TrainingError, after all others have ended, where a run failed. A run that begins from
     another's checkpoint fails with it.
     """
-    left = [job for job in jobs if not is_finished(job)]
+    finished = [job for job in jobs if is_finished(job)]
+    left = [job for job in jobs if job not in finished]
     unready = {job.folder for job in left}
     trunks = {job.start.folder for job in jobs if job.start}
     free, running = list(places), []
     failures: dict[Path, str] = {}
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        whole = progress.add_task("runs", total=len(jobs), completed=len(jobs) - len(left))
+        whole = progress.add_task("runs", total=len(jobs), completed=len(finished))
+
+        def leave_out() -> None:
+            line, names = judge(finished)
+            if line:
+                progress.console.print(line, markup=False, highlight=False)
+            left[:] = [job for job in left if job.name not in names or job.folder in trunks]
+            progress.update(whole, total=len(finished) + len(left) + len(running) + len(failures))
+
         try:
+            leave_out()
             while left or running:
                 ready = [job for job in left if not job.start or job.start.folder not in unready]
                 for job in ready[: len(free)]:
@@ -77,6 +94,8 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
                         failures[one.job.folder] = cause
                     else:
                         unready.discard(one.job.folder)
+                        finished.append(one.job)
+                        leave_out()
         except KeyboardInterrupt:
             progress.update(
                 whole, description="stopping; Ctrl-C again does not wait for checkpoints"
@@ -90,6 +109,7 @@ def run(jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: boo
     if failures:
         count = f"{len(failures)} of {len(jobs)} runs failed"
         raise TrainingError(f"{count} (see {_LOG} in the folder): {_summary(failures)}")
+    return [job for job in jobs if job in finished]
 
 
 def _finish(one: _Running, keep_checkpoints: bool) -> str | None:

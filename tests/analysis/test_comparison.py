@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_lowbit.analysis.comparison import compare, final_loss, gap_curves, read_contenders
+from megatron_lowbit.analysis.comparison import (
+    compare,
+    final_loss,
+    gap_curves,
+    read_contenders,
+    visible_gap,
+)
 from megatron_lowbit.analysis.comparison_picture import picture
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.study.command import main
@@ -73,6 +79,21 @@ def with_validation(folder: Path, *losses: float | None) -> Path:
         line["validation_loss"] = loss
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
+
+
+def test_the_gap_that_so_many_seeds_show(write_run, capsys):
+    """By simulation: four of five studies with that true gap see more than two errors."""
+    runs = [("base", write_run(f"b{i}", 1.0)) for i in range(4)]
+    more = (-0.01, 0.03, 0.01, 0.05)
+    runs += [("other", write_run(f"o{i}", 1 + gap)) for i, gap in enumerate(more)]
+    _, other = compare(read_contenders(runs))
+    gap, error = visible_gap(other, 16), other.gap_error / 2
+    studies = np.random.default_rng(0).normal(gap, error, 100_000)
+    share = (studies > 2 * error).mean()
+    assert abs(share - 0.8) < 4 * (0.8 * 0.2 / 100_000) ** 0.5
+    main(["compare", *(f"{name}={folder}" for name, folder in runs)])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"by seeds: {100 * visible_gap(other, 4):.2g}% with 4, " in shown
 
 
 def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):

@@ -85,6 +85,20 @@ def test_every_run_of_every_seed(study, tmp_path, capsys):
         main([*command[:-1], "y"])
 
 
+def test_a_run_that_is_far_behind_gets_no_further_seeds(study, tmp_path, capsys):
+    """Its first two seeds are run, and are in the table; a resumed study leaves it out again."""
+    file, output = study(base="--scale 2", near="--scale 2.02", far="--scale 4"), tmp_path / "out"
+    command = ["run", str(file), "--output", str(output), "--leave-out", "4"]
+    main([*command, "--seeds", "1", "2", "3"])
+    folders = {path.name for path in output.iterdir() if path.is_dir()}
+    assert folders == {"base-1", "base-2", "base-3", "near-1", "near-2", "near-3", "far-1", "far-2"}
+    shown = capsys.readouterr()
+    assert "far" in shown.out
+    assert "near +" in shown.err and "(1 seeds), far +" in shown.err
+    main([*command, "--seeds", "1", "2", "3", "4"])
+    assert (output / "near-4").is_dir() and not (output / "far-3").exists()
+
+
 def test_a_run_that_fails(study, tmp_path):
     """The others end; run again, it alone begins anew."""
     file, output = study(good="--scale 2", bad="--scale 2 --code 3"), tmp_path / "out"
