@@ -49,7 +49,7 @@ def train(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--bf16"], ["--gradient_checkpointing", "--gradient_accumulation_steps", "2"]],
+    [[], ["--bf16"], ["--activation_checkpointing", "--gradient_accumulation_steps", "2"]],
     ids=" ".join,
 )
 def test_it_learns_and_resumes_bit_for_bit(options, train, tmp_path):

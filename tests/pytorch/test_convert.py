@@ -151,6 +151,15 @@ def test_recipes_that_are_refused(recipe, message):
     assert not converted(model)
 
 
+def test_two_blocks():
+    """nvfp4 keeps one block at each end."""
+    model = in_list("h", [linear(), linear()])
+    with pytest.raises(UserError, match="2 blocks: the matchers bf16_blocks leave all in high"):
+        convert(model, "nvfp4")
+    convert(model, load_recipe("nvfp4", ["bf16_blocks=none"]))
+    assert converted(model) == ["body.h.0", "body.h.1"]
+
+
 def test_a_switch_is_another_conversion():
     recipe = load_recipe("fp8-tile", ["switches.heal={iteration: 3, to: bf16, part: forward}"])
     model = convert(build(), recipe.at(Progress(iteration=0)))

@@ -151,6 +151,21 @@ def test_checkpointing_repeats_the_bits(reentrant):
         assert torch.equal(got, right)
 
 
+@pytest.mark.parametrize("reentrant, kept", [(None, 8 * 2), (True, 0)])
+def test_operands_are_kept_until_backward_unless_recomputed(reentrant, kept):
+    """The codes of eight layers' inputs and weights."""
+    model, saved = convert(build(), "fp8-tile"), []
+    model.reentrant = reentrant
+
+    def pack(tensor):
+        saved.append(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model, batch(0))
+    assert saved.count(torch.float8_e4m3fn) == kept
+
+
 def train(model, optimizer, numbers) -> list[float]:
     losses = []
     for number in numbers:

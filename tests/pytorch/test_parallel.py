@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # in a worker there is no confte
 from block_model import batch, build, loss_of
 
 from megatron_lowbit import convert, load_recipe
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.pytorch import linear
 
@@ -92,8 +93,25 @@ def work(folder: Path, rank: int) -> None:
             for checkpointed in (False, True):
                 result = train_as_rank(wrap, recipe, checkpointed, rank)
                 torch.save(result, folder / f"{wrap}-{recipe}-{checkpointed}-{rank}.pt")
+    torch.save(refusal_of_a_sharded_weight(), folder / f"refusal-{rank}.pt")
     torch.save(versions(), folder / f"versions-{rank}.pt")
     dist.destroy_process_group()
+
+
+def refusal_of_a_sharded_weight() -> str:
+    """Return the error of a layer under tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, _ = converted("fp8-tile")
+    parallelize_module(
+        model.layers[0], init_device_mesh("cpu", (RANKS,)), {"up": ColwiseParallel()}
+    )
+    try:
+        model(batch(0))
+    except UserError as error:
+        return str(error)
+    return "none"
 
 
 def versions():
@@ -139,6 +157,10 @@ def test_two_ranks_train_as_one_process(wrap, recipe, checkpointed, results, mon
         for name, parameter in parameters.items():
             assert torch.equal(after[name], parameter), name
     assert losses[0][-1] < losses[0][0]
+
+
+def test_tensor_parallelism_is_refused(results):
+    assert "the weight is a DTensor in the forward pass" in results("refusal", 1)
 
 
 def test_a_weights_version_does_not_tell_that_it_changed(results):
