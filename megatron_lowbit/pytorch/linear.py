@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.layers.autocast import autocast_dtype
 from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.recipes import LinearPrecision
@@ -95,9 +96,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPr
     if x.numel() == 0:
         # An expert without tokens has nothing to quantize.
         return F.linear(x, weight, bias)
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     require(

@@ -247,5 +247,6 @@ def test_tied_weights_add_their_gradients():
 def test_a_model_on_no_device():
     with torch.device("meta"):
         model = convert(Model(), "fp8-tile")
+        assert model(torch.zeros(4, 32, dtype=torch.long)).shape == (4, 32, 16)
     model.to_empty(device="cpu").load_state_dict(build().state_dict())
     assert torch.equal(model(batch(0)), convert(build(), "fp8-tile")(batch(0)))
