@@ -8,6 +8,8 @@ if TYPE_CHECKING:
     from megatron_lowbit.layers import lowbit_linear as lowbit_linear
     from megatron_lowbit.numerics import QuantizedTensor as QuantizedTensor
     from megatron_lowbit.numerics import quantize as quantize
+    from megatron_lowbit.pytorch import LowbitLinear as LowbitLinear
+    from megatron_lowbit.pytorch import convert as convert
     from megatron_lowbit.recipes import Recipe as Recipe
     from megatron_lowbit.recipes import load_recipe as load_recipe
     from megatron_lowbit.version import __version__ as __version__
@@ -17,6 +19,7 @@ __getattr__, __all__ = lazy_attributes(
     {
         "layers": ["lowbit_linear"],
         "numerics": ["QuantizedTensor", "quantize"],
+        "pytorch": ["LowbitLinear", "convert"],
         "recipes": ["Recipe", "load_recipe"],
         "version": ["__version__"],
     },

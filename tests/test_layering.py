@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[1] / "megatron_lowbit"
 # Subfolders that are not in the list belong to their parents.
 ORDER = (
     "errors", "lazy", "version", "command_line", "console", "folders", "json_files",
-    "numerics", "kernels", "recipes", "layers", "collectives", "transformer_engine",
+    "numerics", "kernels", "recipes", "layers", "pytorch", "collectives", "transformer_engine",
     "storage", "megatron/cpu", "megatron/arguments", "data", "analysis", "planning",
     "megatron", "study", "checkpoints", "conversion", "commands",
 )  # fmt: skip

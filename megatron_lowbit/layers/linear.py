@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import operands
+from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext, draw_key
 from megatron_lowbit.layers.eager import eager
@@ -30,6 +31,7 @@ from megatron_lowbit.recipes.precision import LinearPrecision
 
 class _LowbitLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -55,6 +57,7 @@ class _LowbitLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
         tensors = iter(ctx.saved_tensors)
@@ -102,6 +105,8 @@ def lowbit_linear(
     bias: Tensor | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with each of the three GEMMs in the given precision.
+
+    Autocast has no effect on it.
 
     Args:
         x: (..., K), FP32 or BF16; or an Operand that is already quantized for fprop (``row``)

@@ -468,3 +468,11 @@ def test_second_derivatives_are_refused():
     (dx,) = torch.autograd.grad(y, [x], dy.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()
+
+
+@pytest.mark.parametrize("precision", [NVFP4, HIGH_PRECISION], ids=["nvfp4", "high precision"])
+def test_autocast_has_no_effect(precision):
+    x, weight, bias, dy = leaves()
+    expected = run(x, weight, precision, dy, bias)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_equal(run(x, weight, precision, dy, bias), expected)

@@ -1,0 +1,74 @@
+"""Blocks of a plain PyTorch model, and the modules in them as a recipe's rules see them."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import nn
+
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.recipes import Layer
+
+BLOCK_LISTS = ("layers", "layer", "h", "blocks", "block")
+"""Names of the lists in which models keep their blocks."""
+
+
+def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str]:
+    """Return the paths of a model's blocks, first to last.
+
+    Args:
+        model: the whole model.
+        lists: path of the module whose children are the blocks (``""`` for the model itself), or
+            several such paths, in order. None looks for the outermost module of a name in
+            ``BLOCK_LISTS`` with numbered children. Children without a linear layer do not count.
+
+    Raises:
+        UserError: no list of blocks, or several of which none is given; a path that is not there.
+    """
+    if lists is None:
+        found = _find_lists(model)
+        names = ", ".join(BLOCK_LISTS)
+        require(
+            bool(found),
+            f"no nn.Linear in the numbered children of a module named {names} (transformers' "
+            "Conv1D, as in GPT-2, is none); give the path of the module whose children are the "
+            "blocks as blocks=",
+        )
+        require(
+            len(found) == 1,
+            f"several lists of blocks in the model: {', '.join(found)}; give one of them as "
+            "blocks=, or a list of them in order",
+        )
+        lists = found
+    paths = []
+    for where in [lists] if isinstance(lists, str) else lists:
+        try:
+            # named_children() would leave out a block that is in the list again.
+            children = model.get_submodule(where)._modules.items()
+        except AttributeError:
+            raise UserError(f"blocks={where!r}: the model has no module of that path") from None
+        blocks = [name for name, child in children if child is not None and _has_linear(child)]
+        require(bool(blocks), f"blocks={where!r}: no child of that module has an nn.Linear")
+        paths += [f"{where}.{name}" if where else name for name in blocks]
+    return paths
+
+
+def modules_in_blocks(model: nn.Module, paths: Sequence[str]) -> Iterator[tuple[Layer, nn.Module]]:
+    """Yield every module in the blocks, one that is shared once for each of its paths."""
+    for number, path in enumerate(paths):
+        block = model.get_submodule(path)
+        for name, module in block.named_modules(prefix=path, remove_duplicate=False):
+            yield Layer(name, number, len(paths)), module
+
+
+def _find_lists(model: nn.Module) -> list[str]:
+    found: list[str] = []
+    for path, module in model.named_modules():
+        children = [name for name, _ in module.named_children()]
+        is_list = path.rpartition(".")[2] in BLOCK_LISTS and all(map(str.isdigit, children))
+        nested = any(path.startswith(f"{outer}.") for outer in found)
+        if is_list and not nested and _has_linear(module):
+            found.append(path)
+    return found
+
+
+def _has_linear(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.Linear) for part in module.modules())

@@ -1,0 +1,147 @@
+"""Give the linear layers of a plain PyTorch model the precision of a recipe."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, TypeGuard, TypeVar
+
+from torch import nn
+
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.pytorch.blocks import block_paths, modules_in_blocks
+from megatron_lowbit.pytorch.linear import EvalPrecision, LowbitLinear, check_precision
+from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe, load_recipe
+from megatron_lowbit.recipes.matchers import BlocksMatcher
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_NOT_LINEAR = nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd
+_SHOWN = 8
+
+
+def convert(
+    model: _Model,
+    recipe: Recipe | str,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    eval_precision: EvalPrecision = "bf16",
+) -> _Model:
+    """Turn the ``nn.Linear`` modules that a recipe quantizes into ``LowbitLinear``, in place.
+
+    The module objects stay, with their parameters and hooks. Only modules in the model's blocks
+    are considered, as a recipe in Megatron-LM has no effect on embeddings and the output layer.
+    Converting again applies another recipe; ``bf16`` restores ``nn.Linear``. On an error the
+    model is unchanged.
+
+    Args:
+        model: the whole model, of which no layers are split off yet.
+        recipe: a recipe, or its name or file as for ``load_recipe``. Its rules see module paths
+            such as ``model.layers.5.mlp.down_proj``.
+        blocks: path of the module whose children are the model's blocks, or several paths in
+            order; see :func:`megatron_lowbit.pytorch.blocks.block_paths`.
+        eval_precision: precision of the converted modules in evaluation mode.
+
+    Returns:
+        The model.
+
+    Warns:
+        UserWarning: modules that the recipe would quantize and that are no ``nn.Linear``, by name.
+
+    Raises:
+        UserError: a recipe with switches, delayed scaling or kinds of blocks; a rule that matches
+            no linear layer; a recipe that would leave all layers in high precision; a module at
+            two paths for which the recipe has two precisions; no blocks, or ambiguous ones.
+    """
+    if isinstance(recipe, str):
+        recipe = load_recipe(recipe)
+    _check_recipe(recipe)
+    linears: list[tuple[Layer, nn.Linear]] = []
+    others = []
+    for layer, module in modules_in_blocks(model, block_paths(model, blocks)):
+        if _is_plain_linear(module):
+            linears.append((layer, module))
+        elif _has_matrix(module) and recipe.precision_for(layer).quantized:
+            others.append(f"{layer.path} ({type(module).__name__})")
+    layers = [layer for layer, _ in linears]
+    require(bool(layers), _not_converted(recipe, others))
+    recipe.check_matchers(layers)
+    _check_effect(recipe, layers)
+    precisions = _precision_of_each(linears, recipe)
+    for module, precision in precisions.items():
+        _set_precision(module, precision, eval_precision)
+    if others:
+        warnings.warn(_not_converted(recipe, others), stacklevel=2)
+    return model
+
+
+def _check_recipe(recipe: Recipe) -> None:
+    require(
+        not recipe.switches,
+        f"recipe {recipe.name} has switches, and convert knows no progress of a run: call "
+        "convert(model, recipe.at(Progress(...))) at the start and whenever a switch is reached",
+    )
+    for part in filter(None, [recipe, recipe.backward]):
+        for name, matcher in part.matchers.items():
+            require(
+                not (isinstance(matcher, BlocksMatcher) and matcher.kinds),
+                f"recipe {part.name}: matcher {name} names kinds of blocks, which are those of "
+                "Megatron-LM; select the model's layers by a glob or regex of their paths",
+            )
+        for config, precision in part.configs.items():
+            try:
+                check_precision(precision)
+            except UserError as error:
+                raise UserError(f"recipe {part.name}: config {config}: {error}") from None
+
+
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Check that a module computes by the ``forward`` that conversion replaces."""
+    # A subclass may compute otherwise: nn.MultiheadAttention never calls its out_proj.
+    return type(module) in (nn.Linear, LowbitLinear) and "forward" not in vars(module)
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    if isinstance(module, nn.Linear | _NOT_LINEAR):
+        return isinstance(module, nn.Linear)
+    return any(weight.ndim > 1 for weight in module.parameters(recurse=False))
+
+
+def _precision_of_each(
+    linears: Sequence[tuple[Layer, nn.Linear]], recipe: Recipe
+) -> dict[nn.Linear, LinearPrecision]:
+    """Return the precision of each module. UserError if one module would need two."""
+    first: dict[nn.Linear, Layer] = {}
+    for layer, module in linears:
+        before = first.setdefault(module, layer)
+        require(
+            recipe.precision_for(before) == recipe.precision_for(layer),
+            f"{before.path} and {layer.path} are one module, to which recipe {recipe.name} gives "
+            "two precisions",
+        )
+    return {module: recipe.precision_for(layer) for module, layer in first.items()}
+
+
+def _check_effect(recipe: Recipe, layers: Sequence[Layer]) -> None:
+    intended = any(precision.quantized for precision in recipe.precisions())
+    quantized = any(recipe.precision_for(layer).quantized for layer in layers)
+    deciding = ", ".join(sorted({recipe.matcher_names(layer) for layer in layers}))
+    require(
+        quantized or not intended,
+        f"recipe {recipe.name} quantizes none of the model's {len(layers)} linear layers in "
+        f"{layers[0].num_blocks} blocks: the matchers {deciding} leave all in high precision",
+    )
+
+
+def _set_precision(module: Any, precision: LinearPrecision, eval_precision: EvalPrecision) -> None:
+    if precision.quantized:
+        module.__class__ = LowbitLinear
+        module.precision, module.eval_precision = precision, eval_precision
+    elif isinstance(module, LowbitLinear):
+        del module.precision, module.eval_precision
+        module.__class__ = nn.Linear  # type: ignore[assignment]
+
+
+def _not_converted(recipe: Recipe, others: Sequence[str]) -> str:
+    more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    return (
+        f"recipe {recipe.name}: {len(others)} modules in the blocks are no nn.Linear and stay in "
+        f"high precision: {', '.join(others[:_SHOWN])}{more}"
+    )

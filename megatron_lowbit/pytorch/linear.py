@@ -1,0 +1,111 @@
+"""A linear layer of a plain PyTorch model in a recipe's precision."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron_lowbit.errors import require
+from megatron_lowbit.kernels.select import select_engine
+from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.layers.autocast import autocast_dtype
+from megatron_lowbit.layers.context import draw_key
+from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.recipes import LinearPrecision
+
+EvalPrecision = Literal["bf16", "recipe"]
+"""Precision of a module in evaluation mode: high precision, or the recipe's."""
+
+
+class LowbitLinear(nn.Linear):
+    """``nn.Linear`` whose three GEMMs run in a recipe's precision.
+
+    Parameters and state dict are those of ``nn.Linear``. Each call whose precision is stochastic
+    draws its random key from torch's default CPU generator, as dropout does on a CPU. Ranks of
+    ``torch.distributed`` draw different bits from equal states of their generators.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as of ``nn.Linear``.
+        precision: of the three GEMMs.
+        eval_precision: precision in evaluation mode (``module.eval()``).
+
+    Raises:
+        UserError: the precision needs state between steps.
+    """
+
+    precision: LinearPrecision
+    eval_precision: EvalPrecision
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: LinearPrecision,
+        eval_precision: EvalPrecision = "bf16",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        check_precision(precision)
+        self.precision, self.eval_precision = precision, eval_precision
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute ``input @ weight.T + bias``.
+
+        Args:
+            input: (..., in_features), FP32 or BF16 as the weight. Autocast casts both, as it does
+                for ``nn.Linear``.
+
+        Returns:
+            (..., out_features) in the input's dtype, or autocast's.
+
+        Raises:
+            UserError: another dtype, or a weight that is no plain tensor.
+        """
+        if self.training or self.eval_precision == "recipe":
+            return _product(input, self.weight, self.bias, self.precision)
+        return super().forward(input)
+
+    def extra_repr(self) -> str:
+        """Describe the precision of each GEMM after the sizes."""
+        gemms = ", ".join(f"{name}=({gemm})" for name, gemm in self.precision.gemms.items())
+        return f"{super().extra_repr()}, {gemms}"
+
+
+def check_precision(precision: LinearPrecision) -> None:
+    """Raise UserError for a precision that a layer without state of its own cannot compute in."""
+    require(
+        precision.history_length == 0,
+        "amax_history: delayed scaling keeps amaxes between steps, for which the state dict of "
+        "nn.Linear has no place; formats that are scaled by the tensor itself are supported, such "
+        "as those of the recipes fp8-tensorwise, fp8-tile, mxfp8 and nvfp4",
+    )
+
+
+@eager  # The key is another one in every call.
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision) -> Tensor:
+    require(
+        type(weight) in (nn.Parameter, Tensor),
+        f"LowbitLinear: the weight is a {type(weight).__name__} in the forward pass; plain tensors "
+        "are supported, and fully_shard, which gathers them, but no tensor parallelism",
+    )
+    if x.numel() == 0:
+        # An expert without tokens has nothing to quantize.
+        return F.linear(x, weight, bias)
+    dtype = autocast_dtype(x.device)
+    if dtype is not None:
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    require(
+        x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16),
+        f"LowbitLinear: input {x.dtype}, weight {weight.dtype}; both must be float32 or bfloat16",
+    )
+    key = draw_key(precision)
+    if dist.is_available() and dist.is_initialized():
+        # Launchers seed all ranks alike: they would round different tokens by the same bits.
+        key ^= dist.get_rank()
+    return lowbit_linear(x, weight, LinearContext(precision, select_engine(x.device), key), bias)

@@ -1,0 +1,174 @@
+"""DDP and fully_shard in two processes, against one process that goes through both ranks' batches.
+
+The file is its own worker: each process trains as one rank, over gloo, and saves its losses and
+parameters. One process that accumulates the gradients of both ranks' batches, with the keys that
+the ranks draw, computes the same sums: of two gradients, so that even their order cannot differ.
+"""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent))  # in a worker there is no conftest
+from block_model import batch, build, loss_of
+
+from megatron_lowbit import convert, load_recipe
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.pytorch import linear
+
+RANKS, STEPS = 2, 4
+RECIPES = {"fp8-tile": [], "nvfp4": ["bf16_blocks=none"], "mxfp4-backward": []}
+
+
+def converted(recipe: str):
+    linear.select_engine = lambda device: ReferenceEngine("tests")
+    model = convert(build(), load_recipe(recipe, RECIPES[recipe]))
+    return model, lambda parameters: torch.optim.AdamW(parameters, lr=3e-3)
+
+
+def shard(model):
+    """Shard a model's parameters, each block's by themselves, as is usual."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.layers:
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    gathered = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return gathered.detach().clone()
+
+
+def train_as_rank(wrap: str, recipe: str, checkpointed: bool, rank: int):
+    """Return this rank's losses, and the parameters afterwards."""
+    model, optimizer_of = converted(recipe)
+    model.reentrant = False if checkpointed else None
+    names = dict(model.named_parameters())
+    wrapped = torch.nn.parallel.DistributedDataParallel(model) if wrap == "ddp" else shard(model)
+    optimizer = optimizer_of(wrapped.parameters())
+    losses = []
+    for step in range(STEPS):
+        torch.manual_seed(step)  # of all ranks
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, batch(RANKS * step + rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    assert [name for name, _ in model.named_parameters()] == list(names)
+    return losses, {name: whole(value) for name, value in model.named_parameters()}
+
+
+def train_alone(recipe: str, monkeypatch):
+    """Return the losses of each rank's batches, and the parameters afterwards."""
+    model, optimizer_of = converted(recipe)
+    optimizer = optimizer_of(model.parameters())
+    monkeypatch.setattr(linear.dist, "is_initialized", lambda: True)
+    losses: list[list[torch.Tensor]] = [[], []]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            monkeypatch.setattr(linear.dist, "get_rank", lambda rank=rank: rank)
+            torch.manual_seed(step)
+            loss = loss_of(model, batch(RANKS * step + rank))
+            loss.backward()
+            losses[rank].append(loss.detach())
+        for parameter in model.parameters():
+            parameter.grad /= RANKS
+        optimizer.step()
+    return losses, dict(model.named_parameters())
+
+
+def work(folder: Path, rank: int) -> None:
+    """Train in every way, one after another."""
+    torch.set_num_threads(1)
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    for wrap in ("ddp", "fsdp"):
+        for recipe in RECIPES:
+            for checkpointed in (False, True):
+                result = train_as_rank(wrap, recipe, checkpointed, rank)
+                torch.save(result, folder / f"{wrap}-{recipe}-{checkpointed}-{rank}.pt")
+    torch.save(refusal_of_a_sharded_weight(), folder / f"refusal-{rank}.pt")
+    torch.save(versions(), folder / f"versions-{rank}.pt")
+    dist.destroy_process_group()
+
+
+def refusal_of_a_sharded_weight() -> str:
+    """Return the error of a layer under tensor parallelism."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    model, _ = converted("fp8-tile")
+    parallelize_module(
+        model.layers[0], init_device_mesh("cpu", (RANKS,)), {"up": ColwiseParallel()}
+    )
+    try:
+        model(batch(0))
+    except UserError as error:
+        return str(error)
+    return "none"
+
+
+def versions():
+    """Return version and a copy of one weight, as forward passes of two steps under FSDP see it."""
+    model, optimizer_of = converted("fp8-tile")
+    seen = []
+
+    def note(module, _):
+        seen.append((id(module.weight), module.weight._version, module.weight.detach().clone()))
+
+    model.layers[0].up.register_forward_pre_hook(note)
+    wrapped = shard(model)
+    optimizer = optimizer_of(wrapped.parameters())
+    for _ in range(2):
+        loss_of(wrapped, batch(0)).backward()
+        optimizer.step()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder with what the ranks saved."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture
+def results(folder, run_ranks):
+    """Reads what a rank saved; the first use starts the ranks."""
+    if not (folder / "store").exists():
+        run_ranks(__file__, RANKS, folder, timeout=200)
+    return lambda name, rank: torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one_process(wrap, recipe, checkpointed, results, monkeypatch):
+    monkeypatch.setattr(linear, "select_engine", linear.select_engine)  # to restore it
+    losses, parameters = train_alone(recipe, monkeypatch)
+    for rank in range(RANKS):
+        theirs, after = results(f"{wrap}-{recipe}-{checkpointed}", rank)
+        assert theirs == losses[rank]
+        for name, parameter in parameters.items():
+            assert torch.equal(after[name], parameter), name
+    assert losses[0][-1] < losses[0][0]
+
+
+def test_tensor_parallelism_is_refused(results):
+    assert "the weight is a DTensor in the forward pass" in results("refusal", 1)
+
+
+def test_a_weights_version_does_not_tell_that_it_changed(results):
+    """Quantized weights are therefore not kept from one forward pass to the next."""
+    (module, version, before), (same_module, same_version, after) = results("versions", 0)
+    assert (module, version) == (same_module, same_version)
+    assert not torch.equal(before, after)
+
+
+if __name__ == "__main__":
+    work(Path(sys.argv[1]), int(sys.argv[2]))
