@@ -71,7 +71,7 @@ def _heads(contenders: Sequence[Contender]) -> list[str]:
 
 
 def _power(rows: Sequence[Row]) -> str:
-    """Say which gaps so many seeds can show, and more of them; nothing where noise is unknown."""
+    """Return a sentence on the gaps that so many seeds, and more, show; none without noise."""
     known = [row for row in rows[1:] if row.gap_error > 0]
     if not known:
         return ""

@@ -60,7 +60,7 @@ class OperandGroup:
 
     @cached_property
     def places(self) -> tuple[list[int], list[int]]:
-        """Where the operands' codes and scales begin, in elements."""
+        """Return where the operands' codes and scales begin, in elements."""
         return tuple(ends[:-1] for ends in _ends(self.layouts))
 
     def transpose(self) -> "OperandGroup":

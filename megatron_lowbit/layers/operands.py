@@ -219,7 +219,7 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> Tensor | None:
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:
-    """Note that dW is in ``weight.main_grad``; return what autograd takes in its place."""
+    """Mark that dW is in ``weight.main_grad``; return what autograd takes in its place."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     stand_in = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return stand_in(weight)

@@ -1,4 +1,4 @@
-"""What the finished runs of a study say while others run: gaps so far, and names far behind."""
+"""Standings of a study: gaps of finished runs while others run, and names far behind."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What Triton 3.6's interpreter lacks for loops that end at a tensor, and for BF16."""
+"""Loops that end at a tensor, and BF16, in Triton 3.6's interpreter, which lacks both."""
 
 import numpy as np
 import triton.language as tl
