@@ -327,7 +327,8 @@ def quantize(
         format: a format's name, a key of ``numerics.FORMATS``: ``nvfp4`` (blocks 1x16),
             ``nvfp4-2d`` (16x16), ``mxfp4``, ``mxfp6-e2m3``, ``mxfp6-e3m2``, ``mxfp8-e4m3``,
             ``mxfp8-e5m2`` (1x32; with ``-2d`` 32x32), ``fp8-1x128-e4m3``, ``fp8-128x128-e4m3``,
-            ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``).
+            ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``), ``int4-1x32``,
+            ``int4-1x128``.
         axis: the axis that blocks run along. It becomes the last axis of the result: ``axis=0``
             of a matrix quantizes its transpose.
         rounding: ``nearest`` or ``stochastic``.

@@ -63,6 +63,7 @@ def recipe_quantizers() -> set[Quantizer]:
                 if isinstance(tensor, dict) and "format" in tensor:
                     options = dict(tensor)
                     rounding = Rounding(options.pop("rounding"))
+                    options.pop("axis", None)
                     found.add(Quantizer(format_by_name(options.pop("format"), **options), rounding))
     return found
 
@@ -84,6 +85,7 @@ GUARDED = tuple(
         ("fp8-1x128-e4m3", {"scale_format": "pow2"}),
         ("fp8-tensor-e4m3", {}),
         ("fp8-row-e4m3", {}),
+        ("int4-1x128", {}),
     )
 )
 
@@ -243,6 +245,7 @@ def test_gemm():
     right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
     for operands in ((left, right), (left, b), (a, right), (a, b)):
         assert torch.equal(ENGINE.gemm(*operands), gemm(*operands))
+    assert torch.equal(ENGINE.transpose(left, b.t()), left.dequantize().t())
     assert ENGINE.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
 
 
@@ -265,7 +268,7 @@ def test_gemm_takes_operands_and_biases_of_other_dtypes(dtype, bias_dtype):
 
 def test_nothing_to_quantize():
     """A layer without tokens."""
-    for name in ("nvfp4", "mxfp4", "fp8-1x128-e4m3", "fp8-tensor-e4m3"):
+    for name in ("nvfp4", "mxfp4", "fp8-1x128-e4m3", "fp8-tensor-e4m3", "int4-1x32"):
         assert_same(Quantizer(FORMATS[name]), torch.empty(0, 256))
 
 

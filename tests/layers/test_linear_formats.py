@@ -133,6 +133,7 @@ def test_square_weights_are_quantized_once(format, options):
 def test_square_formats():
     """2D blocks, tiles of 128x128 and per-tensor scales are square; nothing else is."""
     rows = {"nvfp4", "mxfp4", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp8-e4m3", "mxfp8-e5m2"}
+    rows |= {"int4-1x32", "int4-1x128"}
     assert FORMATS.keys() - SQUARE == rows | {
         f"fp8-{kind}-{element}" for kind in ("1x128", "row") for element in ("e4m3", "e5m2")
     }

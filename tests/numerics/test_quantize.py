@@ -118,16 +118,18 @@ def test_nearest_draws_nothing():
     assert torch.equal(state, torch.get_rng_state())
 
 
-SCALE_BYTES = {  # of (32, 64), of (3, 17) and of (130, 257): a byte a block, four a tile
+SCALE_BYTES = {  # of (32, 64), (3, 17) and (130, 257): a byte a block, two a group, four a tile
     "nvfp4": (128, 6, 130 * 17),
     "mx": (64, 3, 130 * 9),
     "fp8-1x128": (32 * 4, 3 * 4, 130 * 3 * 4),
     "fp8-128x128": (4, 4, 2 * 3 * 4),
     "fp8-tensor": (0, 0, 0),
     "fp8-row": (32 * 4, 3 * 4, 130 * 4),
+    "int4-1x32": (64 * 2, 3 * 2, 130 * 9 * 2),
+    "int4-1x128": (32 * 2, 3 * 2, 130 * 3 * 2),
 }
 PADDED = {"nvfp4": (64, 32, 272), "mx": (64, 32, 288), "fp8-tensor": (64, 17, 257)}
-PADDED["fp8-row"] = PADDED["fp8-tensor"]
+PADDED |= {"fp8-row": PADDED["fp8-tensor"], "int4-1x32": PADDED["mx"]}
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -135,7 +137,7 @@ def test_nbytes(format):
     """Codes of whole blocks (4-bit ones two a byte), block scales, four bytes of tensor scale."""
     family = next(name for name in SCALE_BYTES if format.startswith(name))
     padded = PADDED.get(family, (128, 128, 384))
-    four_bits = format.startswith(("nvfp4", "mxfp4"))
+    four_bits = format.startswith(("nvfp4", "mxfp4", "int4"))
     for shape, columns, scales in zip(
         ((32, 64), (3, 17), (130, 257)), padded, SCALE_BYTES[family], strict=True
     ):
@@ -152,6 +154,8 @@ BITS = {
     "fp8-128x128": 8 + 32 / 128**2,
     "fp8-tensor": 8,
     "fp8-row": 8,
+    "int4-1x32": 4 + 16 / 32,
+    "int4-1x128": 4 + 16 / 128,
 }
 
 
@@ -197,7 +201,8 @@ def test_unknown_format_lists_near_names():
     with pytest.raises(ValueError) as caught:
         quantize(torch.ones(16), "q")
     assert str(caught.value).endswith(
-        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, mxfp4, mxfp6, mxfp8, nvfp4"
+        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, int4-1x32, int4-1x128, mxfp4, "
+        "mxfp6, mxfp8, nvfp4"
     )
 
 
