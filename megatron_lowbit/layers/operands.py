@@ -63,10 +63,13 @@ def quantize_input(
 
 
 def wgrad_input(context: LinearContext, saved: Any) -> Any:
-    """Return wgrad's right operand, transposed (K, M), from what :func:`quantize_input` saved."""
+    """Return wgrad's right operand from what :func:`quantize_input` saved.
+
+    It is transposed, (K, M); fprop's own (M, K) where wgrad takes its values.
+    """
     precision, shards = context.precision.wgrad, context.shards
     if precision.rhs_of_fprop:
-        return _fprop_input(context, saved).dequantize().t()
+        return _fprop_input(context, saved)
     if not isinstance(saved, Tensor):
         return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
     return quantize_gathered(context, "wgrad", saved) if shards.sequence_parallel else saved.t()
@@ -109,7 +112,8 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
         weight: returns the weight, where it is not in the cache.
 
     Returns:
-        Both operands; None for dgrad's where backward quantizes it.
+        Both operands. Dgrad's is None where backward quantizes it, and fprop's own (N, K) where
+        dgrad takes its values.
     """
     precision = context.precision
     cache = context.weight_cache if precision.caches_weight else None
@@ -120,7 +124,7 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
     by_row, by_col = context.quantize(weight(), "weight", "fprop", *sides)
     dgrad_weight = None if wanted.dgrad is None else by_col
     if context.training and precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
-        dgrad_weight = by_row.dequantize().t()
+        dgrad_weight = by_row
     if cache is not None and context.training:
         cache.operands = by_row, dgrad_weight
     return by_row, dgrad_weight

@@ -158,7 +158,7 @@ class LowbitQuantizer(IdentityQuantizer):
         rows, columns = self.rowwise_usage, self.columnwise_usage
         if columns and context.precision.wgrad.rhs_of_fprop:
             by_row, _ = context.quantize(x, "input", "fprop", None, needs_codes={"fprop"})
-            return by_row if rows else None, by_row.dequantize().t(), context
+            return by_row if rows else None, by_row, context
         row, col = "fprop" if rows else None, "wgrad" if columns else None
         by_row, by_col = context.quantize(x, "input", row, col, saved={"wgrad"})
         return by_row if rows else None, by_col if columns else None, context
