@@ -11,7 +11,7 @@ from megatron_lowbit.kernels.operands import Transposed
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, AmaxHistory, Quantizer, Request, gemm
-from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe
+from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe, shipped_recipes
 
 HOPPER = (9, 0)
 PAIRS = {
@@ -159,6 +159,7 @@ def test_products(pair, dtype, shape):
 
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row"]
+RECIPES += [name for name in shipped_recipes() if name.startswith("qat-")]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),

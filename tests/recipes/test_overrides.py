@@ -26,7 +26,8 @@ from megatron_lowbit.recipes import (
 )
 from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS
 
-QUANTIZING = [name for name in shipped_recipes() if name != "bf16"]
+QUANTIZING = [name for name in shipped_recipes() if name != "bf16" and "qat-" not in name]
+"""Those that quantize all operands of a GEMM anew: not the values of fprop, as QAT has them."""
 MX = ["mxfp8", "mxfp4", "mxfp4-backward"]
 TENSOR_SCALED = ["nvfp4", "fp8-tensorwise", "fp8-delayed"]
 FP8 = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "fp8-delayed"]
