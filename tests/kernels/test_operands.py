@@ -17,7 +17,9 @@ POW2 = {
     for block in (128, 64, 16)
 }
 POW2_E5M2 = {"fp8-1x128-e5m2 128": FORMATS["fp8-1x128-e5m2"].with_options(scale_format="pow2")}
-OTHERS = [name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128", "fp8-row"))]
+OTHERS = [
+    name for name in FORMATS if not name.startswith(("fp8-1x128", "fp8-128", "fp8-row", "int4"))
+]
 EXACT = {name: FORMATS[name] for name in OTHERS} | POW2
 
 
