@@ -35,7 +35,8 @@ OPTIONS = {
     "nvfp4 foldable": ("nvfp4", {"block_scales": "foldable"}),
     "nvfp4 foldable-up": ("nvfp4", {"block_scales": "foldable-up"}),
 }  # fmt: skip
-ALL = FORMATS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
+KERNELS = {name: format for name, format in FORMATS.items() if format.scale_kernel}
+ALL = KERNELS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
 # The interpreter takes a second for a tile of 64 rows: there one of them, not whole, is enough.
 RAGGED = (72 if DEVICE == "cuda" else 24, 200)
 TRANSFORMS = (
