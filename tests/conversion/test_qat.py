@@ -13,6 +13,7 @@ from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import operands
 from megatron_lowbit.numerics import QuantizedTensor, quantize
@@ -29,6 +30,7 @@ MODEL = [
 PARTS = (("self_attn", ("q", "k", "v"), (256, 128, 128)), ("self_attn", ("o",), (128,)),
          ("mlp", ("gate", "up"), (256, 256)), ("mlp", ("down",), (128,)))  # fmt: skip
 RECIPES = [name for name in shipped_recipes() if name.startswith("qat-")]
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
 TOKENS = torch.arange(3, 19)[None]
 
 
@@ -119,8 +121,7 @@ def test_training_multiplied_the_master_weight_quantized(recipe, run_of):
     config = next(iter(load_recipe(recipe).configs.values()))
     weight_format = config.fprop.rhs.format
     tensors = CheckpointReader(run.checkpoint)
-    key = "decoder.layers.mlp.linear_fc2.weight"
-    stacked = tensors.read_part(key, (0, 0, 0), tensors.model[key].size)
+    stacked = tensors.read_part(FC2, (0, 0, 0), tensors.model[FC2].size)
     for layer in range(2):
         operand = run.weights[layer * len(PARTS) + 3]
         own = quantize(stacked[layer], weight_format.name, **weight_format.options)
@@ -248,6 +249,39 @@ def test_transformers_has_training_s_logits(recipe, run_of, tmp_path):
     difference = (theirs - ours).norm() / ours.norm()
     assert difference <= (2**-20 if is_blocks else 2**-4 if recipe in INPUTS else 2**-6)
     assert difference <= 0.7 * (theirs - plain).norm() / ours.norm()
+
+
+@pytest.mark.parametrize("recipe", ["qat-int4-g32", "qat-nvfp4-activations"])
+def test_logits_are_verified(recipe, run_of, tmp_path):
+    """By ``--verify``: both sides in FP32, weights by the recipe and its amaxes, inputs as is."""
+    source, quantized = run_of(recipe).checkpoint.parent, QuantizedAs("compressed-tensors")
+    to_hugging_face(source, tmp_path / "out", quantized=quantized)
+    difference, largest = verify(tmp_path / "out", source, quantized=quantized)
+    assert difference <= 1e-5 * largest
+
+
+def test_a_late_start(tmp_path):
+    """Two iterations in high precision, one of QAT: its amaxes are known, and its bits exported."""
+    run = tmp_path / "run"
+    switch = "switches.qat={iteration: 2, to: qat-nvfp4-activations}"
+    train(*MODEL, "--train-iters", 3, "--save", run, "--precision-recipe", "bf16",
+          "--recipe-set", switch)  # fmt: skip
+    wanted = QuantizedAs("compressed-tensors", ["qat-nvfp4-activations"])
+    to_hugging_face(run, tmp_path / "out", quantized=wanted)
+    reader = CheckpointReader(run / "iter_0000003")
+    key = "amax_history.decoder.layers.1.mlp.linear_fc2"
+    amaxes = reader.read_part(key, (0, 0), reader.histories[key].size)
+    assert (amaxes[:2] >= 0).sum(1).tolist() == [1, 1]  # of input and weight
+    stacked = reader.read_part(FC2, (0, 0, 0), reader.model[FC2].size)
+    format = load_recipe("qat-nvfp4").configs["nvfp4"].fprop.rhs
+    expected = format(stacked[1], amaxes[1, -1])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj"
+    assert torch.equal(tensors[f"{name}.weight_packed"], expected.codes)
+    seen = tensors[f"{name}.input_global_scale"][0]
+    torch.testing.assert_close(seen, 2688 / amaxes[0, -1], rtol=1e-6, atol=0)
+    with pytest.raises(UserError, match="quantizes no weight in fprop"):
+        to_hugging_face(run, tmp_path / "no", quantized=QuantizedAs("compressed-tensors"))
 
 
 @pytest.mark.parametrize("recipe", ["qat-int4-g32", "qat-int4-g128", "qat-nvfp4-activations"])
