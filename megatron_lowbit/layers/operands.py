@@ -156,7 +156,10 @@ def weight_sides(context: LinearContext) -> WeightSides:
 
 
 def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:
-    """Quantize the transpose of a weight (N, K) in backward."""
+    """Quantize the transpose of a weight (N, K) in backward; itself where dgrad takes fprop's."""
+    precision = context.precision
+    if precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
+        return context.quantize(weight, "weight", "fprop", None, {"fprop"})[0]
     return context.quantize(weight, "weight", None, "dgrad")[1]
 
 
