@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_lowbit.layers import LinearContext
-from megatron_lowbit.layers.operands import made_from_fprop
+from megatron_lowbit.layers.operands import requantized
 from megatron_lowbit.numerics import QuantizedTensor, Request, hadamard_transform
 from megatron_lowbit.numerics.formats import decode, unpack_nibbles
 from megatron_lowbit.recipes.precision import GEMM_ROLES
@@ -69,7 +69,7 @@ def _measured(context: LinearContext, gemm: str, role: str, x: Tensor) -> tuple[
         return made.dequantize().t(), operand_sums(x.t(), made, request)
     if context.precision.requantizes(gemm, role):
         forward, _ = context.quantize(x.t(), role, "fprop", None, needs_codes={"fprop"})
-        made = made_from_fprop(context, role, forward)
+        made = requantized(context, role, forward)
     else:
         made, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})
     request = context.request(gemm, role, len(x))

@@ -25,7 +25,8 @@ from megatron_lowbit.checkpoints.common_state import read_common_state
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.storage.pickles import Reader
 
-_HISTORIES = "amax_history."
+HISTORIES = "amax_history."
+"""Start of the keys of amax histories, before a linear layer's path."""
 _STATES = ("optimizer.", "chained_")
 """Starts of the keys of optimizers' tensors."""
 _NORMS = (
@@ -76,7 +77,7 @@ class CheckpointReader:
         for key, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
                 self.objects.append(key)
-            elif key.startswith(_HISTORIES):
+            elif key.startswith(HISTORIES):
                 self.histories[key] = entry
             else:
                 (self.state if key.startswith(_STATES) else self.model)[key] = entry

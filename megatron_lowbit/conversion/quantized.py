@@ -16,15 +16,17 @@ from torch import Tensor
 
 from megatron_lowbit.checkpoints.checkpoint import Checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
-from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
-from megatron_lowbit.conversion.layouts import LAYOUTS, Layout
+from megatron_lowbit.checkpoints.reader import HISTORIES, CheckpointReader, TensorSlice
+from megatron_lowbit.conversion.layouts import LAYOUTS, Layout, ModuleFormats
 from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule, TensorTransform
 from megatron_lowbit.errors import require
-from megatron_lowbit.numerics import FORMATS, QuantizedTensor, Quantizer, Rounding
+from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer, Rounding
+from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
-from megatron_lowbit.recipes import Layer, Recipe, load_recipes
+from megatron_lowbit.recipes import OPERANDS, GemmPrecision, Layer, Recipe, load_recipes
+from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
 _HEAD = "lm_head"
@@ -35,11 +37,17 @@ Names = tuple[str, ...]
 class Weight(NamedTuple):
     """Weight (R, K) of a linear layer that is quantized, and Hugging Face's matrices of it.
 
-    ``slices`` are Megatron-LM's tensors, concatenated by rows.
+    ``slices`` are Megatron-LM's tensors, concatenated by rows. ``amax`` is what its tensor scale is
+    made from: None for its own, or that of training's last steps. ``input`` is the format of the
+    layer's input, if quantized to nearest, and ``input_scale`` its tensor scale of training's last
+    steps (FP32 scalar).
     """
 
     layer: Layer
     quantizer: Quantizer
+    amax: DelayedAmax | None
+    input: BlockFormat | None
+    input_scale: Tensor | None
     slices: Sequence[TensorSlice]
     shape: tuple[int, int]
     names: Names
@@ -89,7 +97,7 @@ def plan_quantization(
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
     layout = LAYOUTS[wanted.layout]
-    weights, formats, layers, unquantized = {}, {}, [], []
+    weights, quantized, layers, unquantized = {}, {}, [], []
     for names, group in groupby(rules, key=lambda rule: rule.names):
         shares, modules = list(group), [name.removesuffix(".weight") for name in names]
         layer = _layer(shares[0].target, num_layers)
@@ -99,7 +107,8 @@ def plan_quantization(
             if weight is not None:
                 _check(weight, layout)
                 weights[names] = weight
-                formats |= dict.fromkeys(modules, weight.quantizer.format)
+                formats = ModuleFormats(weight.quantizer.format, weight.input)
+                quantized |= dict.fromkeys(modules, formats)
                 continue
         if len(tensors.shape(shares[0].target)) > 1:
             unquantized += modules
@@ -107,7 +116,7 @@ def plan_quantization(
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
     # A tied head has no tensor of its own, but readers build the module.
     kept = list(dict.fromkeys([*unquantized, _HEAD]))
-    config, documents = layout.config(formats, kept), layout.documents(formats, kept)
+    config, documents = layout.config(quantized, kept), layout.documents(quantized, kept)
     return Quantization(recipe, layout, weights, config, documents, kept)
 
 
@@ -166,7 +175,7 @@ def _quantize_parts(weight: Weight, content: Tensor) -> dict[str, QuantizedTenso
 
     Each in a format with blocks of one row: scales have a row for each row of codes.
     """
-    whole = weight.quantizer(content.float())
+    whole = weight.quantizer(content.float(), None if content.is_meta else weight.amax)
     scales, rows = whole.scales, whole.codes.shape[0]
     if scales.shape[0] < rows:
         scales = scales.repeat_interleave(whole.format.block_rows, dim=0)[:rows]
@@ -192,10 +201,24 @@ def _encoded(tensors: CheckpointReader, weights: Sequence[Weight], layout: Layou
         parts: dict[str, QuantizedTensor] = {}
         for weight in weights:
             parts |= _quantize_parts(weight, read(weight))
-        return layout.encode(parts)
+        return layout.encode(parts) | _input_scales(weights, layout)
 
-    outline = encode(lambda weight: torch.empty(weight.shape, device="meta"))
+    meta = encode(lambda weight: torch.empty(weight.shape, device="meta"))
+    outline = {name: tensor.to("meta") for name, tensor in meta.items()}
     return LazyTensors(outline, lambda: encode(lambda weight: weight.read(tensors)))
+
+
+def _input_scales(weights: Sequence[Weight], layout: Layout) -> dict[str, Tensor]:
+    """Return the tensors of inputs' scales, the same for all parts of a layer."""
+    if layout.input_scale is None:
+        return {}
+    key, tensor_of = layout.input_scale
+    return {
+        name.removesuffix("weight") + key: tensor_of(weight.input_scale).clone()
+        for weight in weights
+        if weight.input_scale is not None
+        for name in weight.names
+    }
 
 
 def _layer(target: TensorSlice, num_layers: int) -> Layer | None:
@@ -225,7 +248,50 @@ def _weight(
     shapes = [tensors.shape(part) for part in slices]
     shape = (sum(rows for rows, _ in shapes), shapes[0][1])
     transform = replace(shares[0].transform, share=None)
-    return Weight(layer, fprop.rhs, slices, shape, shares[0].names, transform)
+    earlier = _earlier_amaxes(fprop, layer, tensors)
+    input_format, input_scale = _input(fprop, earlier)
+    amax = None if earlier is None else DelayedAmax(earlier[1], None)
+    return Weight(layer, fprop.rhs, amax, input_format, input_scale, slices, shape,
+                  shares[0].names, transform)  # fmt: skip
+
+
+def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: CheckpointReader) -> Tensor | None:
+    """Return the amaxes of input and weight, FP32 (2,), that training's last steps give fprop.
+
+    They are negative where too few steps are recorded; None without delayed scaling or history.
+    """
+    key = f"{HISTORIES}{layer.path}"
+    if fprop.delayed is None or key not in tensors.histories:
+        return None
+    size = tuple(tensors.histories[key].size)
+    if len(size) != 2 or size[0] != len(OPERANDS) or size[1] < fprop.delayed.recorded:
+        return None
+    amaxes = fprop.delayed.earlier(tensors.read_part(key, (0, 0), size).float())
+    return amaxes[[OPERANDS.index(("fprop", role)) for role in GEMM_ROLES["fprop"]]]
+
+
+def _input(
+    fprop: GemmPrecision, earlier: Tensor | None
+) -> tuple[BlockFormat | None, Tensor | None]:
+    """Return the format of fprop's input for a reader, and its tensor scale.
+
+    None where a reader could not quantize it so: rounding is random, elements are scaled by three
+    quarters, or there is a tensor scale, which readers take beside weights of that format alone,
+    and only if training's last steps give it.
+    """
+    quantizer = fprop.lhs
+    if quantizer is None or quantizer.rounding is not Rounding.NEAREST_EVEN:
+        return None, None
+    format = quantizer.format
+    if getattr(format, "three_quarters", False):
+        return None, None
+    if not format.tensor_scaled:
+        return format, None
+    weight = fprop.rhs.format.name if fprop.rhs else ""
+    if earlier is None or earlier[0] <= 0 or weight.removesuffix("-2d") != format.name:
+        return None, None
+    nothing = torch.zeros(format.block_rows, format.block)
+    return format, quantizer(nothing, earlier[0]).tensor_scale
 
 
 def _refusal(layer: Layer, why: str) -> str:

@@ -18,7 +18,7 @@ from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.recipes import Recipe
+from megatron_lowbit.recipes import LinearPrecision, Recipe
 
 TOKENS = tuple(range(1, 9))
 
@@ -115,7 +115,7 @@ def _of_megatron(
 def _of_weights(recipe: Recipe) -> Recipe:
     """Return the recipe with weights quantized in fprop, and nothing else."""
     configs = {
-        name: replace(precision, fprop=replace(precision.fprop, lhs=None))
+        name: LinearPrecision(replace(precision.fprop, lhs=None))
         for name, precision in recipe.configs.items()
     }
     return replace(recipe, configs=configs, switches=())

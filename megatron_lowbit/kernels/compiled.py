@@ -121,6 +121,10 @@ class CompiledEngine(ReferenceEngine):
             return by_row, self.quantize(x, None, col, amaxes)[1]
         return quantize_both(x, row, col, amaxes, arithmetic(classes.pop()))
 
+    def transpose(self, operand: QuantizedTensor, lhs: Any) -> Tensor:
+        """Dequantize by the fused functions."""
+        return _dense(operand).t()
+
     def gemm(
         self,
         lhs: Tensor | QuantizedTensor,

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
+    QuantizedTensor,
     Request,
     Requests,
     ScaleAmaxes,
@@ -78,6 +79,10 @@ class Engine:
             pairs.append(self.quantize(x, row, col))
         left, right = map(list, zip(*pairs, strict=True))
         return None if rows is None else left, None if cols is None else right
+
+    def transpose(self, operand: QuantizedTensor, lhs: Any) -> Any:
+        """Return the transpose of codes (R, C) with their values, to be multiplied by ``lhs``."""
+        return operand.dequantize().t()
 
     def gemm(
         self,

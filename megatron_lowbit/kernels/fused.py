@@ -26,7 +26,7 @@ from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operand_group import TransposedGroup
-from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -191,6 +191,14 @@ class FusedEngine(Engine):
         if request is not None and self._form(request, dtype) is Form.FOLDED:
             request = replace(request, saved=False)
         return self._written_form(request, dtype)
+
+    def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> Values | Tensor:
+        """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
+        exact = is_exact(operand) and is_exact(lhs) and self.capability >= routes.MIN_CAPABILITY
+        if not exact or not operand.codes.numel():
+            return super().transpose(operand, lhs)
+        whole = exact_values(operand)
+        return Values(whole.values.t(), whole.tensor_scale)
 
     def gemm(
         self,

@@ -191,7 +191,10 @@ def with_mean(operand: GpuOperand) -> GpuOperand:
 
 
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
-    """Return the operand as the reference takes it; not for BF16 numbers."""
+    """Return the operand as the reference takes it."""
+    if isinstance(operand, Values):
+        values = operand.values.float()
+        return values if operand.tensor_scale is None else values * operand.tensor_scale
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 
 

@@ -51,6 +51,17 @@ class Transposed:
     of: QuantizedTensor
 
 
+def is_exact(operand: Tensor | QuantizedTensor | Transposed | Values) -> bool:
+    """Return True for BF16 numbers, and for codes that :func:`exact_values` decodes exactly."""
+    if isinstance(operand, Tensor):
+        return operand.dtype is torch.bfloat16
+    if isinstance(operand, Transposed):
+        return operand.of.format.exact_in_bf16
+    if isinstance(operand, Values):
+        return True
+    return operand.format.exact_in_bf16 and operand.mean is None
+
+
 def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
     if isinstance(operand, Values):

@@ -192,11 +192,15 @@ class LinearContext:
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``high_precision`` are the operands from which a product that is not finite is computed
-        again where the recipe says so. Each rank does so with its own product: of one that is to be
-        summed over ranks, with its own term.
+        ``rhs`` is fprop's own operand where dgrad or wgrad takes its values. ``high_precision`` are
+        the operands from which a product that is not finite is computed again where the recipe says
+        so. Each rank does so with its own product: of one that is to be summed over ranks, with its
+        own term.
         """
         precision = self.precision.gemms[name]
+        serves_both = name == "dgrad" and self.precision.weight_serves_dgrad
+        if precision.rhs_of_fprop and not serves_both:
+            rhs = self.engine.transpose(rhs, lhs)
         if out is not None and precision.accumulation is None and precision.fallback is None:
             return self.engine.add_product(out, lhs, rhs, precision.folding)
         y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)

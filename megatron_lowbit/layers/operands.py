@@ -63,27 +63,26 @@ def quantize_input(
 
 
 def wgrad_input(context: LinearContext, saved: Any) -> Any:
-    """Return wgrad's right operand, transposed (K, M), from what :func:`quantize_input` saved."""
+    """Return wgrad's right operand from what :func:`quantize_input` saved.
+
+    It is transposed, (K, M); fprop's own (M, K) where wgrad takes its values.
+    """
     precision, shards = context.precision.wgrad, context.shards
-    if precision.uses_fprop:
-        return made_from_fprop(context, "input", _fprop_input(context, saved))
+    if precision.rhs_of_fprop:
+        return _fprop_input(context, saved)
+    if precision.requantizes_rhs:
+        return requantized(context, "input", _fprop_input(context, saved))
     if not isinstance(saved, Tensor):
         return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
     return quantize_gathered(context, "wgrad", saved) if shards.sequence_parallel else saved.t()
 
 
-def made_from_fprop(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
-    """Return the right operand of dgrad or wgrad from fprop's quantized weight or input.
-
-    It is the transpose of fprop's values, or that transpose, in BF16, quantized along its own axis.
-    """
-    gemm = "wgrad" if role == "input" else "dgrad"
-    values = operand.dequantize()
-    if context.precision.gemms[gemm].rhs_of_fprop:
-        return values.t()
+def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
+    """Quantize the transpose of fprop's quantized weight or input, in BF16, along its own axis."""
     if role == "input" and context.shards.sequence_parallel:
         context = _without_split_tokens(context)
-    return context.quantize(values.to(torch.bfloat16), role, None, gemm)[1]
+    values = operand.dequantize().to(torch.bfloat16)
+    return context.quantize(values, role, None, "wgrad" if role == "input" else "dgrad")[1]
 
 
 def _fprop_input(context: LinearContext, saved: Any) -> Any:
@@ -126,7 +125,8 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
         weight: returns the weight, where it is not in the cache.
 
     Returns:
-        Both operands; None for dgrad's where backward quantizes it.
+        Both operands. Dgrad's is None where backward quantizes it, and fprop's own (N, K) where
+        dgrad takes its values.
     """
     precision = context.precision
     cache = context.weight_cache if precision.caches_weight else None
@@ -137,7 +137,7 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
     by_row, by_col = context.quantize(weight(), "weight", "fprop", *sides)
     dgrad_weight = None if wanted.dgrad is None else by_col
     if context.training and precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
-        dgrad_weight = made_from_fprop(context, "weight", by_row)
+        dgrad_weight = by_row
     if cache is not None and context.training:
         cache.operands = by_row, dgrad_weight
     return by_row, dgrad_weight
@@ -169,10 +169,11 @@ def weight_sides(context: LinearContext) -> WeightSides:
 
 
 def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:
-    """Quantize the transpose of a weight (N, K) in backward."""
-    if context.precision.dgrad.requantizes_rhs:
-        by_row, _ = context.quantize(weight, "weight", "fprop", None, needs_codes={"fprop"})
-        return made_from_fprop(context, "weight", by_row)
+    """Quantize the transpose of a weight (N, K) in backward; itself where dgrad takes fprop's."""
+    precision = context.precision
+    if precision.dgrad.uses_fprop and not precision.weight_serves_dgrad:
+        by_row, _ = context.quantize(weight, "weight", "fprop", None, {"fprop"})
+        return requantized(context, "weight", by_row) if precision.dgrad.requantizes_rhs else by_row
     return context.quantize(weight, "weight", None, "dgrad")[1]
 
 

@@ -357,7 +357,8 @@ def quantize(
             ``nvfp4-2d`` (16x16), ``mxfp4``, ``mxfp6-e2m3``, ``mxfp6-e3m2``, ``mxfp8-e4m3``,
             ``mxfp8-e5m2`` (1x32; with ``-2d`` 32x32), ``fp8-1x128-e4m3``, ``fp8-128x128-e4m3``,
             ``fp8-tensor-e4m3``, ``fp8-row-e4m3`` (each also with ``-e5m2``); ``nvfp4-ue5m3`` (also
-            with ``-2d``), ``quartet2``, ``ms-eden`` (1x16), ``tetrajet2`` (1x16 within 1x128).
+            with ``-2d``), ``quartet2``, ``ms-eden`` (1x16), ``tetrajet2`` (1x16 within 1x128);
+            ``int4-1x32``, ``int4-1x128``.
         axis: the axis that blocks run along. It becomes the last axis of the result: ``axis=0``
             of a matrix quantizes its transpose.
         rounding: ``nearest`` or ``stochastic``.

@@ -57,7 +57,7 @@ def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tupl
 
     A weight that is the same in all microbatches is quantized once, for fprop and dgrad. Where both
     take the same square blocks ``as_values``, in BF16, they share the codes; GEMMs of codes need
-    them a second time, transposed.
+    them a second time, transposed. They also share them where dgrad takes fprop's values.
     """
     precision = linear.precision
     sides = [precision.quantizer(gemm, "weight") for gemm in ("fprop", "dgrad")]
@@ -66,7 +66,8 @@ def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tupl
     if not precision.quantized:
         return 0.0, 0.0
     if precision.caches_weight:
-        shared = precision.weight_serves_dgrad and as_values
+        of_fprop = precision.dgrad.rhs_of_fprop
+        shared = as_values if precision.weight_serves_dgrad else of_fprop
         return (sizes[0] if shared else sum(sizes)), 0.0
     return 0.0, sizes[1] if precision.weight_serves_dgrad else 0.0
 

@@ -28,14 +28,15 @@ class GemmPrecision:
     both to be quantized. ``tensor_scale`` says which amax makes the scale of a tensor that tensor
     parallelism shards: the local ``shard``'s, or the maximum over the ``group``, which gives every
     layout the same quantized bits for one more small all-reduce an operand. ``delayed`` makes
-    tensor scales from earlier steps. For study: ``accumulation``, where None leaves it to the
-    engine; ``rhs_of_fprop`` of dgrad and wgrad, which multiplies the values that fprop's quantized
-    weight or input has, blocks along fprop's axis, in place of quantizing it anew; and ``folding``,
-    which may be False to multiply operands with power-of-two scales without folding them.
-    ``requantizes_rhs`` of dgrad and wgrad quantizes those values of fprop, in BF16, along its own
-    axis: the backward pass then sees what the forward pass multiplied. ``lhs_of_dgrad`` of wgrad
-    multiplies the values that dgrad's quantized gradient has, blocks along dgrad's axis.
-    ``fallback`` computes a product that is not finite again from operands in high precision.
+    tensor scales from earlier steps. ``rhs_of_fprop`` of dgrad and wgrad multiplies the values that
+    fprop's quantized weight or input has, blocks along fprop's axis, in place of quantizing it
+    anew: the straight-through estimator. ``requantizes_rhs`` of dgrad and wgrad quantizes those
+    values of fprop, in BF16, along its own axis: the backward pass then sees what the forward pass
+    multiplied. ``lhs_of_dgrad`` of wgrad multiplies the values that dgrad's quantized gradient has,
+    blocks along dgrad's axis. ``fallback`` computes a product that is not finite again from
+    operands in high precision. For study: ``accumulation``, where None leaves it to the engine; and
+    ``folding``, which may be False to multiply operands with power-of-two scales without folding
+    them.
     """
 
     lhs: Quantizer | None = None

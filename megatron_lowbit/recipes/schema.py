@@ -158,7 +158,9 @@ class PrecisionSpec(_RoleSettings):
             raise ValueError(f"{roles[1]}.axis: dgrad is for grad; use own or fprop")
         lhs, rhs = (self._quantizer(name, gemm, role) for role in roles)
         own = {key: getattr(gemm, key) for key in gemm.model_fields_set}
-        tensor_scaled = any(side and side.format.tensor_scaled for side in (lhs, rhs))
+        rhs_of_fprop = name != "fprop" and rhs is not None and right.axis == "fprop"
+        scaled_here = (lhs, None if rhs_of_fprop else rhs)
+        tensor_scaled = any(side and side.format.tensor_scaled for side in scaled_here)
         with error_prefix(f"{name}: "):
             precision = GemmPrecision(
                 lhs,
@@ -168,7 +170,7 @@ class PrecisionSpec(_RoleSettings):
                 delayed=self.amax_history if tensor_scaled else None,
                 accumulation=own.get("accumulation", self.accumulation),
                 folding=self.folding if gemm.folding is None else gemm.folding,
-                rhs_of_fprop=name != "fprop" and rhs is not None and right.axis == "fprop",
+                rhs_of_fprop=rhs_of_fprop,
                 requantizes_rhs=name != "fprop" and rhs is not None and right.requantize,
                 lhs_of_dgrad=name == "wgrad" and lhs is not None and left.axis == "dgrad",
                 fallback=own.get("fallback", self.fallback) if lhs or rhs else None,

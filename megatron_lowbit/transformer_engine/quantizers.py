@@ -22,10 +22,10 @@ from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.layers.operands import (
-    made_from_fprop,
     quantize_dgrad_weight,
     quantize_grad,
     quantize_weight,
+    requantized,
 )
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
@@ -163,7 +163,10 @@ class LowbitQuantizer(IdentityQuantizer):
         rows, columns = self.rowwise_usage, self.columnwise_usage
         if columns and context.precision.wgrad.uses_fprop:
             by_row, _ = context.quantize(x, "input", "fprop", None, needs_codes={"fprop"})
-            return by_row if rows else None, made_from_fprop(context, "input", by_row), context
+            kept = by_row
+            if context.precision.wgrad.requantizes_rhs:
+                kept = requantized(context, "input", by_row)
+            return by_row if rows else None, kept, context
         row, col = "fprop" if rows else None, "wgrad" if columns else None
         by_row, by_col = context.quantize(x, "input", row, col, saved={"wgrad"})
         return by_row if rows else None, by_col if columns else None, context

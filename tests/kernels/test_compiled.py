@@ -95,6 +95,7 @@ GUARDED = tuple(
         ("nvfp4-ue5m3", {}),
         ("quartet2", {}),
         ("tetrajet2", {}),
+        ("int4-1x128", {}),
     )
 )
 
@@ -287,6 +288,7 @@ def test_gemm():
     right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
     for operands in ((left, right), (left, b), (a, right), (a, b)):
         assert torch.equal(ENGINE.gemm(*operands), gemm(*operands))
+    assert torch.equal(ENGINE.transpose(left, b.t()), left.dequantize().t())
     assert ENGINE.gemm(a.bfloat16(), b.bfloat16()).dtype == torch.bfloat16
 
 
@@ -309,7 +311,7 @@ def test_gemm_takes_operands_and_biases_of_other_dtypes(dtype, bias_dtype):
 
 def test_nothing_to_quantize():
     """A layer without tokens."""
-    for name in ("nvfp4", "mxfp4", "fp8-1x128-e4m3", "fp8-tensor-e4m3"):
+    for name in ("nvfp4", "mxfp4", "fp8-1x128-e4m3", "fp8-tensor-e4m3", "int4-1x32"):
         assert_same(Quantizer(FORMATS[name]), torch.empty(0, 256))
 
 

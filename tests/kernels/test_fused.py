@@ -7,11 +7,12 @@ import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.operands import Transposed
+from megatron_lowbit.kernels.gemm import plain
+from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, AmaxHistory, Quantizer, Request, gemm
-from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe
+from megatron_lowbit.recipes import OPERANDS, Layer, load_recipe, shipped_recipes
 
 HOPPER = (9, 0)
 PAIRS = {
@@ -120,6 +121,25 @@ def test_a_shared_weight_takes_the_route_of_each_of_its_gemms():
     assert engine.route_of(torch.ones(32, 32).bfloat16(), weight).name == "exact BF16"
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8-e4m3", "int4-1x32", "fp8 1x128 pow2"])
+def test_values_of_fprop_are_transposed(name):
+    """In BF16 if both operands are exact in it, else in FP32: the same numbers in either case."""
+    engine, device = FusedEngine(HOPPER), "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(40, 256, generator=torch.Generator().manual_seed(5)).to(device)
+    q = Quantizer(ALL[name])(x)
+    gradients = {
+        "bf16": torch.ones(8, 40, device=device).bfloat16(),
+        "fp32": torch.ones(8, 40, device=device),
+        "codes": Quantizer(FORMATS["nvfp4"])(torch.ones(8, 40, device=device)),
+        "tiles": Quantizer(FORMATS["fp8-1x128-e4m3"])(torch.ones(8, 40, device=device)),
+    }
+    for kind, gradient in gradients.items():
+        exact = kind in ("bf16", "codes") and name != "int4-1x32"
+        seen = engine.transpose(q, gradient)
+        assert isinstance(seen, Values if exact else torch.Tensor)
+        assert torch.equal(plain(seen), q.dequantize().t())
+
+
 def matrix(rows, columns, seed):
     generator = torch.Generator("cuda").manual_seed(seed)
     return torch.randn(rows, columns, generator=generator, device="cuda").bfloat16()
@@ -159,6 +179,7 @@ def test_products(pair, dtype, shape):
 
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row"]
+RECIPES += [name for name in shipped_recipes() if name.startswith("qat-")]
 WITHOUT_KERNELS = ["nvfp4-4over6", "quartet2", "averis", "nvfp4-ue5m3", "tetrajet2"]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),

@@ -85,8 +85,10 @@ def test_the_bits_of_a_layer_for_each(recipe):
     for weight, count, same in zip(weights, TOKENS, others, strict=True):
         if count or weight.grad is not None:
             assert torch.equal(weight.grad, same.grad) if count else not weight.grad.any()
-    delayed = contexts[0].precision.history_length > 0  # whose amaxes are recorded one by one
-    assert bool(contexts[0].engine.together) is not delayed
+    precision = contexts[0].precision
+    # Amaxes are recorded one by one, and values of fprop dequantized one by one.
+    alone = precision.history_length > 0 or precision.dgrad.rhs_of_fprop
+    assert bool(contexts[0].engine.together) is not alone
 
 
 def test_weights_are_quantized_once_a_step():

@@ -10,7 +10,7 @@ from recording_engine import RecordingEngine
 from torch.utils.checkpoint import checkpoint
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import UNSHARDED, LinearContext, lowbit_linear
+from megatron_lowbit.layers import UNSHARDED, LinearContext, lowbit_linear, operands
 from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.numerics import (
     FORMATS,
@@ -254,6 +254,17 @@ def test_what_meets_values_of_fprop_is_codes():
     # Input and weight for fprop, gradients for dgrad and wgrad, and nothing else.
     assert [name for name, _ in seen.quantized] == ["nvfp4"] * 4
     assert all(request.needs_codes for request in seen.requests)
+
+
+@pytest.mark.parametrize("precision", [SAME_AXIS, SAME_BITS, ROWS, NVFP4])
+def test_a_weight_may_be_quantized_in_backward(precision):
+    """As where a layer keeps a weight from an evaluation: dgrad multiplies the same values."""
+    x, weight, _, dy = leaves()
+    _, dx, _ = run(x, weight, precision, dy)
+    context = LinearContext(precision, ENGINE, KEY)
+    operand = operands.quantize_dgrad_weight(context, weight.detach())
+    grad, _ = operands.quantize_grad(context, dy, True, False)
+    assert torch.equal(context.gemm("dgrad", grad, operand, dx.dtype), dx)
 
 
 def test_row_weight_is_quantized_for_each_gemm():

@@ -143,6 +143,8 @@ def test_square_formats():
         "mxfp6-e3m2",
         "mxfp8-e4m3",
         "mxfp8-e5m2",
+        "int4-1x32",
+        "int4-1x128",
     }
     assert FORMATS.keys() - SQUARE == rows | {
         f"fp8-{kind}-{element}" for kind in ("1x128", "row") for element in ("e4m3", "e5m2")

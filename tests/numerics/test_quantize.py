@@ -118,7 +118,7 @@ def test_nearest_draws_nothing():
     assert torch.equal(state, torch.get_rng_state())
 
 
-SCALE_BYTES = {  # of (32, 64), of (3, 17) and of (130, 257): a byte a block, four a tile
+SCALE_BYTES = {  # of (32, 64), (3, 17) and (130, 257): a byte a block, two a group, four a tile
     "nvfp4": (128, 6, 130 * 17),
     "mx": (64, 3, 130 * 9),
     "fp8-1x128": (32 * 4, 3 * 4, 130 * 3 * 4),
@@ -126,12 +126,14 @@ SCALE_BYTES = {  # of (32, 64), of (3, 17) and of (130, 257): a byte a block, fo
     "fp8-tensor": (0, 0, 0),
     "fp8-row": (32 * 4, 3 * 4, 130 * 4),
     "tetrajet2": (32 * 12, 3 * 12, 130 * 3 * 12),  # twelve for 128 elements
+    "int4-1x32": (64 * 2, 3 * 2, 130 * 9 * 2),
+    "int4-1x128": (32 * 2, 3 * 2, 130 * 3 * 2),
 }
 SCALE_BYTES |= dict.fromkeys(("quartet2", "ms-eden"), SCALE_BYTES["nvfp4"])
 PADDED = {"nvfp4": (64, 32, 272), "mx": (64, 32, 288), "fp8-tensor": (64, 17, 257)}
-PADDED["fp8-row"] = PADDED["fp8-tensor"]
+PADDED |= {"fp8-row": PADDED["fp8-tensor"], "int4-1x32": PADDED["mx"]}
 PADDED["quartet2"] = PADDED["ms-eden"] = PADDED["nvfp4"]
-FOUR_BITS = ("nvfp4", "mxfp4", "quartet2", "ms-eden", "tetrajet2")
+FOUR_BITS = ("nvfp4", "mxfp4", "quartet2", "ms-eden", "tetrajet2", "int4")
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -159,6 +161,8 @@ BITS = {
     "quartet2": 4 + 8 / 16,
     "ms-eden": 4 + 8 / 16,
     "tetrajet2": 4 + 8 / 16 + 32 / 128,
+    "int4-1x32": 4 + 16 / 32,
+    "int4-1x128": 4 + 16 / 128,
 }
 
 
@@ -204,8 +208,8 @@ def test_unknown_format_lists_near_names():
     with pytest.raises(ValueError) as caught:
         quantize(torch.ones(16), "q")
     assert str(caught.value).endswith(
-        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, ms-eden, mxfp4, mxfp6, mxfp8, "
-        "nvfp4, quartet2, tetrajet2"
+        "there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, int4-1x32, int4-1x128, ms-eden, "
+        "mxfp4, mxfp6, mxfp8, nvfp4, quartet2, tetrajet2"
     )
 
 

@@ -96,8 +96,9 @@ def test_a_block_of_a_hybrid_keeps_what_it_saves(block, recipe, monkeypatch):
     assert counted == pytest.approx(measured, rel=0.01)
 
 
-@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8-tile", "mxfp8", "qat-nvfp4", "qat-mxfp8"])
 def test_cached_weights_are_there_twice_where_gemms_take_codes(recipe, monkeypatch):
+    """Codes of fprop and of dgrad, which in quantization-aware training are the same."""
     args = parse(f"{LLAMA} --num-layers 1 --precision-recipe {recipe}")
     (parts,) = stages(args, load_recipe(recipe))
     counted = sum(quantized_weight_bytes(linear, 1, False)[0] for p in parts for linear in p[1:])

@@ -29,7 +29,11 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS
 # GEMMs whose operands are another's values cannot be changed alone; nemotron3-super has two that
 # are quantized.
 TIED = ("averis", "quartet2", "tetrajet2")
-QUANTIZING = [name for name in shipped_recipes() if name not in ("bf16", "nemotron3-super", *TIED)]
+QUANTIZING = [
+    name
+    for name in shipped_recipes()
+    if name not in ("bf16", "nemotron3-super", *TIED) and "qat-" not in name
+]
 MX = ["mxfp8", "mxfp4", "mxfp4-backward"]
 TENSOR_SCALED = ["nvfp4", "fp8-tensorwise", "fp8-delayed"]
 FP8 = ["fp8-tile", "fp8-tile-e4m3", "fp8-tensorwise", "fp8-delayed"]

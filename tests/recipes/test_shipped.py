@@ -17,7 +17,11 @@ from megatron_lowbit.recipes.show import model_layers
 
 HIGH = ("high", "high")
 FRESH_64 = Hadamard(64, "fresh", "fp32")
-HISTORY = DelayedScaling(length=16, algorithm="max", just_in_time=None)
+HISTORIES = {
+    "fp8-delayed": DelayedScaling(length=16, algorithm="max", just_in_time=None),
+    # dgrad and wgrad make no scale.
+    ("qat-nvfp4-activations", "fprop"): DelayedScaling(16, "max", just_in_time=1),
+}
 
 
 UNUSED = {"block_scales": "e4m3", "four_over_six": "none", "max_scale": 448,
@@ -133,6 +137,26 @@ REUSED = {  # what GEMMs have of others: everything that is not named is False
 REUSED["tetrajet2"] = REUSED["quartet2"]
 
 FRESH_128 = Hadamard(128, "fresh", "bf16")
+QAT = {  # weight, input
+    "nvfp4": ("e2m1 1x16 tensor nearest", "e2m1 1x16 tensor nearest"),
+    "mxfp4": ("e2m1 1x32 even nearest", "e2m1 1x32 even nearest"),
+    "mxfp8": (MXFP8, MXFP8),
+    "fp8-blocks": ("e4m3 128x128 pow2 nearest", "e4m3 1x128 pow2 nearest"),
+    "int4-g32": ("int4 1x32 nearest", "e4m3 row nearest"),
+    "int4-g128": ("int4 1x128 nearest", "e4m3 row nearest"),
+}
+for _name, (_weight, _input) in QAT.items():
+    OPERANDS[f"qat-{_name}"] = {
+        "fprop": ("high", _weight),
+        "dgrad": ("high", _weight),
+        "wgrad": HIGH,
+    }
+    OPERANDS[f"qat-{_name}-activations"] = {
+        "fprop": (_input, _weight),
+        "dgrad": ("high", _weight),
+        "wgrad": ("high", _input),
+    }
+
 HADAMARDS = {
     "mxfp4-backward": {"fprop": None, "dgrad": FRESH_64, "wgrad": FRESH_64},
     "mxfp4": {"fprop": None, "dgrad": None, "wgrad": Hadamard(32, "fixed", "bf16")},
@@ -186,7 +210,7 @@ def test_operands(name):
 
 @pytest.mark.parametrize("name", GPT)
 def test_what_both_operands_share(name):
-    """Transforms, tensor scales of the shard, no amax history but fp8-delayed's, usual sums."""
+    """Transforms, tensor scales of the shard, amax histories, usual sums."""
     for config in load_recipe(name).configs.values():
         if not config.quantized:
             assert config == HIGH_PRECISION
@@ -194,11 +218,21 @@ def test_what_both_operands_share(name):
         for gemm, precision in config.gemms.items():
             assert precision.hadamard == HADAMARDS.get(name, {}).get(gemm)
             assert precision.tensor_scale == "shard"
-            assert precision.delayed == (HISTORY if name == "fp8-delayed" else None)
+            assert precision.delayed == HISTORIES.get((name, gemm), HISTORIES.get(name))
             assert precision.accumulation is None
             uses = ("rhs_of_fprop", "requantizes_rhs", "lhs_of_dgrad")
             found = {use for use in uses if getattr(precision, use)}
+            if name.startswith("qat-"):
+                found.discard("rhs_of_fprop")  # the next test's
             assert found == REUSED.get(name, {}).get(gemm, set())
+
+
+@pytest.mark.parametrize("name", GPT)
+def test_values_of_fprop_are_those_of_straight_through(name):
+    """QAT: whatever fprop quantizes, dgrad and wgrad multiply by the same values."""
+    for config in load_recipe(name).configs.values():
+        for gemm in (config.dgrad, config.wgrad) if name.startswith("qat-") else ():
+            assert gemm.rhs_of_fprop == (gemm.rhs is not None)
 
 
 @pytest.mark.parametrize("name", GPT)

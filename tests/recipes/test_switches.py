@@ -172,7 +172,11 @@ def test_phases_of_different_units_come_in_any_order():
 
 
 # A backward pass that takes values of its own forward pass goes with it.
-SEPARABLE = sorted(shipped_recipes().keys() - {"averis", "quartet2", "tetrajet2"})
+SEPARABLE = [
+    name
+    for name in sorted(shipped_recipes())
+    if name not in ("averis", "quartet2", "tetrajet2") and "qat-" not in name
+]
 
 
 @pytest.mark.parametrize("base", SEPARABLE)

@@ -133,7 +133,8 @@ BITS = {
     "nvfp4": 4.5, "mxfp4": 4.25, "mxfp6-e2m3": 6.25, "mxfp6-e3m2": 6.25, "mxfp8-e4m3": 8.25,
     "mxfp8-e5m2": 8.25, "fp8-1x128-e4m3": 8.25, "fp8-1x128-e5m2": 8.25, "fp8-tensor-e4m3": 8,
     "nvfp4-ue5m3": 4.5, "quartet2": 4.5, "ms-eden": 4.5, "tetrajet2": 4 + 8 / 16 + 32 / 128,
-    "fp8-tensor-e5m2": 8, "fp8-row-e4m3": 8, "fp8-row-e5m2": 8,
+    "int4-1x32": 4.5, "int4-1x128": 4.125, "fp8-tensor-e5m2": 8,
+    "fp8-row-e4m3": 8, "fp8-row-e5m2": 8,
     "fp8-128x128-e4m3": 8 + 32 / 128**2, "fp8-128x128-e5m2": 8 + 32 / 128**2,
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ Source: deepseek-ai/DeepSeek-V3, README_WEIGHTS.md and config.json. A weight is 
 """
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_lowbit.conversion.layouts.layout import (
     Layout,
+    Modules,
     Stored,
     modules_with,
     one_by_one,
@@ -20,7 +21,6 @@ from megatron_lowbit.conversion.layouts.layout import (
 )
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import QuantizedTensor
-from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE
 
 METHOD = "fp8"
@@ -36,7 +36,7 @@ def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     }
 
 
-def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
+def _config(modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
     return {
         "quant_method": METHOD,
         "fmt": "e4m3",

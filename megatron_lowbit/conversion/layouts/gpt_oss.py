@@ -14,11 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.conversion.layouts.layout import Layout, Stored, decode_blocks, modules_with
+from megatron_lowbit.conversion.layouts.layout import (
+    Layout,
+    Modules,
+    Stored,
+    decode_blocks,
+    modules_with,
+)
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.numerics import QuantizedTensor
-from megatron_lowbit.numerics.block_format import BlockFormat
 
 METHOD = "mxfp4"
 _NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
@@ -54,14 +59,14 @@ def _layer(name: str) -> str:
     return _EXPERT.match(name)[1]
 
 
-def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
-    for module in formats:
+def _config(modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
+    for module in modules:
         if not _EXPERT.match(module):
             raise UserError(
                 f"--quantized gpt-oss holds experts alone, but the recipe quantizes {module}: "
                 "leave other layers in high precision by a matcher"
             )
-    whole = {_layer(module) for module in formats}
+    whole = {_layer(module) for module in modules}
     for module in unquantized:
         expert = _EXPERT.match(module)
         if expert and expert[1] in whole:

@@ -25,6 +25,21 @@ class Stored(NamedTuple):
     entry: int | None = None
 
 
+class ModuleFormats(NamedTuple):
+    """Formats of a quantized module.
+
+    ``input`` is that of its input where the module is served, None for high precision. One with a
+    tensor scale has that scale from training's last steps.
+    """
+
+    weight: BlockFormat
+    input: BlockFormat | None = None
+
+
+Modules = Mapping[str, ModuleFormats]
+"""Quantized modules by name."""
+
+
 class Layout(NamedTuple):
     """Format of files with quantized weights.
 
@@ -34,7 +49,7 @@ class Layout(NamedTuple):
         encode: function from weights by name, of one or more linear layers that are stored
             together, to tensors by name. A weight is a matrix (R, K) in blocks of one row, with a
             row of scales for each of its rows; its tensors may be on the ``meta`` device.
-        config: function from the formats of quantized modules and the names of the unquantized
+        config: function from the quantized modules and the names of the unquantized
             linear modules to config.json's ``quantization_config``. Raises UserError where these do
             not fit.
         stored: function from the names of a folder's tensors and its config.json (with
@@ -43,17 +58,18 @@ class Layout(NamedTuple):
         group_of: function from the names of one linear layer's weights to a key that all weights
             stored together have in common.
         documents: function from the arguments of ``config`` to further JSON files by name.
+        input_scale: name of the tensor that holds a module's tensor scale of inputs, and a function
+            from that scale (FP32 scalar) to the tensor; None if the layout has none.
     """
 
     name: str
     formats: tuple[str, ...]
     encode: Callable[[Mapping[str, QuantizedTensor]], dict[str, Tensor]]
-    config: Callable[[Mapping[str, BlockFormat], Sequence[str]], dict[str, Any]]
+    config: Callable[[Modules, Sequence[str]], dict[str, Any]]
     stored: Callable[[Iterable[str], dict[str, Any]], dict[str, Stored]]
     group_of: Callable[[tuple[str, ...]], object] = lambda names: names
-    documents: Callable[[Mapping[str, BlockFormat], Sequence[str]], dict[str, dict]] = (
-        lambda formats, unquantized: {}
-    )
+    documents: Callable[[Modules, Sequence[str]], dict[str, dict]] = lambda modules, unquantized: {}
+    input_scale: tuple[str, Callable[[Tensor], Tensor]] | None = None
 
 
 def one_by_one(tensors: Callable[[QuantizedTensor], dict[str, Tensor]]) -> Callable:

@@ -1,13 +1,13 @@
-"""NVIDIA Model Optimizer's unified checkpoints: NVFP4, weights only (``W4A16_NVFP4``).
+"""NVIDIA Model Optimizer's unified checkpoints: ``W4A16_NVFP4``, or ``NVFP4`` with inputs.
 
 Source: ModelOpt's ``modelopt.torch.export`` and ``NVFP4QTensor``. ``weight`` holds two E2M1 codes a
 byte, the even column in the low nibble; ``weight_scale`` E4M3 scales a block of 16;
-``weight_scale_2`` this project's FP32 tensor scale as it is. ``NVFP4`` also quantizes activations,
-by an ``input_scale`` from calibration that training does not have: it is read, not written.
+``weight_scale_2`` this project's FP32 tensor scale as it is. ``NVFP4`` also quantizes inputs, by an
+``input_scale`` of that kind, which training has where amaxes of its last steps make it.
 """
 
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial as bind
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lowbit.conversion.layouts.layout import (
     Layout,
+    Modules,
     Stored,
     decode_blocks,
     modules_with,
@@ -24,12 +25,10 @@ from megatron_lowbit.conversion.layouts.layout import (
 )
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor
-from megatron_lowbit.numerics.block_format import BlockFormat
 
 METHOD = "modelopt"
 DOCUMENT = "hf_quant_config.json"
-_WRITTEN = "W4A16_NVFP4"
-_READ = ("NVFP4", _WRITTEN)
+_WEIGHTS, _BOTH = "W4A16_NVFP4", "NVFP4"
 _PRODUCER = {"name": METHOD, "version": "megatron-lowbit"}
 """Readers look for the name."""
 
@@ -42,21 +41,35 @@ def _tensors(weight: QuantizedTensor) -> dict[str, Tensor]:
     }
 
 
-def _config(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, Any]:
-    block = FORMATS["nvfp4"].block
-    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
+def _algorithm(modules: Modules) -> str:
+    kinds = (module.input.name if module.input else None for module in modules.values())
+    with_input = [kind == "nvfp4" for kind in kinds]
+    if any(with_input) and not all(with_input):
+        raise UserError(
+            f"--quantized modelopt quantizes the inputs of all modules or of none, but the recipe "
+            f"those of {sum(with_input)} of {len(with_input)}"
+        )
+    return _BOTH if all(with_input) else _WEIGHTS
+
+
+def _config(modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
+    block, algorithm = FORMATS["nvfp4"].block, _algorithm(modules)
+    scheme = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": block}
+    group: dict[str, Any] = {"weights": scheme, "targets": ["Linear"]}
+    if algorithm == _BOTH:
+        group["input_activations"] = scheme
     return {
         "quant_method": METHOD,
-        "quant_algo": _WRITTEN,
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
+        "quant_algo": algorithm,
+        "config_groups": {"group_0": group},
         "ignore": list(unquantized),
         "producer": _PRODUCER,
     }
 
 
-def _documents(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -> dict[str, dict]:
+def _documents(modules: Modules, unquantized: Sequence[str]) -> dict[str, dict]:
     quantization = {
-        "quant_algo": _WRITTEN,
+        "quant_algo": _algorithm(modules),
         "kv_cache_quant_algo": None,
         "group_size": FORMATS["nvfp4"].block,
         "exclude_modules": list(unquantized),
@@ -66,10 +79,10 @@ def _documents(formats: Mapping[str, BlockFormat], unquantized: Sequence[str]) -
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
     algorithm = config["quantization_config"].get("quant_algo")
-    if algorithm not in _READ:
+    if algorithm not in (_BOTH, _WEIGHTS):
         raise UserError(
             f"config.json: quantization_config: quant_algo {reprlib.repr(algorithm)} is not one of "
-            f"{', '.join(_READ)}"
+            f"{_BOTH}, {_WEIGHTS}"
         )
 
     modules = modules_with(names, "weight_scale_2")
@@ -78,4 +91,7 @@ def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
 
 
 _FORMATS = ("nvfp4", "nvfp4-2d")
-LAYOUT = Layout(METHOD, _FORMATS, one_by_one(_tensors), _config, _stored, documents=_documents)
+LAYOUT = Layout(
+    METHOD, _FORMATS, one_by_one(_tensors), _config, _stored,
+    documents=_documents, input_scale=("input_scale", lambda scale: scale),
+)  # fmt: skip

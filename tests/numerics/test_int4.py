@@ -1,0 +1,110 @@
+"""INT4 in groups against compressed-tensors' own arithmetic, by scalars, and in its corners."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.lifecycle.forward import quantize as theirs
+from compressed_tensors.quantization.quant_args import QuantizationArgs
+from compressed_tensors.quantization.utils import calculate_qparams
+
+from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding, quantize
+
+GROUPS = (32, 128)
+
+
+def rows_of_many_magnitudes(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return normal numbers, ties of every code, a row of zeros and one with a group of zeros."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(200, 384, generator=generator)
+    x *= torch.exp2(torch.randint(-60, 60, (200, 1), generator=generator).float())
+    x[7] = (torch.arange(384) % 16 - 8 + 0.5).clamp(-7.5, 7.5)  # scale 1
+    x[8] = 0
+    x[9, :128] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_are_compressed_tensors(group, dtype):
+    """Its scales rounded to BF16, its codes of FP32 values by these scales, its packing."""
+    x = rows_of_many_magnitudes(dtype)
+    scheme = QuantizationArgs(
+        num_bits=4, type="int", strategy="group", group_size=group, symmetric=True
+    )
+    grouped = x.float().unflatten(1, (-1, group))
+    low, high = (getattr(grouped, name)(-1) for name in ("amin", "amax"))
+    scales, zero_points = calculate_qparams(low.bfloat16(), high.bfloat16(), scheme)
+    if dtype is torch.float32:  # a range in BF16 would be another one
+        scales, _ = calculate_qparams(low, high, scheme)
+        scales = torch.where(grouped.abs().amax(-1) == 0, 2.0**-7, scales).bfloat16()
+    codes = theirs(x.float(), scales.float(), zero_points.float(), scheme, dtype=torch.int8)
+    q = quantize(x, f"int4-1x{group}")
+    assert q.scales.dtype == scales.dtype == torch.bfloat16 and torch.equal(q.scales, scales)
+    assert torch.equal(q.codes.view(torch.int32), pack_to_int32(codes, 4))
+    values = dequantize(codes, scales.float(), zero_points.float(), scheme)
+    assert torch.equal(q.dequantize(), values)
+    assert set(codes.unique().tolist()) == set(range(-8, 8))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_against_exact_fractions(group, unpacked):
+    """Quotients by fractions: the scale is amax / 7.5 rounded to 8 bits, ties go to even codes."""
+    x = rows_of_many_magnitudes()[:12, :group]
+    q = quantize(x, f"int4-1x{group}")
+    codes = unpacked(q)
+    for row, values in enumerate(x.tolist()):
+        amax = max(map(abs, values))
+        scale = torch.tensor(np.float32(amax) / np.float32(7.5)).bfloat16().item() or 2.0**-7
+        assert q.scales[row].item() == scale
+        steps = [min(7, max(-8, round(Fraction(value) / Fraction(scale)))) for value in values]
+        assert (codes[row] - 8.0).tolist() == steps
+
+
+def test_both_ends_of_a_group():
+    """+amax saturates at 7 and -amax becomes -8: 7.5 is a tie."""
+    x = torch.zeros(2, 32)
+    x[0, 0], x[1, 0] = 7.5, -7.5
+    assert quantize(x, "int4-1x32").dequantize()[:, 0].tolist() == [7, -8]
+
+
+def test_zeros_nan_and_infinity():
+    """Zeros decode to zeros, and what is not finite makes its group NaN and no other."""
+    x = torch.ones(4, 64)
+    x[0], x[1, 40], x[2, 40], x[3, 40] = 0, torch.nan, torch.inf, -torch.inf
+    values = quantize(x, "int4-1x32").dequantize()
+    assert not values[0].any() and values[1:, 32:].isnan().all() and values[:, :32].isfinite().all()
+
+
+def test_scales_at_the_ends_of_fp32():
+    """A scale that underflows is the epsilon, and one of the largest numbers is finite."""
+    x = torch.zeros(3, 32)
+    x[0, 0], x[1, 0], x[2, 0] = 2.0**-149, 2.0**-126, torch.finfo(torch.float32).max
+    q = quantize(x, "int4-1x32")
+    assert q.scales[0].item() == 2.0**-7 and q.dequantize()[0].eq(0).all()
+    assert q.dequantize()[1:, 0].isfinite().all() and q.dequantize()[1:, 0].ne(0).all()
+
+
+def test_ragged_rows_are_padded():
+    x = rows_of_many_magnitudes()[:, :70]
+    whole = torch.nn.functional.pad(x, (0, 26))
+    assert torch.equal(
+        quantize(x, "int4-1x32").dequantize(), quantize(whole, "int4-1x32").dequantize()[:, :70]
+    )
+
+
+def test_stochastic_rounding_is_unbiased():
+    """The mean over draws is within 4 standard errors; values on the grid never move."""
+    quantizer = Quantizer(FORMATS["int4-1x32"], Rounding.STOCHASTIC)
+    x = torch.linspace(-7.0, 7.0, 32)[None]
+    x[0, 0] = -7.5  # scale 1
+    draws = 4000
+    seen = torch.stack([quantizer(x, draw=Draw(key)).dequantize() for key in range(draws)])
+    inner = x[0, 1:]
+    fraction = inner - inner.floor()
+    error = (fraction * (1 - fraction) / draws).sqrt()
+    assert ((seen.mean(0)[0, 1:] - inner).abs() <= 4 * error + 2e-6).all()
+    assert torch.equal(seen[:, 0, -1], torch.full((draws,), 7.0))
