@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available():
     # Triton reads it when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    import tests.interpreter  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):
