@@ -15,6 +15,9 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # Compile in the same process: torch.compile would start another one that imports torch again.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Take it that the compiler builds for this processor. To find out, torch.compile has new processes
+# import torch, which takes 6 s in each process that compiles.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # A missing tokenizer is not looked up on the Hugging Face hub, which takes 50 s without a network.
 # The library reads it when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 if not torch.cuda.is_available():
     # Triton reads it when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    import tests.interpreter  # noqa: F401
     import tests.interpreter  # noqa: F401
 
 
