@@ -1,11 +1,13 @@
 """Without a GPU, Triton's kernels run in its interpreter, and tests marked ``gpu`` are skipped."""
 
 import gc
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,22 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 # Compile in the same process: torch.compile would start another one that imports torch again.
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+# Take it that the compiler builds for this processor. To find out, torch.compile has new processes
+# import torch, which takes 6 s in each process that compiles.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "1"
 # A missing tokenizer is not looked up on the Hugging Face hub, which takes 50 s without a network.
 # The library reads it when it is imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
+
+from tests import processes
 
 ROOT = Path(__file__).parents[1]
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    import tests.interpreter  # noqa: F401
 
 
 def pytest_collection_modifyitems(items):
@@ -43,25 +51,49 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture
-def run_ranks():
-    """Runs a test file that is its own worker, a process for each rank, which it is told last."""
+@pytest.fixture(scope="session")
+def start_script():
+    """``processes.start_script`` without its context.
+
+    Processes are forked from a server that has imported what they need, where there is no GPU: CUDA
+    does not survive a fork.
+    """
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+    if not torch.cuda.is_available():
+        processes.start_server(context)
+    return partial(processes.start_script, context)
+
+
+@pytest.fixture(scope="session")
+def run_ranks(start_script, tmp_path_factory):
+    """Runs a test file that is its own worker, a process for each rank.
+
+    It is told its rank last, and in the environment as by torchrun, with a store for rendezvous.
+    """
 
     def run(
-        script: str, ranks: int, *arguments: object, timeout: float, **environment: str
+        script: str | Path, ranks: int, *arguments: object, timeout: float, **environment: str
     ) -> None:
-        command = [sys.executable, script, *map(str, arguments)]
+        folder = tmp_path_factory.mktemp("ranks")
+        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        environment |= {
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
+            "TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        outputs = [folder / f"{rank}.txt" for rank in range(ranks)]
         workers = [
-            subprocess.Popen(
-                [*command, str(rank)],
-                env=os.environ | environment, stderr=subprocess.PIPE, text=True,
+            start_script(
+                script, *arguments, rank, output=output,
+                RANK=str(rank), LOCAL_RANK=str(rank), **environment,
             )
-            for rank in range(ranks)
+            for rank, output in enumerate(outputs)
         ]  # fmt: skip
-        errors = [worker.communicate(timeout=timeout)[1] for worker in workers]
+        codes = processes.finish(workers, timeout)
+        texts = [output.read_text() for output in outputs]
         # Of each, its traceback: what CUDA says while a process ends is longer.
-        shown = "\n".join(error[error.find("Traceback") :][:3000] for error in errors)
-        assert not any(worker.returncode for worker in workers), shown
+        shown = "\n".join(text[text.find("Traceback") :][:3000] for text in texts)
+        assert not any(codes), f"exit codes {codes}: {shown}"
 
     return run
 

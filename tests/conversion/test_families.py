@@ -1,7 +1,8 @@
 """Tiny random models of transformers': there and back identical, the same logits between."""
 
 import json
-import subprocess
+import math
+import os
 import sys
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_models import EPS, LLAMA3, MODELS, SIZES, TOKENS, llama_model, save, weights
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import COMPANIONS, to_hugging_face, to_megatron
 from megatron_lowbit.conversion.families import FAMILIES, family_of
 from megatron_lowbit.errors import UserError
+from tests.short_runs import fork_results_queue
 
 CASES = [
     ("llama", 2, 1, 1), ("llama", 1, 2, 1), ("llama", 2, 2, 1),
@@ -42,14 +43,13 @@ def sources(tmp_path_factory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def logits(sources, tmp_path_factory) -> Path:
-    """A folder with this project's logits of every case, from one job."""
+def logits(sources, run_ranks, tmp_path_factory) -> Path:
+    """A folder with this project's logits of every case, from a job for each number of ranks."""
     folder = tmp_path_factory.mktemp("logits")
     for name, source in sources.items():
         to_megatron(source, folder / name)
-    command = [sys.executable, __file__, str(folder)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, result.stderr[-3000:]
+    for ranks in {math.prod(sizes) for _, *sizes in CASES}:
+        run_ranks(__file__, ranks, folder, timeout=200)
     return folder
 
 
@@ -248,22 +248,14 @@ def test_nothing_is_overwritten(llama, tmp_path):
     assert (tmp_path / "out" / COMPANIONS / "config.json").is_file()
 
 
-def every_case(folder: Path) -> None:
-    """Return the logits of every case on four ranks, forks of one process with all imports."""
-    import megatron_lowbit.conversion.megatron_model  # noqa: F401  before forking
-
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=4, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", start_method="fork",
-    )  # fmt: skip
-    elastic_launch(config, worker)(folder)
-
-
 def worker(folder: Path) -> None:
-    for name, tensor, pipeline, expert in CASES:
-        logits = converted_logits(folder / name, tensor, pipeline, expert)
-        if logits is not None:
-            torch.save(logits, folder / f"{name} {tensor} {pipeline} {expert}.pt")
+    """Save the logits of every case for as many ranks as there are."""
+    fork_results_queue()
+    for name, *sizes in CASES:
+        if math.prod(sizes) == int(os.environ["WORLD_SIZE"]):
+            logits = converted_logits(folder / name, *sizes)
+            if logits is not None:
+                torch.save(logits, folder / f"{name} {' '.join(map(str, sizes))}.pt")
 
 
 def save_model(model: torch.nn.Module, folder: Path) -> None:
@@ -313,6 +305,4 @@ def converted_logits(
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    torch.set_num_threads(1)
-    every_case(Path(sys.argv[1]))
+    worker(Path(sys.argv[1]))

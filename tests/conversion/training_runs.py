@@ -15,7 +15,7 @@ MODEL = shlex.split("""
 _LOOP = shlex.split("""
     --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
     --eval-iters 0 --eval-interval 100 --log-interval 1 --save-interval 100 --mock-data
-    --tokenizer-type NullTokenizer
+    --num-workers 0 --tokenizer-type NullTokenizer
     --quantization-engine reference
 """)
 

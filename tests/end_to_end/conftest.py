@@ -1,4 +1,4 @@
-"""Fixtures with a tiny dataset, and three ways to run pretrain_gpt.py on it."""
+"""Fixtures with a tiny dataset, and four ways to run pretrain_gpt.py on it."""
 
 import json
 import subprocess
@@ -11,19 +11,21 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
 
 from tiny_run import (
+    ENVIRONMENT,
     ROOT,
     Result,
     arguments_for,
-    launch,
     run_script,
-    without_pictures,
     write_corpus,
 )
 
+import tests.imported  # noqa: F401  before objects are exempt from garbage collection
 from megatron_lowbit.errors import exit_on_user_error
+from tests import processes
+from tests.short_runs import without_pictures
 
-RANK = Path(__file__).with_name("rank_of_runs.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+ALONE, RANK = (Path(__file__).with_name(name) for name in ("one_run.py", "rank_of_runs.py"))
+RANKS = 2
 
 
 @pytest.fixture(scope="session")
@@ -60,36 +62,50 @@ def pretrain_here(corpus, capsys):
 
 
 @pytest.fixture
-def pretrain_command(corpus):
-    """Function that runs pretrain_gpt.py as a command, in one process or by torchrun."""
+def pretrain_forked(corpus, start_script, tmp_path_factory):
+    """Function that runs a script's main in another process, which has everything imported.
 
-    def run(*arguments: object, processes: int = 1) -> subprocess.CompletedProcess:
-        launcher = [*TORCHRUN, str(processes)] if processes > 1 else [sys.executable]
-        command = [*launcher, str(ROOT / "pretrain_gpt.py"), *arguments_for(corpus, arguments)]
-        return launch(command)
+    Its two streams are one.
+    """
+
+    def run(*arguments: object, script: Path = ALONE) -> Result:
+        output = tmp_path_factory.mktemp("forked") / "output.txt"
+        process = start_script(script, *arguments_for(corpus, arguments), output=output)
+        (code,) = processes.finish([process], timeout=300)
+        return Result(code, output.read_text(), output.read_text())
 
     return run
 
 
 @pytest.fixture
-def pretrain_ranks(corpus, tmp_path):
-    """Function of {name: arguments} that makes several runs in the same processes.
+def pretrain_command(corpus):
+    """Function that runs pretrain_gpt.py, or another script, as a command."""
+
+    def run(
+        *arguments: object, script: Path = ROOT / "pretrain_gpt.py"
+    ) -> subprocess.CompletedProcess:
+        command = [sys.executable, str(script), *arguments_for(corpus, arguments)]
+        return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+    return run
+
+
+@pytest.fixture
+def pretrain_ranks(corpus, run_ranks, tmp_path):
+    """Function of {name: arguments} that makes several runs in the same two processes.
 
     It returns the folder of NAME.RANK.pt, the amax histories of each rank; see ``tiny_run``.
     Exactly the runs named in ``refused`` must be refused, on all ranks.
     """
 
-    def run(runs: dict[str, tuple], refused: tuple[str, ...] = (), processes: int = 2) -> Path:
-        folder = tmp_path / f"{processes}-ranks"
+    def run(runs: dict[str, tuple], refused: tuple[str, ...] = ()) -> Path:
+        folder = tmp_path / "ranks"
         folder.mkdir()
         job = {name: arguments_for(corpus, arguments) for name, arguments in runs.items()}
         (folder / "job.json").write_text(json.dumps(job))
-        command = [*TORCHRUN, str(processes), str(RANK), str(folder / "job.json")]
-        result = launch(command)
-        said = [line for line in result.stderr.splitlines() if "Error" in line]
-        assert result.returncode == 0, "\n".join(said[:20])
+        run_ranks(RANK, RANKS, folder / "job.json", timeout=300)
         errors = {path.name: path.read_text() for path in folder.glob("*.error")}
-        expected = {f"{name}.{rank}.error" for name in refused for rank in range(processes)}
+        expected = {f"{name}.{rank}.error" for name in refused for rank in range(RANKS)}
         assert set(errors) == expected, errors
         return folder
 

@@ -33,9 +33,9 @@ def test_arguments_that_do_not_fit(pretrain_here, extra, words):
         assert word in error, error
 
 
-def test_unknown_recipe_names_the_near_one(pretrain_command, tmp_path):
+def test_unknown_recipe_names_the_near_one(pretrain_here, tmp_path):
     save = tmp_path / "run"
-    error = refused(pretrain_command("--fp4-recipe", "nvpf4", "--train-iters", 1, "--save", save))
+    error = refused(pretrain_here("--fp4-recipe", "nvpf4", "--train-iters", 1, "--save", save))
     assert "nvpf4" in error and "nvfp4" in error
     assert not save.exists()
 

@@ -1,14 +1,19 @@
-"""Runs whose newest checkpoint is damaged or malicious: refusal, or an older checkpoint."""
+"""Runs whose newest checkpoint is damaged or malicious: refusal, or an older checkpoint.
+
+The file is its own worker, for a run that cannot write.
+"""
 
 import io
 import os
 import pickle
+import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import done, refused, steps
+from tiny_run import done, refused, run_alone, steps
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
@@ -148,23 +153,16 @@ def test_a_planted_pickle_is_refused_and_does_not_run(save, resume, tmp_path, pl
     assert not trace.exists()
 
 
-def test_a_disk_that_is_full_leaves_the_checkpoint_before(save, resume, pretrain_command):
+def test_a_disk_that_is_full_leaves_the_checkpoint_before(save, resume, pretrain_forked):
     """A limit on file size has the same effect: the kernel refuses a write within a file."""
-    import resource
-    import subprocess
-
-    original = subprocess.run
-
-    def limited(*args, **kwargs):
-        def lower():
-            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-
-        return original(*args, preexec_fn=lower, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess, "run", limited)
-        result = pretrain_command(*RUN, "--train-iters", 8, "--load", save, "--save", save)
-    assert result.returncode not in (0, None)
+    run = (*RUN, "--train-iters", 8, "--load", save, "--save", save)
+    result = pretrain_forked(*run, script=Path(__file__))
+    assert result.returncode == 1 and "CheckpointException" in result.stderr
     assert files.latest_iteration(save) == 6
     done(resume())
     assert files.latest_iteration(save) == 8
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    run_alone(sys.argv[1:])

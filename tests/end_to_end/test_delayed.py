@@ -75,7 +75,7 @@ def test_scales_come_from_the_history_once_it_is_long_enough(whole, train):
     assert [delayed[step] == tensorwise[step] for step in (1, 2, 3)] == [True, True, False]
 
 
-@pytest.mark.parametrize(("iteration", "launcher"), [(2, "pretrain_command"), (4, "pretrain_here")])
+@pytest.mark.parametrize(("iteration", "launcher"), [(2, "pretrain_forked"), (4, "pretrain_here")])
 def test_resumes_to_the_bit(whole, request, tmp_path, iteration, launcher):
     """The resumed run is in another process, or in this one."""
     pretrain, (folder, recorded) = request.getfixturevalue(launcher), whole

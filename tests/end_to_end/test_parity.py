@@ -1,10 +1,17 @@
-"""Parallel layouts compared with one process within the bounds of a table."""
+"""Parallel layouts compared with one process within the bounds of a table.
 
+The file is its own worker, for layouts whose processes are forked.
+"""
+
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure
+from benchmarks import parity
+from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure, work_off
+from tests.short_runs import fork_results_queue
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
 # One of each kind; experts are in test_experts.py.
@@ -34,6 +41,18 @@ def data(corpus) -> list[str]:
     return ["--data-path", str(corpus / "data"), "--tokenizer-type", "HuggingFaceTokenizer", *model]
 
 
+@pytest.fixture
+def forked(run_ranks, monkeypatch):
+    """Fork all processes, instead of starting them by torchrun."""
+
+    def launch(processes: int, runs: list[dict], work: Path) -> None:
+        job = work / f"{processes}.json"
+        job.write_text(json.dumps(runs))
+        run_ranks(__file__, processes, job, timeout=300)
+
+    monkeypatch.setattr(parity, "_launch", launch)
+
+
 def check(cells: dict, layouts: dict, recipes: dict) -> None:
     """Check that every cell was compared and is within its bounds."""
     compared = {place for place, cell in cells.items() if cell.difference is not None}
@@ -42,14 +61,14 @@ def check(cells: dict, layouts: dict, recipes: dict) -> None:
     assert [complaint for complaint in complaints if complaint] == []
 
 
-def test_layouts_agree(data, tmp_path):
+def test_layouts_agree(forked, data, tmp_path):
     """The first step after the checkpoint is compared."""
     cells = run(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], tmp_path, iterations=1)
     check(cells, FAST_LAYOUTS, FAST_RECIPES)
 
 
 @pytest.mark.slow
-def test_other_signs_exceed_the_bounds(data, tmp_path):
+def test_other_signs_exceed_the_bounds(forked, data, tmp_path):
     """Only layouts without split layers are compared; tests/layers compares the bits of others."""
     layouts = {"recompute-selective": LAYOUTS["recompute-selective"]}
     cells = run(layouts, SIGNS, [*data, *FAST], tmp_path, iterations=1)
@@ -61,3 +80,8 @@ def test_other_signs_exceed_the_bounds(data, tmp_path):
 @pytest.mark.slow
 def test_all_layouts_agree(data, tmp_path):
     check(run(LAYOUTS, RECIPES, data, tmp_path, iterations=3), LAYOUTS, RECIPES)
+
+
+if __name__ == "__main__":
+    fork_results_queue()
+    work_off(Path(sys.argv[1]))

@@ -13,61 +13,59 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+import torch.distributed.run
 from tiny_run import ENVIRONMENT, HYBRID, ROOT, arguments_for, done, refused, steps
 
 from megatron_lowbit.storage.files import TRACKER, last_saved, write_tracker
 from megatron_lowbit.storage.lock import LOCK, FolderLock
+from tests import processes
 
 LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,
          "--save-interval", 1)  # fmt: skip
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--monitor-interval", "0.1",
-            "--max-restarts", "9", "--nproc-per-node")  # fmt: skip
+ALONE = Path(__file__).with_name("one_run.py")
+TORCHRUN = ("--standalone", "--monitor-interval", "0.1", "--max-restarts", "9",
+            "--nproc-per-node", 2, ROOT / "pretrain_gpt.py")  # fmt: skip
 
 
-def start(corpus: Path, save: Path, *arguments: object, ranks: int = 1) -> subprocess.Popen:
-    """Start a run that prints to a file beside ``save``; a pipe would fill up."""
-    given = (*NVFP4, "--save", save, "--load", save, *arguments)
-    save.parent.mkdir(parents=True, exist_ok=True)
-    launcher = [*TORCHRUN, str(ranks)] if ranks > 1 else []
-    script = str(ROOT / "pretrain_gpt.py")
-    if HYBRID[0] in arguments:
-        script = str(ROOT / "pretrain_hybrid.py")
-    with printed_by(save).open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, *launcher, script, *arguments_for(corpus, given)],
-            env=ENVIRONMENT,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+@pytest.fixture
+def start(corpus, start_script):
+    """Function that starts a run that prints to a file beside ``save``."""
+
+    def run(save: Path, *arguments: object, launcher: tuple = (ALONE,)) -> BaseProcess:
+        given = arguments_for(corpus, (*NVFP4, "--save", save, "--load", save, *arguments))
+        save.parent.mkdir(parents=True, exist_ok=True)
+        return start_script(*launcher, *given, output=printed_by(save))
+
+    return run
 
 
 def printed_by(save: Path) -> Path:
     return save.with_name(f"{save.name}.log")
 
 
-def finish(process: subprocess.Popen, save: Path) -> str:
-    code, output = process.wait(timeout=240), printed_by(save).read_text()
+def finish(process: BaseProcess, save: Path) -> str:
+    (code,), output = processes.finish([process], timeout=240), printed_by(save).read_text()
     assert code == 0, output[-3000:]
     return output
 
 
-def wait_until(process: subprocess.Popen, save: Path, reached: Callable[[], bool]) -> None:
+def wait_until(process: BaseProcess, save: Path, reached: Callable[[], bool]) -> None:
     end = time.monotonic() + 120
     while not reached():
-        assert process.poll() is None, printed_by(save).read_text()[-3000:]
+        assert process.is_alive(), printed_by(save).read_text()[-3000:]
         assert time.monotonic() < end, printed_by(save).read_text()[-3000:]
         time.sleep(0.01)
 
 
-def kill(process: subprocess.Popen) -> None:
+def kill(process: BaseProcess) -> None:
     """Kill a run and the processes that it started, like the loss of a machine."""
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.join()
 
 
 def named(save: Path) -> int:
@@ -101,20 +99,20 @@ def check_same(save: Path, uninterrupted: Path, last: int) -> None:
 
 
 def check_killed(
-    corpus: Path, save: Path, uninterrupted: Path, kills: int, *options: object
+    start: Callable, save: Path, uninterrupted: Path, kills: int, *options: object
 ) -> None:
     """Kill a run repeatedly, let it finish, and compare its files."""
     print("moments", seed := random.randrange(1 << 30))
     draws, last = random.Random(seed), named(save)
     for _ in range(kills):
-        process = start(corpus, save, *options)
+        process = start(save, *options)
         wait_until(process, save, saved_above(save, last))
         # An iteration and its save together take about a tenth of a second.
         time.sleep(draws.uniform(0.0, 0.15))
         kill(process)
         last = named(save)
         assert last < LENGTH, "too late to be killed: let the run have more iterations"
-    finish(start(corpus, save, *options), save)
+    finish(start(save, *options), save)
     check_same(save, uninterrupted, last)
 
 
@@ -129,49 +127,49 @@ def go_back(uninterrupted: Path, save: Path) -> None:
     write_tracker(save, 1)
 
 
-def check_killed_while_indexing(corpus: Path, save: Path, kills: int, *options: object) -> None:
+def check_killed_while_indexing(start: Callable, save: Path, kills: int, *options: object) -> None:
     """Kill a run during the construction of sample indices."""
     cache = save.with_name("cache")
     for _ in range(kills):
-        process = start(corpus, save, *options, "--data-cache-path", cache)
+        process = start(save, *options, "--data-cache-path", cache)
         before = len([*cache.glob("*")])
         wait_until(process, save, lambda n=before: len([*cache.glob("*")]) > min(n, 4))
         kill(process)
 
 
-def test_killed_at_random_moments(corpus, tmp_path, uninterrupted):
+def test_killed_at_random_moments(start, tmp_path, uninterrupted):
     """The run may be killed during a save. It resumes from a complete checkpoint.
 
     Iterations are saved again, over checkpoints from before the resumption.
     """
     save = tmp_path / "save"
     go_back(uninterrupted, save)
-    check_killed_while_indexing(corpus, save, 1)
-    check_killed(corpus, save, uninterrupted, 2, "--data-cache-path", tmp_path / "cache")
+    check_killed_while_indexing(start, save, 1)
+    check_killed(start, save, uninterrupted, 2, "--data-cache-path", tmp_path / "cache")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replaced", [False, True], ids=["", "saved anew"])
 @pytest.mark.parametrize("part", range(2))
-def test_killed_often(corpus, tmp_path, uninterrupted, replaced, part):
+def test_killed_often(start, tmp_path, uninterrupted, replaced, part):
     save = tmp_path / "save"
     if replaced:
         go_back(uninterrupted, save)
-    check_killed(corpus, save, uninterrupted, 4)
+    check_killed(start, save, uninterrupted, 4)
 
 
 @pytest.mark.slow
-def test_a_hybrid_is_killed(corpus, tmp_path):
+def test_a_hybrid_is_killed(start, tmp_path):
     whole = tmp_path / "whole" / "save"
-    finish(start(corpus, whole, *HYBRID), whole)
-    check_killed(corpus, tmp_path / "save", whole, 4, *HYBRID)
+    finish(start(whole, *HYBRID), whole)
+    check_killed(start, tmp_path / "save", whole, 4, *HYBRID)
 
 
 @pytest.mark.slow
-def test_killed_while_it_builds_indices(corpus, tmp_path, uninterrupted):
+def test_killed_while_it_builds_indices(start, tmp_path, uninterrupted):
     save = tmp_path / "save"
-    check_killed_while_indexing(corpus, save, 4)
-    finish(start(corpus, save, "--data-cache-path", tmp_path / "cache"), save)
+    check_killed_while_indexing(start, save, 4)
+    finish(start(save, "--data-cache-path", tmp_path / "cache"), save)
     check_same(save, uninterrupted, 0)
 
 
@@ -183,13 +181,14 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 
 @pytest.mark.slow
-def test_one_of_two_ranks_is_killed(corpus, tmp_path):
+def test_one_of_two_ranks_is_killed(start, tmp_path):
     """The launcher ends the other rank and restarts both."""
     whole, save = tmp_path / "whole" / "save", tmp_path / "save"
-    finish(start(corpus, whole, ranks=2), whole)
+    launcher = (torch.distributed.run.__file__, *TORCHRUN)
+    finish(start(whole, launcher=launcher), whole)
     print("moments", seed := random.randrange(1 << 30))
     draws, last = random.Random(seed), 0
-    process = start(corpus, save, ranks=2)
+    process = start(save, launcher=launcher)
     for turn in range(4):
         wait_until(process, save, saved_above(save, last))
         time.sleep(draws.uniform(0.0, 0.15))
@@ -213,9 +212,7 @@ time.sleep(120)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_folder_that_another_run_saves_into(
-    corpus, tmp_path, pretrain_here, pretrain_ranks, ranks
-):
+def test_a_folder_that_another_run_saves_into(tmp_path, pretrain_here, pretrain_ranks, ranks):
     """All ranks refuse it before they change the folder."""
     save = tmp_path / "save"
     save.mkdir()
@@ -239,12 +236,12 @@ def test_a_folder_that_another_run_saves_into(
     assert before.keys() == {LOCK, "metrics.jsonl"}
 
 
-def test_told_to_stop(corpus, tmp_path, pretrain_here, uninterrupted):
+def test_told_to_stop(start, tmp_path, pretrain_here, uninterrupted):
     """Megatron-LM's signal handler saves a checkpoint and exits with code 0."""
     save = tmp_path / "save"
-    process = start(corpus, save, "--exit-signal-handler")
+    process = start(save, "--exit-signal-handler")
     wait_until(process, save, saved_above(save, 1))
-    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     output = finish(process, save)
     assert "exiting program after receiving SIGTERM" in output
     assert max(steps(save)) == named(save) < LENGTH

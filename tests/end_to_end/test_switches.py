@@ -42,7 +42,7 @@ CASES = {
 
 @pytest.fixture
 def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Path]:
-    """Function that runs all iterations and saves each; runs from the start are cached."""
+    """Function that runs all iterations; runs from the start save each, and are cached."""
 
     def run(name: str, *arguments, after: tuple[Path, int] | None = None) -> Path:
         if after is None and arguments in memory:
@@ -50,8 +50,9 @@ def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Pa
         folder = (tmp_path_factory.mktemp("runs") if after is None else tmp_path) / name
         if after is not None:
             arguments = (*arguments, "--load", start_from(*after, folder))
+        interval = 1 if after is None else LENGTH
         result = pretrain_here(
-            *arguments, "--train-iters", LENGTH, "--save-interval", 1, "--save", folder
+            *arguments, "--train-iters", LENGTH, "--save-interval", interval, "--save", folder
         )
         done(result)
         (folder / "output.txt").write_text(result.stdout)

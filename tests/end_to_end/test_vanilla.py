@@ -46,6 +46,29 @@ def recorded(board: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.fixture
+def ours(memory, pretrain_here, tmp_path_factory) -> Callable[..., dict]:
+    """Function that returns what this project's run records; each is trained once."""
+
+    def train(*extra: object) -> dict[str, list[tuple[int, float]]]:
+        if extra not in memory:
+            board = tmp_path_factory.mktemp("ours")
+            done(pretrain_here(*RUN, *extra, "--tensorboard-dir", board))
+            memory[extra] = recorded(board)
+        return memory[extra]
+
+    return train
+
+
+@pytest.fixture
+def upstream(memory, main_of, arguments, tmp_path) -> dict[str, list[tuple[int, float]]]:
+    """What Megatron-LM's own run records."""
+    if "upstream" not in memory:
+        main_of(megatron_lm, without_own(arguments("upstream")))
+        memory["upstream"] = recorded(tmp_path / "upstream")
+    return memory["upstream"]
+
+
+@pytest.fixture
 def arguments(corpus, tmp_path) -> Callable[..., list[str]]:
     """Function that builds a command line, with logs in the folder NAME."""
 
@@ -119,34 +142,22 @@ def without_own(argv: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("more", [(), ("--precision-recipe", "bf16")], ids=["none", "bf16"])
-def test_without_quantization_a_run_is_megatron_lms(
-    arguments, main_of, pretrain_here, tmp_path, more
-):
-    main_of(megatron_lm, without_own(arguments("upstream")))
-    upstream = recorded(tmp_path / "upstream")
+def test_without_quantization_a_run_is_megatron_lms(upstream, ours, more):
     assert [step for step, _ in upstream["lm loss"]] == [1, 2, 3, 4, 5, 6]
     assert len({value for _, value in upstream["lm loss"]}) == 6
-
-    done(pretrain_here(*RUN, *DROPOUT, "--tensorboard-dir", tmp_path / "ours", *more))
-    assert recorded(tmp_path / "ours") == upstream
+    assert ours(*DROPOUT, *more) == upstream
 
 
-def test_dropout_counts(pretrain_here, tmp_path):
+def test_dropout_counts(ours):
     """Runs with and without dropout differ, so that the comparisons can fail."""
-    for name, dropout in (("on", DROPOUT), ("off", ())):
-        done(pretrain_here(*RUN, *dropout, "--tensorboard-dir", tmp_path / name))
-    assert recorded(tmp_path / "on") != recorded(tmp_path / "off")
+    assert ours(*DROPOUT) != ours()
 
 
 @pytest.mark.parametrize("recipe", [(), NVFP4], ids=["none", "nvfp4"])
-def test_a_script_of_ones_own_computes_the_same(
-    arguments, main_of, pretrain_here, tmp_path, recipe
-):
+def test_a_script_of_ones_own_computes_the_same(arguments, main_of, ours, tmp_path, recipe):
     script = partial(runpy.run_path, str(ROOT / "examples" / "own_script.py"), None, "__main__")
     main_of(script, arguments("script", *recipe))
-    done(pretrain_here(*RUN, *DROPOUT, "--tensorboard-dir", tmp_path / "ours", *recipe))
-    found = recorded(tmp_path / "ours")
+    found = ours(*DROPOUT, *recipe)
     assert recorded(tmp_path / "script") == found
     if recipe:
-        done(pretrain_here(*RUN, *DROPOUT, "--tensorboard-dir", tmp_path / "plain"))
-        assert recorded(tmp_path / "plain") != found
+        assert ours(*DROPOUT) != found

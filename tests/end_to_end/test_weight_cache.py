@@ -1,5 +1,7 @@
 """Caching of quantized weights over the microbatches of a step."""
 
+from collections.abc import Callable
+
 import pytest
 from tiny_run import done, losses
 
@@ -9,17 +11,31 @@ from megatron_lowbit.recipes import LinearPrecision
 RECIPE = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none", "--train-iters", 3)
 
 
-def test_same_losses_as_without(pretrain_here, tmp_path, monkeypatch):
-    done(pretrain_here(*RECIPE, "--save", tmp_path / "kept"))
+@pytest.fixture
+def train(pretrain_here, tmp_path_factory) -> Callable[[], dict[int, float]]:
+    """Function that trains and returns the losses."""
+
+    def run() -> dict[int, float]:
+        save = tmp_path_factory.mktemp("run")
+        done(pretrain_here(*RECIPE, "--save", save))
+        return losses(save)
+
+    return run
+
+
+@pytest.fixture
+def kept(memory, train) -> dict[int, float]:
+    """Losses with the cache."""
+    if not memory:
+        memory["kept"] = train()
+    return memory["kept"]
+
+
+def test_same_losses_as_without(kept, train, monkeypatch):
     monkeypatch.setattr(LinearPrecision, "caches_weight", property(lambda call: False))
-    done(pretrain_here(*RECIPE, "--save", tmp_path / "anew"))
-    kept, anew = losses(tmp_path / "kept"), losses(tmp_path / "anew")
-    assert len(kept) == 3 and kept == anew
+    assert len(kept) == 3 and kept == train()
 
 
-def test_the_comparison_can_fail(pretrain_here, tmp_path, monkeypatch):
-    done(pretrain_here(*RECIPE, "--save", tmp_path / "right"))
+def test_the_comparison_can_fail(kept, train, monkeypatch):
     monkeypatch.setattr(LayerState, "forget_weight", lambda state: None)
-    done(pretrain_here(*RECIPE, "--save", tmp_path / "stale"))
-    with pytest.raises(AssertionError):
-        assert losses(tmp_path / "right") == losses(tmp_path / "stale")
+    assert kept != train()

@@ -1,12 +1,10 @@
 """Runs of the pretraining scripts on a tiny model: command lines and results."""
 
-import gc
 import json
 import os
 import random
 import shlex
 import shutil
-import subprocess
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +23,13 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lowbit.data.corpus import preprocess
 from megatron_lowbit.data.tokenizer import train_tokenizer
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, exit_on_user_error
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.storage.files import TRACKER
+from tests.short_runs import fork_results_queue, without_pictures
 
 ROOT = Path(__file__).parents[2]
 # More threads would slow a tiny model down on a busy machine.
@@ -67,14 +66,6 @@ class Result:
     stderr: str
 
 
-@contextmanager
-def without_pictures() -> Iterator[None]:
-    """Skip the picture at the end of a run, inside the context."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "_draw_loss", lambda args, metrics: None)
-        yield
-
-
 def write_corpus(folder: Path) -> None:
     """Write ``data.bin``, ``data.idx`` and ``tokenizer/`` for random text."""
     generator = random.Random(0)
@@ -104,11 +95,6 @@ def arguments_for(corpus: Path, extra: tuple) -> list[str]:
 def run_script(arguments: list[str]) -> None:
     """Run the main function of the script that suits the arguments."""
     pretrain.main(arguments, hybrid=HYBRID[0] in arguments)
-
-
-def launch(command: list[str]) -> subprocess.CompletedProcess:
-    """Run a command in the environment of the tests."""
-    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
 
 
 def done(result) -> None:
@@ -197,13 +183,19 @@ def _histories(chunks: list) -> Histories:
     }
 
 
+def run_alone(arguments: list[str]) -> None:
+    """Run the script that suits the arguments as this process's command, without a picture."""
+    fork_results_queue()
+    with without_pictures():
+        exit_on_user_error(partial(run_script, arguments))
+
+
 def make_runs(job: Path) -> None:
     """Make every run of a JSON file {name: arguments}; write its histories to NAME.RANK.pt.
 
     NAME.RANK.error has the message of a run that is refused.
     """
-    torch.set_num_threads(1)
-    gc.freeze()  # modules: each run collects garbage at its end
+    fork_results_queue()
     rank = os.environ["RANK"]
     with without_pictures():
         for name, arguments in json.loads(job.read_text()).items():

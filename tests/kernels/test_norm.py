@@ -16,6 +16,8 @@ from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Rows of whole programs and of one that is not; of fewer where the interpreter runs them in turn.
+RAGGED = 37 if DEVICE == "cuda" else 9
 NAMES = ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
 
 
@@ -68,25 +70,25 @@ def test_other_dtypes(norm, dtype):
 def test_other_tiles(block, norm):
     for scale_format in ("fp32", "pow2"):
         options = {"block": block, "scale_format": scale_format}
-        check(values(37, 640), FORMATS["fp8-1x128-e4m3"].with_options(**options), norm)
+        check(values(RAGGED, 640), FORMATS["fp8-1x128-e4m3"].with_options(**options), norm)
 
 
 @pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
 @pytest.mark.parametrize("columns", [128, 384, 640, 896])
 def test_other_widths_and_rows(columns, norm):
     for name in ("mxfp8-e4m3", "nvfp4"):
-        check(values(37, columns), name, norm)
+        check(values(RAGGED, columns), name, norm)
 
 
 @pytest.mark.parametrize("element", [E4M3, E2M1], ids=str)
 @pytest.mark.parametrize("block", [16, 64])
 def test_other_blocks(element, block):
-    check(values(37, 320), MX("study", element, 1, block=block), MXNorm())
+    check(values(RAGGED, 320), MX("study", element, 1, block=block), MXNorm())
 
 
 @pytest.mark.parametrize("columns", [128, 320, 896])
 def test_a_scale_a_row(columns):
-    x, gain = values(37, columns), values(2, columns)[0]
+    x, gain = values(RAGGED, columns), values(2, columns)[0]
     x[3] = 0
     check(x, "fp8-row-e4m3", RMSNorm())
     quantizer = Quantizer(FORMATS["fp8-row-e5m2"])

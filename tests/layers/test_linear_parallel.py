@@ -6,7 +6,6 @@ check against the unsharded layer, which it computes too, and reports what went 
 
 import dataclasses
 import json
-import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -21,6 +20,7 @@ from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, lowbit_line
 from megatron_lowbit.numerics import AmaxHistory, QuantizedTensor, quantize
 from megatron_lowbit.numerics.formats import unpack_nibbles
 from megatron_lowbit.recipes import HIGH_PRECISION, OPERANDS, load_recipe
+from tests import processes
 
 RANKS = 2
 KEY = 2**64 - 99
@@ -427,24 +427,16 @@ def work(rank, store, out):
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def reports(start_script, tmp_path_factory):
     """Reports of each rank; a check that a rank never came to is missing there."""
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), folder / "store", folder / f"{rank}.json"],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
+    outputs = [folder / f"{rank}.txt" for rank in range(RANKS)]
+    workers = [
+        start_script(__file__, rank, folder / "store", folder / f"{rank}.json", output=output)
+        for rank, output in enumerate(outputs)
     ]
-    errors = []
-    for process in processes:
-        try:
-            errors.append(process.communicate(timeout=60)[1])
-        except subprocess.TimeoutExpired:
-            process.kill()
-            errors.append(process.communicate()[1])
+    processes.finish(workers, timeout=60)
+    errors = [output.read_text() for output in outputs]
     files = [folder / f"{rank}.json" for rank in range(RANKS)]
     return [
         json.loads(file.read_text()) if file.exists() else {"stderr": error}

@@ -3,11 +3,19 @@
 import pytest
 import torch
 
+import tests.imported  # noqa: F401  before objects are exempt from garbage collection
 from megatron_lowbit.megatron.pretrain import teardown
+from tests.short_runs import without_pictures
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_pictures():
+    with without_pictures():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -54,9 +54,11 @@ import sys
 
 import fused_weight_gradient_mlp_cuda
 import megatron_lowbit.megatron
+from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.arguments import cpu
 
+get_write_results_queue("fork")  # by default the process that has the queue imports torch
 no_fusion = ("--no-gradient-accumulation-fusion",)
 cpu._ADDED = tuple(row for row in cpu._ADDED if row != no_fusion)
 pretrain.main(sys.argv[1:])
@@ -67,7 +69,7 @@ ARGUMENTS = """
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
     --untie-embeddings-and-output-weights --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --train-iters 2 --eval-iters 0
-    --log-interval 1 --save-interval 100 --mock-data --tokenizer-type NullTokenizer
+    --log-interval 1 --save-interval 100 --mock-data --num-workers 0 --tokenizer-type NullTokenizer
     --vocab-size 100 --hidden-dropout 0 --attention-dropout 0 --quantization-engine reference
     --precision-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 1
     --num-layers-at-end-in-bf16 0

@@ -16,6 +16,7 @@ from megatron_lowbit.megatron import arguments
 from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
 from megatron_lowbit.megatron.arguments.parse import _NEVER, in_one_line
 from megatron_lowbit.megatron.arguments.parser import show_help
+from tests import processes
 
 # isort: split
 from megatron.core.transformer import TransformerConfig
@@ -175,13 +176,16 @@ def test_scripts_for_hybrids_and_for_gpts():
     assert parse(pattern, hybrid=True).num_layers == 4
 
 
-def test_a_refusal_leaves_with_exit_code_2():
-    code = "import sys; from megatron_lowbit.errors import exit_on_user_error as end\n" \
-        "import megatron_lowbit.megatron.arguments as a; end(a.parse_arguments)"  # fmt: skip
-    command = [sys.executable, "-W", "ignore", "-c", code, "--nm-layers", "3"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 2
-    assert found.stderr.splitlines()[-1].startswith("error: unknown argument --nm-layers")
+def test_a_refusal_leaves_with_exit_code_2(start_script, tmp_path):
+    script, output = tmp_path / "script.py", tmp_path / "output.txt"
+    script.write_text(
+        "from megatron_lowbit.errors import exit_on_user_error as end\n"
+        "import megatron_lowbit.megatron.arguments as a; end(a.parse_arguments)"
+    )
+    process = start_script(script, "--nm-layers", "3", output=output)
+    assert processes.finish([process], timeout=60) == [2]
+    last = output.read_text().splitlines()[-1]
+    assert last.startswith("error: unknown argument --nm-layers")
 
 
 # -- files of arguments ----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ ARGUMENTS = """
     --hidden-dropout 0 --attention-dropout 0 --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 1 --global-batch-size 2 --lr 1e-2 --train-iters 3 --eval-iters 0
     --eval-interval 100 --log-interval 1 --save-interval 100 --mock-data --vocab-size 100
-    --tokenizer-type NullTokenizer --quantization-engine reference
+    --num-workers 0 --tokenizer-type NullTokenizer --quantization-engine reference
     --precision-recipe nvfp4 --recipe-set bf16_blocks=none
 """
 

@@ -15,7 +15,7 @@ ARGUMENTS = """
     --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
     --hidden-dropout 0 --attention-dropout 0 --seq-length 16 --max-position-embeddings 16
     --micro-batch-size 2 --global-batch-size 2 --lr 1e-2 --train-iters 2 --eval-iters 0
-    --eval-interval 100 --log-interval 1 --mock-data --tokenizer-type NullTokenizer
+    --eval-interval 100 --log-interval 1 --mock-data --num-workers 0 --tokenizer-type NullTokenizer
     --vocab-size 100 --rerun-mode disabled --quantization-engine reference
 """
 MLP = "decoder.layers.1.mlp"

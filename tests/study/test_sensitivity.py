@@ -14,7 +14,8 @@ ARGUMENTS = shlex.split("""
     --position-embedding-type rope --hidden-dropout 0 --attention-dropout 0
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 4
     --eval-interval 100 --eval-iters 0 --log-interval 1 --save-interval 100
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --quantization-engine reference
+    --mock-data --num-workers 0 --tokenizer-type NullTokenizer --vocab-size 500
+    --quantization-engine reference
 """)
 
 

@@ -1,7 +1,5 @@
 """Recipes through Transformer Engine: what is native, and this project's bits inside its layers."""
 
-import subprocess
-import sys
 from copy import deepcopy
 
 import pytest
@@ -14,6 +12,7 @@ from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
 from megatron_lowbit.recipes import Layer, load_recipe
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import native_recipe
+from tests import processes
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
@@ -127,15 +126,16 @@ def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
     assert tracker.open_backward() is kept
 
 
-def test_nothing_of_it_is_imported_without_a_request():
+def test_nothing_of_it_is_imported_without_a_request(start_script, tmp_path):
     """Megatron-LM imports Transformer Engine itself if it is installed; our layers wait."""
-    code = """
+    script, output = tmp_path / "script.py", tmp_path / "output.txt"
+    script.write_text("""
 import sys
 from megatron_lowbit.megatron import pretrain, recipe_hook
 sys.exit(any(name.startswith("megatron_lowbit.transformer_engine.") for name in sys.modules))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+""")
+    process = start_script(script, output=output)
+    assert processes.finish([process], timeout=60) == [0], output.read_text()[-2000:]
 
 
 # -- on a GPU with Transformer Engine --------------------------------------------------------------
