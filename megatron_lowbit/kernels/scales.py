@@ -10,7 +10,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import Element, abs_bits, magnitude_codes, on_grid
+from megatron_lowbit.kernels.elements import (
+    Element,
+    abs_bits,
+    fold_ratio,
+    magnitude_codes,
+    on_grid,
+)
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1 / 6 in FP32
@@ -158,3 +164,19 @@ def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return 1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
     return 1.0, scale, 1.0, _inverse(scale, OPTIONS[0])
+
+
+@triton.jit
+def fold_scales(scale, decode, amax, S: tl.constexpr):
+    """Return the factors of blocks' codes, and the tensor scale, of a folded tensor."""
+    SCALES: tl.constexpr = S.scales
+    E: tl.constexpr = S.element
+    OPTIONS: tl.constexpr = S.options
+    LIFT: tl.constexpr = S.lift
+    if S.tensor_scaled:
+        return scale * LIFT, decode * (1.0 / LIFT)
+    else:
+        amax = amax + tl.zeros((1,), tl.float32)
+        _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
+        top = tl.sum(top, 0)
+        return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode
