@@ -29,10 +29,17 @@ EVEN = tl.constexpr(3)
 
 
 class NVFP4Options(NamedTuple):
-    """Options of ``nvfp4_scales``: E4M3, and the index of ``block_scales``."""
+    """Options of ``nvfp4_scales``.
+
+    ``element`` is E4M3, ``rounding`` the index of ``block_scales``, and ``top`` what the tensor's
+    amax is scaled to. ``divisor`` is what blocks' amaxes are divided by before the tensor's
+    scale; 0 multiplies by a sixth of that scale.
+    """
 
     element: Element
     rounding: int
+    top: float
+    divisor: float
 
 
 @triton.jit
@@ -55,10 +62,14 @@ def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     OPTIONS: NVFP4Options.
     """
     E4M3: tl.constexpr = OPTIONS.element
-    s_enc = _quotient(2304.0 if OPTIONS.rounding else 2688.0, amax)
+    s_enc = _quotient(OPTIONS.top, amax)
     s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
     s_dec = _quotient(1.0, s_enc)
-    scale = _finite_or_nan(most * (s_enc * SIXTH), most)
+    if OPTIONS.divisor > 0.0:
+        base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
+    else:
+        base = most * (s_enc * SIXTH)
+    scale = _finite_or_nan(base, most)
     nan = scale != scale
     if OPTIONS.rounding:
         value = _foldable(scale, OPTIONS.rounding == 2)

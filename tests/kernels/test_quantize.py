@@ -34,6 +34,9 @@ OPTIONS = {
     "fp8 32x32 pow2": ("fp8-128x128-e4m3", {"block": 32, "scale_format": "pow2"}),
     "nvfp4 foldable": ("nvfp4", {"block_scales": "foldable"}),
     "nvfp4 foldable-up": ("nvfp4", {"block_scales": "foldable-up"}),
+    "nvfp4 256": ("nvfp4", {"max_scale": 256}),
+    "nvfp4 16/17": ("nvfp4", {"sixteen_seventeenths": True}),
+    "nvfp4-2d 256 16/17": ("nvfp4-2d", {"max_scale": 256, "sixteen_seventeenths": True}),
 }  # fmt: skip
 KERNELS = {name: format for name, format in FORMATS.items() if format.scale_kernel}
 ALL = KERNELS | {name: FORMATS[f].with_options(**options) for name, (f, options) in OPTIONS.items()}
