@@ -22,9 +22,8 @@ from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
-from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import lift
-from megatron_lowbit.numerics.formats import E4M3, ElementFormat
+from megatron_lowbit.numerics.formats import ElementFormat
 
 COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
 DECODE_FIELDS = tl.constexpr(6)
@@ -148,8 +147,8 @@ def decoding_programs(rows: int, columns: int) -> int:
 
 def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None]:
     """Return a format's block, its elements, and its scales' elements, as the kernel takes them."""
-    scale = element(E4M3) if isinstance(format, NVFP4) else None
-    return format.block, element(format.element), scale
+    scale = format.scale_element
+    return format.block, element(format.element), None if scale is None else element(scale)
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:

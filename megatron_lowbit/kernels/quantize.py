@@ -41,6 +41,7 @@ from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, l
 class Side(NamedTuple):
     """Quantization of one side, as a constexpr.
 
+    ``scales`` is a function of ``scales.py``, or, where ``from_numbers``, of ``block_codes.py``.
     ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
     row from the row's amax in its place. ``points``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
@@ -50,6 +51,7 @@ class Side(NamedTuple):
     """
 
     scales: Callable
+    from_numbers: bool
     block_rows: int
     block: int
     row_scaled: bool

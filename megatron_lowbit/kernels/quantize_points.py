@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from megatron_lowbit.kernels.block_codes import bf16_of_words
 from megatron_lowbit.kernels.elements import (
     abs_bits,
     code_pair,
@@ -37,39 +38,49 @@ def points_side(
     amax = tl.load(amax) * S.bound if amax is not None else 0.0
     row_number = number(rows, r, R)
     if P <= BLOCK:
-        _block(points, 0, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key,
-               groups, first_program, WIDE, S, TRANSPOSED, EVEN)  # fmt: skip
+        quantize_block(points, r, group * P, row_number, R, columns, amax, codes, scales,
+                       tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
+                       EVEN)  # fmt: skip
     else:
         # A loop, for Triton's sake: compiled once, and apart from the transform.
         for first in range(0, P, BLOCK):
-            _block(points, first, r, group, row_number, R, columns, amax, codes, scales,
-                   tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
-                   EVEN)  # fmt: skip
+            quantize_block(points, r, group * P + first, row_number, R, columns, amax, codes,
+                           scales, tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
+                           EVEN)  # fmt: skip
             points = points[BLOCK:] + points[:BLOCK]
 
 
 @triton.jit
-def _block(
-    points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
+def quantize_block(
+    points, r, at, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
     first_program, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize the first block of ``points``, or all of them where a block has several groups.
 
-    ``first`` is the place of the first point in its group.
+    ``at`` are the columns of the first points.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
     BLOCK: tl.constexpr = S.block
     ROWS: tl.constexpr = S.block_rows
-    LENGTH: tl.constexpr = S.points if S.points < S.block else S.block
+    WHOLE: tl.constexpr = S.from_numbers or S.points > S.block
+    LENGTH: tl.constexpr = S.block if WHOLE else S.points
     most = _block_most(points, LENGTH, WIDE, S, TRANSPOSED)
-    stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
-    if S.fold is not None:
-        scale, decode = fold_scales(scale, decode, amax, S)
-    at = group * S.points + first
-    outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
+    if S.from_numbers:
+        BELOW: tl.constexpr = 1 if TRANSPOSED else WIDE
+        group_number = number(groups, at // 16, tl.cdiv(columns, 16))
+        outs, stored, scale, decode = SCALES(
+            points, most, amax, key, group_number, row_number, BELOW, S
+        )
+        if S.values:
+            outs = bf16_of_words(outs, scale, E)
+    else:
+        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
+        if S.fold is not None:
+            scale, decode = fold_scales(scale, decode, amax, S)
+        outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
     if S.values and TRANSPOSED:
         for i in tl.static_range(LENGTH):
             store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)

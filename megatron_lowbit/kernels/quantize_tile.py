@@ -13,9 +13,10 @@ from megatron_lowbit.kernels.elements import (
     rounded,
 )
 from megatron_lowbit.kernels.hadamard import transform_tile
+from megatron_lowbit.kernels.quantize_points import quantize_block
 from megatron_lowbit.kernels.random_words import number, random_tile
 from megatron_lowbit.kernels.scales import fold_scales
-from megatron_lowbit.kernels.tiles import store_tile
+from megatron_lowbit.kernels.tiles import apart, store_tile
 
 
 @triton.jit
@@ -29,13 +30,59 @@ def tile_side(
     ``most`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
     tensor's amax for a scale a tensor that is delayed; ``first_program`` writes the tensor scale.
     """
+    H: tl.constexpr = S.transform
+    if S.transform is not None:
+        x = transform_tile(x, signs, A, B, H)
+    if S.from_numbers:
+        _split_tile(
+            x, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, A, B,
+            S, TRANSPOSED, EVEN, first_program,
+        )  # fmt: skip
+    else:
+        _whole_tile(
+            x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+            A, B, S, TRANSPOSED, EVEN, own, first_program,
+        )  # fmt: skip
+
+
+@triton.jit
+def _split_tile(
+    x, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+    A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr, first_program,
+):  # fmt: skip
+    """Quantize a tile that was transformed on the points of its blocks."""
+    BLOCK: tl.constexpr = S.block
+    N: tl.constexpr = A * B // BLOCK
+    WIDE: tl.constexpr = A if TRANSPOSED else B // BLOCK
+    groups_of_rows = tl.reshape(x, (A, B // BLOCK, BLOCK))
+    place = tl.arange(0, N)
+    r, group = place // WIDE, place % WIDE
+    if TRANSPOSED:
+        groups_of_rows = tl.permute(groups_of_rows, (1, 0, 2))
+        r, group = group, r
+    points = apart(tl.reshape(groups_of_rows, (N, BLOCK)), BLOCK)
+    if not S.values:
+        codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
+    amax = tl.load(amax) if amax is not None else 0.0
+    r += row0
+    quantize_block(
+        points, r, col0 + group * BLOCK, number(rows, r, R), R, columns, amax, codes, scales,
+        tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED, EVEN,
+    )  # fmt: skip
+
+
+@triton.jit
+def _whole_tile(
+    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+    A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
+    EVEN: tl.constexpr, own, first_program,
+):  # fmt: skip
+    """Quantize a tile that was transformed as one tensor."""
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
     F: tl.constexpr = S.fold
-    H: tl.constexpr = S.transform
-    if S.transform is not None:
-        x = transform_tile(x, signs, A, B, H)
     random = x
     if S.stochastic:
         row_numbers = number(rows, row0 + tl.arange(0, A), R)

@@ -33,24 +33,25 @@ class NVFP4Options(NamedTuple):
 
     ``element`` is E4M3, ``rounding`` the index of ``block_scales``, and ``top`` what the tensor's
     amax is scaled to. ``divisor`` is what blocks' amaxes are divided by before the tensor's
-    scale; 0 multiplies by a sixth of that scale.
+    scale; 0 multiplies by a sixth of that scale. ``selection`` is the index of ``four_over_six``.
     """
 
     element: Element
     rounding: int
     top: float
     divisor: float
+    selection: int
 
 
 @triton.jit
-def _quotient(numerator, denominator):
+def quotient(numerator, denominator):
     """Divide a number by a tensor or scalar as IEEE does, saturating; NaN stays NaN."""
     ratio = tl.div_rn(tl.zeros_like(denominator) + numerator, denominator)
     return tl.where(ratio > FLT_MAX, FLT_MAX, ratio)
 
 
 @triton.jit
-def _finite_or_nan(scale, amax):
+def finite_or_nan(scale, amax):
     """Return the scale of a finite amax, NaN for any other."""
     return tl.where(amax <= FLT_MAX, scale, float("nan"))
 
@@ -62,22 +63,34 @@ def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     OPTIONS: NVFP4Options.
     """
     E4M3: tl.constexpr = OPTIONS.element
-    s_enc = _quotient(OPTIONS.top, amax)
-    s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
-    s_dec = _quotient(1.0, s_enc)
+    s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     if OPTIONS.divisor > 0.0:
         base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
     else:
         base = most * (s_enc * SIXTH)
-    scale = _finite_or_nan(base, most)
-    nan = scale != scale
+    scale = finite_or_nan(base, most)
     if OPTIONS.rounding:
         value = _foldable(scale, OPTIONS.rounding == 2)
     else:
         value = on_grid(scale, E4M3)
-    code = tl.where(nan, E4M3.nan_code, magnitude_codes(value, E4M3))
-    value = tl.where(nan, scale, value)
-    return code, _quotient(1.0, value * s_dec), value, s_dec
+    code, value = scale_code(value, scale, E4M3)
+    return code, quotient(1.0, value * s_dec), value, s_dec
+
+
+@triton.jit
+def encode_scale(amax, TOP: tl.constexpr):
+    """Return the factor that brings a tensor's amax to TOP, 1 for zeros, and its reciprocal."""
+    s_enc = quotient(TOP, amax)
+    s_enc = tl.where(amax == 0.0, 1.0, finite_or_nan(s_enc, amax))
+    return s_enc, quotient(1.0, s_enc)
+
+
+@triton.jit
+def scale_code(value, scale, E: tl.constexpr):
+    """Return the codes and values of scales that were rounded to ``value``, NaN for NaN."""
+    nan = scale != scale
+    code = tl.where(nan, E.nan_code, magnitude_codes(value, E))
+    return code, tl.where(nan, scale, value)
 
 
 @triton.jit
@@ -119,9 +132,9 @@ def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     # Exponent fields; 2**-127 is subnormal.
     inverse = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
-    factor = _finite_or_nan(inverse.to(tl.float32, bitcast=True), most)
+    factor = finite_or_nan(inverse.to(tl.float32, bitcast=True), most)
     power = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-    power = _finite_or_nan(power, most)
+    power = finite_or_nan(power, most)
     byte = tl.where(most <= FLT_MAX, byte, 255)
     if OPTIONS[1]:
         return byte, factor * 0.75, power, FOUR_THIRDS
@@ -139,8 +152,8 @@ def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
         field = tl.minimum(TOP - ((bits + 0x1FFFFF) >> 23), 254)
         scale = (field << 23).to(tl.float32, bitcast=True)
     else:
-        scale = _quotient(E.max, amax)
-    return tl.where(bits == 0, 1.0, _finite_or_nan(scale, amax))
+        scale = quotient(E.max, amax)
+    return tl.where(bits == 0, 1.0, finite_or_nan(scale, amax))
 
 
 @triton.jit
@@ -149,7 +162,7 @@ def _inverse(scale, POW2: tl.constexpr):
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
         bits = tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits)
-        return _finite_or_nan(bits.to(tl.float32, bitcast=True), scale)
+        return finite_or_nan(bits.to(tl.float32, bitcast=True), scale)
     else:
         return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
 
@@ -165,8 +178,8 @@ def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 @triton.jit
 def fp8_row_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return decode scales of rows, their reciprocals (0 of 0), the scales, 1. OPTIONS: unused."""
-    scale = _finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
-    factor = tl.where(scale == 0.0, 0.0, _quotient(1.0, scale))
+    scale = finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
+    factor = tl.where(scale == 0.0, 0.0, quotient(1.0, scale))
     return scale, factor, scale, 1.0
 
 
