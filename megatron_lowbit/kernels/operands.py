@@ -164,7 +164,8 @@ def _scale_bytes(operand: QuantizedTensor) -> Tensor:
 def element(format: ElementFormat) -> Element:
     """Return an element format as the kernels take it."""
     smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
-    nan_code = 0x7F if format.dtype else 0
+    # Formats of 4 and 6 bits have no NaN; that of the others is the last code.
+    nan_code = (1 << (format.bits - 1)) - 1 if format.bits >= 8 else 0
     return Element(
         format.bits, format.random_bits, format.mantissa_bits, smallest, format.max, nan_code
     )

@@ -113,6 +113,22 @@ def _foldable(scale, UP: tl.constexpr):
 
 
 @triton.jit
+def ue5m3_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """Return UE5M3 bytes (int32), 1 / (scale * tensor scale), scales, tensor scale.
+
+    OPTIONS: (UE5M3, what the tensor's amax is scaled to or 0 without a tensor scale).
+    """
+    UE5M3: tl.constexpr = OPTIONS[0]
+    TOP: tl.constexpr = OPTIONS[1]
+    s_enc, s_dec = 1.0, 1.0
+    if TOP > 0.0:
+        s_enc, s_dec = encode_scale(amax, TOP)
+    scale = finite_or_nan(most * (s_enc * SIXTH), most)
+    code, value = scale_code(on_grid(scale, UE5M3), scale, UE5M3)
+    return code, quotient(1.0, value * s_dec), value, s_dec
+
+
+@triton.jit
 def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
 

@@ -34,6 +34,7 @@ OPTIONS = {
     "fp8 32x32 pow2": ("fp8-128x128-e4m3", {"block": 32, "scale_format": "pow2"}),
     "nvfp4 foldable": ("nvfp4", {"block_scales": "foldable"}),
     "nvfp4 foldable-up": ("nvfp4", {"block_scales": "foldable-up"}),
+    "ue5m3 one level": ("nvfp4-ue5m3", {"tensor_scaled": False}),
     "nvfp4 256": ("nvfp4", {"max_scale": 256}),
     "nvfp4 16/17": ("nvfp4", {"sixteen_seventeenths": True}),
     "nvfp4 mse": ("nvfp4", {"four_over_six": "mse", "max_scale": 256}),
@@ -128,7 +129,8 @@ def test_whole_tiles_and_one_side(name):
     # Each scale function and each kernel; every format on a GPU.
     ALL if DEVICE == "cuda" else ["nvfp4", "mxfp4 three quarters", "mxfp8 rceil", "fp8 pow2",
                                   "fp8-128x128-e5m2", "fp8 32x32 pow2", "fp8-tensor-e4m3",
-                                  "fp8-row-e4m3", "nvfp4 16/17", "nvfp4 mse", "nvfp4-2d abs_max"],
+                                  "fp8-row-e4m3", "nvfp4 16/17", "nvfp4 mse", "nvfp4-2d abs_max",
+                                  "nvfp4-ue5m3", "ue5m3 one level"],
 )  # fmt: skip
 def test_what_is_not_finite(name, value):
     x = values(*RAGGED, torch.float32)
@@ -137,7 +139,7 @@ def test_what_is_not_finite(name, value):
     assert Quantizer(ALL[name])(x).dequantize().isnan().any()
 
 
-@pytest.mark.parametrize("name", ["nvfp4 16/17", "nvfp4 mse"])
+@pytest.mark.parametrize("name", ["nvfp4 16/17", "nvfp4 mse", "nvfp4-ue5m3", "ue5m3 one level"])
 @pytest.mark.parametrize("amax", [2.0**-140, 2.0**126])
 def test_tensors_at_the_ends_of_fp32(name, amax):
     """Scales and errors that are subnormal, saturate or overflow."""
