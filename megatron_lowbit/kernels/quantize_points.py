@@ -38,13 +38,13 @@ def points_side(
     amax = tl.load(amax) * S.bound if amax is not None else 0.0
     row_number = number(rows, r, R)
     if P <= BLOCK:
-        quantize_block(points, r, group * P, row_number, R, columns, amax, codes, scales,
+        quantize_block(points, 0, r, group, row_number, R, columns, amax, codes, scales,
                        tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
                        EVEN)  # fmt: skip
     else:
         # A loop, for Triton's sake: compiled once, and apart from the transform.
         for first in range(0, P, BLOCK):
-            quantize_block(points, r, group * P + first, row_number, R, columns, amax, codes,
+            quantize_block(points, first, r, group, row_number, R, columns, amax, codes,
                            scales, tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
                            EVEN)  # fmt: skip
             points = points[BLOCK:] + points[:BLOCK]
@@ -52,13 +52,13 @@ def points_side(
 
 @triton.jit
 def quantize_block(
-    points, r, at, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
+    points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
     first_program, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Quantize the first block of ``points``, or all of them where a block has several groups.
 
-    ``at`` are the columns of the first points.
+    ``first`` is the place of the first point in its group, or in its row where S has no points.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
@@ -69,6 +69,7 @@ def quantize_block(
     LENGTH: tl.constexpr = S.block if WHOLE else S.points
     most = _block_most(points, LENGTH, WIDE, S, TRANSPOSED)
     if S.from_numbers:
+        at = group * S.points + first
         BELOW: tl.constexpr = 1 if TRANSPOSED else WIDE
         group_number = number(groups, at // 16, tl.cdiv(columns, 16))
         outs, stored, scale, decode = SCALES(
@@ -80,6 +81,7 @@ def quantize_block(
         stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)
+        at = group * S.points + first
         outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
     if S.values and TRANSPOSED:
         for i in tl.static_range(LENGTH):

@@ -67,7 +67,7 @@ def _split_tile(
     amax = tl.load(amax) if amax is not None else 0.0
     r += row0
     quantize_block(
-        points, r, col0 + group * BLOCK, number(rows, r, R), R, columns, amax, codes, scales,
+        points, col0 + group * BLOCK, r, 0, number(rows, r, R), R, columns, amax, codes, scales,
         tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED, EVEN,
     )  # fmt: skip
 

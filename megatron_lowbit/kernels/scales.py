@@ -28,19 +28,19 @@ CEIL = tl.constexpr(2)
 EVEN = tl.constexpr(3)
 
 
-class NVFP4Options(NamedTuple):
-    """Options of ``nvfp4_scales``.
+class ScaleOptions(NamedTuple):
+    """Options of the scale functions that round to an element format, ``element``.
 
-    ``element`` is E4M3, ``rounding`` the index of ``block_scales``, and ``top`` what the tensor's
-    amax is scaled to. ``divisor`` is what blocks' amaxes are divided by before the tensor's
-    scale; 0 multiplies by a sixth of that scale. ``selection`` is the index of ``four_over_six``.
+    ``top`` is what the tensor's amax is scaled to, 0 without a tensor scale. ``divisor`` is what
+    blocks' amaxes are divided by before that; 0 multiplies by a sixth of the tensor's scale.
+    ``rounding`` is the index of NVFP4's ``block_scales``, ``selection`` of its ``four_over_six``.
     """
 
     element: Element
-    rounding: int
     top: float
-    divisor: float
-    selection: int
+    divisor: float = 0.0
+    rounding: int = 0
+    selection: int = 0
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def finite_or_nan(scale, amax):
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale.
 
-    OPTIONS: NVFP4Options.
+    OPTIONS: ScaleOptions.
     """
     E4M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
@@ -116,13 +116,12 @@ def _foldable(scale, UP: tl.constexpr):
 def ue5m3_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return UE5M3 bytes (int32), 1 / (scale * tensor scale), scales, tensor scale.
 
-    OPTIONS: (UE5M3, what the tensor's amax is scaled to or 0 without a tensor scale).
+    OPTIONS: ScaleOptions.
     """
-    UE5M3: tl.constexpr = OPTIONS[0]
-    TOP: tl.constexpr = OPTIONS[1]
+    UE5M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = 1.0, 1.0
-    if TOP > 0.0:
-        s_enc, s_dec = encode_scale(amax, TOP)
+    if OPTIONS.top > 0.0:
+        s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     scale = finite_or_nan(most * (s_enc * SIXTH), most)
     code, value = scale_code(on_grid(scale, UE5M3), scale, UE5M3)
     return code, quotient(1.0, value * s_dec), value, s_dec

@@ -29,6 +29,8 @@ CASES = {  # format, options, rounding, transform's points, forms of both sides
     "nvfp4-2d 4/6": ("nvfp4-2d", {"four_over_six": "mae"}, "nearest", None, "CODES VALUES"),
     "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "VALUES CODES"),
     "ue5m3-2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES VALUES"),
+    "quartet2": ("quartet2", {}, "nearest", None, "VALUES CODES"),
+    "ms-eden": ("ms-eden", {}, "stochastic", 128, "CODES VALUES"),
     "nvfp4-2d": ("nvfp4-2d", {}, "nearest", None, "CODES CODES"),
     "fp8 tiles": ("fp8-1x128-e4m3", {"scale_format": "pow2"}, "nearest", None, "CODES FOLDED"),
     "fp8 tensor": ("fp8-tensor-e5m2", {}, "nearest", None, "CODES CODES"),

@@ -115,15 +115,15 @@ class NVFP4(BlockFormat):
         return "megatron_lowbit.kernels.scales:nvfp4_scales"
 
     @property
-    def kernel_options(self) -> tuple[int, float, float, int]:
-        """Index of the scales' rounding, S_enc * amax, divisor of block amaxes, index of the error.
+    def kernel_options(self) -> tuple[float, float, int, int]:
+        """S_enc * amax, divisor of block amaxes, indices of the scales' rounding and the error.
 
         The divisor is 0 where they are multiplied by a sixth of S_enc.
         """
         rounding = self.OPTIONS["block_scales"].index(self.block_scales)
         selection = self.OPTIONS["four_over_six"].index(self.four_over_six)
         divisor = 0.0 if self.multiplies_by_sixth else self.element_max
-        return rounding, self.element_max * self.top_scale, divisor, selection
+        return self.element_max * self.top_scale, divisor, rounding, selection
 
     @property
     def scales_from_numbers(self) -> bool:
