@@ -119,6 +119,18 @@ def _magnitude_codes(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 
 @triton.jit
+def code_and_value(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Round x, not NaN, to an element of 4 bits; return its code (int32) and its magnitude."""
+    if STOCHASTIC:
+        code = stochastic_codes(x, random, E)
+        value = code_values(code, E)
+    else:
+        value = on_grid(x, E)
+        code = magnitude_codes(value, E)
+    return code | _sign_bit(x, E), value
+
+
+@triton.jit
 def _cast(x, E: tl.constexpr):
     """Cast x to Triton's own type of 8 bits, rounded to nearest."""
     if E.mantissa_bits == 3:

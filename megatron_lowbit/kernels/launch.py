@@ -140,7 +140,7 @@ def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[s
         # Fewer values a thread, so that more threads hide each other's waiting.
         if any(side.stochastic for side in sides):
             return (32, 128), {"num_warps": 4}
-        waits = any(side.transform or side.block_rows > 1 for side in sides)
+        waits = any(s.transform or s.block_rows > 1 or s.from_numbers for s in sides)
         return (height, 64 if waits else 128), {"num_warps": 4}
     for side, is_col in ((row, False), (col, True)):
         if side is not None:

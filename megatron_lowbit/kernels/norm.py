@@ -13,7 +13,8 @@ from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
-from megatron_lowbit.kernels.quantize import Side, tile_side
+from megatron_lowbit.kernels.quantize import Side
+from megatron_lowbit.kernels.quantize_tile import tile_side
 from megatron_lowbit.kernels.sides import allocate, kind_of, layout_of, pointers
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request

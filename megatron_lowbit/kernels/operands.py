@@ -22,9 +22,8 @@ from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
-from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import lift
-from megatron_lowbit.numerics.formats import E4M3, ElementFormat
+from megatron_lowbit.numerics.formats import ElementFormat
 
 COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
 DECODE_FIELDS = tl.constexpr(6)
@@ -159,8 +158,8 @@ def decoding_programs(rows: int, columns: int) -> int:
 
 def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None]:
     """Return a format's block, its elements, and its scales' elements, as the kernel takes them."""
-    scale = element(E4M3) if isinstance(format, NVFP4) else None
-    return format.block, element(format.element), scale
+    scale = format.scale_element
+    return format.block, element(format.element), None if scale is None else element(scale)
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:
@@ -176,7 +175,8 @@ def _scale_bytes(operand: QuantizedTensor) -> Tensor:
 def element(format: ElementFormat) -> Element:
     """Return an element format as the kernels take it."""
     smallest = torch.tensor(format.min_normal).view(torch.int32).item() >> 23
-    nan_code = 0x7F if format.dtype else 0
+    # Formats of 4 and 6 bits have no NaN; that of the others is the last code.
+    nan_code = (1 << (format.bits - 1)) - 1 if format.bits >= 8 else 0
     return Element(
         format.bits, format.random_bits, format.mantissa_bits, smallest, format.max, nan_code
     )

@@ -14,8 +14,8 @@ def key_of(key):
 
 
 @triton.jit
-def philox(key, quad, row):
-    """Run Philox4x32-10 on counters (quad, row, 0, 0) of one shape; return four uint32 tensors.
+def philox(key, quad, row, DRAW: tl.constexpr = 0):
+    """Run Philox4x32-10 on counters (quad, row, DRAW, 0) of one shape; return four uint32 tensors.
 
     Products as 64-bit ones: that is one instruction for both halves.
     """
@@ -24,7 +24,7 @@ def philox(key, quad, row):
     k1 = (key >> 32).to(tl.uint32)
     c0 = quad.to(tl.uint32)
     c1 = row.to(tl.uint32)
-    c2 = tl.zeros_like(c0)
+    c2 = tl.zeros_like(c0) + DRAW
     c3 = tl.zeros_like(c0)
     for _ in tl.static_range(10):
         left = c0.to(tl.uint64) * 0xD2511F53

@@ -10,7 +10,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.elements import Element, abs_bits, magnitude_codes, on_grid
+from megatron_lowbit.kernels.elements import (
+    Element,
+    abs_bits,
+    fold_ratio,
+    magnitude_codes,
+    on_grid,
+)
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
 SIXTH = tl.constexpr(0.1666666716337204)  # 1 / 6 in FP32
@@ -22,22 +28,30 @@ CEIL = tl.constexpr(2)
 EVEN = tl.constexpr(3)
 
 
-class NVFP4Options(NamedTuple):
-    """Options of ``nvfp4_scales``: E4M3, and the index of ``block_scales``."""
+class ScaleOptions(NamedTuple):
+    """Options of the scale functions that round to an element format, ``element``.
+
+    ``top`` is what the tensor's amax is scaled to, 0 without a tensor scale. ``divisor`` is what
+    blocks' amaxes are divided by before that; 0 multiplies by a sixth of the tensor's scale.
+    ``rounding`` is the index of NVFP4's ``block_scales``, ``selection`` of its ``four_over_six``.
+    """
 
     element: Element
-    rounding: int
+    top: float
+    divisor: float = 0.0
+    rounding: int = 0
+    selection: int = 0
 
 
 @triton.jit
-def _quotient(numerator, denominator):
+def quotient(numerator, denominator):
     """Divide a number by a tensor or scalar as IEEE does, saturating; NaN stays NaN."""
     ratio = tl.div_rn(tl.zeros_like(denominator) + numerator, denominator)
     return tl.where(ratio > FLT_MAX, FLT_MAX, ratio)
 
 
 @triton.jit
-def _finite_or_nan(scale, amax):
+def finite_or_nan(scale, amax):
     """Return the scale of a finite amax, NaN for any other."""
     return tl.where(amax <= FLT_MAX, scale, float("nan"))
 
@@ -46,21 +60,37 @@ def _finite_or_nan(scale, amax):
 def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale.
 
-    OPTIONS: NVFP4Options.
+    OPTIONS: ScaleOptions.
     """
     E4M3: tl.constexpr = OPTIONS.element
-    s_enc = _quotient(2304.0 if OPTIONS.rounding else 2688.0, amax)
-    s_enc = tl.where(amax == 0.0, 1.0, _finite_or_nan(s_enc, amax))
-    s_dec = _quotient(1.0, s_enc)
-    scale = _finite_or_nan(most * (s_enc * SIXTH), most)
-    nan = scale != scale
+    s_enc, s_dec = encode_scale(amax, OPTIONS.top)
+    if OPTIONS.divisor > 0.0:
+        base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
+    else:
+        base = most * (s_enc * SIXTH)
+    scale = finite_or_nan(base, most)
     if OPTIONS.rounding:
         value = _foldable(scale, OPTIONS.rounding == 2)
     else:
         value = on_grid(scale, E4M3)
-    code = tl.where(nan, E4M3.nan_code, magnitude_codes(value, E4M3))
-    value = tl.where(nan, scale, value)
-    return code, _quotient(1.0, value * s_dec), value, s_dec
+    code, value = scale_code(value, scale, E4M3)
+    return code, quotient(1.0, value * s_dec), value, s_dec
+
+
+@triton.jit
+def encode_scale(amax, TOP: tl.constexpr):
+    """Return the factor that brings a tensor's amax to TOP, 1 for zeros, and its reciprocal."""
+    s_enc = quotient(TOP, amax)
+    s_enc = tl.where(amax == 0.0, 1.0, finite_or_nan(s_enc, amax))
+    return s_enc, quotient(1.0, s_enc)
+
+
+@triton.jit
+def scale_code(value, scale, E: tl.constexpr):
+    """Return the codes and values of scales that were rounded to ``value``, NaN for NaN."""
+    nan = scale != scale
+    code = tl.where(nan, E.nan_code, magnitude_codes(value, E))
+    return code, tl.where(nan, scale, value)
 
 
 @triton.jit
@@ -83,6 +113,21 @@ def _foldable(scale, UP: tl.constexpr):
 
 
 @triton.jit
+def ue5m3_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+    """Return UE5M3 bytes (int32), 1 / (scale * tensor scale), scales, tensor scale.
+
+    OPTIONS: ScaleOptions.
+    """
+    UE5M3: tl.constexpr = OPTIONS.element
+    s_enc, s_dec = 1.0, 1.0
+    if OPTIONS.top > 0.0:
+        s_enc, s_dec = encode_scale(amax, OPTIONS.top)
+    scale = finite_or_nan(most * (s_enc * SIXTH), most)
+    code, value = scale_code(on_grid(scale, UE5M3), scale, UE5M3)
+    return code, quotient(1.0, value * s_dec), value, s_dec
+
+
+@triton.jit
 def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
 
@@ -102,9 +147,9 @@ def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     # Exponent fields; 2**-127 is subnormal.
     inverse = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
-    factor = _finite_or_nan(inverse.to(tl.float32, bitcast=True), most)
+    factor = finite_or_nan(inverse.to(tl.float32, bitcast=True), most)
     power = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-    power = _finite_or_nan(power, most)
+    power = finite_or_nan(power, most)
     byte = tl.where(most <= FLT_MAX, byte, 255)
     if OPTIONS[1]:
         return byte, factor * 0.75, power, FOUR_THIRDS
@@ -122,8 +167,8 @@ def _fp8_scale(amax, E: tl.constexpr, POW2: tl.constexpr):
         field = tl.minimum(TOP - ((bits + 0x1FFFFF) >> 23), 254)
         scale = (field << 23).to(tl.float32, bitcast=True)
     else:
-        scale = _quotient(E.max, amax)
-    return tl.where(bits == 0, 1.0, _finite_or_nan(scale, amax))
+        scale = quotient(E.max, amax)
+    return tl.where(bits == 0, 1.0, finite_or_nan(scale, amax))
 
 
 @triton.jit
@@ -132,7 +177,7 @@ def _inverse(scale, POW2: tl.constexpr):
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
         bits = tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits)
-        return _finite_or_nan(bits.to(tl.float32, bitcast=True), scale)
+        return finite_or_nan(bits.to(tl.float32, bitcast=True), scale)
     else:
         return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)
 
@@ -148,8 +193,8 @@ def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
 @triton.jit
 def fp8_row_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return decode scales of rows, their reciprocals (0 of 0), the scales, 1. OPTIONS: unused."""
-    scale = _finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
-    factor = tl.where(scale == 0.0, 0.0, _quotient(1.0, scale))
+    scale = finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
+    factor = tl.where(scale == 0.0, 0.0, quotient(1.0, scale))
     return scale, factor, scale, 1.0
 
 
@@ -158,3 +203,19 @@ def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return 1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
     return 1.0, scale, 1.0, _inverse(scale, OPTIONS[0])
+
+
+@triton.jit
+def fold_scales(scale, decode, amax, S: tl.constexpr):
+    """Return the factors of blocks' codes, and the tensor scale, of a folded tensor."""
+    SCALES: tl.constexpr = S.scales
+    E: tl.constexpr = S.element
+    OPTIONS: tl.constexpr = S.options
+    LIFT: tl.constexpr = S.lift
+    if S.tensor_scaled:
+        return scale * LIFT, decode * (1.0 / LIFT)
+    else:
+        amax = amax + tl.zeros((1,), tl.float32)
+        _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
+        top = tl.sum(top, 0)
+        return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode

@@ -16,7 +16,7 @@ from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS,
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side
-from megatron_lowbit.kernels.scales import NVFP4Options
+from megatron_lowbit.kernels.scales import ScaleOptions
 from megatron_lowbit.numerics import (
     Hadamard,
     QuantizedTensor,
@@ -26,9 +26,7 @@ from megatron_lowbit.numerics import (
     derive_key,
 )
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
-from megatron_lowbit.numerics.formats import E4M3
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP
 
@@ -194,6 +192,7 @@ def _side(kind: Kind, stored: BlockFormat) -> Side:
         points = max(points, hadamard.size) if format.block <= POINTS else 0
     return Side(
         scales=function,
+        from_numbers=format.scales_from_numbers,
         block_rows=format.block_rows,
         block=format.block,
         row_scaled=format.row_scaled,
@@ -216,8 +215,8 @@ def _scale_function(format: BlockFormat) -> tuple[Callable, Any]:
     """Return the Triton function of a format's scales, and its options."""
     module, _, name = (format.scale_kernel or "").partition(":")
     options = format.kernel_options
-    if isinstance(format, NVFP4):
-        options = NVFP4Options(element(E4M3), *options)
+    if format.scale_element is not None:
+        options = ScaleOptions(element(format.scale_element), *options)
     return getattr(import_module(module), name), options
 
 

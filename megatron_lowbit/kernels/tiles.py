@@ -126,6 +126,21 @@ def side_by_side(points, N: tl.constexpr):
 
 
 @triton.jit
+def apart(x, N: tl.constexpr):
+    """Split [A, N], N a power of two, into N tensors [A]: what :func:`side_by_side` joins."""
+    A: tl.constexpr = x.shape[0]
+    if N == 1:
+        return (tl.reshape(x, (A,)),)
+    else:
+        even, odd = tl.split(tl.reshape(x, (A, N // 2, 2)))
+        evens, odds = apart(even, N // 2), apart(odd, N // 2)
+        points = ()
+        for i in tl.static_range(N // 2):
+            points = points + (evens[i], odds[i])
+        return points
+
+
+@triton.jit
 def store_groups(base, groups, r, c, rows, columns, EVEN: tl.constexpr):
     """Write [A, N] to a contiguous matrix (rows, columns), group i to row r[i] from column c[i]."""
     c = c[:, None] + tl.arange(0, groups.shape[1])[None, :]

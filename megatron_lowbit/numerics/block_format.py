@@ -23,6 +23,8 @@ class BlockFormat(ABC):
 
     A GPU quantizes a format in eager torch unless ``scale_kernel`` names a Triton function of its
     scales, as ``module:function`` (see ``kernels/scales.py``), which gets ``kernel_options``.
+    It takes the amaxes of blocks, or, where ``scales_from_numbers``, all numbers of a block.
+    ``scale_element`` is the element format of stored scales, None for powers of two and FP32.
     ``scale_dtype`` is then the dtype of stored scales; square blocks repeat theirs for each row if
     ``repeats_scales``. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
     others in FP32, where no faster route takes them (``kernels/routes.py``).
@@ -38,6 +40,7 @@ class BlockFormat(ABC):
     scale_bits: ClassVar[int]
     OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {}
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
+    scale_element: ClassVar[ElementFormat | None] = None
     repeats_scales: ClassVar[bool] = True
 
     @abstractmethod
@@ -96,6 +99,11 @@ class BlockFormat(ABC):
     def scale_kernel(self) -> str | None:
         """Triton function of the scales, as ``module:function``; None if there is none."""
         return None
+
+    @property
+    def scales_from_numbers(self) -> bool:
+        """True if a block's scale depends on its numbers, not on their amax alone."""
+        return False
 
     @property
     def exact_in_bf16(self) -> bool:

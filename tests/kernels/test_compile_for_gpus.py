@@ -21,6 +21,13 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
     "nvfp4-fold": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED CODES"),
     "nvfp4-fold 2d": ("nvfp4-2d", {"block_scales": "foldable"}, "nearest", None, "FOLDED FOLDED"),
+    "nvfp4-4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "VALUES CODES"),
+    "nvfp4-4/6 2d": ("nvfp4-2d", {"four_over_six": "abs_max"}, "nearest", None, "VALUES CODES"),
+    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "VALUES CODES"),
+    "ue5m3 2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES VALUES"),
+    "quartet2": ("quartet2", {}, "nearest", None, "VALUES CODES"),
+    "ms-eden": ("ms-eden", {}, "stochastic", 128, "VALUES CODES"),
+    "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "VALUES CODES"),
     "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
 }

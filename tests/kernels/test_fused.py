@@ -44,6 +44,8 @@ PAIRS = {
     ("nvfp4 foldable-up", "nvfp4-2d foldable"): "folded to FP8 tensors",
     ("nvfp4 foldable-up", "mxfp8-e4m3"): "folded to FP8 tensors",
     ("nvfp4 foldable-up", "nvfp4"): "exact BF16",
+    ("nvfp4-ue5m3", "nvfp4-ue5m3-2d"): "exact BF16",
+    ("ms-eden", "quartet2"): "exact BF16",
 }
 TILES = {
     "fp8 1x64": ("fp8-1x128-e4m3", "fp32", 64),
@@ -178,9 +180,10 @@ def test_products(pair, dtype, shape):
     assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
 
 
-RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row"]
+RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row",
+           "nvfp4-4over6", "quartet2", "nvfp4-ue5m3"]  # fmt: skip
 RECIPES += [name for name in shipped_recipes() if name.startswith("qat-")]
-WITHOUT_KERNELS = ["nvfp4-4over6", "quartet2", "averis", "nvfp4-ue5m3", "tetrajet2"]
+WITHOUT_KERNELS = ["averis", "tetrajet2"]
 CHANGED = {
     "fp8-tile of 64": ("input.block=64", "weight.block=64", "grad.block=64"),
     "nvfp4 of fprop": ("wgrad.hadamard=none", "weight.axis=fprop", "input.axis=fprop"),

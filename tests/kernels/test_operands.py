@@ -1,5 +1,7 @@
 """Operands of GEMMs: the same numbers as the codes and scales, exactly or counted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -20,6 +22,8 @@ POW2_E5M2 = {"fp8-1x128-e5m2 128": FORMATS["fp8-1x128-e5m2"].with_options(scale_
 EXACT = {name: format for name, format in FORMATS.items() if format.exact_in_bf16} | POW2
 # Four-over-six leaves codes and scales of NVFP4, which any kernel decodes.
 EXACT["nvfp4 4/6"] = FORMATS["nvfp4"].with_options(four_over_six="mse", max_scale=256)
+EXACT["ue5m3 one level"] = FORMATS["nvfp4-ue5m3"].with_options(tensor_scaled=False)
+EXACT["nvfp4-2d 4/6"] = FORMATS["nvfp4-2d"].with_options(four_over_six="mae")
 
 
 def values(rows=48, columns=200, spread=2.0):
@@ -35,15 +39,21 @@ def numbers(operand) -> torch.Tensor:
 
 
 def test_which_formats_are_exact():
-    """Power-of-two scales, NVFP4 and a scale for the tensor; no others."""
+    """Power-of-two scales, those of NVFP4 and its kin, and a scale for the tensor; no others."""
     names = {name for name in EXACT if not name.startswith(("mx", "fp8-tensor"))} - POW2.keys()
-    assert names == {"nvfp4", "nvfp4-2d", "nvfp4 4/6"}
+    scales = {"nvfp4", "nvfp4-2d", "nvfp4-ue5m3", "nvfp4-ue5m3-2d", "quartet2", "ms-eden"}
+    assert names == scales | {"nvfp4 4/6", "nvfp4-2d 4/6", "ue5m3 one level"}
 
 
 @pytest.mark.parametrize("name", EXACT)
 def test_bf16_numbers_are_exact(name):
     q = Quantizer(EXACT[name])(values())
-    assert torch.equal(numbers(exact_values(q)), q.dequantize())
+    seen = exact_values(q)
+    if name == "quartet2":
+        # It decodes by the product of both scales: the same numbers for a tensor scale of 1.
+        q = replace(q, tensor_scale=torch.ones_like(q.tensor_scale))
+        seen = replace(seen, tensor_scale=q.tensor_scale)
+    assert torch.equal(numbers(seen), q.dequantize())
 
 
 def test_bf16_numbers_of_tiles_at_both_ends_of_fp32():
@@ -68,7 +78,7 @@ def test_what_is_not_finite_is_not_a_number(value):
     x = values(32, 128)
     x[3, 5] = value
     tiles = ("fp8-1x128-e4m3 64", "fp8-128x128-e5m2 16")
-    for name in ("nvfp4", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
+    for name in ("nvfp4", "nvfp4-ue5m3", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
         quantizer = Quantizer(EXACT[name])
         expected = quantizer(x).dequantize()
         at_once, _ = quantize_both(x, Request(quantizer), None, forms=(Form.VALUES, Form.CODES))
@@ -81,6 +91,8 @@ def test_what_is_not_finite_is_not_a_number(value):
 @pytest.mark.parametrize(
     "name, hadamard",
     [("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None),
+     ("nvfp4 4/6", Hadamard(128)), ("nvfp4-2d 4/6", None), ("ms-eden", Hadamard(128)),
+     ("nvfp4-ue5m3", Hadamard(16)), ("nvfp4-ue5m3-2d", None),
      ("fp8-1x128-e4m3 16", None), ("fp8-128x128-e5m2 64", None)],
     ids=str,
 )  # fmt: skip

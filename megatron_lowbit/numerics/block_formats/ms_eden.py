@@ -47,6 +47,15 @@ class MSEden(BlockFormat):
     tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
+    scale_element = E4M3
+    scale_kernel = "megatron_lowbit.kernels.block_codes:ms_eden"
+    scales_from_numbers = True
+    exact_in_bf16 = True
+
+    @property
+    def kernel_options(self) -> tuple[float, float]:
+        """Largest block scale and what a block's amax becomes, for ``scale_kernel``."""
+        return AMAX_SCALE, AMAX_ELEMENT
 
     @property
     def random_bits(self) -> int:

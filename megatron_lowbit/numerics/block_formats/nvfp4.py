@@ -91,6 +91,7 @@ class NVFP4(BlockFormat):
     tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
+    scale_element = E4M3
     OPTIONS: ClassVar = {
         "block_scales": ("e4m3", "foldable", "foldable-up"),
         "four_over_six": ("none", "mse", "mae", "abs_max"),
@@ -108,20 +109,31 @@ class NVFP4(BlockFormat):
 
     @property
     def scale_kernel(self) -> str | None:
-        """Kernel of the scales; the options beside ``block_scales`` have none."""
-        if self.options.keys() - {"block_scales"}:
-            return None
+        """Kernel of the scales, or of the choice between two."""
+        if self.scales_from_numbers:
+            return "megatron_lowbit.kernels.block_codes:four_over_six"
         return "megatron_lowbit.kernels.scales:nvfp4_scales"
 
     @property
-    def kernel_options(self) -> tuple[int]:
-        """Index of the scales' rounding, for ``scale_kernel``."""
-        return (self.OPTIONS["block_scales"].index(self.block_scales),)
+    def kernel_options(self) -> tuple[float, float, int, int]:
+        """S_enc * amax, divisor of block amaxes, indices of the scales' rounding and the error.
+
+        The divisor is 0 where they are multiplied by a sixth of S_enc.
+        """
+        rounding = self.OPTIONS["block_scales"].index(self.block_scales)
+        selection = self.OPTIONS["four_over_six"].index(self.four_over_six)
+        divisor = 0.0 if self.multiplies_by_sixth else self.element_max
+        return self.element_max * self.top_scale, divisor, rounding, selection
+
+    @property
+    def scales_from_numbers(self) -> bool:
+        """True where the better of two scales is chosen."""
+        return self.four_over_six != "none"
 
     @property
     def draws(self) -> int:
         """Two where two candidates are rounded."""
-        return 1 if self.four_over_six == "none" else 2
+        return 2 if self.scales_from_numbers else 1
 
     @property
     def folds(self) -> bool:
@@ -134,6 +146,16 @@ class NVFP4(BlockFormat):
         return FOLDABLE_MAX if self.folds else float(self.max_scale)
 
     @property
+    def element_max(self) -> float:
+        """Largest magnitude that a block is scaled to."""
+        return E2M1.max * 16.0 / 17.0 if self.sixteen_seventeenths else E2M1.max
+
+    @property
+    def multiplies_by_sixth(self) -> bool:
+        """True if a block's amax is multiplied by a sixth of S_enc, not divided by the element."""
+        return not self.scales_from_numbers and not self.sixteen_seventeenths
+
+    @property
     def exact_in_bf16(self) -> bool:
         """True: an element times its scale is a BF16 number."""
         return True
@@ -143,9 +165,8 @@ class NVFP4(BlockFormat):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
-        element_max = E2M1.max * 16.0 / 17.0 if self.sixteen_seventeenths else E2M1.max
         # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
-        top = torch.full_like(amax, element_max * self.top_scale)
+        top = torch.full_like(amax, self.element_max * self.top_scale)
         s_enc = (top / amax).clamp(max=_FLT_MAX)
         s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
         s_dec = 1.0 / s_enc
@@ -155,10 +176,10 @@ class NVFP4(BlockFormat):
         def multiplier(scales: Tensor) -> Tensor:
             return (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
 
-        if self.four_over_six == "none" and not self.sixteen_seventeenths:
+        if self.multiplies_by_sixth:
             base = most * (s_enc * constant(1.0 / 6.0, like=x))
         else:
-            base = (most / torch.full_like(most, element_max)) * s_enc
+            base = (most / torch.full_like(most, self.element_max)) * s_enc
         if self.four_over_six == "none":
             if self.folds:
                 base = foldable_scales(base, self.block_scales == "foldable-up")

@@ -31,12 +31,24 @@ _LEAST = 2.0**-149
 
 @dataclass(frozen=True)
 class Quartet2(BlockFormat):
-    """Blocks of 1x16; ``scales`` are float8_e4m3fn (R, K/16); ``tensor_scale`` is D."""
+    """Blocks of 1x16; ``scales`` are float8_e4m3fn (R, K/16); ``tensor_scale`` is D.
+
+    A GPU multiplies exact q * s_k in BF16 and the sums by D: s_k * D is not rounded there.
+    """
 
     block = BLOCK
     tensor_scaled = True
     scale_bits = 8
     scale_dtype = torch.float8_e4m3fn
+    scale_element = E4M3
+    scale_kernel = "megatron_lowbit.kernels.block_codes:quartet2"
+    scales_from_numbers = True
+    exact_in_bf16 = True
+
+    @property
+    def kernel_options(self) -> tuple[float, float]:
+        """Largest block scale and what a block's amax becomes, for ``scale_kernel``."""
+        return MAX_SCALE, E2M1.max
 
     @property
     def draws(self) -> int:

@@ -29,10 +29,12 @@ from megatron_lowbit.numerics.block_format import (
     finite_amax,
     for_each_row,
 )
-from megatron_lowbit.numerics.formats import E2M1, decode, encode
+from megatron_lowbit.numerics.formats import E2M1, ElementFormat, decode, encode
 
 BLOCK = 16
 UE5M3_MAX = 114688.0
+SCALE = ElementFormat("ue5m3", 5, 3, UE5M3_MAX, 2.0**-14)
+"""UE5M3 as an element format: its ninth bit is a sign that no scale has."""
 _FLT_MAX = torch.finfo(torch.float32).max
 _DROPPED_BITS = 20
 """Mantissa bits of FP32 that UE5M3 lacks."""
@@ -71,7 +73,19 @@ class UE5M3(BlockFormat):
 
     block = BLOCK
     scale_bits = 8
+    scale_element = SCALE
+    scale_kernel = "megatron_lowbit.kernels.scales:ue5m3_scales"
     OPTIONS: ClassVar = {"tensor_scaled": (True, False)}
+
+    @property
+    def kernel_options(self) -> tuple[float]:
+        """S_enc * amax, 0 without a tensor scale, for ``scale_kernel``."""
+        return (UE5M3_MAX * E2M1.max if self.tensor_scaled else 0.0,)
+
+    @property
+    def exact_in_bf16(self) -> bool:
+        """True: an element times its scale has at most 6 significant bits."""
+        return True
 
     def encode(
         self, x: Tensor, amax: Tensor, uniform: Tensor | None

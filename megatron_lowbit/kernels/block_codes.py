@@ -1,0 +1,241 @@
+"""Device functions: codes of FP4 blocks whose scales depend on how their numbers are rounded.
+
+A function takes the 16 points of blocks' rows, the blocks' and the tensor's amaxes, and the key and
+numbers of the random words. It returns words of eight codes (two int32), the scales' codes, the
+scales, and the tensor's decode scale, as ``numerics/`` says. Sums are in its order.
+"""
+
+import triton
+import triton.language as tl
+
+from megatron_lowbit.kernels.elements import (
+    abs_bits,
+    code_and_value,
+    code_values,
+    exact_bf16,
+    larger,
+    on_grid,
+    stochastic_codes,
+)
+from megatron_lowbit.kernels.random_words import philox, random_of
+from megatron_lowbit.kernels.scales import encode_scale, finite_or_nan, quotient, scale_code
+
+MSE = tl.constexpr(1)
+ABS_MAX = tl.constexpr(3)
+
+
+@triton.jit
+def four_over_six(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+    """Take the scale that puts the block's amax at 6, or at 4 where the error is less."""
+    OPTIONS: tl.constexpr = S.options
+    s_enc, s_dec = encode_scale(amax, OPTIONS.top)
+    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
+    base = finite_or_nan(base, most)
+    words6, stored6, six, error6 = _candidate(
+        points, base, s_dec, amax, key, group, row, BELOW, S, 0
+    )
+    words4, stored4, four, error4 = _candidate(
+        points, base * 1.5, s_dec, amax, key, group, row, BELOW, S, 1
+    )
+    less = error4 < error6
+    words = ()
+    for i in tl.static_range(2):
+        words = words + (tl.where(less, words4[i], words6[i]),)
+    return words, tl.where(less, stored4, stored6), tl.where(less, four, six), s_dec
+
+
+@triton.jit
+def _candidate(
+    points, base, s_dec, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr,
+    DRAW: tl.constexpr,
+):  # fmt: skip
+    """Quantize blocks with their scales ``base`` rounded; return also the error of each block."""
+    OPTIONS: tl.constexpr = S.options
+    SELECTION: tl.constexpr = OPTIONS.selection
+    E4M3: tl.constexpr = OPTIONS.element
+    stored, scale = scale_code(on_grid(base, E4M3), base, E4M3)
+    factor = quotient(1.0, scale * s_dec)
+    drawn = (group, group, group, group)
+    if S.stochastic:
+        drawn = philox(key, group, row, DRAW)
+    words = ()
+    word, error = group, base
+    for i in tl.static_range(16):
+        code, value = _rounded(points[i] * factor, drawn, i, S)
+        word = code if i % 8 == 0 else word | code << i % 8 * 4
+        if i % 8 == 7:
+            # A block that is not finite has codes of zero.
+            words = words + (tl.where(scale == scale, word, 0),)
+        value = tl.div_rn(value * scale * amax, tl.zeros_like(scale) + OPTIONS.top)
+        term = tl.abs(value - tl.abs(points[i]))
+        if SELECTION == MSE:
+            term = term * term
+        if i == 0:
+            error = term
+        elif SELECTION == ABS_MAX:
+            error = larger(error, term)
+        else:
+            error += term
+    return words, stored, scale, _over_rows(error, BELOW, S.block_rows, SELECTION)
+
+
+@triton.jit
+def quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+    """Take the scale that puts the block's amax at 6, or at 4 where the error is less."""
+    OPTIONS: tl.constexpr = S.options
+    tensor_scale = _tensor_scale(amax, OPTIONS)
+    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
+    words6, stored6, six, error6 = _quartet2_candidate(
+        points, base, tensor_scale, key, group, row, S, 0
+    )
+    words4, stored4, four, error4 = _quartet2_candidate(
+        points, base * 1.5, tensor_scale, key, group, row, S, 1
+    )
+    less = error4 < error6
+    words = ()
+    for i in tl.static_range(2):
+        words = words + (tl.where(less, words4[i], words6[i]),)
+    return words, tl.where(less, stored4, stored6), tl.where(less, four, six), tensor_scale
+
+
+@triton.jit
+def _quartet2_candidate(
+    points, base, tensor_scale, key, group, row, S: tl.constexpr, DRAW: tl.constexpr
+):
+    """Quantize blocks with their scales ``base`` rounded; return also the error of each block."""
+    stored, scale = _positive_scale(base, tensor_scale, S)
+    step = scale * tensor_scale
+    drawn = (group, group, group, group)
+    if S.stochastic:
+        drawn = philox(key, group, row, DRAW)
+    words = ()
+    word, error = group, base
+    for i in tl.static_range(16):
+        scaled = tl.div_rn(points[i], step)
+        if S.stochastic:
+            code, value = _rounded(scaled, drawn, i, S)
+        else:
+            code, value = _rounded(_above_ties(scaled), drawn, i, S)
+        # A zero over a step of zero has the code and the value of zero, like what is not finite.
+        known = scaled == scaled
+        code, value = tl.where(known, code, 0), tl.where(known, value, 0.0)
+        word = code if i % 8 == 0 else word | code << i % 8 * 4
+        if i % 8 == 7:
+            words = words + (word,)
+        term = value * step - tl.abs(points[i])
+        error = term * term if i == 0 else error + term * term
+    return words, stored, scale, error
+
+
+@triton.jit
+def ms_eden(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+    """Round numbers to nearest and scales, once they are corrected, stochastically."""
+    OPTIONS: tl.constexpr = S.options
+    E: tl.constexpr = S.element
+    E4M3: tl.constexpr = OPTIONS.element
+    tensor_scale = _tensor_scale(amax, OPTIONS)
+    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
+    _, scale = _positive_scale(base, tensor_scale, S)
+    step = scale * tensor_scale
+    words = ()
+    word, squares, products = group, base, base
+    for i in tl.static_range(16):
+        scaled = tl.div_rn(points[i], step)
+        above = _above_ties(scaled)
+        code, value = code_and_value(above, above, E, False)
+        known = scaled == scaled
+        code, value = tl.where(known, code, 0), tl.where(known, value, 0.0)
+        word = code if i % 8 == 0 else word | code << i % 8 * 4
+        if i % 8 == 7:
+            words = words + (word,)
+        square, product = scaled * scaled, tl.abs(scaled) * value
+        squares = square if i == 0 else squares + square
+        products = product if i == 0 else products + product
+    corrected = scale * tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
+    if S.stochastic:
+        # 16 bits of the block's first number.
+        w0, _, _, _ = philox(key, group * 2, row)
+        random = w0.to(tl.int32, bitcast=True) & 0xFFFF
+        value = code_values(stochastic_codes(corrected, random, E4M3), E4M3)
+    else:
+        value = on_grid(corrected, E4M3)
+    stored, scale = scale_code(value, corrected, E4M3)
+    return words, stored, scale, tensor_scale
+
+
+@triton.jit
+def _tensor_scale(amax, OPTIONS: tl.constexpr):
+    """Return amax / top / divisor, at least FP32's smallest number; 1 for zeros."""
+    zero = tl.zeros_like(amax)
+    scale = tl.div_rn(tl.div_rn(amax, zero + OPTIONS.top), zero + OPTIONS.divisor)
+    # The smallest number as its bits: Triton takes such a constant for FP64.
+    scale = tl.maximum(scale.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
+    return tl.where(amax == 0.0, 1.0, finite_or_nan(scale, amax))
+
+
+@triton.jit
+def _positive_scale(base, tensor_scale, S: tl.constexpr):
+    """Return E4M3 codes of base / tensor_scale and their values, 1 in place of 0."""
+    OPTIONS: tl.constexpr = S.options
+    E4M3: tl.constexpr = OPTIONS.element
+    scale = tl.div_rn(base, tl.zeros_like(base) + tensor_scale)
+    scale = finite_or_nan(scale, base)
+    value = on_grid(scale, E4M3)
+    return scale_code(tl.where(value == 0.0, 1.0, value), scale, E4M3)
+
+
+@triton.jit
+def _above_ties(x):
+    """Raise magnitudes whose last bit is 0: ties, which are even, round away from zero."""
+    return (x.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded(x, drawn, i: tl.constexpr, S: tl.constexpr):
+    """Round the i-th points of blocks; return codes, and their magnitudes."""
+    E: tl.constexpr = S.element
+    BITS: tl.constexpr = E.random_bits
+    random = x
+    if S.stochastic:
+        random = random_of(drawn, i, BITS)
+    return code_and_value(x, random, E, S.stochastic)
+
+
+@triton.jit
+def _over_rows(error, BELOW: tl.constexpr, ROWS: tl.constexpr, SELECTION: tl.constexpr):
+    """Reduce the errors of rows to those of their blocks, for each row.
+
+    Rows of a block are ``BELOW`` apart. Sums are of rows i and i + 8, then i and i + 4, and so on.
+    """
+    if ROWS > 1:
+        N: tl.constexpr = error.shape[0]
+        BLOCKS: tl.constexpr = N // (ROWS * BELOW)
+        if SELECTION == ABS_MAX:
+            bits = tl.reshape(abs_bits(error), (BLOCKS, ROWS, BELOW))
+            whole = tl.max(bits, 1).to(tl.float32, bitcast=True)
+        else:
+            whole = _sum_rows(tl.reshape(error, (BLOCKS, ROWS, BELOW)), BLOCKS, ROWS, BELOW)
+        error = tl.reshape(tl.broadcast_to(whole[:, None, :], (BLOCKS, ROWS, BELOW)), (N,))
+    return error
+
+
+@triton.jit
+def _sum_rows(x, A: tl.constexpr, ROWS: tl.constexpr, B: tl.constexpr):
+    """Sum [A, ROWS, B] to [A, B], the lower half added to the upper one."""
+    if ROWS == 1:
+        return tl.reshape(x, (A, B))
+    else:
+        HALF: tl.constexpr = ROWS // 2
+        return _sum_rows(tl.sum(tl.reshape(x, (A, 2, HALF, B)), 1), A, HALF, B)
+
+
+@triton.jit
+def bf16_of_words(words, scale, E: tl.constexpr):
+    """Decode words of codes of 4 bits times their scales to BF16, as 16 tensors."""
+    values = ()
+    for i in tl.static_range(16):
+        code = words[i // 8] >> i % 8 * 4
+        sign = (code << 28) & -0x80000000
+        bits = code_values(code & 7, E).to(tl.int32, bitcast=True) | sign
+        values = values + (exact_bf16(bits.to(tl.float32, bitcast=True) * scale, E),)
+    return values
