@@ -16,7 +16,8 @@ from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4", "nvfp4", "fp8-1x128-e4m3"]
+NAMES = ["mxfp8-e4m3", "mxfp8-e5m2", "mxfp6-e2m3", "mxfp4", "nvfp4", "nvfp4-ue5m3", "quartet2",
+         "fp8-1x128-e4m3"]  # fmt: skip
 
 
 def values(rows, columns, dtype=torch.bfloat16):
