@@ -22,8 +22,8 @@ class BlockFormat(ABC):
     set, with their values, the default first.
 
     A GPU quantizes a format in eager torch unless ``scale_kernel`` names a Triton function of its
-    scales, as ``module:function`` (see ``kernels/scales.py``), which gets ``kernel_options``.
-    It takes the amaxes of blocks, or, where ``scales_from_numbers``, all numbers of a block.
+    scales, as ``module:function``, which gets ``kernel_options``. It takes the amaxes of blocks
+    (``kernels/scales.py``) or, where ``scales_from_numbers``, a block (``kernels/block_codes.py``).
     ``scale_element`` is the element format of stored scales, None for powers of two and FP32.
     ``scale_dtype`` is then the dtype of stored scales; square blocks repeat theirs for each row if
     ``repeats_scales``. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,

@@ -47,12 +47,12 @@ def test_what_is_refused(change, reason):
 
 
 def test_signs_that_no_kernel_draws_are_refused():
-    """Quartet II's formats have none; with fixed signs nothing of a GPU's memory is read."""
+    """TetraJet-v2's format has none; with fixed signs nothing of a GPU's memory is read."""
+    fresh = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
     with pytest.raises(UserError, match="fresh signs of a format without kernels"):
-        cuda_graphs.check(load_recipe("quartet2"), Namespace(**ARGS))
-    fixed = [f"{gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad")]
-    cuda_graphs.check(load_recipe("quartet2", fixed), Namespace(**ARGS))
-    cuda_graphs.check(load_recipe("mxfp4-backward"), Namespace(**ARGS))
+        cuda_graphs.check(load_recipe("tetrajet2", fresh), Namespace(**ARGS))
+    for name in ("tetrajet2", "quartet2", "mxfp4-backward"):
+        cuda_graphs.check(load_recipe(name), Namespace(**ARGS))
 
 
 def test_runs_without_evaluation_need_no_precision_for_it():
