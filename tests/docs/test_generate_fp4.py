@@ -23,6 +23,6 @@ def test_the_page_s_figures_are_the_script_s(name):
 
 
 def test_every_fp4_format_is_compared():
-    four_bits = {f.name for f in FORMATS.values() if f.element.bits == 4}
+    four_bits = {name for name, f in FORMATS.items() if f.element.bits == 4 and name[:3] != "int"}
     compared = {one.quantizer.format.name for one in METHODS.values()}
     assert four_bits - compared == {"mxfp4-2d", "nvfp4-ue5m3-2d"}
