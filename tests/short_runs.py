@@ -1,4 +1,4 @@
-"""What runs of a few iterations leave out, because it would take longer than they."""
+"""Parts that runs of a few iterations leave out, because they would take longer than those."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ def without_pictures() -> Iterator[None]:
 
 
 def fork_results_queue() -> None:
-    """Fork the process that has the queue of a checkpoint's writers, at the start of this one.
+    """Start the process that has the queue of a checkpoint's writers as a fork of this one.
 
     Megatron-LM would start another one, which imports torch at the first save.
     """

@@ -66,7 +66,11 @@ def _measured(context: LinearContext, gemm: str, role: str, x: Tensor) -> tuple[
     if origin != gemm:
         made, _ = context.quantize(x.t(), role, origin, None, needs_codes={origin})
         request = context.request(origin, role, x.shape[1])
-        return made.dequantize().t(), operand_sums(x.t(), made, request)
+        serves_both = gemm == "dgrad" and context.precision.weight_serves_dgrad
+        # The context transposes fprop's operands itself.
+        transposes = origin == "fprop" and not serves_both
+        operand = made if transposes else made.dequantize().t()
+        return operand, operand_sums(x.t(), made, request)
     if context.precision.requantizes(gemm, role):
         forward, _ = context.quantize(x.t(), role, "fprop", None, needs_codes={"fprop"})
         made = requantized(context, role, forward)

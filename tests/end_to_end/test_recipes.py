@@ -66,7 +66,9 @@ def run(pretrain_here, arguments: str, iterations: int, save: Path) -> tuple[str
 
 
 def test_every_shipped_recipe_is_here():
-    shipped = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+    paths = (ROOT / "recipes").glob("*.yaml")
+    # Those of QAT train in tests/conversion/test_qat.py.
+    shipped = {path.stem for path in paths if not path.stem.startswith("qat-")}
     named = {word for arguments, *_ in ROWS.values() for word in arguments.split()}
     assert shipped <= named
 

@@ -61,7 +61,7 @@ def ours(memory, pretrain_here, tmp_path_factory) -> Callable[..., dict]:
 
 @pytest.fixture
 def upstream(memory, main_of, arguments, tmp_path) -> dict[str, list[tuple[int, float]]]:
-    """What Megatron-LM's own run records."""
+    """Records of Megatron-LM's own run."""
     if "upstream" not in memory:
         main_of(megatron_lm, without_own(arguments("upstream")))
         memory["upstream"] = recorded(tmp_path / "upstream")
