@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
+from megatron_lowbit.numerics.fp4_scales import multiplier
 
 Selection = Literal["none", "mse", "mae", "abs_max"]
 
@@ -32,9 +33,9 @@ Selection = Literal["none", "mse", "mae", "abs_max"]
 def better_scales(
     tiles: Tensor,
     base: Tensor,
+    tensor_scale: Tensor,
     uniform: Tensor | None,
     selection: Selection,
-    multiplier: Callable[[Tensor], Tensor],
     values: Callable[[Tensor, Tensor], Tensor],
 ) -> tuple[Tensor, Tensor]:
     """Quantize blocks with the better of two scales each.
@@ -42,9 +43,9 @@ def better_scales(
     Args:
         tiles: FP32 (R/rows, rows, K/16, 16), as ``block_format.blocks`` gives them.
         base: FP32 block scales before rounding, (R/rows, 1, K/16, 1).
+        tensor_scale: FP32 scalar that decodes, 1 / S_enc.
         uniform: random numbers for both candidates, (2, R, K); None rounds to nearest.
         selection: the error that is compared.
-        multiplier: computes what elements are multiplied by, from E4M3 scales.
         values: computes the values of E2M1 numbers with block scales, both in FP32.
 
     Returns:
@@ -53,7 +54,7 @@ def better_scales(
     both = torch.stack([base, base * 1.5])
     scales = encode(both, E4M3)
     random = None if uniform is None else uniform.view(2, *tiles.shape)
-    codes = encode(tiles * multiplier(scales), E2M1, random)
+    codes = encode(tiles * multiplier(scales, tensor_scale), E2M1, random)
     six, four = _error(values(decode(codes, E2M1), scales.to(torch.float32)) - tiles, selection)
     taken = torch.where(four < six, scales[1].to(torch.float32), scales[0].to(torch.float32))
     return torch.where(four < six, codes[1], codes[0]), encode(taken, E4M3)

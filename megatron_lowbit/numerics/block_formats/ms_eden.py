@@ -27,13 +27,11 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
 from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
+from megatron_lowbit.numerics.fp4_scales import decode_scale, positive_scales
 
 BLOCK = 16
 AMAX_SCALE = 255.99
 AMAX_ELEMENT = 6.0 / (17.0 / 16.0 * 0.93)
-
-_LEAST = 2.0**-149
-"""FP32's smallest number, in place of a tensor scale that underflows."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +65,10 @@ class MSEden(BlockFormat):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
-        # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
-        tensor_scale = amax / torch.full_like(amax, AMAX_SCALE)
-        tensor_scale = tensor_scale / torch.full_like(amax, AMAX_ELEMENT)
-        tensor_scale = torch.where(amax == 0, torch.ones_like(amax), tensor_scale.clamp(_LEAST))
+        tensor_scale = decode_scale(amax, AMAX_SCALE, AMAX_ELEMENT)
         tiles = blocks(x, 1, BLOCK)
         most = block_amax(tiles)
-        rounded = encode((most / torch.full_like(most, AMAX_ELEMENT)) / tensor_scale, E4M3)
-        scales = rounded.to(torch.float32)
-        scales = torch.where(scales == 0, torch.ones_like(scales), scales)
+        scales = positive_scales(most / torch.full_like(most, AMAX_ELEMENT), tensor_scale)
         scaled = tiles / (scales * tensor_scale)
         codes = encode(scaled, E2M1, torch.full_like(scaled, TIES_AWAY))
         corrected = scales * correction(scaled, decode(codes, E2M1))

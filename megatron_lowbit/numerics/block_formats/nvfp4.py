@@ -50,10 +50,10 @@ from megatron_lowbit.numerics.block_format import (
 )
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 from megatron_lowbit.numerics.four_over_six import Selection, better_scales
+from megatron_lowbit.numerics.fp4_scales import encode_scale, multiplier
 
 BLOCK = 16
 FOLDABLE_MAX = 384.0
-_FLT_MAX = torch.finfo(torch.float32).max
 _QUARTERS = 1 << 21
 """A quarter of a power of two, in the last bit of FP32."""
 
@@ -165,17 +165,11 @@ class NVFP4(BlockFormat):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
-        # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
-        top = torch.full_like(amax, self.element_max * self.top_scale)
-        s_enc = (top / amax).clamp(max=_FLT_MAX)
-        s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
+        top = self.element_max * self.top_scale
+        s_enc = encode_scale(amax, top)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
         most = block_amax(tiles)
-
-        def multiplier(scales: Tensor) -> Tensor:
-            return (1.0 / (scales.to(torch.float32) * s_dec)).clamp(max=_FLT_MAX)
-
         if self.multiplies_by_sixth:
             base = most * (s_enc * constant(1.0 / 6.0, like=x))
         else:
@@ -184,11 +178,11 @@ class NVFP4(BlockFormat):
             if self.folds:
                 base = foldable_scales(base, self.block_scales == "foldable-up")
             scales = encode(base, E4M3)
-            codes = encode((tiles * multiplier(scales)).view(x.shape), E2M1, uniform)
+            codes = encode((tiles * multiplier(scales, s_dec)).view(x.shape), E2M1, uniform)
         else:
             codes, scales = better_scales(
-                tiles, base, uniform, self.four_over_six, multiplier,
-                lambda numbers, scale: numbers * scale * amax / top,
+                tiles, base, s_dec, uniform, self.four_over_six,
+                lambda numbers, scale: numbers * scale * amax / torch.full_like(amax, top),
             )  # fmt: skip
         return codes.view(x.shape), for_each_row(scales, self.block_rows), s_dec
 

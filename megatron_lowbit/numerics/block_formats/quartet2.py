@@ -21,12 +21,10 @@ from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
 from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
+from megatron_lowbit.numerics.fp4_scales import decode_scale, positive_scales
 
 BLOCK = 16
 MAX_SCALE = 256.0
-
-_LEAST = 2.0**-149
-"""FP32's smallest number, in place of a tensor scale that underflows."""
 
 
 @dataclass(frozen=True)
@@ -60,17 +58,13 @@ class Quartet2(BlockFormat):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
         amax = finite_amax(amax)
-        # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
-        sixth = torch.full_like(amax, E2M1.max)
-        tensor_scale = (amax / torch.full_like(amax, MAX_SCALE)) / sixth
-        tensor_scale = torch.where(amax == 0, torch.ones_like(amax), tensor_scale.clamp(_LEAST))
+        tensor_scale = decode_scale(amax, MAX_SCALE, E2M1.max)
         tiles = blocks(x, 1, BLOCK)
         most = block_amax(tiles)
         base = most / torch.full_like(most, E2M1.max)
         codes, scales, errors = [], [], []
         for candidate, factor in enumerate((1.0, 1.5)):
-            scale = encode((base * factor) / tensor_scale, E4M3).to(torch.float32)
-            scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+            scale = positive_scales(base * factor, tensor_scale)
             step = scale * tensor_scale
             random = torch.full_like(tiles, TIES_AWAY)
             if uniform is not None:

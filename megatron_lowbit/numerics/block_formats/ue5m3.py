@@ -30,12 +30,12 @@ from megatron_lowbit.numerics.block_format import (
     for_each_row,
 )
 from megatron_lowbit.numerics.formats import E2M1, ElementFormat, decode, encode
+from megatron_lowbit.numerics.fp4_scales import encode_scale, multiplier
 
 BLOCK = 16
 UE5M3_MAX = 114688.0
 SCALE = ElementFormat("ue5m3", 5, 3, UE5M3_MAX, 2.0**-14)
 """UE5M3 as an element format: its ninth bit is a sign that no scale has."""
-_FLT_MAX = torch.finfo(torch.float32).max
 _DROPPED_BITS = 20
 """Mantissa bits of FP32 that UE5M3 lacks."""
 _BIAS = (127 - 15) << 3
@@ -93,15 +93,12 @@ class UE5M3(BlockFormat):
         """Quantize whole blocks; scales (R, K/16)."""
         s_enc = constant(1.0, like=x)
         if self.tensor_scaled:
-            amax = finite_amax(amax)
-            # A tensor over a tensor: torch turns number / tensor into number * (1 / tensor).
-            s_enc = (torch.full_like(amax, UE5M3_MAX * E2M1.max) / amax).clamp(max=_FLT_MAX)
-            s_enc = torch.where(amax == 0, torch.ones_like(s_enc), s_enc)
+            s_enc = encode_scale(finite_amax(amax), UE5M3_MAX * E2M1.max)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
         scales = encode_ue5m3(block_amax(tiles) * (s_enc * constant(1.0 / 6.0, like=x)))
-        multiplier = (1.0 / (decode_ue5m3(scales) * s_dec)).clamp(max=_FLT_MAX)
-        codes = encode((tiles * multiplier).view(x.shape), E2M1, uniform)
+        scaled = tiles * multiplier(decode_ue5m3(scales), s_dec)
+        codes = encode(scaled.view(x.shape), E2M1, uniform)
         return codes, for_each_row(scales, self.block_rows), s_dec
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
