@@ -38,9 +38,7 @@ def four_over_six(points, most, amax, key, group, row, BELOW: tl.constexpr, S: t
         points, base * 1.5, s_dec, amax, key, group, row, BELOW, S, 1
     )
     less = error4 < error6
-    words = ()
-    for i in tl.static_range(2):
-        words = words + (tl.where(less, words4[i], words6[i]),)
+    words = _chosen(less, words4, words6)
     return words, tl.where(less, stored4, stored6), tl.where(less, four, six), s_dec
 
 
@@ -92,9 +90,7 @@ def quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.con
         points, base * 1.5, tensor_scale, key, group, row, S, 1
     )
     less = error4 < error6
-    words = ()
-    for i in tl.static_range(2):
-        words = words + (tl.where(less, words4[i], words6[i]),)
+    words = _chosen(less, words4, words6)
     return words, tl.where(less, stored4, stored6), tl.where(less, four, six), tensor_scale
 
 
@@ -116,9 +112,7 @@ def _quartet2_candidate(
             code, value = _rounded(scaled, drawn, i, S)
         else:
             code, value = _rounded(_above_ties(scaled), drawn, i, S)
-        # A zero over a step of zero has the code and the value of zero, like what is not finite.
-        known = scaled == scaled
-        code, value = tl.where(known, code, 0), tl.where(known, value, 0.0)
+        code, value = _known(scaled, code, value)
         word = code if i % 8 == 0 else word | code << i % 8 * 4
         if i % 8 == 7:
             words = words + (word,)
@@ -143,8 +137,7 @@ def ms_eden(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.cons
         scaled = tl.div_rn(points[i], step)
         above = _above_ties(scaled)
         code, value = code_and_value(above, above, E, False)
-        known = scaled == scaled
-        code, value = tl.where(known, code, 0), tl.where(known, value, 0.0)
+        code, value = _known(scaled, code, value)
         word = code if i % 8 == 0 else word | code << i % 8 * 4
         if i % 8 == 7:
             words = words + (word,)
@@ -182,6 +175,19 @@ def _positive_scale(base, tensor_scale, S: tl.constexpr):
     scale = finite_or_nan(scale, base)
     value = on_grid(scale, E4M3)
     return scale_code(tl.where(value == 0.0, 1.0, value), scale, E4M3)
+
+
+@triton.jit
+def _chosen(less, four, six):
+    """Return the two words of codes of ``four`` where its error is less, else of ``six``."""
+    return tl.where(less, four[0], six[0]), tl.where(less, four[1], six[1])
+
+
+@triton.jit
+def _known(scaled, code, value):
+    """Return code and value, zeros for NaN: a zero over a step of zero, or what is not finite."""
+    known = scaled == scaled
+    return tl.where(known, code, 0), tl.where(known, value, 0.0)
 
 
 @triton.jit

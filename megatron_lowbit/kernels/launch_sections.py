@@ -13,7 +13,7 @@ from megatron_lowbit.kernels.launch import tile_of
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operand_group import OperandGroup, allocate
 from megatron_lowbit.kernels.quantize import quantize_kernel
-from megatron_lowbit.kernels.sections import section_table
+from megatron_lowbit.kernels.sections import OF_THE_TABLE, section_table
 from megatron_lowbit.kernels.sides import (
     NOTHING,
     Kind,
@@ -26,9 +26,6 @@ from megatron_lowbit.kernels.sides import (
     transform_of,
 )
 from megatron_lowbit.numerics import Requests
-
-_OF_THE_TABLE = 16
-"""Argument in whose place the kernel reads the table: Triton compiles anew for other kinds."""
 
 
 def takes_sections(xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None) -> bool:
@@ -104,7 +101,7 @@ def _launch(
     even = all(count % tile[0] == 0 for count in rows) and columns % tile[1] == 0
     programs = sum(cdiv(count, tile[0]) for count in rows) * cdiv(columns, tile[1])
     kernel[(programs,)](
-        first, *first.stride(), _OF_THE_TABLE, columns, *arguments, *tile, *sides, even,
+        first, *first.stride(), OF_THE_TABLE, columns, *arguments, *tile, *sides, even,
         count, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
@@ -156,7 +153,7 @@ def _arguments(requests: Requests | None, group: OperandGroup | None, amax: Tens
     if scales is not None:
         scales = scales.view(torch.uint8) if scales.element_size() == 1 else scales
         scales = scales if scales.numel() else None
-    columns = _OF_THE_TABLE if layout.transposed else layout.columns
+    columns = OF_THE_TABLE if layout.transposed else layout.columns
     return columns, amax, group.codes, scales, group.tensor_scales, 0, *numbers, 0
 
 

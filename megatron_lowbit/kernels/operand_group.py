@@ -20,12 +20,10 @@ from megatron_lowbit.kernels.operands import (
     elements_of,
     has_tensor_scale,
 )
-from megatron_lowbit.kernels.sections import table_of
+from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, memory_of, output
 from megatron_lowbit.numerics import QuantizedTensor
 
-_OF_THE_TABLE = 16
-"""Argument in whose place a kernel reads the table."""
 _ALIGNMENT = 16
 """Elements at whose multiples an operand begins in the memory of all."""
 
@@ -214,7 +212,7 @@ def decode(group: OperandGroup) -> Matrices:
     table = table_of(programs, fields, codes.device)
     even = all(r % DECODED_TILE[0] == 0 and c % DECODED_TILE[1] == 0 for r, c in sizes)
     decode_kernel[(sum(programs),)](
-        codes, scales, values, None, None, None, None, _OF_THE_TABLE, _OF_THE_TABLE, table.entries,
+        codes, scales, values, None, None, None, None, OF_THE_TABLE, OF_THE_TABLE, table.entries,
         *DECODED_TILE, *elements_of(format), None, 0, even, table.count,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -20,6 +20,8 @@ FIRST_TILE, X, ROWS, ROW_SIGNS, COL_SIGNS = (tl.constexpr(i) for i in range(5))
 ROW_KEY, ROW_CODES, ROW_SCALES = (tl.constexpr(i) for i in range(5, 8))
 COL_KEY, COL_CODES, COL_SCALES, COL_COLUMNS = (tl.constexpr(i) for i in range(8, 12))
 """Rows of a table: an entry for each matrix."""
+OF_THE_TABLE = 16
+"""Argument in whose place a kernel reads the table: Triton compiles anew for other kinds."""
 AMAX_FIELDS, QUANTIZE_FIELDS = tl.constexpr(5), tl.constexpr(12)
 """Numbers of rows in the tables of two kernels."""
 
