@@ -1,16 +1,20 @@
-"""Makes Triton's interpreter replace the language's functions once a launch, when it is imported.
+"""Changes of Triton 3.6's interpreter, made by importing this module.
 
-Triton 3.6 does it again in every call of a device function, without an effect: the launch has
-replaced them already. That takes two fifths of the time of a launch.
+It replaces the language's functions once a launch. Triton does it again in every call of a device
+function, without an effect: the launch has replaced them already. That takes two fifths of the time
+of a launch. Loops may end at a tensor, and BF16 is multiplied.
 """
 
 import inspect
 from functools import cache
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
 _patch_lang = interpreter._patch_lang
+_patch_tensor = interpreter._patch_lang_tensor
+_multiply = interpreter.InterpreterBuilder.create_dot
 
 
 def _patch_once(function):
@@ -26,4 +30,22 @@ def _languages(function) -> list:
     return [module for module in modules if module in (tl, tl.core)]
 
 
+def _patch_with_index(tensor, scope) -> None:
+    """Give a loop its end as a number: NumPy 2.4 makes none of an array with one element."""
+    _patch_tensor(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _multiply_numbers(builder, a, b, *rest):
+    """Multiply BF16 as the numbers that its bits, which the interpreter takes, stand for."""
+    if a.dtype == tl.bfloat16:
+        a, b = (
+            interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+            for x in (a, b)
+        )
+    return _multiply(builder, a, b, *rest)
+
+
 interpreter._patch_lang = _patch_once
+interpreter._patch_lang_tensor = _patch_with_index
+interpreter.InterpreterBuilder.create_dot = _multiply_numbers
