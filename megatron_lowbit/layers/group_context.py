@@ -9,7 +9,6 @@ from torch import Tensor
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.keys import Key, operand_key, sign_key
 from megatron_lowbit.numerics import Requests, Rounding
-from megatron_lowbit.recipes.precision import LinearPrecision
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def can_group(context: LinearContext) -> bool:
 
     All operands are quantized anew, by scales of each layer's own tensors, with known keys.
     """
-    precision: LinearPrecision = context.precision
+    precision = context.precision
     operands = [(operand.gemm, operand.role) for operand in precision.operands()]
     return (
         not precision.shares_operands

@@ -18,7 +18,11 @@ def standing(finished: Sequence[Job], names: Sequence[str]) -> list[Row]:
 
 def described(rows: Sequence[Row]) -> str:
     """Describe the gaps to the baseline in one line."""
-    return ", ".join(f"{row.name} {gap_text(row)} ({row.seeds} seeds)" for row in rows[1:])
+    return ", ".join(f"{row.name} {gap_text(row)} ({_seeds(row)})" for row in rows[1:])
+
+
+def _seeds(row: Row) -> str:
+    return f"{row.seeds} seed" + "s" * (row.seeds > 1)
 
 
 def far_behind(rows: Sequence[Row], errors: float) -> set[str]:

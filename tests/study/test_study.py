@@ -94,7 +94,7 @@ def test_a_run_that_is_far_behind_gets_no_further_seeds(study, tmp_path, capsys)
     assert folders == {"base-1", "base-2", "base-3", "near-1", "near-2", "near-3", "far-1", "far-2"}
     shown = capsys.readouterr()
     assert "far" in shown.out
-    assert "near +" in shown.err and "(1 seeds), far +" in shown.err
+    assert "near +" in shown.err and "(1 seed), far +" in shown.err
     main([*command, "--seeds", "1", "2", "3", "4"])
     assert (output / "near-4").is_dir() and not (output / "far-3").exists()
 
