@@ -91,6 +91,17 @@ def test_the_bits_of_a_layer_for_each(recipe):
     assert bool(contexts[0].engine.together) is not alone
 
 
+@pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward"])
+def test_a_rank_without_tokens(recipe):
+    x, weights = draws()
+    x = x[:0].detach().requires_grad_()
+    nothing = [None] * len(TOKENS)
+    y = lowbit_grouped_linear(x, weights, group_of(contexts_of(recipe)), [0] * len(TOKENS), nothing)
+    y.sum().backward()
+    assert y.shape == (0, 48) and x.grad.shape == (0, 64)
+    assert all(torch.equal(weight.grad, torch.zeros_like(weight)) for weight in weights)
+
+
 def test_weights_are_quantized_once_a_step():
     cache = WeightCache()
     group = group_of(contexts_of("nvfp4"))
