@@ -7,6 +7,7 @@ Megatron-LM's list of safe classes. Whatever else a file holds ends in a UserErr
 
 import io
 import pickle
+import re
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
@@ -168,8 +169,7 @@ def load_restricted(path: Path, content: bytes) -> Any:
 def _refuse(path: Path, error: Exception) -> NoReturn:
     """Raise a one-line UserError: torch's own messages are long and advise unsafe loading."""
     if isinstance(error, pickle.UnpicklingError):
-        lines = str(error).splitlines() or [""]
-        raise UserError(
-            f"{path}: refused: damaged, or a pickle that could run code ({lines[0][:120]})"
-        ) from None
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        found = named[1] if named else str(error).splitlines()[-1][:120]
+        raise UserError(f"{path}: refused: damaged, or a pickle that could run code ({found})")
     raise UserError(f"{path}: damaged ({type(error).__name__})") from None
