@@ -84,6 +84,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
             taken over the linear layers and before Megatron-LM wraps the chunks.
     """
     from megatron.core.enums import ModelType
+    from megatron.core.safe_globals import register_safe_globals
     from megatron.training import pretrain
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
@@ -91,6 +92,9 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron_lowbit.megatron.datasets import provide_datasets
     from megatron_lowbit.megatron.forward_step import forward_step
 
+    # Again: torch's context safe_globals, which transformers' Trainer enters as it resumes, takes
+    # classes off the list that were on it before.
+    register_safe_globals()
     kind = ModelType.encoder_or_decoder
     with failures.translate_model_errors():
         model_config = model_config_of(args)

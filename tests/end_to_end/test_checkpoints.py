@@ -11,6 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tiny_run import done, refused, run_alone, steps
@@ -45,6 +46,13 @@ def resume(pretrain_here, save):
     return lambda *more: pretrain_here(
         *RUN, "--train-iters", 8, "--load", save, "--save", save, *more
     )
+
+
+def test_classes_that_another_library_took_off_torchs_list(resume):
+    """transformers' Trainer removes numpy's, which Megatron-LM had added when it was imported."""
+    with torch.serialization.safe_globals([np.ndarray, np.dtype]):
+        pass
+    done(resume())
 
 
 def damage(file: Path, harm: str) -> None:
