@@ -1,13 +1,15 @@
 """The fused CPU functions against the reference, bit for bit.
 
 A C++ build costs seconds, so they are built for what the shipped recipes quantize with, and for a
-few more: every other format differs from one of these in constants only. All tests share them, and
-keep to sizes that need no other build: neither square nor a single block.
+few more: every other format differs from one of these in constants only. In `make test` it is one
+of each kind. All tests share them, and keep to sizes that need no other build: neither square nor a
+single block.
 """
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -104,14 +106,21 @@ def name_of(q: Quantizer) -> str:
     return f"{q.format} {q.rounding.value}"
 
 
-def is_covered(q: Quantizer) -> bool:
-    """Return True if others show the same: in test_shard what draws, and formats of the same parts.
+def of_each_kind(quantizers: Iterable[Quantizer]) -> list[Quantizer]:
+    """Return the first of each class of formats, in one dimension and in two, by rounding.
 
-    Those differ in an element, a block or both, each of which another quantizer has.
+    Others of a kind differ in constants and options, whose arithmetic the reference shares.
     """
-    same_parts = {"nvfp4-2d foldable", "mxfp4-2d rceil", "fp8-1x128-e5m2 pow2", "fp8-tensor-e5m2",
-                  "fp8-128x128-e4m3 pow2"}  # fmt: skip
-    return q.rounding is STOCHASTIC or str(q.format) in same_parts
+    kinds: dict[tuple, Quantizer] = {}
+    for q in quantizers:
+        kinds.setdefault((type(q.format), q.rounding, q.format.block_rows > 1), q)
+    return list(kinds.values())
+
+
+def with_others_slow(quantizers: list[Quantizer]) -> list:
+    """Return parameters of a test, of which those that are not the first of a kind are slow."""
+    first = of_each_kind(quantizers)
+    return [pytest.param(q, marks=[pytest.mark.slow] * (q not in first)) for q in quantizers]
 
 
 def golden_input(name):
@@ -201,11 +210,7 @@ def test_what_is_covered():
     assert {q.format.name for q in QUANTIZERS} >= {"nvfp4-2d", "mxfp4-2d", "mxfp6-e2m3-2d"}
 
 
-@pytest.mark.parametrize(
-    "quantizer",
-    [pytest.param(q, marks=[pytest.mark.slow] * is_covered(q)) for q in QUANTIZERS],
-    ids=name_of,
-)
+@pytest.mark.parametrize("quantizer", with_others_slow(QUANTIZERS), ids=name_of)
 def test_fused_is_the_reference(quantizer):
     """Golden inputs, then ragged ones, then both ends of FP32, NaN and infinity."""
     for x in golden_inputs(quantizer.format):
@@ -227,7 +232,9 @@ def test_fused_is_the_reference(quantizer):
 
 
 @pytest.mark.parametrize(
-    "quantizer", [q for q in QUANTIZERS if q.rounding is STOCHASTIC], ids=name_of
+    "quantizer",
+    with_others_slow([q for q in QUANTIZERS if q.rounding is STOCHASTIC]),
+    ids=name_of,
 )
 def test_shard(quantizer):
     """Rows and columns of a shard in the middle of a larger tensor."""
@@ -257,9 +264,14 @@ METHODS = {  # golden key -> our format
     "ue5m3": format_by_name("nvfp4-ue5m3"),
     "ue5m3_1level": format_by_name("nvfp4-ue5m3", tensor_scaled=False),
 }
+OTHER_OPTIONS = ("te_mse_448", "te_mae_256_2d", "ue5m3_1level")
+"""Methods that differ from the others in an option, and take a build of their own."""
 
 
-@pytest.mark.parametrize("key", METHODS)
+@pytest.mark.parametrize(
+    "key",
+    [pytest.param(key, marks=[pytest.mark.slow] * (key in OTHER_OPTIONS)) for key in METHODS],
+)
 @pytest.mark.parametrize("name", ["gauss", "outlier", "grad", "tiny", "zeros", "ties"])
 def test_golden_codes_of_newer_methods(name, key):
     """Codes in all blocks whose scale is not 0, where values are; scales in every block."""
@@ -317,7 +329,7 @@ def test_gemm_takes_operands_and_biases_of_other_dtypes(dtype, bias_dtype):
 
 def test_nothing_to_quantize():
     """A layer without tokens."""
-    for name in ("nvfp4", "mxfp4", "fp8-1x128-e4m3", "fp8-tensor-e4m3", "int4-1x32"):
+    for name in ("nvfp4", "mxfp4", "fp8-1x128-e4m3", "fp8-tensor-e4m3", "int4-1x128"):
         assert_same(Quantizer(FORMATS[name]), torch.empty(0, 256))
 
 
