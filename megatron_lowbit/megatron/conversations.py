@@ -7,11 +7,14 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.training import print_rank_0
 from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 
 from megatron_lowbit.data.conversations import Conversation, Conversations
 from megatron_lowbit.errors import UserError, require
 
+_UNMASKED = ("default", "identity")
+"""Formats of Megatron-LM's SFTTokenizer that count every token."""
 _MARK = "{% generation"
 """Tag by which templates of transformers mark what the assistant generates."""
 _FILLER = 0
@@ -79,6 +82,8 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             f"--sft-tokenizer-prompt-format {prompt_format}: its tokens are not in the tokenizer; "
             "--tokenizer-type HuggingFaceTokenizer formats by the model's own chat template",
         )
+        masked = "all tokens" if prompt_format in _UNMASKED else "answers alone"
+        print_rank_0(f"--sft: the format {prompt_format}, {masked} in the loss")
     else:
         require(library == "huggingface", "--sft: needs --tokenizer-type HuggingFaceTokenizer, or "
                 "SFTTokenizer")  # fmt: skip
@@ -87,6 +92,7 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             f"--tokenizer-model {tokenizer.path}: has no chat template, or several; give one by "
             "--chat-template",
         )
+        print_rank_0("--sft: the tokenizer's chat template, answers alone in the loss")
     return ConversationTokenizer(tokenizer)
 
 
