@@ -132,13 +132,13 @@ def _answers(tokenizer: Any, conversation: Conversation) -> list[tuple[int, int]
     for number, message in enumerate(conversation):
         if message["role"] == "assistant":
             prompt = text_of(conversation[:number], prompts=True)
-            upto = text_of(conversation[: number + 1])
-            if not (text.startswith(upto) and upto.startswith(prompt)):
+            answered = text_of(conversation[: number + 1])
+            if not (text.startswith(answered) and answered.startswith(prompt)):
                 raise ValueError(
                     f"the chat template formats message {number + 1} differently within the "
                     "conversation; give a --chat-template that marks answers by {% generation %}"
                 )
-            answers.append((len(prompt), len(upto)))
+            answers.append((len(prompt), len(answered)))
     return answers
 
 
@@ -157,7 +157,7 @@ class ConversationDataset(SFTDataset):
     """Megatron-LM's dataset for ``--sft``, with files that are read here.
 
     Its sequences hold one conversation each, since its low-level dataset has no lines of several:
-    local attention keeps no two apart. Causal models never see what is filled up behind.
+    local attention cannot separate several. Padding comes last, where causal layers never read it.
     """
 
     @staticmethod
