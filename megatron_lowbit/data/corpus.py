@@ -179,11 +179,15 @@ def _read_json_lines(path: Path, json_keys: Sequence[str]) -> Iterator[Document]
             if not line.strip():
                 continue
             record = parse_json(line, f"{path}:{number}")
-            texts = tuple(_text_of(record, key, f"{path}:{number}") for key in json_keys)
+            texts = tuple(text_of(record, key, f"{path}:{number}") for key in json_keys)
             yield Document(texts, len(line))
 
 
-def _text_of(record: object, key: str, place: str) -> str:
+def text_of(record: object, key: str, place: str) -> str:
+    """Return the string under a key of parsed JSON.
+
+    Raises UserError, naming the place, where there is no such string, or one that is not Unicode.
+    """
     if not isinstance(record, dict):
         raise UserError(f"{place}: a JSON object is expected, not {type(record).__name__}")
     if key not in record:

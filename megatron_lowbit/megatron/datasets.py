@@ -11,17 +11,23 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.training import get_args, get_tokenizer
+from megatron.training import get_args, get_tokenizer, print_rank_0
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils.common_utils import (
     get_blend_and_blend_per_split,
     is_first_or_last_pipeline_stage,
 )
 
+from megatron_lowbit.data.conversations import Conversations
 from megatron_lowbit.data.dataset import check_dataset, check_epochs, check_part
 from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import read_object
+from megatron_lowbit.megatron.conversations import (
+    ConversationDataset,
+    ConversationsConfig,
+    conversation_tokenizer,
+)
 
 _PER_SPLIT = ("train", "valid", "test")
 
@@ -38,9 +44,6 @@ def provide_datasets(
     config = _config(args)
     if not config.mock:
         _check_parts(args, config, num_samples)
-    kind = GPTFIMDataset if args.fim_data else GPTDataset
-    if args.mock_data:
-        kind = MockGPTDataset
 
     def is_built_here() -> bool:
         on_this_stage = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
@@ -49,6 +52,7 @@ def provide_datasets(
     # Rank 0 builds the cached indices while other ranks wait.
     builds_cache = config.path_to_cache is not None and dist.get_rank() == 0
     with building(Path(config.path_to_cache)) if builds_cache else nullcontext():
+        kind = _classes(args)[0]
         return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
 
 
@@ -61,35 +65,60 @@ def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
     return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
+def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
+    """Return the class of the datasets and that of their configuration."""
+    if args.sft:
+        return ConversationDataset, ConversationsConfig
+    kind = GPTFIMDataset if args.fim_data else GPTDataset
+    config = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
+    return MockGPTDataset if args.mock_data else kind, config
+
+
 def _config(args: Namespace) -> GPTDatasetConfig:
     _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    tokenizer = get_tokenizer()
     prefixes = [prefix for part in (blend, *(blend_per_split or ())) if part for prefix in part[0]]
-    for prefix in prefixes:
-        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model)
     if not args.mock_data and not prefixes:
         raise UserError("--data-path: give a dataset's prefix, or --mock-data")
-    kind = GPTFIMDatasetConfig if args.fim_data else GPTDatasetConfig
+    _, kind = _classes(args)
     same_names = {f.name for f in dataclasses.fields(kind) if f.init} & vars(args).keys()
     settings = {name: getattr(args, name) for name in same_names} | {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
         "blend": blend,
         "blend_per_split": blend_per_split,
-        "path_to_cache": args.data_cache_path or (cache_folder(prefixes) if prefixes else None),
-        "tokenizer": tokenizer,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
+    }
+    return kind(**settings | _data_settings(args, prefixes))
+
+
+def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
+    """Check the data, and return the settings that depend on its kind."""
+    tokenizer = get_tokenizer()
+    if args.sft:
+        files = {path: Conversations(path) for path in prefixes}
+        for path, conversations in files.items():
+            print_rank_0(f"--sft: {path} has {len(conversations)} conversations, one a sequence")
+        return {
+            "tokenizer": conversation_tokenizer(tokenizer, args.sft_tokenizer_prompt_format),
+            "path_to_cache": args.data_cache_path,
+            "files": files,
+        }
+    for prefix in prefixes:
+        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model)
+    settings = {
+        "tokenizer": tokenizer,
+        "path_to_cache": args.data_cache_path or (cache_folder(prefixes) if prefixes else None),
     }
     if args.fim_data:
         settings["fim_extra_tokens"] = {
             name: getattr(args, f"fim_{name}_token")
             for name in ("prefix", "middle", "suffix", "pad", "eod")
         }
-    return kind(**settings)
+    return settings
 
 
 def _check_per_split(args: Namespace) -> None:
@@ -134,6 +163,9 @@ def _check_parts(
         else:
             blend, bounds, argument = parts[number], (0.0, 1.0), _per_split_argument(args, number)
         for prefix, samples in zip(blend[0], _shares(blend, num_samples[number]), strict=True):
+            if args.sft:
+                config.files[prefix].check_part(name, bounds, argument)
+                continue
             part = check_part(prefix, name, bounds, args.seq_length, args.split, argument)
             check_epochs(f"{argument} {prefix}: the {name} part", part, samples * args.seq_length)
 

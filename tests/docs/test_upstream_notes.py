@@ -34,6 +34,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "upstream-notes.md").read_text(enco
 MEGATRON = Path(megatron.core.__file__).parents[1]
 CITED = {
     "training.py:2594": "should_reset = not is_first_iteration",
+    "training.py:4382": "args.eval_iters = eval_iters[0]",
     "training.py:4423": "'{} validation{}'.format(key, suffix)",
     "training.py:4481": "args.train_iters // args.eval_interval",
     "training.py:4493": "for s in phase_transition_samples if s <= current_sample",
@@ -46,6 +47,10 @@ CITED = {
     "checkpointing.py:1011": "open(tracker_filename, 'w')",
     "checkpointing.py:1697": "sys.exit()",
     "checkpointing.py:2254": "--ckpt-fully-parallel-save",
+    "sft_dataset.py:37": "from datasets import load_dataset",
+    "sft_dataset.py:74": "return self.num_samples",
+    "sft_dataset.py:170": "loss_mask[labels == pad] = 0.0",
+    "sft_dataset.py:174": "assert not self.config.create_attention_mask",
     "megatron_dataset.py:60": 'unique_identifiers["dataset_path"]',
     "transformer_block.py:59": "LayerNormImpl = FusedLayerNorm",
     "fused_layer_norm.py:68": "is not supported in FusedLayerNorm",

@@ -21,8 +21,14 @@ from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, 
 from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-_PACKED = ("--sft", "--dataloader-inter-document-masking", "--hybrid-context-parallel")
+_PACKED = ("--dataloader-inter-document-masking", "--hybrid-context-parallel")
 """Arguments for sequences of several documents, which forward_step.py does not support."""
+_NOT_WITH_SFT = (
+    "--mock-data", "--fim-data", "--reset-position-ids", "--reset-attention-mask",
+    "--dataloader-fast-cache-load",
+)  # fmt: skip
+"""Arguments that Megatron-LM's dataset of conversations does not support."""
+_NO_MASK = "--no-create-attention-mask-in-dataloader"
 _REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
 """Exceptions by which Megatron-LM refuses arguments."""
 _NEVER = 10**9
@@ -78,6 +84,9 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
     require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
     for flag in _PACKED:
         require(flag not in words, f"{flag}: packed sequences are not supported, leave it out")
+    for flag in _NOT_WITH_SFT:
+        require(not args.sft or flag not in words, f"{flag} is not for conversations: leave out "
+                "--sft or it")  # fmt: skip
     if args.mxnorm:
         require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
     if args.mxnorm_post_round:
@@ -111,6 +120,9 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
         lines.append("--eval-interval is not given and has no default: evaluating at the end only")
     if args.phase_transition_iterations and args.train_iters:
         lines.append(_count_samples(args, words))
+    if args.sft and _NO_MASK not in words:
+        words.add(_NO_MASK)
+        lines.append(f"--sft: added {_NO_MASK}, for its dataset has no masks")
     if machine.capability is None:
         lines += adapt_to_cpu(args, words)
     return lines
