@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from functools import cache, wraps
 from typing import Any
 
+import torch
+
 from megatron_lowbit.errors import require
 
 if sys.version_info < (3, 12):
@@ -68,15 +70,30 @@ def check_local_layers(args: Namespace) -> None:
         "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
     )
     require(
-        args.num_experts is None or not args.add_bias_linear,
-        "--num-experts with --transformer-impl local: Megatron-LM cannot train experts that have "
-        "biases; give --disable-bias-linear",
+        args.num_experts is None or not (args.add_bias_linear and args.moe_grouped_gemm),
+        "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; give "
+        "--disable-bias-linear, or leave it out",
     )
     require(
         args.cuda_graph_impl != "local",
         "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
         "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
     )
+
+
+def add_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Let local experts train their biases; return the chunks.
+
+    Megatron-LM adds them in place to the result of a reduction over one rank, which for autograd is
+    a view. The layer leaves that reduction out here, as it does in expert parallelism.
+    """
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, RowParallelLinear) and module.is_expert:
+                module.explicit_expert_comm = True
+    return chunks
 
 
 @cache

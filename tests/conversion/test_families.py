@@ -27,6 +27,7 @@ CASES = [
     ("uniform qwen3-moe", 2, 1, 1),
     ("deepseek-v3", 1, 1, 1), ("deepseek-v3", 1, 2, 1), ("uniform deepseek-v3", 1, 2, 1),
     ("mixtral", 1, 1, 2), ("uniform qwen3-moe", 1, 1, 4), ("deepseek-v3", 1, 1, 2),
+    ("gpt-oss", 1, 1, 1), ("gpt-oss", 2, 1, 1), ("gpt-oss", 1, 2, 1), ("gpt-oss", 1, 1, 2),
 ]  # fmt: skip
 """Models over numbers of tensor-, pipeline- and expert-parallel ranks."""
 
