@@ -55,7 +55,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.transformer_impl == "local":
         upstream_gaps.use_torch_rms_norm()
         if args.num_experts is not None and args.add_bias_linear:
-            model_config.pre_wrap_hooks.append(upstream_gaps.add_biases_of_experts)
+            model_config.pre_wrap_hooks.append(upstream_gaps.train_biases_of_experts)
     if args.multi_latent_attention:
         upstream_gaps.use_local_latent_attention()
     if args.precision_recipe is None:

@@ -81,11 +81,13 @@ def check_local_layers(args: Namespace) -> None:
     )
 
 
-def add_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Let local experts train their biases; return the chunks.
+def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Let local experts with biases be trained; return the chunks.
 
-    Megatron-LM adds them in place to the result of a reduction over one rank, which for autograd is
-    a view. The layer leaves that reduction out here, as it does in expert parallelism.
+    Megatron-LM adds a bias in place to the result of a reduction over one rank, which for autograd
+    is a view. The layer leaves that reduction out here, as it does in expert parallelism. And with
+    sequence parallelism Megatron-LM sums the bias's gradient over the tensor-parallel ranks, which
+    hold replicas of the expert and have summed it already.
     """
     from megatron.core.tensor_parallel.layers import RowParallelLinear
 
@@ -93,6 +95,7 @@ def add_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module
         for module in chunk.modules():
             if isinstance(module, RowParallelLinear) and module.is_expert:
                 module.explicit_expert_comm = True
+                module.bias.sequence_parallel = False
     return chunks
 
 

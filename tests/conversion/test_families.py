@@ -229,7 +229,7 @@ def test_every_tensor_keeps_its_dtype(sources, tmp_path):
         assert "dtype" not in config
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "nemotron-h"])
+@pytest.mark.parametrize("name", ["gpt-2", "nemotron-h", "gpt-oss"])
 def test_transformers_loads_it(name, sources, tmp_path):
     """The folder that was converted there and back. A Llama's frequencies are as said above."""
     from transformers import AutoModelForCausalLM

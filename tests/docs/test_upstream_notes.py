@@ -161,6 +161,13 @@ def test_local_attention_has_no_widths_of_keys_and_values():
     assert "k_channels" not in module
 
 
+def test_biases_of_experts_are_marked_for_a_second_sum():
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    source = inspect.getsource(RowParallelLinear.__init__)
+    assert 'setattr(self.bias, "sequence_parallel", self.sequence_parallel)' in source
+
+
 def test_graphs_do_not_see_what_torch_saves():
     _CudagraphGlobalRecord._enable_saved_tensors_observer()
     try:

@@ -1,4 +1,4 @@
-"""Arguments that Megatron-LM parses and ignores are applied."""
+"""Arguments that Megatron-LM ignores are applied; experts with biases can be trained."""
 
 import shlex
 from argparse import Namespace
@@ -7,12 +7,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.pretrain import model_config_of, teardown
 from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments
 
 # isort: split
 from megatron.core.transformer.utils import openai_gelu
+
+MODEL = """
+    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 100 --position-embedding-type rope
+"""
 
 
 def arguments(**changes: object) -> Namespace:
@@ -71,14 +78,16 @@ def test_the_fused_gelu_is_approximate_already(config):
 
 def test_a_runs_configuration_has_both(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    line = """
-        --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
-        --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
-        --tokenizer-type NullTokenizer --vocab-size 100 --position-embedding-type rope
-        --use-rope-scaling --rope-scaling-factor 32 --openai-gelu --no-bias-gelu-fusion
-    """
+    more = "--use-rope-scaling --rope-scaling-factor 32 --openai-gelu --no-bias-gelu-fusion"
     with teardown():
-        config = model_config_of(parse_arguments(shlex.split(line)))
+        config = model_config_of(parse_arguments(shlex.split(MODEL + more)))
     assert config.rope_scaling_factor == 32.0
     assert config.transformer.activation_func is openai_gelu
     assert capsys.readouterr().out.count(" applied: Megatron-LM ignores it") == 2
+
+
+def test_grouped_experts_with_biases_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    line = f"{MODEL} --num-experts 2 --moe-grouped-gemm"
+    with teardown(), pytest.raises(UserError, match="grouped experts have no biases"):
+        model_config_of(parse_arguments(shlex.split(line)))
