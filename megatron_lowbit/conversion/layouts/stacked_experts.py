@@ -87,7 +87,7 @@ def _stored_name(name: str) -> str | None:
 
 
 def _stacked(name: str, experts: Sequence[LazyTensors]) -> LazyTensors:
-    """Stack tensors of the experts in their order: gate and up, or down alone."""
+    """Return the tensor ``name`` of a layer's experts, in their order."""
 
     def stack(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         by_role: dict[str, list[Tensor]] = {}
