@@ -34,8 +34,13 @@ _POSITIONS = {"rope": _ROPE, "yarn": (*_ROPE, *_YARN)}
 _OPTIONAL = (
     ("use_rope_scaling", "rope_scaling_factor"),
     ("qk_layernorm",),
+    ("layernorm_zero_centered_gamma",),
+    ("geglu",),
+    ("sandwich_norm",),
+    ("rotary_seq_len_interpolation_factor",),
+    ("use_mup", "mup_embedding_mult", "mup_attn_scale_power", "mup_base_head_dim"),
     ("softmax_type",),
-    ("window_size", "window_attn_skip_freq"),
+    ("window_size", "window_attn_skip_freq", "window_rotary_base"),
     ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
     ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
      "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
@@ -62,7 +67,13 @@ FEATURES: dict[str, Any] = {
     "multi_latent_attention": False,
     "q_lora_rank": None,
     "qk_layernorm": False,
+    "layernorm_zero_centered_gamma": False,
+    "geglu": False,
+    "sandwich_norm": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_mup": False,
     "softmax_type": "vanilla",
+    "window_rotary_base": None,
     "window_size": None,
     "window_attn_skip_freq": None,
     "quick_geglu": False,
@@ -83,15 +94,12 @@ _UNCONVERTED: dict[str, Any] = {
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
-    "layernorm_zero_centered_gamma": False,
     "moe_latent_size": None,
     "moe_shared_expert_gate": False,
     "mtp_num_layers": None,
     "no_rope_freq": None,
     "qk_l2_norm": False,
     "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None,
-    "use_mup": False,
 }
 """Arguments that change what a model computes, and the only values that converted models have."""
 
@@ -143,7 +151,7 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
 
 def is_gated(model: Mapping[str, Any]) -> bool:
     """Return True if the first linear layer of an MLP computes a gate, too."""
-    return bool(model["swiglu"] or model.get("quick_geglu"))
+    return bool(model["swiglu"] or model.get("quick_geglu") or model.get("geglu"))
 
 
 def _optional(arguments: Mapping[str, Any]) -> list[str]:
@@ -244,7 +252,10 @@ def saved_arguments(model: Mapping[str, Any]) -> Namespace:
     )
 
 
-_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+}
 
 
 def argument_file(family: str, model: Mapping[str, Any]) -> str:

@@ -24,8 +24,9 @@ Model = Mapping[str, Any]
 TensorTable = Mapping[str, str | tuple[str, ...]]
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers.*."
-_HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "final_layernorm",
-                "final_norm", "linear_proj", "linear_fc2", "out_proj")  # fmt: skip
+_HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post_layernorm",
+                "final_layernorm", "final_norm", "linear_proj", "linear_fc2",
+                "out_proj")  # fmt: skip
 """Tensors with a row for each hidden unit."""
 
 

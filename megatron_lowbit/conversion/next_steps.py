@@ -30,7 +30,7 @@ class Reader(NamedTuple):
 
 _TRANSFORMERS = {"transformers": "5.23.0"}
 READERS = {
-    None: Reader(_TRANSFORMERS, ("Llama", "Mixtral", "GPT-2", "Nemotron-H", "gpt-oss")),
+    None: Reader(_TRANSFORMERS, ("Llama", "Mixtral", "GPT-2", "Nemotron-H", "gpt-oss", "Gemma-3")),
     "fp8-blocks": Reader(_TRANSFORMERS | {"accelerate": "1.15.0"}, ("Llama", "Mixtral")),
     # Its weights are dequantized to BF16, so the others must be BF16, too.
     "compressed-tensors": Reader(

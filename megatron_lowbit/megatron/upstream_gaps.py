@@ -129,6 +129,17 @@ def use_torch_rms_norm() -> None:
         FusedLayerNorm.__new__ = staticmethod(_norm_of)
 
 
+def use_zero_centered_norms() -> None:
+    """Let local layers have ``--apply-layernorm-1p``, which their norms refuse, on a GPU, too."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_lowbit.megatron.cpu.te_interfaces import build_norm
+
+    for norm in (WrappedTorchNorm, FusedLayerNorm):
+        norm.__new__ = staticmethod(build_norm)
+
+
 def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Build the norm of a configuration; without one, as when copying, an empty ``kind``."""
     from megatron.core.transformer.torch_norm import WrappedTorchNorm

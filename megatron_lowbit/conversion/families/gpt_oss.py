@@ -4,6 +4,7 @@ Hugging Face stores the experts of a layer together, in BF16 or in MXFP4, which
 ``layouts/stacked_experts.py`` and ``layouts/gpt_oss.py`` take apart.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -55,18 +56,30 @@ _TENSORS = {
 }
 
 
-def _window(entries: Entries) -> tuple[int, int]:
-    """Return the tokens before and after a token that it attends to."""
-    return entries.integer("sliding_window", 128) - 1, 0
+def window(default: int) -> Entry:
+    """Return the entry that is the number of tokens to attend to, with the token itself."""
+    key = "sliding_window"
+    return Entry(key, lambda entries: (entries.integer(key, default) - 1, 0), lambda w: w[0] + 1)
 
 
-def _layers_with_windows(entries: Entries) -> list[int]:
+def windows(read: Callable[[Entries], list[int]]) -> Entry:
+    """Return the entry that says which layers have a window, read as 1 or 0 for each layer."""
+    return Entry("layer_types", read, lambda pattern: [(_FULL, _WINDOW)[has] for has in pattern])
+
+
+def layers_with_windows(entries: Entries) -> list[int]:
     """Return 1 for each layer with a window, 0 for the others; by default every second."""
     layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
     kinds = entries.strings("layer_types") or [(_WINDOW, _FULL)[i % 2] for i in range(layers)]
     message = f"layer_types must be {_WINDOW!r} or {_FULL!r} for each of {layers} layers"
     require(len(kinds) == layers and {*kinds} <= {_WINDOW, _FULL}, f"{CONFIG}: {message}")
     return [int(kind == _WINDOW) for kind in kinds]
+
+
+def check_window(model: Model, family: str) -> None:
+    """Raise UserError for a window that reaches ahead."""
+    _, after = size = model["window_size"]
+    require(after == 0, f"the model has window_size {size}; a {family} has 0 tokens ahead")
 
 
 def _yarn(entries: Entries) -> dict[str, Any]:
@@ -86,8 +99,7 @@ def _yarn(entries: Entries) -> dict[str, Any]:
 
 def _more_entries(model: Model) -> dict[str, Any]:
     """Return entries that are made of several arguments, or that need a check."""
-    before, after = model["window_size"]
-    require(after == 0, f"the model has window_size {(before, after)}; a gpt-oss looks ahead by 0")
+    check_window(model, FAMILY.name)
     return {
         "rope_scaling": {
             "rope_type": "yarn",
@@ -126,12 +138,8 @@ FAMILY = Family(
         "moe_router_topk": experts_of_a_token(_COUNT),
         "moe_ffn_hidden_size": integer("intermediate_size"),
         "activation_func_clamp_value": positive_number("swiglu_limit", 7.0),
-        "window_size": Entry("sliding_window", _window, lambda window: window[0] + 1),
-        "window_attn_skip_freq": Entry(
-            "layer_types",
-            _layers_with_windows,
-            lambda pattern: [(_FULL, _WINDOW)[windowed] for windowed in pattern],
-        ),
+        "window_size": window(128),
+        "window_attn_skip_freq": windows(layers_with_windows),
     },
     tensors=lambda model: _TENSORS,
     more_arguments=_yarn,
