@@ -6,6 +6,8 @@
 - ``--rope-scaling-factor`` and ``--openai-gelu`` have no effect.
 - Local core attention does not accept the widths that multi-latent attention passes to it.
 - Local models use Apex's norm where Apex is installed, which has no RMSNorm.
+- Local norms have no gains of 1 + weight.
+- Local experts with biases are not trained, or with a wrong gradient.
 - Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
 
 See docs/upstream-notes.md.
@@ -73,6 +75,11 @@ def check_local_layers(args: Namespace) -> None:
         args.num_experts is None or not (args.add_bias_linear and args.moe_grouped_gemm),
         "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; give "
         "--disable-bias-linear, or leave it out",
+    )
+    require(
+        not (args.window_size and args.reset_attention_mask),
+        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
+        "layers with a window ignore the mask; leave out --reset-attention-mask",
     )
     require(
         args.cuda_graph_impl != "local",

@@ -86,8 +86,14 @@ def test_a_runs_configuration_has_both(monkeypatch, capsys):
     assert capsys.readouterr().out.count(" applied: Megatron-LM ignores it") == 2
 
 
-def test_grouped_experts_with_biases_are_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("--num-experts 2 --moe-grouped-gemm", "grouped experts have no biases"),
+        ("--window-size 4,0 --reset-attention-mask", "layers with a window ignore the mask"),
+    ],
+)
+def test_local_layers_that_train_incorrectly_are_refused(monkeypatch, more, named):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    line = f"{MODEL} --num-experts 2 --moe-grouped-gemm"
-    with teardown(), pytest.raises(UserError, match="grouped experts have no biases"):
-        model_config_of(parse_arguments(shlex.split(line)))
+    with teardown(), pytest.raises(UserError, match=named):
+        model_config_of(parse_arguments(shlex.split(MODEL + more)))
