@@ -86,12 +86,12 @@ def use_gemma_layers(model_config: Any, args: Namespace) -> None:
 
     Raises UserError for arguments with which they do not go together.
     """
-    transformer = model_config.transformer
     if args.geglu:
         require(
             not (args.swiglu or args.squared_relu or args.quick_geglu),
             "--geglu: the model has another activation already; give one of them",
         )
+        transformer = model_config.transformer
         transformer.activation_func, transformer.gated_linear_unit = openai_gelu, True
         transformer.bias_activation_fusion = False
     if not (args.sandwich_norm or args.window_rotary_base):
@@ -108,7 +108,7 @@ def use_gemma_layers(model_config: Any, args: Namespace) -> None:
         not args.window_rotary_base or args.position_embedding_type == "rope",
         "--window-rotary-base needs --position-embedding-type rope",
     )
-    change_specs(model_config, partial(_with_parts, transformer, args))
+    change_specs(model_config, partial(_with_parts, model_config.transformer, args))
 
 
 def _with_parts(config: TransformerConfig, args: Namespace, spec: Any) -> Any:

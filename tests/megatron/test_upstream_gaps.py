@@ -1,4 +1,4 @@
-"""Arguments that Megatron-LM ignores are applied; experts with biases can be trained."""
+"""Arguments that Megatron-LM parses and ignores are applied."""
 
 import shlex
 from argparse import Namespace
@@ -7,19 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.pretrain import model_config_of, teardown
 from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments
 
 # isort: split
 from megatron.core.transformer.utils import openai_gelu
-
-MODEL = """
-    --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
-    --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
-    --tokenizer-type NullTokenizer --vocab-size 100 --position-embedding-type rope
-"""
 
 
 def arguments(**changes: object) -> Namespace:
@@ -78,22 +71,14 @@ def test_the_fused_gelu_is_approximate_already(config):
 
 def test_a_runs_configuration_has_both(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    more = "--use-rope-scaling --rope-scaling-factor 32 --openai-gelu --no-bias-gelu-fusion"
+    line = """
+        --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
+        --max-position-embeddings 16 --micro-batch-size 1 --train-iters 1 --lr 1 --mock-data
+        --tokenizer-type NullTokenizer --vocab-size 100 --position-embedding-type rope
+        --use-rope-scaling --rope-scaling-factor 32 --openai-gelu --no-bias-gelu-fusion
+    """
     with teardown():
-        config = model_config_of(parse_arguments(shlex.split(MODEL + more)))
+        config = model_config_of(parse_arguments(shlex.split(line)))
     assert config.rope_scaling_factor == 32.0
     assert config.transformer.activation_func is openai_gelu
     assert capsys.readouterr().out.count(" applied: Megatron-LM ignores it") == 2
-
-
-@pytest.mark.parametrize(
-    ("more", "named"),
-    [
-        ("--num-experts 2 --moe-grouped-gemm", "grouped experts have no biases"),
-        ("--window-size 4,0 --reset-attention-mask", "layers with a window ignore the mask"),
-    ],
-)
-def test_local_layers_that_train_incorrectly_are_refused(monkeypatch, more, named):
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    with teardown(), pytest.raises(UserError, match=named):
-        model_config_of(parse_arguments(shlex.split(MODEL + more)))
