@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
 MOST_LAYERS = 2**10
@@ -23,9 +23,25 @@ _ALWAYS = (
     "position_embedding_type", "max_position_embeddings", "untie_embeddings_and_output_weights",
 )  # fmt: skip
 _ROPE = ("rotary_base", "rotary_percent")
+_YARN = {
+    "rotary_scaling_factor": 1.0, "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True,
+    "mscale": 1.0, "mscale_all_dim": 0.0,
+}  # fmt: skip
+"""Arguments of ``--position-embedding-type yarn`` and megatron-core's defaults."""
+_POSITIONS = {"rope": _ROPE, "yarn": (*_ROPE, *_YARN)}
+"""Arguments by the type of position embeddings."""
 _OPTIONAL = (
     ("use_rope_scaling", "rope_scaling_factor"),
     ("qk_layernorm",),
+    ("layernorm_zero_centered_gamma",),
+    ("geglu",),
+    ("sandwich_norm",),
+    ("rotary_seq_len_interpolation_factor",),
+    ("use_mup", "mup_embedding_mult", "mup_attn_scale_power", "mup_base_head_dim"),
+    ("softmax_type",),
+    ("window_size", "window_attn_skip_freq", "window_rotary_base"),
+    ("quick_geglu", "glu_linear_offset", "activation_func_clamp_value"),
     ("multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim",
      "v_head_dim", "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
     ("num_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq",
@@ -41,14 +57,28 @@ _SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels"
           "max_position_embeddings", "num_query_groups", "moe_router_topk", "moe_ffn_hidden_size",
           "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "q_lora_rank", "kv_lora_rank",
           "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_router_num_groups",
-          "moe_router_group_topk", "moe_shared_expert_intermediate_size")  # fmt: skip
+          "moe_router_group_topk", "moe_shared_expert_intermediate_size",
+          "yarn_original_max_position_embeddings")  # fmt: skip
 _NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "rope_scaling_factor",
-            "rotary_scaling_factor", "moe_router_topk_scaling_factor")  # fmt: skip
+            "rotary_scaling_factor", "moe_router_topk_scaling_factor", "yarn_beta_fast",
+            "yarn_beta_slow", "activation_func_clamp_value")  # fmt: skip
 
 FEATURES: dict[str, Any] = {
     "multi_latent_attention": False,
     "q_lora_rank": None,
     "qk_layernorm": False,
+    "layernorm_zero_centered_gamma": False,
+    "geglu": False,
+    "sandwich_norm": False,
+    "rotary_seq_len_interpolation_factor": None,
+    "use_mup": False,
+    "softmax_type": "vanilla",
+    "window_rotary_base": None,
+    "window_size": None,
+    "window_attn_skip_freq": None,
+    "quick_geglu": False,
+    "glu_linear_offset": 0.0,
+    "activation_func_clamp_value": None,
     "moe_router_score_function": "softmax",
     "moe_router_enable_expert_bias": False,
     "moe_router_num_groups": None,
@@ -61,23 +91,15 @@ FEATURES: dict[str, Any] = {
 A model without such a feature has no such argument.
 """
 _UNCONVERTED: dict[str, Any] = {
-    "activation_func_clamp_value": None,
     "apply_residual_connection_post_layernorm": False,
     "attention_output_gate": False,
     "experimental_attention_variant": None,
-    "glu_linear_offset": 0.0,
-    "layernorm_zero_centered_gamma": False,
     "moe_latent_size": None,
     "moe_shared_expert_gate": False,
     "mtp_num_layers": None,
     "no_rope_freq": None,
     "qk_l2_norm": False,
-    "quick_geglu": False,
     "rotary_interleaved": False,
-    "rotary_seq_len_interpolation_factor": None,
-    "softmax_type": "vanilla",
-    "use_mup": False,
-    "window_size": None,
 }
 """Arguments that change what a model computes, and the only values that converted models have."""
 
@@ -103,13 +125,15 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
     )
     model["vocab_size"] = vocab_size
     model |= {name: arguments.get(name) for name in _optional(arguments)}
-    if not (model["swiglu"] or model["squared_relu"]):
+    if not (is_gated(model) or model["squared_relu"]):
         # Megatron-LM's fused kernel computes the approximation by tanh.
         model["openai_gelu"] = bool(
             arguments.get("openai_gelu") or arguments.get("bias_gelu_fusion")
         )
     if "num_experts" in model:
         model["moe_ffn_hidden_size"] = model["moe_ffn_hidden_size"] or model["ffn_hidden_size"]
+    if model["position_embedding_type"] == "yarn":
+        model |= {name: usual for name, usual in _YARN.items() if model[name] is None}
     if "multi_latent_attention" in model:
         model["rope_type"] = model["rope_type"] or "yarn"  # megatron-core's default
     if "hybrid_layer_pattern" in model:
@@ -119,7 +143,15 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
     _check_numbers(model)
     if "num_experts" in model:
         model["moe_layer_freq"] = _layers_with_experts(model["moe_layer_freq"], model["num_layers"])
+    if "window_size" in model:
+        skipped, layers = model.get("window_attn_skip_freq"), model["num_layers"]
+        model["window_attn_skip_freq"] = _layers_with_windows(skipped, layers)
     return model
+
+
+def is_gated(model: Mapping[str, Any]) -> bool:
+    """Return True if the first linear layer of an MLP computes a gate, too."""
+    return bool(model["swiglu"] or model.get("quick_geglu") or model.get("geglu"))
 
 
 def _optional(arguments: Mapping[str, Any]) -> list[str]:
@@ -128,7 +160,7 @@ def _optional(arguments: Mapping[str, Any]) -> list[str]:
     for name, usual in FEATURES.items():
         if name in names and arguments.get(name, usual) == usual:
             names.remove(name)
-    return [*_ROPE, *names] if arguments.get("position_embedding_type") == "rope" else names
+    return [*_POSITIONS.get(arguments.get("position_embedding_type", ""), ()), *names]
 
 
 def _layers_with_experts(frequency: Any, layers: int) -> int | list[int]:
@@ -139,12 +171,26 @@ def _layers_with_experts(frequency: Any, layers: int) -> int | list[int]:
     if type(frequency) is int and frequency >= 1:
         pattern = [int(layer % frequency == 0) for layer in range(layers)]
         return 1 if frequency == 1 else pattern
-    is_list = isinstance(frequency, list) and len(frequency) == layers
-    if is_list and all(type(entry) is int and 0 <= entry <= 1 for entry in frequency):
-        return frequency
+    return _pattern("moe_layer_freq", frequency, layers)
+
+
+def _layers_with_windows(skipped: Any, layers: int) -> list[int]:
+    """Return 1 for each layer with sliding-window attention, and 0 for the others."""
+    if skipped is None:
+        return [1] * layers
+    if type(skipped) is int and skipped >= 1:
+        return [int(layer % skipped != 0) for layer in range(1, layers + 1)]
+    return _pattern("window_attn_skip_freq", skipped, layers)
+
+
+def _pattern(name: str, pattern: Any, layers: int) -> list[int]:
+    """Return an argument that is 1 or 0 for each layer; raise UserError for another one."""
+    is_list = isinstance(pattern, list) and len(pattern) == layers
+    if is_list and all(type(entry) is int and 0 <= entry <= 1 for entry in pattern):
+        return pattern
     raise UserError(
-        f"{_PLACE}: moe_layer_freq {reprlib.repr(frequency)}: must be a number of layers, or 0 or "
-        "1 for each layer"
+        f"{_PLACE}: {name} {reprlib.repr(pattern)}: must be a number of layers, or 0 or 1 for each "
+        "layer"
     )
 
 
@@ -160,10 +206,15 @@ def _check_numbers(model: dict[str, Any]) -> None:
         entries.integer("num_experts", most=MOST_EXPERTS // layers)
     if "multi_latent_attention" in model:
         entries.string("rope_type")
-        for name in ("mscale", "mscale_all_dim"):
-            entries.number(name)
+    for name in filter(model.__contains__, ("mscale", "mscale_all_dim", "glu_linear_offset")):
+        entries.number(name)
     if "mamba_num_heads" in model:
         entries.integer("mamba_num_heads", 0, least=0)
+    if "window_size" in model:
+        window = model["window_size"]
+        is_pair = isinstance(window, tuple) and [type(tokens) for tokens in window] == [int, int]
+        message = f"{_PLACE}: window_size {reprlib.repr(window)}: must be a pair of integers"
+        require(is_pair, message)
 
 
 def described_by(args: Namespace) -> dict[str, Any]:
@@ -201,7 +252,10 @@ def saved_arguments(model: Mapping[str, Any]) -> Namespace:
     )
 
 
-_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+_FLAGS = {
+    "layernorm_epsilon": "--norm-epsilon",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+}
 
 
 def argument_file(family: str, model: Mapping[str, Any]) -> str:
@@ -210,10 +264,14 @@ def argument_file(family: str, model: Mapping[str, Any]) -> str:
     lines = [f"# {family}, converted from Hugging Face"]
     if not model.pop("add_bias_linear"):
         lines.append("--disable-bias-linear")
+    elif "num_experts" in model:
+        lines.append("--expert-tensor-parallel-size 1")  # Megatron-LM splits no expert with biases.
     if "hybrid_layer_pattern" in model:
         del model["num_layers"]  # The pattern says it.
     if model.get("openai_gelu") is False:
         lines.append("--no-bias-gelu-fusion")
+    if model.get("yarn_correction_range_round_to_int") is False:
+        lines.append("--no-yarn-correction-range-round-to-int")
     if model.get("rope_type") == "rope":
         lines.append("--no-rope-fusion")  # Latent attention fuses YaRN only.
     groups = model.pop("num_query_groups")
@@ -225,6 +283,8 @@ def argument_file(family: str, model: Mapping[str, Any]) -> str:
             lines.append(flag)
         elif isinstance(value, list):  # Megatron-LM reads patterns of layers without spaces.
             lines.append(f"{flag}=[{','.join(map(str, value))}]")
+        elif isinstance(value, tuple):
+            lines.append(f"{flag}={','.join(map(str, value))}")
         elif value is not None and value is not False:
             # Joined, since a hybrid's pattern may begin with "-".
             lines.append(shlex.quote(f"{flag}={value}"))

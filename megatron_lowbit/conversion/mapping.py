@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.checkpoint import EMBEDDING
+from megatron_lowbit.checkpoints.model_arguments import is_gated
 from megatron_lowbit.checkpoints.reader import TensorSlice
 
 Model = Mapping[str, Any]
@@ -23,8 +24,9 @@ Model = Mapping[str, Any]
 TensorTable = Mapping[str, str | tuple[str, ...]]
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers.*."
-_HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "final_layernorm",
-                "final_norm", "linear_proj", "linear_fc2", "out_proj")  # fmt: skip
+_HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post_layernorm",
+                "final_layernorm", "final_norm", "linear_proj", "linear_fc2",
+                "out_proj")  # fmt: skip
 """Tensors with a row for each hidden unit."""
 
 
@@ -202,6 +204,7 @@ def _output_rows(model: Model) -> dict[str, int]:
         "linear_qkv": heads * model["kv_channels"],
         "q_layernorm": model["kv_channels"],
         "k_layernorm": model["kv_channels"],
+        "softmax_offset": model["num_attention_heads"],
         **_mlp_rows(model),
     }
     if "multi_latent_attention" in model:
@@ -223,7 +226,7 @@ def _mlp_rows(model: Model) -> dict[str, int]:
         "shared_experts.linear_fc1": model.get("moe_shared_expert_intermediate_size", 0),
     }
     experts = model.get("num_experts", 0)
-    rows = {name: (2 if model["swiglu"] else 1) * width for name, width in kinds.items()}
+    rows = {name: (2 if is_gated(model) else 1) * width for name, width in kinds.items()}
     return rows | {"router": experts, "expert_bias": experts}
 
 

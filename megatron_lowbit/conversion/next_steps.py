@@ -30,12 +30,13 @@ class Reader(NamedTuple):
 
 _TRANSFORMERS = {"transformers": "5.23.0"}
 READERS = {
-    None: Reader(_TRANSFORMERS, ("Llama", "Mixtral", "GPT-2", "Nemotron-H")),
+    None: Reader(_TRANSFORMERS, ("Llama", "Mixtral", "GPT-2", "Nemotron-H", "gpt-oss", "Gemma-3")),
     "fp8-blocks": Reader(_TRANSFORMERS | {"accelerate": "1.15.0"}, ("Llama", "Mixtral")),
     # Its weights are dequantized to BF16, so the others must be BF16, too.
     "compressed-tensors": Reader(
         _TRANSFORMERS | {"compressed-tensors": "0.20.0"}, ("Llama",), "bfloat16"
     ),
+    "gpt-oss": Reader(_TRANSFORMERS, ("gpt-oss",), "bfloat16"),
 }
 """Readers by layout of quantized weights, None for weights as they are."""
 

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.checkpoints.checkpoint import EMBEDDING, open_checkpoint
-from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import argument_file
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
+from megatron_lowbit.conversion.layouts.stacked_experts import stack_experts
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
@@ -84,7 +85,14 @@ def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
     kind = type(AutoModelForCausalLM.from_config(config))
     exact = exact and isinstance(folder, QuantizedFolder)
     read = folder.dequantized if exact else folder.read
-    weights = {name: read(name).float() for name in folder.file_of}
+    parts = [
+        LazyTensors({name: torch.empty(folder.shape(name)[0], device="meta")},
+                    lambda name=name: {name: read(name).float()})
+        for name in folder.file_of
+    ]  # fmt: skip
+    weights: dict[str, Tensor] = {}
+    for part in stack_experts(parts, folder.config):
+        weights |= part.make()
     model = kind.from_pretrained(None, config=config, state_dict=weights, dtype=torch.float32)
     # transformers 5.23 leaves what it does not load, such as rotary frequencies, without a value.
     fresh = dict(kind(config).named_buffers())

@@ -24,6 +24,7 @@ from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import allreduce_norm, cuda_graphs, experts, linear, upstream_gaps
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
+from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
 from megatron_lowbit.megatron.grouped_experts import with_grouped_experts
 from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
@@ -41,7 +42,7 @@ from megatron_lowbit.recipes.mxnorm import check_mxnorm
 def use_recipe(model_config: Any, args: Namespace) -> None:
     """Let the model of a configuration compute as ``--precision-recipe`` says.
 
-    Without that argument this changes nothing.
+    Without that argument this changes nothing but the layers that Megatron-LM lacks or gets wrong.
 
     Args:
         model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
@@ -52,8 +53,13 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     """
     upstream_gaps.use_prebuilt_dataset_helpers()
     upstream_gaps.check_local_layers(args)
+    use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
         upstream_gaps.use_torch_rms_norm()
+        if args.layernorm_zero_centered_gamma:
+            upstream_gaps.use_zero_centered_norms()
+        if args.num_experts is not None and args.add_bias_linear:
+            model_config.pre_wrap_hooks.append(upstream_gaps.train_biases_of_experts)
     if args.multi_latent_attention:
         upstream_gaps.use_local_latent_attention()
     if args.precision_recipe is None:

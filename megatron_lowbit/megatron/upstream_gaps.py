@@ -6,6 +6,8 @@
 - ``--rope-scaling-factor`` and ``--openai-gelu`` have no effect.
 - Local core attention does not accept the widths that multi-latent attention passes to it.
 - Local models use Apex's norm where Apex is installed, which has no RMSNorm.
+- Local norms have no gains of 1 + weight.
+- Local experts with biases are not trained, or with a wrong gradient.
 - Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
 
 See docs/upstream-notes.md.
@@ -17,6 +19,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, wraps
 from typing import Any
+
+import torch
 
 from megatron_lowbit.errors import require
 
@@ -68,15 +72,38 @@ def check_local_layers(args: Namespace) -> None:
         "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
     )
     require(
-        args.num_experts is None or not args.add_bias_linear,
-        "--num-experts with --transformer-impl local: Megatron-LM cannot train experts that have "
-        "biases; give --disable-bias-linear",
+        args.num_experts is None or not (args.add_bias_linear and args.moe_grouped_gemm),
+        "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; give "
+        "--disable-bias-linear, or leave it out",
+    )
+    require(
+        not (args.window_size and args.reset_attention_mask),
+        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
+        "layers with a window ignore the mask; leave out --reset-attention-mask",
     )
     require(
         args.cuda_graph_impl != "local",
         "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
         "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
     )
+
+
+def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Let local experts with biases be trained; return the chunks.
+
+    Megatron-LM adds a bias in place to the result of a reduction over one rank, which for autograd
+    is a view. The layer leaves that reduction out here, as it does in expert parallelism. And with
+    sequence parallelism Megatron-LM sums the bias's gradient over the tensor-parallel ranks, which
+    hold replicas of the expert and have summed it already.
+    """
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, RowParallelLinear) and module.is_expert:
+                module.explicit_expert_comm = True
+                module.bias.sequence_parallel = False
+    return chunks
 
 
 @cache
@@ -107,6 +134,17 @@ def use_torch_rms_norm() -> None:
 
     if "__new__" not in vars(FusedLayerNorm):  # The CPU runtime has replaced it already.
         FusedLayerNorm.__new__ = staticmethod(_norm_of)
+
+
+def use_zero_centered_norms() -> None:
+    """Let local layers have ``--apply-layernorm-1p``, which their norms refuse, on a GPU, too."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_lowbit.megatron.cpu.te_interfaces import build_norm
+
+    for norm in (WrappedTorchNorm, FusedLayerNorm):
+        norm.__new__ = staticmethod(build_norm)
 
 
 def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:

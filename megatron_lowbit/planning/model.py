@@ -178,7 +178,8 @@ def _widths(args: Namespace, kind: str) -> tuple[int, int]:
     width = args.ffn_hidden_size
     if kind == "experts":
         width = args.moe_ffn_hidden_size or width
-    return width * (2 if args.swiglu else 1), width
+    is_gated = args.swiglu or args.quick_geglu or args.geglu
+    return width * (2 if is_gated else 1), width
 
 
 class Parameters(NamedTuple):
@@ -212,9 +213,13 @@ def parameters(
         if part.kind == "experts":
             weights *= args.num_experts // expert
             experts += count * weights
-            weights += args.num_experts * args.hidden_size
+            weights += args.num_experts * (args.hidden_size + args.add_bias_linear)
         if part.kind == "attention" and args.qk_layernorm:
             weights += 2 * norm // args.hidden_size * args.kv_channels
+        if part.kind == "attention" and args.softmax_type == "learnable":
+            weights += args.num_attention_heads // tensor
+        if args.sandwich_norm:
+            weights += norm
         if part.kind == "mamba":
             weights += _mixer_parameters(mixer(args), tensor)
         total += count * (norm + weights)

@@ -27,6 +27,8 @@ CASES = [
     ("uniform qwen3-moe", 2, 1, 1),
     ("deepseek-v3", 1, 1, 1), ("deepseek-v3", 1, 2, 1), ("uniform deepseek-v3", 1, 2, 1),
     ("mixtral", 1, 1, 2), ("uniform qwen3-moe", 1, 1, 4), ("deepseek-v3", 1, 1, 2),
+    ("gpt-oss", 1, 1, 1), ("gpt-oss", 2, 1, 1), ("gpt-oss", 1, 2, 1), ("gpt-oss", 1, 1, 2),
+    ("gemma-3", 1, 1, 1), ("gemma-3", 2, 1, 1), ("gemma-3", 1, 2, 1),
 ]  # fmt: skip
 """Models over numbers of tensor-, pipeline- and expert-parallel ranks."""
 
@@ -228,7 +230,7 @@ def test_every_tensor_keeps_its_dtype(sources, tmp_path):
         assert "dtype" not in config
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "nemotron-h"])
+@pytest.mark.parametrize("name", ["gpt-2", "nemotron-h", "gpt-oss", "gemma-3"])
 def test_transformers_loads_it(name, sources, tmp_path):
     """The folder that was converted there and back. A Llama's frequencies are as said above."""
     from transformers import AutoModelForCausalLM

@@ -116,11 +116,45 @@ def uniform_deepseek_v3_model():
     )  # fmt: skip
 
 
+GPT_OSS_YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 8.0, "beta_fast": 4.0, "beta_slow": 1.0,
+    "truncate": False, "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def gpt_oss_model(**changes):
+    """Build a gpt-oss with windows shorter than 20 tokens, and activations beyond the limit."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    more = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6,
+            "swiglu_limit": 1.5, "rope_parameters": GPT_OSS_YARN}  # fmt: skip
+    model = GptOssForCausalLM(GptOssConfig(**SIZES | DRAWN | more | changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj_bias"):  # those of experts, together
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def gemma3_model(**changes):
+    """Build a Gemma 3 with windows shorter than 20 tokens, and another scale of attention."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
+    ropes = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    }
+    more = {"sliding_window": 6, "layer_types": kinds, "query_pre_attn_scalar": 9,
+            "rope_parameters": ropes, "pad_token_id": None}  # fmt: skip
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | DRAWN | more | changes))
+
+
 MODELS = {
     "llama": llama_model, "tied llama": tied_llama_model, "mixtral": mixtral_model,
     "gpt-2": gpt2_model, "nemotron-h": nemotron_h_model, "qwen3": qwen3_model,
     "qwen3-moe": qwen3_moe_model, "uniform qwen3-moe": uniform_qwen3_moe_model,
     "deepseek-v3": deepseek_v3_model, "uniform deepseek-v3": uniform_deepseek_v3_model,
+    "gpt-oss": gpt_oss_model, "gemma-3": gemma3_model,
 }  # fmt: skip
 
 

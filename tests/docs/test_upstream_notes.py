@@ -59,6 +59,7 @@ CITED = {
     "cuda_graphs.py:502": "def observing_save_for_backward(ctx, *tensors):",
     "cuda_graphs.py:617": "assert fwd_buffer_reuse_ref_count == 0",
     "mlp.py:354": "output += output_bias",
+    "torch_norm.py:44": "assert (",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
     "distrib_optimizer.py:2061": "def load_parameter_state_from_dp_reshardable",
 }
@@ -164,6 +165,20 @@ def test_local_attention_has_no_widths_of_keys_and_values():
     assert "k_channels=" in source
     module = inspect.getsource(inspect.getmodule(DotProductAttention))
     assert "k_channels" not in module
+
+
+def test_a_window_replaces_the_mask():
+    from megatron.core.fusions.fused_softmax import FusedScaleMaskSoftmax
+
+    source = inspect.getsource(FusedScaleMaskSoftmax.forward_torch_softmax)
+    assert "mask = get_sliding_window_causal_mask(sq, sk, self.window_size)" in source
+
+
+def test_biases_of_experts_are_marked_for_a_second_sum():
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    source = inspect.getsource(RowParallelLinear.__init__)
+    assert 'setattr(self.bias, "sequence_parallel", self.sequence_parallel)' in source
 
 
 def test_graphs_do_not_see_what_torch_saves():

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.recipe_hook import use_recipe
+from megatron_lowbit.megatron.upstream_gaps import train_biases_of_experts
 
 FINE = {
     "transformer_impl": "local", "multi_latent_attention": False, "tensor_model_parallel_size": 1,
@@ -13,7 +14,9 @@ FINE = {
     "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
     "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
-    "use_transformer_engine_op_fuser": False, "delay_wgrad_compute": False,
+    "use_transformer_engine_op_fuser": False, "delay_wgrad_compute": False, "geglu": False,
+    "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
+    "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
 }  # fmt: skip
 
 
@@ -46,14 +49,16 @@ def test_arguments_that_do_not_fit_a_quantizing_recipe_are_refused(name, value, 
 
 
 LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
-EXPERTS = {"num_experts": 2}
+EXPERTS = {"num_experts": 2, "moe_grouped_gemm": True}
+WINDOW = {"window_size": (4, 0), "reset_attention_mask": True}
 
 
 @pytest.mark.parametrize(
     ("model", "needed"),
     [
         (LATENT, "--tensor-model-parallel-size must be 1"),
-        (EXPERTS, "give --disable-bias-linear"),
+        (EXPERTS, "grouped experts have no biases; give --disable-bias-linear"),
+        (WINDOW, "leave out --reset-attention-mask"),
         ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl transformer_engine"),
     ],
 )
@@ -67,6 +72,11 @@ def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
 def test_a_recipe_is_one_hook_and_none_changes_nothing():
     assert len(hooks(["nvfp4"])) == 1
     assert hooks(None, cuda_graph_impl="transformer_engine") == []
+
+
+def test_local_experts_with_biases_are_trained_by_a_hook():
+    assert hooks(None, num_experts=2) == [train_biases_of_experts]
+    assert hooks(None, num_experts=2, add_bias_linear=False) == []
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,23 @@ def test_of_experts(layout):
     assert planned(args) == built(args)
 
 
+SMALL = """
+    --num-layers 2 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --normalization RMSNorm --position-embedding-type rope
+    --train-iters 1 --lr 1 --eval-interval 1
+"""
+FAMILIES = {
+    "gpt-oss": "--num-experts 4 --quick-geglu --softmax-type learnable",
+    "Gemma 3": "--geglu --sandwich-norm --qk-layernorm --apply-layernorm-1p --disable-bias-linear",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_of_families_with_other_layers(family):
+    args = parse(f"{SMALL} {family}")
+    assert planned(args) == built(args)
+
+
 def test_of_llama_3_405b_counted_by_hand():
     layer = 16384 * (16384 + 2 * 8 * 128) + 16384 * 16384 + 3 * 16384 * 53248 + 2 * 16384
     args = parse("@llama3-405b")

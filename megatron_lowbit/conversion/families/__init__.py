@@ -5,7 +5,9 @@ from typing import Any
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.conversion.families import (
     deepseek_v3,
+    gemma3,
     gpt2,
+    gpt_oss,
     llama,
     mixtral,
     nemotron_h,
@@ -19,7 +21,7 @@ from megatron_lowbit.json_files import Entries
 
 FAMILIES = {
     module.FAMILY.architecture: module.FAMILY
-    for module in (nemotron_h, deepseek_v3, qwen3_moe, qwen3, mixtral, gpt2, llama)
+    for module in (nemotron_h, deepseek_v3, gpt_oss, gemma3, qwen3_moe, qwen3, mixtral, gpt2, llama)
 }
 """Families by architecture in config.json."""
 
@@ -42,6 +44,10 @@ def family_of(model: Model) -> Family:
         return nemotron_h.FAMILY
     if "multi_latent_attention" in model:
         return deepseek_v3.FAMILY
+    if "softmax_type" in model:
+        return gpt_oss.FAMILY
+    if "sandwich_norm" in model:
+        return gemma3.FAMILY
     if "num_experts" in model:
         return qwen3_moe.FAMILY if "qk_layernorm" in model else mixtral.FAMILY
     if "qk_layernorm" in model:

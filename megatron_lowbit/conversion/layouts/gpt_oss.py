@@ -3,8 +3,8 @@
 Source: openai/gpt-oss, and transformers' reader of it. E experts of ``experts.gate_up_proj`` and of
 ``experts.down_proj``: ``_blocks`` are bytes (E, rows, K/32, 16), two E2M1 codes a byte, the even
 column in the low nibble; ``_scales`` E8M0 bytes (E, rows, K/32). The rows of gate and up alternate,
-gate first. Only experts are quantized, and gpt-oss's own model is another one (biases, attention
-sinks, a clamped activation): here the tensors alone are as gpt-oss has them.
+gate first. Only experts are quantized. Other models' experts are stored so, too, which their own
+readers do not know.
 """
 
 import re
@@ -21,19 +21,21 @@ from megatron_lowbit.conversion.layouts.layout import (
     decode_blocks,
     modules_with,
 )
+from megatron_lowbit.conversion.layouts.stacked_experts import (
+    DOWN,
+    OUTPUTS,
+    PAIR,
+    number_of_experts,
+)
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.json_files import Entries
 from megatron_lowbit.numerics import QuantizedTensor
 
 METHOD = "mxfp4"
-_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": ("gate_proj", "up_proj", "down_proj")}
+_NAMES = {"block_sparse_moe": ("w1", "w3", "w2"), "mlp": tuple(OUTPUTS)}
 """Names of gate, up and down by the name of a layer of experts."""
 _EXPERT = re.compile(r"(.+\.)(block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)")
 _BYTES = 16
 """Bytes of a block of 32 codes."""
-_MOST = 2**10
-"""The most experts of a layer."""
-_PAIR, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
 
 
 def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
@@ -48,7 +50,7 @@ def _encode(weights: Mapping[str, QuantizedTensor]) -> dict[str, Tensor]:
         gate, up, down = (
             torch.stack([getattr(expert, key) for expert in experts]) for experts in by_role
         )
-        for name, tensor in ((_PAIR, torch.stack([gate, up], dim=2).flatten(1, 2)), (_DOWN, down)):
+        for name, tensor in ((PAIR, torch.stack([gate, up], dim=2).flatten(1, 2)), (DOWN, down)):
             shaped = tensor.unflatten(-1, (-1, _BYTES)) if key == "codes" else tensor
             tensors[layer + name + ending] = shaped
     return tensors
@@ -78,17 +80,12 @@ def _config(modules: Modules, unquantized: Sequence[str]) -> dict[str, Any]:
 
 
 def _stored(names: Iterable[str], config: dict[str, Any]) -> dict[str, Stored]:
-    entries = Entries(config, "config.json")
-    experts = 0
-    for key in ("n_routed_experts", "num_experts", "num_local_experts"):
-        experts = entries.integer(key, experts, 0, _MOST)
     family = "block_sparse_moe" if config.get("model_type") == "mixtral" else "mlp"
-    sources = ((_PAIR, slice(0, None, 2)), (_PAIR, slice(1, None, 2)), (_DOWN, slice(None)))
     return {
         f"{layer}{family}.experts.{number}.{role}.weight": _expert(layer + name, number, rows)
-        for layer in modules_with(names, f"{_PAIR}_blocks")
-        for number in range(experts)
-        for role, (name, rows) in zip(_NAMES[family], sources, strict=True)
+        for layer in modules_with(names, f"{PAIR}_blocks")
+        for number in range(number_of_experts(config))
+        for role, (name, rows) in zip(_NAMES[family], OUTPUTS.values(), strict=True)
     }
 
 

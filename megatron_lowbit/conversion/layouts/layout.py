@@ -15,12 +15,13 @@ _NO_SCALE = torch.ones(())
 class Stored(NamedTuple):
     """Stored form of a weight: the tensors that hold it, or one entry of their first axis.
 
-    The first part holds its codes, in ``dtype``. ``decode`` returns its FP32 values from the parts,
-    which may be on the ``meta`` device.
+    The first part holds its codes, in ``dtype``, and ``decode`` returns its FP32 values from the
+    parts, which may be on the ``meta`` device. Without a dtype the weight is not quantized and has
+    its part's.
     """
 
     parts: tuple[str, ...]
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     decode: Callable[..., Tensor]
     entry: int | None = None
 

@@ -91,19 +91,38 @@ class DryRunArguments:
     """with --dry-run: number of GPUs to describe the run for (default: 1)"""
 
 
-_OWN_GROUPS = {"dry run": DryRunArguments, "megatron-lowbit": RecipeArguments}
+@dataclass
+class LayerArguments:
+    """Parts of layers that Megatron-LM lacks, as Gemma 3 has them."""
+
+    geglu: bool = False
+    """gate MLPs by the tanh approximation of GELU"""
+
+    sandwich_norm: bool = False
+    """normalize what attention and MLP add to the residual"""
+
+    window_rotary_base: int | None = None
+    """base of rotary embeddings in layers with --window-size (default: --rotary-base, as in the
+    others)"""
+
+
+_OWN_GROUPS = {
+    "dry run": DryRunArguments,
+    "megatron-lowbit": RecipeArguments,
+    "layers": LayerArguments,
+}
 """Groups of arguments that Megatron-LM does not have, by title."""
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments of recipes to a parser, in their own group.
+    """Add the arguments of recipes and layers to a parser, in their own groups.
 
     Any script based on Megatron-LM can pass this function as its ``extra_args_provider``.
 
     Returns:
         The same parser.
     """
-    return _add_groups(parser, "megatron-lowbit")
+    return _add_groups(parser, "megatron-lowbit", "layers")
 
 
 def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

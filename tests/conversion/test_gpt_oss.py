@@ -1,0 +1,232 @@
+"""gpt-oss as it is released, with experts in MXFP4: read, trained, and written again."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import gpt_oss_model, weights
+from training_runs import train
+
+from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
+from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.families import FAMILIES, family_of
+from megatron_lowbit.conversion.quantized import QuantizedAs
+from megatron_lowbit.conversion.verify import verify
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.layers import operands
+from tests.short_runs import fork_results_queue, without_pictures
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 4, 64, 32
+QUANTIZATION = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens"]}
+ONLY_EXPERTS = "matchers.linears.pattern='*.experts.*'"
+QAT = QuantizedAs("gpt-oss", ["qat-mxfp4"], [ONLY_EXPERTS])
+
+
+def random_blocks(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw codes and scales of experts; each block's largest code is 4 or 6."""
+    codes = torch.randint(0, 16, (EXPERTS, rows, columns // 32, 32))
+    codes[..., 7] = torch.randint(0, 2, codes.shape[:-1]) * 8 + 6
+    blocks = codes[..., ::2] | codes[..., 1::2] << 4
+    scales = torch.randint(118, 123, codes.shape[:-1])
+    return blocks.to(torch.uint8), scales.to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory) -> Path:
+    """A folder with the tensors of openai/gpt-oss-20b, but smaller ones."""
+    folder = tmp_path_factory.mktemp("released")
+    torch.manual_seed(0)
+    model = gpt_oss_model(
+        hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=LAYERS, vocab_size=500
+    )
+    model.bfloat16().save_pretrained(folder)
+    tensors = weights(folder)
+    for layer in range(LAYERS):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for name, rows, columns in (
+            ("gate_up_proj", 2 * WIDTH, HIDDEN),
+            ("down_proj", HIDDEN, WIDTH),
+        ):
+            del tensors[f"{experts}.{name}"]
+            blocks, scales = random_blocks(rows, columns)
+            tensors |= {f"{experts}.{name}_blocks": blocks, f"{experts}.{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = QUANTIZATION
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(released, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("converted") / "checkpoint"
+    to_megatron(released, folder)
+    return folder
+
+
+def dequantized(tensors: dict[str, torch.Tensor], experts: str, name: str) -> torch.Tensor:
+    """Return what transformers reads: (E, out, in)."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks, scales = (tensors[f"{experts}.{name}_{part}"] for part in ("blocks", "scales"))
+    return convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+
+
+def test_mxfp4_is_read_as_transformers_reads_it(released, checkpoint):
+    tensors, reader = weights(released), CheckpointReader(checkpoint / "iter_0000000")
+    for layer in range(LAYERS):
+        pair, down = (
+            dequantized(tensors, f"model.layers.{layer}.mlp.experts", name)
+            for name in ("gate_up_proj", "down_proj")
+        )
+        for expert in range(EXPERTS):
+            place, of = (layer, expert), (LAYERS, EXPERTS)
+            fc1, fc2 = (
+                reader.read(
+                    TensorSlice(f"decoder.layers.mlp.experts.experts.{key}.weight", place, of)
+                )
+                for key in ("linear_fc1", "linear_fc2")
+            )
+            assert torch.equal(fc1, torch.cat([pair[expert, ::2], pair[expert, 1::2]]))
+            assert torch.equal(fc2, down[expert])
+
+
+def test_without_training_every_bit_comes_back(released, checkpoint, tmp_path):
+    to_hugging_face(checkpoint, tmp_path / "out", quantized=QAT)
+    before, after = weights(released), weights(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "mxfp4"
+    difference, largest = verify(tmp_path / "out", checkpoint, quantized=QAT)
+    assert difference <= 1e-5 * largest
+
+
+def test_small_codes_keep_their_values(tmp_path, released):
+    """The largest code of a block becomes 4 or 6, with a smaller scale."""
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text((released / "config.json").read_text())
+    before = weights(released)
+    for name in list(before):
+        if name.endswith("_blocks"):  # codes up to 3, or up to 1
+            before[name] = torch.randint(0, 256, before[name].shape, dtype=torch.uint8) & 0xDD
+    save_file(before, source / "model.safetensors")
+    to_megatron(source, tmp_path / "there")
+    to_hugging_face(tmp_path / "there", tmp_path / "out", quantized=QAT)
+    after = weights(tmp_path / "out")
+    for name in ("gate_up_proj", "down_proj"):
+        seen, expected = (
+            dequantized(tensors, "model.layers.1.mlp.experts", name) for tensors in (after, before)
+        )
+        assert torch.equal(seen, expected)
+
+
+def test_an_export_has_the_codes_that_training_multiplied(
+    released, checkpoint, tmp_path, monkeypatch
+):
+    """After two updates, against the operands of the third iteration's forward."""
+    seen, original = [], operands.quantize_weight
+
+    def recording(*arguments):
+        operands_of_call = original(*arguments)
+        seen.append(operands_of_call[0])
+        return operands_of_call
+
+    monkeypatch.setattr(operands, "quantize_weight", recording)
+    train(f"@{checkpoint}/model.args", "--load", checkpoint, "--finetune", "--train-iters", 3,
+          "--save", tmp_path / "run", "--save-interval", 2, "--precision-recipe", "qat-mxfp4",
+          "--recipe-set", ONLY_EXPERTS)  # fmt: skip
+    to_hugging_face(
+        tmp_path / "run" / "iter_0000002", tmp_path / "out", quantized=QuantizedAs("gpt-oss")
+    )
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    microbatch = iter(seen[-2 * LAYERS * EXPERTS :])
+    for layer in range(LAYERS):
+        experts = f"model.layers.{layer}.mlp.experts"
+        for expert in range(EXPERTS):
+            for name in ("gate_up_proj", "down_proj"):
+                weight = next(microbatch)
+                blocks = tensors[f"{experts}.{name}_blocks"][expert].flatten(1)
+                scales = tensors[f"{experts}.{name}_scales"][expert]
+                if name == "gate_up_proj":
+                    blocks, scales = (torch.cat([t[::2], t[1::2]]) for t in (blocks, scales))
+                assert torch.equal(weight.codes, blocks)
+                assert torch.equal(weight.scales, scales)
+    first = "model.layers.0.mlp.experts.down_proj_blocks"
+    assert not torch.equal(tensors[first], weights(released)[first])  # the updates changed codes
+
+
+def test_transformers_loads_an_export(checkpoint, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    to_hugging_face(checkpoint, tmp_path / "out", "bfloat16", quantized=QAT)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    read = dequantized(weights(tmp_path / "out"), "model.layers.1.mlp.experts", "down_proj")
+    assert torch.equal(model.model.layers[1].mlp.experts.down_proj.transpose(1, 2), read)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_parameters": {"rope_type": "default"}}, "rope_type 'default'"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
+        ({"swiglu_alpha": 1.0}, "swiglu_alpha 1.0: only 1.702"),
+        ({"attention_bias": False}, "attention_bias False"),
+        ({"layer_types": ["full_attention"]}, "layer_types must be .* for each of 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types must be"),
+    ],
+)
+def test_a_config_that_does_not_fit(change, named, released):
+    config = json.loads((released / "config.json").read_text())
+    with pytest.raises(UserError, match=named):
+        FAMILIES["GptOssForCausalLM"].from_config(config | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"window_size": (127, 2)}, r"window_size \(127, 2\)"),
+        ({"glu_linear_offset": 0.0}, "glu_linear_offset 0.0; a gpt-oss has 1.0"),
+        ({"softmax_type": "off-by-one"}, "softmax_type 'off-by-one'; a gpt-oss has 'learnable'"),
+        ({"mscale": 0.7}, "mscale 0.7"),
+    ],
+)
+def test_a_model_that_does_not_fit(change, named, released):
+    config = json.loads((released / "config.json").read_text())
+    model = FAMILIES["GptOssForCausalLM"].from_config(config).model | change
+    with pytest.raises(UserError, match=named):
+        family_of(model).to_config(model)
+
+
+def train_once(checkpoint: Path, save: Path, *arguments: object) -> None:
+    # Without clipping, by a norm that layouts sum in other orders.
+    train(f"@{checkpoint}/model.args", "--load", checkpoint, "--finetune", "--train-iters", 1,
+          "--save", save, "--clip-grad", 1e6, *arguments)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_gradients_over_two_ranks_are_those_of_one(checkpoint, run_ranks, tmp_path):
+    """Adam's first moments, also of experts' biases, whose experts both ranks hold."""
+    train_once(checkpoint, tmp_path / "one")
+    run_ranks(__file__, 2, checkpoint, tmp_path / "two", timeout=200)
+    one, two = (CheckpointReader(tmp_path / name / "iter_0000001") for name in ("one", "two"))
+    moments = [key for key in one.state if ".exp_avg." in key]
+    assert sum(key.endswith(("bias", "softmax_offset")) for key in moments) == 6
+    for key in moments:
+        seen, expected = (
+            run.read_part(key, [0] * len(entry.size), entry.size)
+            for run, entry in ((two, two.state[key]), (one, one.state[key]))
+        )
+        assert (seen - expected).norm() <= 1e-4 * expected.norm(), key
+
+
+if __name__ == "__main__":
+    with without_pictures():
+        fork_results_queue()
+        layout = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
+        train_once(*map(Path, sys.argv[1:3]), *layout)
