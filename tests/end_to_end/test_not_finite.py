@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from tiny_run import done, steps
 
 FAULTY = Path(__file__).with_name("faulty_run.py")
@@ -23,6 +24,7 @@ def test_megatron_lm_ends_the_run(pretrain_forked, tmp_path):
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text().strip() == "3"
 
 
+@pytest.mark.slow
 def test_it_goes_back_and_skips_the_data(pretrain_command, pretrain_here, tmp_path):
     """The result equals that of a run with --iterations-to-skip from its start.
 

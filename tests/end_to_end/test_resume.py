@@ -86,6 +86,7 @@ def test_one_process(train, pretrain_here, tmp_path, way):
     check(tmp_path / "rest", train(way))
 
 
+@pytest.mark.slow
 def test_another_process(train, pretrain_command, tmp_path):
     """The result does not depend on the state of a process."""
     way = "nvfp4 with dropout"
@@ -131,12 +132,23 @@ RANKS = {
 }  # fmt: skip
 
 
-def test_two_ranks(pretrain_ranks, tmp_path):
+# Like others, but for what one process shows as well.
+SLOW_RANKS = ("data parallel, delayed scaling", "data parallel, saved in the background")
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        pytest.param([way for way in RANKS if way not in SLOW_RANKS], id="quick"),
+        pytest.param(SLOW_RANKS, id="slow", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks(pretrain_ranks, tmp_path, ways):
     """One job makes all whole runs before their folders are copied."""
-    pretrain_ranks({way: (*RANKS[way], *whole(tmp_path / way)) for way in RANKS})
+    pretrain_ranks({way: (*RANKS[way], *whole(tmp_path / way)) for way in ways})
     (tmp_path / "ranks").rename(tmp_path / "whole")
     pretrain_ranks(
-        {way: (*RANKS[way], *rest(tmp_path / way, tmp_path / f"{way}, rest")) for way in RANKS}
+        {way: (*RANKS[way], *rest(tmp_path / way, tmp_path / f"{way}, rest")) for way in ways}
     )
-    for way in RANKS:
+    for way in ways:
         check(tmp_path / f"{way}, rest", tmp_path / way)

@@ -40,6 +40,11 @@ CASES = {
 }  # fmt: skip
 
 
+# Units that tests/recipes converts, and a combination of two other cases.
+SLOW = ("to delayed scaling, backward", "tokens between steps", "fraction")
+IN_ORDER = [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+
+
 @pytest.fixture
 def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Path]:
     """Function that runs all iterations; runs from the start save each, and are cached."""
@@ -69,7 +74,7 @@ def switched(case: str) -> tuple:
     return ("--precision-recipe", base, "--recipe-set", f"switches.heal={{{switch}}}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", IN_ORDER)
 def test_equals_the_run_without_it_until_it_comes(train, case):
     """After the switch, losses and gradients differ. Start and switch are printed."""
     base, switch, _ = CASES[case]
@@ -86,7 +91,7 @@ def test_equals_the_run_without_it_until_it_comes(train, case):
     assert logged[AFTER] < announced < logged[AFTER + 1]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", IN_ORDER)
 def test_computes_what_it_switched_to(train, case):
     """A run of the second recipe from the checkpoint at the switch has the same steps."""
     run = train("switched", *switched(case))
@@ -94,7 +99,9 @@ def test_computes_what_it_switched_to(train, case):
     assert steps(other) == {k: v for k, v in steps(run).items() if k > AFTER}
 
 
-AROUND = [(case, AFTER) for case in CASES] + [
+AROUND = [
+    pytest.param(case, AFTER, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES
+] + [
     (case, iteration)
     for case in ("all", "to delayed scaling", "from delayed scaling")
     for iteration in (AFTER - 1, AFTER + 1)

@@ -87,15 +87,24 @@ def test_what_is_not_finite_is_not_a_number(value):
             assert torch.equal(expected.isnan(), numbers(seen).isnan())
 
 
-@pytest.mark.parametrize("rounding", Rounding)
+AT_ONCE = [
+    ("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None),
+    ("nvfp4 4/6", Hadamard(128)), ("nvfp4-2d 4/6", None), ("ms-eden", Hadamard(128)),
+    ("nvfp4-ue5m3", Hadamard(16)), ("nvfp4-ue5m3-2d", None), ("fp8-1x128-e4m3 16", None),
+    ("fp8-128x128-e5m2 64", None),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "name, hadamard",
-    [("nvfp4", None), ("nvfp4", Hadamard(16)), ("mxfp8-e4m3", None), ("mxfp4-2d", None),
-     ("nvfp4 4/6", Hadamard(128)), ("nvfp4-2d 4/6", None), ("ms-eden", Hadamard(128)),
-     ("nvfp4-ue5m3", Hadamard(16)), ("nvfp4-ue5m3-2d", None),
-     ("fp8-1x128-e4m3 16", None), ("fp8-128x128-e5m2 64", None)],
+    ("name", "hadamard", "rounding"),
+    [
+        # In make test, the roundings by turns.
+        pytest.param(*case, rounding, marks=[pytest.mark.slow] * ((number + turn) % 2))
+        for number, case in enumerate(AT_ONCE)
+        for turn, rounding in enumerate(Rounding)
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_quantized_to_numbers_at_once(name, hadamard, rounding):
     x, quantizer = values(64, 128), Quantizer(EXACT[name], rounding)
     draw = Draw(5) if rounding is Rounding.STOCHASTIC else None

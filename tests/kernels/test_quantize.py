@@ -1,5 +1,6 @@
 """The Triton kernels against the reference arithmetic, bit for bit; in the interpreter on a CPU."""
 
+from itertools import cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -89,17 +90,39 @@ def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> N
     check_same(by_col, quantizer(x.t(), hadamard=hadamard, sign_key=6, draw=draws[1]))
 
 
-@pytest.mark.parametrize("rounding", Rounding)
-@pytest.mark.parametrize("name", ALL)
+# Options change how scales are made: whichever the rounding.
+QUICK = {(name, rounding) for rounding in Rounding for name in KERNELS} | {
+    (name, Rounding.STOCHASTIC) for name in OPTIONS
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rounding"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in QUICK))
+        for case in product(ALL, Rounding)
+    ],
+)
 def test_equals_the_reference(name, rounding):
     check(values(*RAGGED, torch.float32), Quantizer(ALL[name], rounding), None)
 
 
-@pytest.mark.parametrize("hadamard", TRANSFORMS, ids=str)
-@pytest.mark.parametrize(
-    "name", ["nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64",
-             "fp8-tensor-e5m2", "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden"],
+TRANSFORMED = (
+    "nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64", "fp8-tensor-e5m2",
+    "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden",
 )  # fmt: skip
+# One transform for each format, and one format with them all.
+ONE_EACH = {*zip(TRANSFORMED, cycle(TRANSFORMS), strict=False), *product(["nvfp4"], TRANSFORMS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "hadamard"),
+    [
+        pytest.param(*case, marks=[pytest.mark.slow] * (case not in ONE_EACH))
+        for case in product(TRANSFORMED, TRANSFORMS)
+    ],
+    ids=str,
+)
 def test_with_a_transform(name, hadamard):
     check(values(*RAGGED, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
 

@@ -82,6 +82,7 @@ def steps(folder: Path) -> list[tuple[float, float]]:
     return [(line["lm_loss"], line["grad_norm"]) for line in lines if "lm_loss" in line]
 
 
+@pytest.mark.slow
 def test_apex_changes_no_bits_and_no_quantized_wgrad(tmp_path, monkeypatch):
     """Apex's kernel accumulates weight gradients of layers in high precision only."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

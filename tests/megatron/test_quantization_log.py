@@ -98,7 +98,10 @@ def check(folder: Path, model: str) -> None:
         assert math.isfinite(found[3][f"{layer}/wgrad/grad/amax"])
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("dense", "hybrid"))) for m in MODELS],
+)
 def test_every_layer_and_the_same_training(tmp_path, model):
     make_runs(tmp_path, model)
     check(tmp_path, model)
