@@ -10,6 +10,7 @@ import os
 import reprlib
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -88,6 +89,10 @@ class Entries:
         """Return the number of entries."""
         return len(self._content)
 
+    def __iter__(self) -> Iterator[str]:
+        """Yield the keys of the entries."""
+        return iter(self._content)
+
     def integer(
         self, key: str, default: int | None = None, least: int = 1, most: int = _INT32
     ) -> int:
@@ -132,6 +137,13 @@ class Entries:
     def inner(self, key: str) -> "Entries":
         """Return the entries of an object; one without entries by default."""
         return Entries(self._value(key, {}), f"{self._place}: {key}")
+
+    def objects(self, key: str) -> "list[Entries]":
+        """Return the objects of a list; an empty one by default."""
+        value = self._value(key, [])
+        if not isinstance(value, list):
+            raise self._error(key, value, "a list of objects")
+        return [Entries(entry, f"{self._place}: {key}") for entry in value]
 
     def inner_objects(self) -> "list[Entries]":
         """Return this object's entries, each of which is an object itself."""

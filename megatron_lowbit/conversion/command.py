@@ -1,7 +1,8 @@
-"""Checkpoints from Hugging Face's format to Megatron-LM's and back.
+"""Checkpoints from Hugging Face's format to Megatron-LM's and back, and to llama.cpp's.
 
     lowbit-convert to-megatron FOLDER OUTPUT
     lowbit-convert to-hugging-face CHECKPOINTS OUTPUT
+    lowbit-convert to-gguf FOLDER FILE
 
 To go on training: lowbit-pretrain @OUTPUT/model.args --load OUTPUT --finetune
 --tokenizer-type HuggingFaceTokenizer --tokenizer-model OUTPUT/hugging_face ...
@@ -22,6 +23,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     # After the help, which needs no torch.
     from megatron_lowbit.conversion import next_steps
+
+    if args.command == "to-gguf":
+        from megatron_lowbit.conversion.gguf_file import to_gguf
+
+        summary = to_gguf(args.source, args.output, args.force)
+        print("\n".join(next_steps.after_to_gguf(args.output, summary)))
+        return
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
 
@@ -78,10 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     there = commands.add_parser("to-megatron", help="safetensors to torch_dist")
     back = commands.add_parser("to-hugging-face", help="torch_dist to safetensors")
-    for command in (there, back):
+    gguf = commands.add_parser("to-gguf", help="safetensors to a GGUF file, for llama.cpp")
+    for command, kind in ((there, "folder"), (back, "folder"), (gguf, "file")):
         command.add_argument("source", type=Path, metavar="SOURCE", help="folder to convert")
-        command.add_argument("output", type=Path, metavar="OUTPUT", help="a new folder")
+        command.add_argument("output", type=Path, metavar="OUTPUT", help=f"a new {kind}")
         command.add_argument("--force", action="store_true", help="replace OUTPUT")
+    for command in (there, back):
         command.add_argument(
             "--shard-bytes", type=int, default=SHARD_BYTES, help="largest number of bytes in a file"
         )

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from megatron_lowbit.conversion.convert import COMPANIONS, MODEL_ARGUMENTS
 from megatron_lowbit.conversion.family import ConvertibleModel
+from megatron_lowbit.conversion.gguf_file import GGUFSummary
 
 _MOST_TOKENS = 2048
 """Longest sequence in the suggested training command."""
@@ -29,6 +30,7 @@ class Reader(NamedTuple):
 
 
 _TRANSFORMERS = {"transformers": "5.23.0"}
+_LLAMA_CPP = {"xllamacpp": "2026.10.11549"}
 READERS = {
     None: Reader(_TRANSFORMERS, ("Llama", "Mixtral", "GPT-2", "Nemotron-H", "gpt-oss", "Gemma-3")),
     "fp8-blocks": Reader(_TRANSFORMERS | {"accelerate": "1.15.0"}, ("Llama", "Mixtral")),
@@ -98,6 +100,16 @@ def after_to_hugging_face(
         written,
         f"loads in: {_listed(reader.packages)} (tested)",
         f"next: {shlex.join(['python', '-c', code])}",
+    ]
+
+
+def after_to_gguf(output: Path, summary: GGUFSummary) -> list[str]:
+    """Describe a GGUF file: its content, its reader, and the command that serves it."""
+    types = ", ".join(f"{count} matrices in {type}" for type, count in summary.types.items())
+    return [
+        f"written: {output} ({summary.family}, {types})",
+        f"loads in: llama.cpp by {_listed(_LLAMA_CPP)} (tested)",
+        f"next: {shlex.join(['llama-server', '--model', str(output)])}",
     ]
 
 

@@ -96,6 +96,10 @@ class StoredFolder(Folder):
         stored = self._weights[name]
         return stored.decode(*(self._part(part, stored.entry) for part in stored.parts))
 
+    def parts(self, name: str) -> tuple[str, ...]:
+        """Return the names of the stored tensors that a tensor is made of."""
+        return self._weights[name].parts if name in self._weights else (name,)
+
     def _outline(self, part: str, entry: int | None) -> Tensor:
         """Return a part without content."""
         shape, dtype = super().shape(part)

@@ -17,7 +17,7 @@ from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
-_LLAMA3 = {
+LLAMA3_ROPE = {
     "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
 }  # fmt: skip
 """Values of Llama 3.1's scaling of frequencies that megatron-core fixes."""
@@ -80,7 +80,7 @@ def scaled_rope(entries: Entries, kind: str, fixed: Mapping[str, float]) -> Entr
 
 
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
-    scaling = scaled_rope(entries, "llama3", _LLAMA3)
+    scaling = scaled_rope(entries, "llama3", LLAMA3_ROPE)
     if scaling is None:
         return {}
     return {"use_rope_scaling": True, "rope_scaling_factor": scaling.number("factor", above=0)}
@@ -90,7 +90,7 @@ def _rope_scaling_entry(model: Model) -> dict[str, Any]:
     if not model.get("use_rope_scaling"):
         return {"rope_scaling": None}
     factor = model["rope_scaling_factor"]
-    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **_LLAMA3}}
+    return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}}
 
 
 def _head_dimension(entries: Entries) -> int:

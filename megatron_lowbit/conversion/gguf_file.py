@@ -1,0 +1,201 @@
+"""GGUF files, llama.cpp's format: a folder of Hugging Face's with the codes and scales it has.
+
+Nothing is quantized here. Weights of compressed-tensors' NVFP4, MXFP4 and INT4 become ggml's blocks
+(``ggml_blocks.py``), matrices in high precision keep their dtype, vectors become FP32, which ggml
+needs. Queries and keys of a Llama get their rows in another order: ggml rotates neighbours, Hugging
+Face the halves of a head. NVFP4's tensor scale is a tensor of its own, which llama.cpp multiplies
+the product with. Source: llama.cpp's ``convert_hf_to_gguf.py`` for names and metadata.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.conversion.families import from_config
+from megatron_lowbit.conversion.families.llama import LLAMA3_ROPE
+from megatron_lowbit.conversion.family import ConvertibleModel
+from megatron_lowbit.conversion.ggml_blocks import mxfp4_blocks, nvfp4_blocks, q4_0_blocks
+from megatron_lowbit.conversion.gguf_vocabulary import add_vocabulary
+from megatron_lowbit.conversion.mapping import Model
+from megatron_lowbit.conversion.quantized_folder import open_folder
+from megatron_lowbit.errors import UserError, require
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+
+class Architecture(NamedTuple):
+    """llama.cpp's name of a family, and whether it rotates neighbouring channels of a head."""
+
+    name: str
+    rotates_neighbours: bool
+
+
+ARCHITECTURES = {"Llama": Architecture("llama", True), "Qwen3": Architecture("qwen3", False)}
+_METADATA = {
+    "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
+    "block_count": "num_layers", "feed_forward_length": "ffn_hidden_size",
+    "head_count": "num_attention_heads", "head_count_kv": "num_query_groups",
+    "key_length": "kv_channels", "value_length": "kv_channels",
+    "rope_dimension_count": "kv_channels", "rope_freq_base": "rotary_base",
+    "layer_norm_rms_eps": "layernorm_epsilon", "vocab_size": "vocab_size",
+}  # fmt: skip
+"""Megatron-LM's arguments by GGUF's names."""
+_PLAIN = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_BLOCKS: Mapping[tuple[str, ...], tuple[str, Callable[..., Tensor]]] = {
+    ("weight_packed", "weight_scale"): ("MXFP4", mxfp4_blocks),
+    ("weight_packed", "weight_scale", "weight_global_scale"): ("NVFP4", nvfp4_blocks),
+    ("weight_packed", "weight_scale", "weight_shape"): ("Q4_0", q4_0_blocks),
+}
+"""ggml's types, and functions from codes and scales to blocks, by the tensors of a weight."""
+
+
+class GGUFTensor(NamedTuple):
+    """Tensor of a GGUF file: its name, ggml's type, and its bytes, uint8 (..., bytes of a row).
+
+    ``read`` returns the bytes; with True, an outline of them on the ``meta`` device.
+    """
+
+    name: str
+    type: str
+    read: Callable[[bool], Tensor]
+
+
+class GGUFSummary(NamedTuple):
+    """Content of a written file: the family, and the number of matrices by ggml's type."""
+
+    family: str
+    types: Mapping[str, int]
+
+
+def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
+    """Convert a folder of Hugging Face's into a GGUF file.
+
+    Raises UserError, and leaves nothing, where llama.cpp has not this family, quantization or
+    tokenizer, or where a scale is no number of ggml's.
+    """
+    try:
+        import gguf
+    except ImportError:
+        raise UserError("to-gguf needs gguf: pip install 'megatron-lowbit[serve]'") from None
+    require(force or not output.exists(), f"{output} exists; --force replaces it")
+    folder = open_folder(source)
+    converted = from_config(folder.config, str(source / CONFIG))
+    known = " and ".join(ARCHITECTURES)
+    require(converted.name in ARCHITECTURES, f"to-gguf converts {known}, not {converted.name}")
+    architecture, model = ARCHITECTURES[converted.name], converted.model
+    partial = output.with_name(f".{output.name}.partial")
+    writer = gguf.GGUFWriter(partial, architecture.name)
+    for entry, argument in _METADATA.items():
+        getattr(writer, f"add_{entry}")(model[argument])
+    add_vocabulary(writer, source, model["vocab_size"])
+    tensors = list(_tensors(folder, converted, architecture))
+    try:
+        _write(writer, tensors)
+        partial.replace(output)
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    matrices = [tensor.type for tensor in tensors if tensor.read(True).ndim > 1]
+    types = {type: matrices.count(type) for type in dict.fromkeys(matrices)}
+    return GGUFSummary(converted.name, types)
+
+
+def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> None:
+    """Write metadata and tensors, with one tensor in memory at a time."""
+    from gguf import GGMLQuantizationType
+
+    for tensor in tensors:
+        outline, kind = tensor.read(True), GGMLQuantizationType[tensor.type]
+        byte = torch.empty(0, dtype=outline.dtype).numpy().dtype
+        writer.add_tensor_info(tensor.name, outline.shape, byte, outline.nbytes, kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.read(False).numpy())
+    finally:
+        writer.close()
+
+
+def _tensors(
+    folder: Folder, converted: ConvertibleModel, architecture: Architecture
+) -> Iterator[GGUFTensor]:
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    model, names = converted.model, [name for rule in converted.rules for name in rule.names]
+    folder.check(names)
+    gguf_names = get_tensor_name_map(MODEL_ARCH[architecture.name.upper()], model["num_layers"])
+    for name in names:
+        gguf_name = gguf_names.get_name(name, (".weight",))
+        order = _rotary_order(name, model) if architecture.rotates_neighbours else None
+        yield from _weight(folder, name, gguf_name, order)
+    if model.get("use_rope_scaling"):
+        factors = _rope_factors(model)
+        yield GGUFTensor("rope_freqs.weight", "F32", lambda outline: _bytes(factors))
+
+
+def _weight(
+    folder: Folder, name: str, gguf_name: str, order: Tensor | None
+) -> Iterator[GGUFTensor]:
+    """Yield a weight, with its rows in this order, and NVFP4's tensor scale."""
+    parts = folder.parts(name)
+    kind = tuple(part.rpartition(".")[2] for part in parts)
+    if kind == ("weight",) and (dtype := folder.stored(parts[0], True).dtype) in _PLAIN:
+        type, encode = _PLAIN[dtype], _bytes
+        if folder.stored(parts[0], True).ndim == 1:
+            type, encode = "F32", lambda vector: _bytes(vector.float())
+    elif kind in _BLOCKS:
+        type, encode = _BLOCKS[kind]
+    else:
+        raise UserError(f"{folder.path}: llama.cpp has no type for {name} ({', '.join(kind)})")
+
+    def read(outline: bool) -> Tensor:
+        try:
+            rows = encode(*(folder.stored(part, outline) for part in parts[:2]))
+        except UserError as error:
+            raise UserError(f"{folder.path}: {name}: {error}") from None
+        return rows if order is None else rows[order]
+
+    yield GGUFTensor(gguf_name, type, read)
+    if type == "NVFP4":
+        scale = gguf_name.removesuffix("weight") + "scale"
+        yield GGUFTensor(
+            scale, "F32", lambda outline: _bytes(1.0 / folder.stored(parts[2], outline))
+        )
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def _rotary_order(name: str, model: Model) -> Tensor | None:
+    """Return the rows of queries or keys with the two halves of each head in turn."""
+    kinds = {"q_proj": "num_attention_heads", "k_proj": "num_query_groups"}
+    heads = next((model[count] for kind, count in kinds.items() if f".{kind}." in name), None)
+    if heads is None:
+        return None
+    rows = torch.arange(heads * model["kv_channels"])
+    return rows.view(heads, 2, -1).transpose(1, 2).flatten()
+
+
+def _rope_factors(model: Model) -> Tensor:
+    """Return the divisors of the rotary frequencies, FP32 (kv_channels/2).
+
+    Source: Llama 3.1's scaling. Wavelengths above ``original / low`` are divided by ``factor``,
+    those below ``original / high`` by 1; between them frequencies are interpolated.
+    """
+    fixed, factor = LLAMA3_ROPE, model["rope_scaling_factor"]
+    low, high = fixed["low_freq_factor"], fixed["high_freq_factor"]
+    exponents = torch.arange(0, model["kv_channels"], 2, dtype=torch.float64)
+    wavelengths = 2 * math.pi * model["rotary_base"] ** (exponents / model["kv_channels"])
+    turns = fixed["original_max_position_embeddings"] / wavelengths
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 / ((1 - smooth) / factor + smooth)).float()
