@@ -134,6 +134,8 @@ class QuantizedParameters:
     @torch.no_grad()
     def restore(self) -> None:
         """Give the buffers all BF16 parameters, rounded from the optimizer's; on all ranks."""
+        if not self._is_built:
+            return  # Before the first step they have them, or a checkpoint is about to be loaded.
         self._sync()
         if not self._is_whole:
             self._allocate()

@@ -102,6 +102,7 @@ class _Weight:
     weight: Parameter
     context: LinearContext
     cuts: list[int]
+    codes: QuantizedTensor | None = None
 
     @property
     def format(self) -> Any:
@@ -126,6 +127,33 @@ class _Weight:
     def tensor_scale_part(self) -> tuple[tuple[int, ...], list[int]]:
         """Return shape and cuts of the tensor scale, which the rank with the first row has."""
         return (1,), [int(rows > 0) for rows in self.cuts]
+
+    def store(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> None:
+        """Make memory of the shapes of the parts the layer's quantized weight."""
+        format = self.format
+        self.codes = QuantizedTensor(
+            codes.view(format.element.dtype or torch.uint8),
+            scales.flatten().view(format.scale_dtype).view(len(scales), -1)
+            if scales.numel()
+            else scales.new_empty(scales.shape, dtype=format.scale_dtype),
+            tensor_scale[0],
+            format,
+            tuple(self.weight.shape),
+        )
+        serves = self.context.precision.weight_serves_dgrad
+        self.context.weight_cache.operands = (
+            self.codes,
+            TransposedLater(self.codes) if serves else self.codes,
+        )
+
+    def write(self, codes: QuantizedTensor, rank: int) -> None:
+        """Write the codes of a rank's rows."""
+        first, last = self.cuts[rank : rank + 2]
+        self.codes.codes.view(torch.uint8)[first:last] = codes.codes.view(torch.uint8)
+        rows = self.scale_part()[1]
+        self.codes.scales[rows[rank] : rows[rank + 1]] = codes.scales
+        if first == 0:
+            self.codes.tensor_scale.copy_(codes.tensor_scale)
 
 
 class StoredBucket:
@@ -177,20 +205,9 @@ class StoredBucket:
         self._tensor_scales = Packed(
             [w.tensor_scale_part() for w in weights], torch.float32, device
         )
-        for number, weight in enumerate(weights):
-            format = weight.format
-            codes = QuantizedTensor(
-                self._codes.tensors[number].view(format.element.dtype or torch.uint8),
-                self._scales.tensors[number].view(format.scale_dtype),
-                self._tensor_scales.tensors[number][0],
-                format,
-                tuple(weight.weight.shape),
-            )
-            serves = weight.context.precision.weight_serves_dgrad
-            weight.context.weight_cache.operands = (
-                codes,
-                TransposedLater(codes) if serves else codes,
-            )
+        parts = (self._codes.tensors, self._scales.tensors, self._tensor_scales.tensors)
+        for weight, codes, scales, tensor_scale in zip(weights, *parts, strict=True):
+            weight.store(codes, scales, tensor_scale)
         sizes = [((e - s,), self._cut_elements(s, e)) for s, e, _ in self._others]
         self._home = Packed(sizes, self.data.dtype, device)
         for (start, end, parameter), own in zip(self._others, self._home.tensors, strict=True):
@@ -213,10 +230,9 @@ class StoredBucket:
         if not self.gathers_codes:
             return self.data.nbytes * (self.group.size() - 1) // self.group.size()
         packed = (self._codes, self._scales, self._tensor_scales, self._home)
-        lists = [self._heads(), *(p.parts() for p in packed if p.tensors)]
-        return sum(
-            part.nbytes for parts in lists for rank, part in enumerate(parts) if rank != self.rank
-        )
+        sizes = [[part.nbytes for part in p.parts()] for p in packed if p.tensors]
+        sizes.append([(h.stop - h.start) * self.data.itemsize for h in self._heads()])
+        return sum(sum(of_ranks) - of_ranks[self.rank] for of_ranks in sizes)
 
     def write_own_shard(self) -> None:
         """Write this rank's elements from the optimizer's FP32 parameters."""
@@ -235,16 +251,16 @@ class StoredBucket:
         for (start, _, _), own in zip(self._others, self._home.tensors, strict=True):
             own.copy_(self.data[start : start + len(own)])
         if self.gathers_codes:
-            gather(self._heads(), self.group)
+            gather([self.data[head] for head in self._heads()], self.group)
         self._quantize()
         if self.gathers_codes:
             for packed in (self._codes, self._scales, self._tensor_scales, self._home):
                 gather(packed.parts(), self.group)
 
-    def _heads(self) -> list[Tensor]:
-        """Return the beginning of each rank's share that belongs to an earlier rank's last block.
+    def _heads(self) -> list[slice]:
+        """Return the elements of each rank's share that belong to an earlier rank's last block.
 
-        It is broadcast in the bucket's own precision.
+        They are at its beginning, and sent in the bucket's own precision.
         """
         heads = []
         for rank in range(self.group.size()):
@@ -253,7 +269,7 @@ class StoredBucket:
                 rest = weight.start + weight.cuts[rank] * weight.weight.shape[1]
                 if weight.start < begin < rest:
                     end = min(begin + self.shard, rest)
-            heads.append(self.data[begin:end])
+            heads.append(slice(begin, end))
         return heads
 
     def _quantize(self) -> None:
@@ -262,19 +278,12 @@ class StoredBucket:
             quantize_weight(context, parameter.detach)
         rows = [self._own_rows(weight) for weight in self._weights]
         amaxes = self._amaxes(rows)
-        for number, (weight, x) in enumerate(zip(self._weights, rows, strict=True)):
+        for weight, x, amax in zip(self._weights, rows, amaxes, strict=True):
             if not len(x):
                 continue
             request = _request(weight, len(x))
-            codes, _ = weight.context.engine.quantize(x, request, None, (amaxes[number], None))
-            first, last = weight.cuts[self.rank], weight.cuts[self.rank + 1]
-            cuts = weight.scale_part()[1]
-            first_scale, last_scale = cuts[self.rank], cuts[self.rank + 1]
-            self._codes.tensors[number][first:last] = codes.codes.view(torch.uint8)
-            scales = self._scales.tensors[number].view(codes.scales.dtype)
-            scales[first_scale:last_scale] = codes.scales
-            if first == 0:
-                self._tensor_scales.tensors[number][0] = codes.tensor_scale
+            codes, _ = weight.context.engine.quantize(x, request, None, (amax, None))
+            weight.write(codes, self.rank)
 
     def _own_rows(self, weight: _Weight) -> Tensor:
         first, last = weight.cuts[self.rank], weight.cuts[self.rank + 1]
