@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.training.utils import print_rank_0
 from torch.nn import Parameter
 
 from megatron_lowbit.errors import require
@@ -78,11 +79,21 @@ def check_recipe(recipe: Recipe, layers: Iterable[Layer]) -> None:
 
 @dataclass
 class _Group:
-    """Megatron-LM's group of buckets, its own gather, and its buckets with stored weights."""
+    """Megatron-LM's group of buckets, its own gather, and what replaces its buckets.
+
+    ``is_whole`` tells whether its buffers have the BF16 parameters of all ranks.
+    """
 
     gather: Callable[..., None]
     upstream: Any
     buckets: list[StoredBucket] = field(default_factory=list)
+    is_whole: bool = True
+
+    def gather_whole(self) -> None:
+        """Gather the BF16 parameters, unless they are there."""
+        if not self.is_whole:
+            self.gather(force_sync=True)
+        self.is_whole = True
 
 
 class QuantizedParameters:
@@ -100,7 +111,6 @@ class QuantizedParameters:
         self._groups: list[_Group] = []
         self._is_built = False
         self._is_new = True  # the optimizer's parameters are not synchronized yet
-        self._is_whole = True  # the buffers have all BF16 parameters
         steps_of(args, chunks).listeners.append(self.begin_step)
         chunks[0].quantized_parameters = _BeforeSave(self.restore)
 
@@ -137,19 +147,9 @@ class QuantizedParameters:
         if not self._is_built:
             return  # Before the first step they have them, or a checkpoint is about to be loaded.
         self._sync()
-        if not self._is_whole:
-            self._allocate()
-            for group in self._groups:
-                group.gather(force_sync=True)
-            self._is_whole = True
-
-    def stored_bytes(self) -> int:
-        """Return the bytes of codes that this rank keeps."""
-        return sum(bucket.code_bytes for bucket in self._buckets())
-
-    def gathered_bytes(self) -> int:
-        """Return the bytes of parameters that this rank receives in a step."""
-        return sum(bucket.gathered_bytes for bucket in self._buckets())
+        self._allocate()
+        for group in self._groups:
+            group.gather_whole()
 
     def _buckets(self) -> Iterator[StoredBucket]:
         for group in self._groups:
@@ -174,10 +174,13 @@ class QuantizedParameters:
         if not self._is_built:
             self._build()
         for group in self._groups:
-            if not self._is_whole and not all(b.gathers_codes for b in group.buckets):
-                group.gather(force_sync=True)
+            if not all(bucket.gathers_codes for bucket in group.buckets):
+                group.gather_whole()
             for bucket in group.buckets:
                 bucket.sync()
+        if not self._is_built:
+            self._is_built = True
+            print_rank_0(self._describe())
         self._is_new = False
 
     def _build(self) -> None:
@@ -188,7 +191,18 @@ class QuantizedParameters:
             for bucket in group.upstream.buckets:
                 own = {p: contexts[p] for p in bucket.params_list if p in contexts}
                 group.buckets.append(StoredBucket(bucket, ranks, own))
-        self._is_built = True
+
+    def _describe(self) -> str:
+        buckets = list(self._buckets())
+        codes = sum(bucket.code_bytes for bucket in buckets)
+        replaced = sum(bucket.replaced_bytes for bucket in buckets)
+        received = sum(bucket.gathered_bytes for bucket in buckets)
+        before = sum(bucket.whole_bytes for bucket in buckets)
+        return (
+            f"weights as codes: rank 0 keeps {codes / 2**20:,.1f} MiB of them in place of "
+            f"{replaced / 2**20:,.1f} MiB in BF16, and receives {received / 2**20:,.1f} MiB of "
+            f"parameters a step in place of {before / 2**20:,.1f} MiB"
+        )
 
     def _prepare_update(self) -> None:
         """Give the optimizer the memory that it writes to; activations are free by now."""
@@ -208,7 +222,8 @@ class QuantizedParameters:
     def _free(self) -> None:
         for buffer in self._buffers:
             buffer.param_data.untyped_storage().resize_(0)
-        self._is_whole = False
+        for group in self._groups:
+            group.is_whole = False
 
 
 def _leave_to_first_pass(group: Any, force_sync: bool = False) -> None:

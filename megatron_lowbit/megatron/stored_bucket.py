@@ -129,25 +129,23 @@ class _Weight:
         return (1,), [int(rows > 0) for rows in self.cuts]
 
     def store(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> None:
-        """Make memory of the shapes of the parts the layer's quantized weight."""
-        format = self.format
+        """Make memory in the shapes of the parts the layer's quantized weight."""
+        format, shape = self.format, (self.weight.shape[0], self.weight.shape[1])
+        scales = scales.flatten().view(format.scale_dtype)
         self.codes = QuantizedTensor(
             codes.view(format.element.dtype or torch.uint8),
-            scales.flatten().view(format.scale_dtype).view(len(scales), -1)
-            if scales.numel()
-            else scales.new_empty(scales.shape, dtype=format.scale_dtype),
+            scales.view(format.scale_shape(shape[0], self.columns)),
             tensor_scale[0],
             format,
-            tuple(self.weight.shape),
+            shape,
         )
         serves = self.context.precision.weight_serves_dgrad
-        self.context.weight_cache.operands = (
-            self.codes,
-            TransposedLater(self.codes) if serves else self.codes,
-        )
+        of_dgrad = TransposedLater(self.codes) if serves else self.codes
+        self.context.weight_cache.operands = self.codes, of_dgrad
 
     def write(self, codes: QuantizedTensor, rank: int) -> None:
         """Write the codes of a rank's rows."""
+        assert self.codes is not None
         first, last = self.cuts[rank : rank + 2]
         self.codes.codes.view(torch.uint8)[first:last] = codes.codes.view(torch.uint8)
         rows = self.scale_part()[1]
@@ -225,10 +223,21 @@ class StoredBucket:
         return sum(p.whole.nbytes for p in packed) + sum(side.nbytes for side in twice)
 
     @property
+    def replaced_bytes(self) -> int:
+        """Bytes of the stored weights in the bucket's precision."""
+        others = sum(end - start for start, end, _ in self._others)
+        return (sum(end - start for _, (start, end) in self._places) - others) * self.data.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """Bytes of other ranks' shares in the bucket's precision."""
+        return self.data.nbytes - self.shard * self.data.itemsize
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes that this rank receives in a step."""
         if not self.gathers_codes:
-            return self.data.nbytes * (self.group.size() - 1) // self.group.size()
+            return self.whole_bytes
         packed = (self._codes, self._scales, self._tensor_scales, self._home)
         sizes = [[part.nbytes for part in p.parts()] for p in packed if p.tensors]
         sizes.append([(h.stop - h.start) * self.data.itemsize for h in self._heads()])

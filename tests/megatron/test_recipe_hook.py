@@ -14,6 +14,7 @@ FINE = {
     "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
     "use_transformer_engine_op_fuser": False, "delay_wgrad_compute": False,
+    "quantized_param_gather": False,
 }  # fmt: skip
 
 
@@ -25,7 +26,7 @@ FUSED = {
 
 
 def hooks(recipe: list[str] | None, **more: object) -> list:
-    model_config = Namespace(pre_wrap_hooks=[])
+    model_config = Namespace(pre_wrap_hooks=[], post_wrap_hooks=[])
     use_recipe(model_config, Namespace(**{**FINE, "precision_recipe": recipe, **more}))
     return model_config.pre_wrap_hooks
 
