@@ -55,6 +55,7 @@ def check(args: Namespace) -> None:
         "--use-nccl-ub": args.nccl_ub,
         "--moe-grouped-gemm": args.moe_grouped_gemm,
         "--mxnorm": args.mxnorm,
+        "--skip-train": args.skip_train,
         "--log-quantization-error-interval": args.log_quantization_error_interval,
         "--save-params-interval": args.save_params_interval is not None,
         "--check-weight-hash-across-dp-replicas-interval":
