@@ -20,7 +20,6 @@ OTHERS = 2 * 512 * 64 + 9 * 64
 
 NVFP4 = ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", 40000)
-PP2 = ("--pipeline-model-parallel-size", 2, "--num-layers-per-virtual-pipeline-stage", 1)
 TP2 = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
 # Codes of one set, gathered in several buckets; of two sets; a tensor's amax over two ranks.
 TWO_RANKS = {
@@ -80,40 +79,44 @@ def test_checkpoints_load_with_and_without(here, pretrain_here, tmp_path, saved,
 
 
 @pytest.fixture
-def ranks(memory, corpus, run_ranks, tmp_path_factory):
-    """Folder with the runs of two ranks and their records."""
-    if "ranks" not in memory:
-        memory["ranks"] = folder = tmp_path_factory.mktemp("ranks")
-        job = {
-            f"{name} {kind}": arguments_for(
-                corpus, (*COMMON, *case, *more, "--train-iters", 3, "--save",
-                         folder / f"{name} {kind}"))
-            for name, case in TWO_RANKS.items()
-            for kind, more in (("plain", ()), ("stored", (STORED,)))
-        }  # fmt: skip
-        (folder / "job.json").write_text(json.dumps(job))
-        run_ranks(Path(__file__).with_name("rank_in_bf16.py"), RANKS, folder / "job.json",
-                  timeout=100)  # fmt: skip
-        assert not list(folder.glob("*.error"))
-    return memory["ranks"]
+def two_ranks(memory, corpus, run_ranks, tmp_path_factory):
+    """Function that makes a pair of runs of two ranks once, and returns the folder of both."""
+
+    def run(name: str) -> Path:
+        if name not in memory:
+            memory[name] = folder = tmp_path_factory.mktemp("ranks")
+            job = {}
+            for kind, more in (("plain", ()), ("stored", (STORED,))):
+                extra = (*COMMON, *TWO_RANKS[name], *more, "--train-iters", 3)
+                job[kind] = arguments_for(corpus, (*extra, "--save", folder / kind))
+            (folder / "job.json").write_text(json.dumps(job))
+            script = Path(__file__).with_name("rank_in_bf16.py")
+            run_ranks(script, RANKS, folder / "job.json", timeout=100)
+            assert not list(folder.glob("*.error"))
+        return memory[name]
+
+    return run
 
 
-def received(folder: Path, name: str, kind: str) -> int:
-    """Return the bytes of parameters that both ranks received."""
-    number = 2 * list(TWO_RANKS).index(name) + (kind == "stored")
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8", "tp2"))],
+)
+def test_two_ranks_train_as_with_bf16_weights(two_ranks, name):
+    folder = two_ranks(name)
+    assert len(steps(folder / "stored")) == 3
+    assert run_of(folder / "stored") == run_of(folder / "plain")
+    same_tensors(folder / "stored", folder / "plain", 3)
+
+
+def received(folder: Path, number: int) -> int:
+    """Return the bytes of parameters that both ranks received in a run."""
     files = [folder / f"{number}.{rank}.json" for rank in range(RANKS)]
     return sum(json.loads(file.read_text())["received"] for file in files)
 
 
-@pytest.mark.parametrize("name", TWO_RANKS)
-def test_two_ranks_train_as_with_bf16_weights(ranks, name):
-    plain, stored = ranks / f"{name} plain", ranks / f"{name} stored"
-    assert len(steps(stored)) == 3 and run_of(stored) == run_of(plain)
-    same_tensors(stored, plain, 3)
-
-
-def test_codes_are_gathered_in_place_of_weights(ranks):
-    plain, stored = (received(ranks, "nvfp4", kind) for kind in ("plain", "stored"))
+def test_codes_are_gathered_in_place_of_weights(two_ranks):
+    plain, stored = (received(two_ranks("nvfp4"), number) for number in range(2))
     # Three steps, and the checkpoint, which has BF16 weights. In this model most of what is sent
     # are embeddings, and beginnings of blocks that many small buckets cut.
     whole = plain // 4
