@@ -77,7 +77,7 @@ def _received(found: Counter) -> Iterator[None]:
 
 
 def _watch(chunks: list, found: Counter) -> list:
-    """Note the memory of parameters and codes whenever the output layer computes gradients."""
+    """Record the memory of parameters and codes whenever the output layer computes gradients."""
 
     def note(*_: Any) -> None:
         found["parameters"] = _bytes_behind(p for c in chunks for p in c.parameters())
