@@ -84,6 +84,10 @@ class Engine:
         """Return the transpose of codes (R, C) with their values, to be multiplied by ``lhs``."""
         return operand.dequantize().t()
 
+    def transposed(self, operand: QuantizedTensor) -> Any:
+        """Return the transpose of square blocks as :meth:`quantize` gives it for both sides."""
+        return operand.transpose()
+
     def gemm(
         self,
         lhs: Any,

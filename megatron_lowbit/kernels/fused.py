@@ -192,6 +192,10 @@ class FusedEngine(Engine):
             request = replace(request, saved=False)
         return self._written_form(request, dtype)
 
+    def transposed(self, operand: QuantizedTensor) -> Transposed:
+        """Return the transpose in the same memory; GEMMs of codes make a copy of it."""
+        return Transposed(operand)
+
     def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> Values | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
         exact = is_exact(operand) and is_exact(lhs) and self.capability >= routes.MIN_CAPABILITY

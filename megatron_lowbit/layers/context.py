@@ -18,6 +18,7 @@ from megatron_lowbit.numerics import (
     Amaxes,
     AmaxHistory,
     DelayedAmax,
+    QuantizedTensor,
     Request,
     Rounding,
     ScaleAmaxes,
@@ -27,9 +28,26 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecis
 
 @dataclass
 class WeightCache:
-    """Cached quantized weight, for fprop and dgrad. Reset to None whenever the weight changes."""
+    """Cached quantized weight, for fprop and dgrad. Reset to None whenever the weight changes.
+
+    ``stored``: True if the codes are all that a rank keeps of the weight. They are then never
+    reset, but written anew.
+    """
 
     operands: tuple[Any, Any] | None = None
+    stored: bool = False
+
+    def forget(self) -> None:
+        """Discard the quantized weight, unless it is stored."""
+        if not self.stored:
+            self.operands = None
+
+
+@dataclass(frozen=True)
+class TransposedLater:
+    """Weight (N, K) in square blocks, whose transpose dgrad makes when it multiplies."""
+
+    of: QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -192,12 +210,15 @@ class LinearContext:
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``rhs`` is fprop's own operand where dgrad or wgrad takes its values. ``high_precision`` are
+        ``rhs`` is fprop's own operand where dgrad or wgrad takes its values, and may be a
+        ``TransposedLater``. ``high_precision`` are
         the operands from which a product that is not finite is computed again where the recipe says
         so. Each rank does so with its own product: of one that is to be summed over ranks, with its
         own term.
         """
         precision = self.precision.gemms[name]
+        if isinstance(rhs, TransposedLater):
+            rhs = self.engine.transposed(rhs.of)
         serves_both = name == "dgrad" and self.precision.weight_serves_dgrad
         if precision.rhs_of_fprop and not serves_both:
             rhs = self.engine.transpose(rhs, lhs)

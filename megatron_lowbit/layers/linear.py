@@ -67,7 +67,8 @@ class _LowbitLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             if dgrad_weight is None:
                 dgrad_weight = operands.quantize_dgrad_weight(context, weight)
-            plain = grad, weight.t()
+            # A weight of which only codes are stored has no elements to look at.
+            plain = (grad, weight.t()) if context.precision.dgrad.fallback else None
             dgrad = context.gemm("dgrad", by_row, dgrad_weight, grad.dtype, high_precision=plain)
             by_row = dgrad_weight = None
             dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)

@@ -116,8 +116,9 @@ class LayerState:
         )
 
     def forget_weight(self) -> None:
-        """Discard the quantized weight: the weight has changed."""
-        self.weight_cache.operands = self.group_cache.operands = None
+        """Discard the quantized weight, unless it is stored: the weight has changed."""
+        self.weight_cache.forget()
+        self.group_cache.forget()
 
     def microbatch_key(self) -> int:
         """Return the key of this layer's random numbers in the present microbatch."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
@@ -59,3 +59,14 @@ class _Product:
         )
         context = state.context(shards)
         return self.quantized(state.operand_of(input), weight, context, bias=kwargs["bias"])
+
+    def weight_context(self) -> LinearContext:
+        """Return a context for quantizing the weight alone, which draws no random numbers."""
+        state = self.state
+        return LinearContext(
+            state.plan.precision,
+            state.plan.engine,
+            key=0,
+            shards=state.shards(self.group, self.is_column),
+            weight_cache=state.weight_cache,
+        )

@@ -21,7 +21,14 @@ from megatron.training.utils import is_rank0, print_rank_0
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import allreduce_norm, cuda_graphs, experts, linear, upstream_gaps
+from megatron_lowbit.megatron import (
+    allreduce_norm,
+    cuda_graphs,
+    experts,
+    linear,
+    quantized_parameters,
+    upstream_gaps,
+)
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
@@ -79,11 +86,15 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
                 "whole")  # fmt: skip
     if args.fused_allreduce_norm:
         allreduce_norm.check(args)
+    if args.quantized_param_gather:
+        quantized_parameters.check(args)
     if args.mxnorm:
         use_mxnorm_spec(model_config)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
         change_specs(model_config, with_grouped_experts)
-    model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
+    hook = RecipeHook(recipe, args)
+    model_config.pre_wrap_hooks.append(hook)
+    model_config.post_wrap_hooks.append(hook.wrap)
 
 
 def _check(args: Namespace) -> None:
@@ -114,6 +125,7 @@ class RecipeHook:
     def __init__(self, recipe: Recipe, args: Namespace) -> None:
         self.recipe, self.args = recipe, args
         self.graphs: cuda_graphs.Graphs | None = None
+        self.parameters: quantized_parameters.QuantizedParameters | None = None
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
@@ -135,6 +147,8 @@ class RecipeHook:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
+        if args.quantized_param_gather:
+            self.parameters = quantized_parameters.QuantizedParameters(args, chunks)
         # All ranks count together, also where this one's layers have no fallback, or none yet.
         if any(precision.falls_back for precision in self.recipe.precisions()):
             count_fallbacks(args, chunks)
@@ -142,6 +156,10 @@ class RecipeHook:
         if is_rank0():
             self.show(layers, chunks)
         return chunks
+
+    def wrap(self, wrapped: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        """Store weights as codes if the arguments say so; a ``post_wrap_hook``."""
+        return wrapped if self.parameters is None else self.parameters.wrap(wrapped)
 
     def take_over(self, chunks: list[torch.nn.Module], source: LoadSource | None) -> None:
         """Give the linear layers of this rank the precision with which the run begins."""
@@ -156,6 +174,8 @@ class RecipeHook:
     def check(self, layers: list[Layer]) -> None:
         """Raise UserError where the recipe does not fit the whole model's layers."""
         self.recipe.check_matchers(layers)
+        if self.args.quantized_param_gather:
+            quantized_parameters.check_recipe(self.recipe, layers)
         if self.args.mxnorm:
             check_mxnorm(self.recipe, layers, self.args.hidden_size)
 

@@ -52,12 +52,15 @@ def activation_bytes(
     return dict(found)
 
 
-def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tuple[float, float]:
+def quantized_weight_bytes(
+    linear: Linear, tensor: int, as_values: bool, stored: bool = False
+) -> tuple[float, float]:
     """Return bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
 
     A weight that is the same in all microbatches is quantized once, for fprop and dgrad. Where both
     take the same square blocks ``as_values``, in BF16, they share the codes; GEMMs of codes need
-    them a second time, transposed. They also share them where dgrad takes fprop's values.
+    them a second time, transposed. They also share them where dgrad takes fprop's values, and where
+    they are ``stored`` in place of the weight.
     """
     precision = linear.precision
     sides = [precision.quantizer(gemm, "weight") for gemm in ("fprop", "dgrad")]
@@ -67,7 +70,7 @@ def quantized_weight_bytes(linear: Linear, tensor: int, as_values: bool) -> tupl
         return 0.0, 0.0
     if precision.caches_weight:
         of_fprop = precision.dgrad.rhs_of_fprop
-        shared = as_values if precision.weight_serves_dgrad else of_fprop
+        shared = as_values or stored if precision.weight_serves_dgrad else of_fprop
         return (sizes[0] if shared else sum(sizes)), 0.0
     return 0.0, sizes[1] if precision.weight_serves_dgrad else 0.0
 

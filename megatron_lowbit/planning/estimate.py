@@ -13,7 +13,7 @@ from megatron.training.vocab_utils import calculate_padded_vocab_size
 from megatron_lowbit.planning import communication, compute
 from megatron_lowbit.planning.launches import Launches, stage_launches, waiting
 from megatron_lowbit.planning.layouts import Layout
-from megatron_lowbit.planning.memory import Memory, rank_memory
+from megatron_lowbit.planning.memory import Memory, rank_memory, saved_parameter_bytes
 from megatron_lowbit.planning.model import Parameters, Part, parameters
 
 _ADAM_BYTES = 46
@@ -90,7 +90,8 @@ def estimate(
         for stage, parts in enumerate(stages)
     ]
     launches = [stage_launches(args, parts, layout, device.gpu) for parts in stages]
-    seconds = _step(args, times, launches, counts, layout, device, cluster)
+    saved = [saved_parameter_bytes(args, parts, layout.tensor) for parts in stages]
+    seconds = _step(args, times, launches, counts, saved, layout, device, cluster)
     tokens = layout.data * layout.microbatches * layout.micro_batch * args.seq_length
     counted = Namespace(**vars(args) | {"padded_vocab_size": padded})
     flops = num_floating_point_operations(counted, tokens // args.seq_length)
@@ -135,7 +136,7 @@ def _stage_times(
 
 def _step(
     args: Namespace, times: list[compute.Passes], launches: list[Launches],
-    counts: list[Parameters], layout: Layout, device: compute.Device,
+    counts: list[Parameters], saved: list[float], layout: Layout, device: compute.Device,
     cluster: communication.Cluster,
 ) -> dict[str, float]:  # fmt: skip
     """Return the seconds of a step by cause, as the slowest stage sees them.
@@ -151,9 +152,10 @@ def _step(
         found[name] += layout.microbatches * seconds
     found["pipeline bubble"] = (sum(totals) - totals[slowest]) / layout.virtual
     found += passes.step
-    sent = communication.data_parallel(args, counts[slowest], layout, cluster)
+    sent = communication.data_parallel(args, counts[slowest], layout, cluster, saved[slowest])
     hidden = passes.backward.total() if args.overlap_grad_reduce else 0.0
-    ahead = passes.forward.total() if args.overlap_param_gather else 0.0
+    overlaps = args.overlap_param_gather and not args.quantized_param_gather
+    ahead = passes.forward.total() if overlaps else 0.0
     found["data parallel"] = max(0.0, sent.gradients - hidden) + max(0.0, sent.parameters - ahead)
     if device.accumulate:
         most = max(count.all for count in counts)

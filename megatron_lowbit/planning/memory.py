@@ -51,6 +51,25 @@ def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float
     }
 
 
+def stores_codes(args: Namespace, linear: Linear) -> bool:
+    """Return True if codes take the place of a layer's BF16 weight."""
+    precision = linear.precision
+    stored = precision.quantized and precision.storage_obstacle is None
+    return bool(args.quantized_param_gather) and stored
+
+
+def saved_parameter_bytes(args: Namespace, parts: Counter[Part], tensor: int) -> float:
+    """Return the bytes by which a rank's weights are smaller as codes, where they are sent so."""
+    saved = 0.0
+    for part, number in parts.items():
+        for linear in part[1:]:
+            if stores_codes(args, linear) and linear.precision.weight_in_one_set:
+                quantizer = linear.precision.fprop.rhs
+                each = compute.BF16 - quantizer.format.bits_per_element / 8 if quantizer else 0.0
+                saved += number * compute.experts_of(args, part) * each * linear.elements(tensor)
+    return saved
+
+
 def in_flight(layout: Layout, stage: int) -> float:
     """Return microbatches whose activations a stage holds at once, under the 1F1B schedule.
 
@@ -78,7 +97,10 @@ def rank_memory(
         times = compute.experts_of(args, part)
         for linear in part[1:]:
             as_values = takes_values(device.gemm(linear.precision, "fprop"))
-            step, each = quantized_weight_bytes(linear, tensor, as_values)
+            stored = stores_codes(args, linear)
+            step, each = quantized_weight_bytes(linear, tensor, as_values, stored)
+            if stored:
+                held["weights"] -= number * times * compute.BF16 * linear.elements(tensor)
             held["quantized weights"] += number * times * step
             microbatch["quantized weights"] += number * times * each
         for name, size in activation_bytes(args, part, tokens, device.scan).items():

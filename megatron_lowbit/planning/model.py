@@ -46,6 +46,10 @@ class Linear(NamedTuple):
             return self.inputs, self.outputs // tensor
         return self.inputs // tensor, self.outputs
 
+    def elements(self, tensor: int) -> int:
+        """Return the number of weights on one rank."""
+        return self.inputs * self.outputs // tensor
+
 
 class Part(NamedTuple):
     """An attention, an MLP, a layer of experts or a Mamba-2 mixer, with the norm before it."""

@@ -224,6 +224,22 @@ class LinearPrecision:
         """True if the quantized weight's bits are the same in every microbatch of a step."""
         return not any(gemm.rhs and gemm.redraws_rhs for gemm in (self.fprop, self.dgrad))
 
+    @property
+    def weight_in_one_set(self) -> bool:
+        """True if dgrad's weight is made from the codes of fprop's."""
+        return self.weight_serves_dgrad or self.dgrad.rhs_of_fprop
+
+    @property
+    def storage_obstacle(self) -> str | None:
+        """Reason why codes cannot replace the stored weight; None if they can."""
+        if self.fprop.rhs is None or self.dgrad.rhs is None:
+            return "fprop or dgrad takes the weight in high precision"
+        if not self.caches_weight:
+            return "each microbatch quantizes the weight to other bits"
+        if self.dgrad.requantizes_rhs:
+            return "dgrad requantizes the weight"
+        return "fallback: bf16 needs the weight in high precision" if self.falls_back else None
+
     def gathers_codes(self, gemm: str, tokens: int) -> bool:
         """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
         quantizer, transform = self.quantizer(gemm, "input"), self.gemms[gemm].hadamard

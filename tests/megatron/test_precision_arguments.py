@@ -218,6 +218,22 @@ def test_arguments_that_a_recipe_replaces_are_named(choose):
     assert any("left out --fp8-margin 2: " in line for line in found.lines)
 
 
+@pytest.mark.parametrize(
+    ("line", "stores"),
+    [
+        ("--precision-recipe fp8-tile --fp8-param-gather", True),
+        ("--fp4-recipe nvfp4 --fp4-param-gather", True),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8 --fp8-param-gather", False),
+        ("--fp8-recipe blockwise", False),
+    ],
+)
+def test_weights_as_codes_are_asked_for_beside_the_name_of_a_recipe(choose, line, stores):
+    found = choose(line, HOPPER)
+    assert found.stores_codes == stores
+    taken = [line for line in found.lines if "taken as --quantized-param-gather" in line]
+    assert len(taken) == stores
+
+
 def test_own_settings_come_after_translated_ones(choose):
     line = "--fp8-format hybrid --fp8-recipe mxfp8 --recipe-set grad.format=mxfp8-e4m3"
     precision = precision_of_block(load(choose(line, CPU)), 0)

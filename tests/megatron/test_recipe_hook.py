@@ -17,6 +17,7 @@ FINE = {
     "use_transformer_engine_op_fuser": False, "delay_wgrad_compute": False, "geglu": False,
     "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
     "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
+    "quantized_param_gather": False,
 }  # fmt: skip
 
 
@@ -28,7 +29,7 @@ FUSED = {
 
 
 def hooks(recipe: list[str] | None, **more: object) -> list:
-    model_config = Namespace(pre_wrap_hooks=[])
+    model_config = Namespace(pre_wrap_hooks=[], post_wrap_hooks=[])
     use_recipe(model_config, Namespace(**{**FINE, "precision_recipe": recipe, **more}))
     return model_config.pre_wrap_hooks
 

@@ -372,3 +372,20 @@ def test_every_figure_says_where_it_comes_from():
         for figure in figures.values():
             assert figure.source.startswith(("measured: ", "data sheet", "published: ", "estimate"))
             assert figure.value > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kept", "sent"), [("fp8-tile", 1, 1), ("mxfp8", 33 / 16, 2), ("bf16", 2, 2)]
+)
+def test_weights_as_codes_take_their_bytes(recipe, kept, sent):
+    model = f"@{EXAMPLES}/llama3-1b.args --vocab-size 128256 --bf16 --use-distributed-optimizer"
+    linears = 16 * (2048 * 3072 + 2048 * 2048 + 2048 * 6144 + 3072 * 2048)
+    others = 2 * 128256 * 2048 + 33 * 2048
+    found = planned(f"{model} --precision-recipe {recipe} --quantized-param-gather", gpus=2)
+    parts = found.memory[0].parts
+    weights = parts["weights"] + parts.get("quantized weights", 0)
+    assert weights == pytest.approx(2 * others + kept * linears, rel=1e-3)
+    plain = planned(f"{model} --precision-recipe {recipe}", gpus=2)
+    bandwidth = gpu("h200")["nvlink_gb_per_s"] * 1e9
+    less = plain.seconds["data parallel"] - found.seconds["data parallel"]
+    assert less == pytest.approx((2 - sent) * linears / 2 / bandwidth, rel=1e-3, abs=1e-9)

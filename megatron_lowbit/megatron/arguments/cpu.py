@@ -157,7 +157,9 @@ def adapt_to_cpu(args: Namespace, words: CommandLine) -> list[str]:
     Returns:
         Lines to print that explain each change.
     """
-    changes = [_apply(row, args, words) for row in _UNSUPPORTED]
+    # Weights that are stored quantized are rounded to BF16 first, on a CPU as well.
+    kept = ("--bf16",) if args.quantized_param_gather else ()
+    changes = [_apply(row, args, words) for row in _UNSUPPORTED if row.flag not in kept]
     lines = [f"on a CPU: {change}" for change in changes if change]
     added = []
     for flag, *value in _ADDED:

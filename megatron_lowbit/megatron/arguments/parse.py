@@ -111,7 +111,7 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
             words.remove(flag)
     check_layers(args, machine)
     precision = translate_precision(args, words, machine)
-    for flag in ("--mxnorm", "--fused-allreduce-norm"):
+    for flag in ("--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather"):
         needed = flag not in words or bool(precision.recipes)
         require(needed, f"{flag} needs a recipe, such as bf16")
     lines = list(precision.lines)

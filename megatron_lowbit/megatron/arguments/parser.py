@@ -61,6 +61,11 @@ class RecipeArguments:
     """fuse the tensor-parallel all-reduce with the residual addition, the norm and the
     quantization"""
 
+    quantized_param_gather: bool = False
+    """keep and gather the weights of quantized layers as codes of the recipe instead of in BF16, as
+    --fp8-param-gather and --fp4-param-gather, which a recipe takes for it, do in Transformer
+    Engine's layers; needs --use-distributed-optimizer, --bf16 and --transformer-impl local"""
+
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
     )

@@ -48,12 +48,14 @@ class Precision:
         overrides: values of ``--recipe-set``, in order.
         left_out: Megatron-LM's flags that the recipe replaces.
         lines: lines to print when the program starts.
+        stores_codes: True if Megatron-LM's flags ask for weights that are stored as codes.
     """
 
     recipes: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     lines: tuple[str, ...] = ()
+    stores_codes: bool = False
 
 
 _CAPABILITY = {
@@ -91,10 +93,10 @@ _REPLACED = {
     "the recipes' scales have no margin": "--fp8-margin",
     "the recipes update scales in every iteration": "--fp8-interval",
     "the recipes leave the output layer in high precision": "--fp8-output-proj",
-    "it is about weights that Transformer Engine stores quantized": """
-        --fp8-param-gather --fp4-param-gather --keep-fp8-transpose-cache
-        --reuse-grad-buf-for-mxfp8-param-ag
-    """,
+    "Transformer Engine's layers keep BF16 weights under a recipe, and local ones codes by "
+    "--quantized-param-gather": "--fp8-param-gather --fp4-param-gather",
+    "it is about weights that Transformer Engine stores quantized":
+        "--keep-fp8-transpose-cache --reuse-grad-buf-for-mxfp8-param-ag",
     "only a custom recipe of Megatron-LM reads it":
         "--fp8-quantizer-factory --fp4-quantizer-factory",
     "the recipes pad no tokens":
@@ -104,6 +106,8 @@ _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in fl
 """Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
 _NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
+_PARAM_GATHER = ("--fp8-param-gather", "--fp4-param-gather")
+"""Flags that mean ``--quantized-param-gather`` beside the name of a recipe."""
 _UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
 
 
@@ -126,6 +130,10 @@ def translate_precision(
         words.remove(flag)
     if recipes := precision.recipes or default:
         words.add("--precision-recipe", *recipes)
+    if precision.stores_codes:
+        args.quantized_param_gather = True
+        if "--quantized-param-gather" not in words:
+            words.add("--quantized-param-gather")
     for override in precision.overrides:
         words.add("--recipe-set", override)
     return precision
@@ -263,9 +271,12 @@ def _with_recipes(
         shown = f"recipes {recipes[0]} (forward) and {recipes[1]} (backward)"
     changed = f" with {', '.join(overrides)}" if overrides else ""
     lines = [f"precision: {shown} of megatron-lowbit{changed}; {reason}"]
+    # A format is for Transformer Engine's layers, whose script runs without codes as well.
+    stored = [] if args.fp8 or args.fp4 else [flag for flag in _PARAM_GATHER if flag in words]
+    lines += [f"precision: {flag} taken as --quantized-param-gather" for flag in stored]
     lines += [
         f"precision: left out {words.text(flag)}: {_DEPENDENT[flag]}"
         for flag in left_out
-        if flag not in _NAMING
+        if flag not in (*_NAMING, *stored)
     ]
-    return Precision(recipes, overrides, left_out, tuple(lines))
+    return Precision(recipes, overrides, left_out, tuple(lines), bool(stored))
