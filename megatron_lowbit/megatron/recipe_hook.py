@@ -21,7 +21,14 @@ from megatron.training.utils import is_rank0, print_rank_0
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.megatron import allreduce_norm, cuda_graphs, experts, linear, upstream_gaps
+from megatron_lowbit.megatron import (
+    allreduce_norm,
+    cuda_graphs,
+    experts,
+    linear,
+    oscillation,
+    upstream_gaps,
+)
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.grouped_experts import with_grouped_experts
@@ -71,6 +78,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         )
         require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
                 "whole")  # fmt: skip
+    if recipe.oscillation:
+        oscillation.check(args)
     if args.fused_allreduce_norm:
         allreduce_norm.check(args)
     if args.mxnorm:
@@ -129,6 +138,8 @@ class RecipeHook:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
+        if self.recipe.oscillation:
+            steps.listeners.append(self._reset_oscillations(chunks, source).begin_step)
         # All ranks count together, also where this one's layers have no fallback, or none yet.
         if any(precision.falls_back for precision in self.recipe.precisions()):
             count_fallbacks(args, chunks)
@@ -182,11 +193,25 @@ class RecipeHook:
                 states.append(kind.take_over(module, plan))
         return states
 
+    def _reset_oscillations(
+        self, chunks: list[torch.nn.Module], source: LoadSource | None
+    ) -> oscillation.OscillationResets:
+        """Return the resets of this rank's weights, which the first chunk's checkpoints include."""
+        layers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "layer_state")]
+        resets = oscillation.OscillationResets(
+            layers, self.recipe.oscillation, self._iterations(), source and source.tensors
+        )
+        chunks[0].oscillation_resets = resets
+        return resets
+
+    def _iterations(self) -> int:
+        args = self.args
+        return args.train_iters or (args.train_samples or 0) // args.global_batch_size or 1
+
     def _progress(self, iteration: int) -> Progress:
         args = self.args
         samples = getattr(args, "consumed_train_samples", 0) or iteration * args.global_batch_size
-        total = args.train_iters or (args.train_samples or 0) // args.global_batch_size or 1
-        return Progress(iteration, samples * args.seq_length, iteration / total)
+        return Progress(iteration, samples * args.seq_length, iteration / self._iterations())
 
     def _begin_step(self, iteration: int, training: bool) -> None:
         """Quantize weights anew, for they have changed, and switch where the recipe says so."""
