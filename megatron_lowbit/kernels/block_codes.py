@@ -156,7 +156,7 @@ def ms_eden_quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S
 
 @triton.jit
 def ms_eden_torchao(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
-    """Do the same with torchao's scales, its ties to even, and fused sums."""
+    """Round as ``ms_eden_quartet2``, with torchao's scales, ties to even, and fused sums."""
     OPTIONS: tl.constexpr = S.options
     E: tl.constexpr = S.element
     E4M3: tl.constexpr = OPTIONS.element

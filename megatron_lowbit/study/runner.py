@@ -136,7 +136,7 @@ class _Clock:
         self._longest = 0.0
 
     def note(self, seconds: float) -> None:
-        """Note how long a run took."""
+        """Take the time of a run that has ended."""
         self._longest = max(self._longest, seconds)
 
     def allows_another(self) -> bool:

@@ -30,7 +30,7 @@ class Pace(NamedTuple):
 
 
 def pace_of(job: Job, gpu: str) -> Pace:
-    """Calculate the pace of a run on one GPU, as ``lowbit-plan`` does.
+    """Compute the pace of a run on one GPU, as ``lowbit-plan`` does.
 
     Raises:
         UserError: no such GPU, or arguments that it cannot plan.

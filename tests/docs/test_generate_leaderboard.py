@@ -132,7 +132,8 @@ def test_the_baseline_quantizes_nothing(write, tmp_path):
 
 TINY = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --train-iters 2
-    --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 --eval-iters 0 --log-interval 1
+    --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 --eval-iters 0 --eval-interval 2
+    --log-interval 1 --save-interval 2
     --mock-data --tokenizer-type NullTokenizer --vocab-size 100
 """
 

@@ -55,7 +55,7 @@ def test_what_fits_into_a_command():
 
 
 def test_runs_together_share_the_gpu():
-    """Of a step of 20 ms the GPU is busy for 8: two fit, three do not."""
+    """A GPU that is busy for 8 of 20 ms has room for two runs, not for three."""
     pace = Pace(step=0.020, busy=0.008, iterations=1000)
     found = [pace.seconds(at_once, start_up=5.0) for at_once in (1, 2, 3)]
     assert found == pytest.approx([25.0, 25.0, 29.0])

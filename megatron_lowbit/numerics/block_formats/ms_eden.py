@@ -50,7 +50,7 @@ BLOCK = 16
 AMAX_SCALE = 255.99
 AMAX_ELEMENT = 6.0 / (17.0 / 16.0 * 0.93)
 TOP = 256.0 * 6.0
-"""What torchao's arithmetic scales a tensor's amax to."""
+"""Number that torchao's arithmetic scales a tensor's amax to."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class MSEden(BlockFormat):
 
     @property
     def kernel_options(self) -> tuple[float, ...]:
-        """What amaxes are scaled to: of a block's scale and element, or of both."""
+        """Numbers that amaxes are scaled to: of a block's scale and element, or of both."""
         return (TOP,) if self.arithmetic == "torchao" else (AMAX_SCALE, AMAX_ELEMENT)
 
     @property
