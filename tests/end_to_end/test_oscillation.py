@@ -22,7 +22,7 @@ FC2 = "decoder.layers.1.mlp.linear_fc2"
 
 @pytest.fixture
 def whole(memory, pretrain_here, tmp_path_factory):
-    """Folder of a run, and FC2's weights as iterations begin, before and after resets."""
+    """Folder of a run, FC2's weights as iterations begin, before and after resets, its output."""
     if memory:
         return memory["whole"]
     folder = tmp_path_factory.mktemp("oscillation") / "whole"
@@ -42,15 +42,16 @@ def whole(memory, pretrain_here, tmp_path_factory):
     original = pretrain.run
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pretrain, "run", lambda args: original(args, [partial(watch, args=args)]))
-        done(pretrain_here(*OSCILLATION, "--train-iters", LENGTH, "--save-interval", SAVED,
-                           "--save", folder))  # fmt: skip
-    memory["whole"] = folder, seen
+        result = pretrain_here(*OSCILLATION, "--train-iters", LENGTH, "--save-interval", SAVED,
+                               "--save", folder)  # fmt: skip
+    done(result)
+    memory["whole"] = folder, seen, result.stdout
     return memory["whole"]
 
 
 def test_which_weights_are_reset(whole):
     """Those of the definition, from the weights alone, as they were in iterations 2 to 5."""
-    _, seen = whole
+    seen = whole[1]
     weights = [seen[i, "before"] for i in range(START, START + OVER + 1)]
     values = [quantize(weight, "quartet2").dequantize() for weight in weights]
     way, way_of_values = (
@@ -66,7 +67,7 @@ def test_which_weights_are_reset(whole):
 
 def test_a_resumed_run_resets_the_same_weights(whole, pretrain_here, tmp_path):
     """It was saved within the measurement, and after it."""
-    folder, _ = whole
+    folder = whole[0]
     first, last = (folder / f"iter_{i:07d}" for i in (SAVED, LENGTH))
     assert len(saved_tensors(first, "oscillation.")) == 2 * 16
     # Iteration 7 begins the next measurement.
@@ -88,12 +89,11 @@ def test_without_it_the_run_goes_on_otherwise(whole, pretrain_here, tmp_path):
     assert saved_tensors(save / "iter_0000008", "oscillation.") == {}
 
 
-def test_it_is_announced_and_logged(whole, pretrain_here, tmp_path, capsys):
-    result = pretrain_here(*OSCILLATION, "--train-iters", 6, "--save", tmp_path / "run")
-    done(result)
-    assert "oscillation: weights with R >= 1.5 over 3 iterations are reset" in result.stdout
-    assert "iteration 5: " in result.stdout and "% of the quantized weights" in result.stdout
-    assert '"oscillation/reset": ' in (tmp_path / "run" / "metrics.jsonl").read_text()
+def test_it_is_announced_and_logged(whole):
+    folder, _, output = whole
+    assert "oscillation: weights with R >= 1.5 over 3 iterations are reset" in output
+    assert "iteration 5: " in output and "% of the quantized weights" in output
+    assert '"oscillation/reset": ' in (folder / "metrics.jsonl").read_text()
 
 
 def test_shards_of_masters_are_refused(pretrain_here):
