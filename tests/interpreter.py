@@ -2,15 +2,18 @@
 
 It replaces the language's functions once a launch. Triton does it again in every call of a device
 function, without an effect: the launch has replaced them already. That takes two fifths of the time
-of a launch. Loops may end at a tensor, and BF16 is multiplied.
+of a launch. Loops may end at a tensor, BF16 is multiplied, and multiply-adds are fused.
 """
 
 import inspect
 from functools import cache
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
+
+from megatron_lowbit.numerics.fused_multiply_add import fused_multiply_add
 
 _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
@@ -46,6 +49,14 @@ def _multiply_numbers(builder, a, b, *rest):
     return _multiply(builder, a, b, *rest)
 
 
+def _multiply_add(builder, x, y, z):
+    """Round once, as a GPU does."""
+    shape = np.broadcast_shapes(*(one.data.shape for one in (x, y, z)))
+    numbers = (torch.from_numpy(np.broadcast_to(one.data, shape).copy()) for one in (x, y, z))
+    return interpreter.TensorHandle(fused_multiply_add(*numbers).numpy(), z.dtype.scalar)
+
+
 interpreter._patch_lang = _patch_once
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter.InterpreterBuilder.create_dot = _multiply_numbers
+interpreter.InterpreterBuilder.create_fma = _multiply_add

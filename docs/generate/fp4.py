@@ -94,6 +94,13 @@ STOCHASTIC = (
         **FOUR_OVER_SIX,
     ),
     method("MS-EDEN, 128 points", "ms-eden", stochastic=True, hadamard=Hadamard(128, "fresh")),
+    method(
+        "MS-EDEN of torchao, 128 points",
+        "ms-eden",
+        stochastic=True,
+        hadamard=Hadamard(128, "fresh"),
+        arithmetic="torchao",
+    ),
     method("UE5M3, SR", "nvfp4-ue5m3", stochastic=True),
     method("TetraJet-v2, SR", "tetrajet2", stochastic=True),
     method("Averis, SR", "nvfp4", stochastic=True, mean=True),

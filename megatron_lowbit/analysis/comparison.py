@@ -60,16 +60,16 @@ def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
     return [Contender(name, tuple(curves)) for name, curves in found.items()]
 
 
-def final_loss(curve: LossCurve) -> float:
+def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
     """Return the mean over the last part of the logged iterations, at least one."""
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):
         return math.nan
-    return float(losses[-_final_count(curve) :].mean())
+    return float(losses[-_final_count(curve, share) :].mean())
 
 
-def _final_count(curve: LossCurve) -> int:
-    return max(1, round(len(curve.losses) * FINAL_SHARE))
+def _final_count(curve: LossCurve, share: float = FINAL_SHARE) -> int:
+    return max(1, round(len(curve.losses) * share))
 
 
 def perplexity(curve: LossCurve) -> float:
@@ -168,14 +168,19 @@ def _pooled_deviation(groups: Sequence[np.ndarray]) -> np.ndarray:
 _ERRORS_SHOWN, _CHANCE_SHOWN = 2.0, 0.8
 
 
-def visible_gap(row: Row, seeds: int) -> float:
-    """Return the true gap that so many seeds show with a chance of 80%, with the noise of a row.
+def visible_gap(error: float, seeds: int, more: int) -> float:
+    """Return the true gap that ``more`` seeds show with a chance of 80%.
 
     Shown is a gap of more than two standard errors. The power of a test of a mean whose variance is
     known (Cohen, Statistical Power Analysis for the Behavioral Sciences, 1988, chapter 2).
+
+    Args:
+        error: standard error of a gap.
+        seeds: number of seeds that it is of.
+        more: number of seeds on both sides.
     """
-    error = row.gap_error * math.sqrt(row.seeds / seeds)
-    return (_ERRORS_SHOWN + statistics.NormalDist().inv_cdf(_CHANCE_SHOWN)) * error
+    shown = _ERRORS_SHOWN + statistics.NormalDist().inv_cdf(_CHANCE_SHOWN)
+    return shown * error * math.sqrt(seeds / more)
 
 
 class GapCurve(NamedTuple):

@@ -77,7 +77,10 @@ def _power(rows: Sequence[Row]) -> str:
         return ""
     row = max(known, key=lambda row: row.seeds)
     counts = row.seeds, 2 * row.seeds, 4 * row.seeds
-    gaps = ", ".join(f"{100 * visible_gap(row, count):.2g}% with {count}" for count in counts)
+    gaps = ", ".join(
+        f"{100 * visible_gap(row.gap_error, row.seeds, count):.2g}% with {count}"
+        for count in counts
+    )
     return f"Gaps that show beyond two standard errors in four of five studies, by seeds: {gaps}."
 
 

@@ -18,7 +18,13 @@ from megatron_lowbit.kernels.elements import (
     stochastic_codes,
 )
 from megatron_lowbit.kernels.random_words import philox, random_of
-from megatron_lowbit.kernels.scales import encode_scale, finite_or_nan, quotient, scale_code
+from megatron_lowbit.kernels.scales import (
+    SIXTH,
+    encode_scale,
+    finite_or_nan,
+    quotient,
+    scale_code,
+)
 
 MSE = tl.constexpr(1)
 ABS_MAX = tl.constexpr(3)
@@ -122,11 +128,10 @@ def _quartet2_candidate(
 
 
 @triton.jit
-def ms_eden(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def ms_eden_quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Round numbers to nearest and scales, once they are corrected, stochastically."""
     OPTIONS: tl.constexpr = S.options
     E: tl.constexpr = S.element
-    E4M3: tl.constexpr = OPTIONS.element
     tensor_scale = _tensor_scale(amax, OPTIONS)
     base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
     _, scale = _positive_scale(base, tensor_scale, S)
@@ -145,6 +150,43 @@ def ms_eden(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.cons
         squares = square if i == 0 else squares + square
         products = product if i == 0 else products + product
     corrected = scale * tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
+    stored, scale = _drawn_scale(corrected, key, group, row, S)
+    return words, stored, scale, tensor_scale
+
+
+@triton.jit
+def ms_eden_torchao(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+    """Round as ``ms_eden_quartet2``, with torchao's scales, ties to even, and fused sums."""
+    OPTIONS: tl.constexpr = S.options
+    E: tl.constexpr = S.element
+    E4M3: tl.constexpr = OPTIONS.element
+    s_enc, s_dec = encode_scale(amax, OPTIONS.top)
+    base = finite_or_nan(most * SIXTH * s_enc, most)
+    _, scale = scale_code(on_grid(base, E4M3), base, E4M3)
+    factor = quotient(1.0, scale * s_dec)
+    words = ()
+    word, squares, products = group, base, base
+    for i in tl.static_range(16):
+        scaled = points[i] * factor
+        code, value = code_and_value(scaled, scaled, E, False)
+        code, value = _known(scaled, code, value)
+        word = code if i % 8 == 0 else word | code << i % 8 * 4
+        if i % 8 == 7:
+            words = words + (word,)
+        size = tl.abs(scaled)
+        squares = size * size if i == 0 else tl.fma(size, size, squares)
+        products = size * value if i == 0 else tl.fma(size, value, products)
+    corrected = scale * tl.where(products == 0.0, 1.0, tl.div_rn(squares, products))
+    corrected = tl.where(scale == 0.0, 0.0, corrected)
+    stored, scale = _drawn_scale(corrected, key, group, row, S)
+    return words, stored, scale, s_dec
+
+
+@triton.jit
+def _drawn_scale(corrected, key, group, row, S: tl.constexpr):
+    """Return E4M3 codes and values of corrected scales, rounded stochastically if S says so."""
+    OPTIONS: tl.constexpr = S.options
+    E4M3: tl.constexpr = OPTIONS.element
     if S.stochastic:
         # 16 bits of the block's first number.
         w0, _, _, _ = philox(key, group * 2, row)
@@ -152,8 +194,7 @@ def ms_eden(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.cons
         value = code_values(stochastic_codes(corrected, random, E4M3), E4M3)
     else:
         value = on_grid(corrected, E4M3)
-    stored, scale = scale_code(value, corrected, E4M3)
-    return words, stored, scale, tensor_scale
+    return scale_code(value, corrected, E4M3)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from megatron_lowbit.megatron import (
     cuda_graphs,
     experts,
     linear,
+    oscillation,
     quantized_parameters,
     upstream_gaps,
 )
@@ -84,6 +85,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         )
         require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
                 "whole")  # fmt: skip
+    if recipe.oscillation:
+        oscillation.check(args)
     if args.fused_allreduce_norm:
         allreduce_norm.check(args)
     if args.quantized_param_gather:
@@ -149,6 +152,8 @@ class RecipeHook:
             steps.listeners.append(histories.begin_step)
         if args.quantized_param_gather:
             self.parameters = quantized_parameters.QuantizedParameters(args, chunks)
+        if self.recipe.oscillation:
+            steps.listeners.append(self._reset_oscillations(chunks, source).begin_step)
         # All ranks count together, also where this one's layers have no fallback, or none yet.
         if any(precision.falls_back for precision in self.recipe.precisions()):
             count_fallbacks(args, chunks)
@@ -208,11 +213,25 @@ class RecipeHook:
                 states.append(kind.take_over(module, plan))
         return states
 
+    def _reset_oscillations(
+        self, chunks: list[torch.nn.Module], source: LoadSource | None
+    ) -> oscillation.OscillationResets:
+        """Return the resets of this rank's weights, which the first chunk's checkpoints include."""
+        layers = [m for chunk in chunks for m in chunk.modules() if hasattr(m, "layer_state")]
+        resets = oscillation.OscillationResets(
+            layers, self.recipe.oscillation, self._iterations(), source and source.tensors
+        )
+        chunks[0].oscillation_resets = resets
+        return resets
+
+    def _iterations(self) -> int:
+        args = self.args
+        return args.train_iters or (args.train_samples or 0) // args.global_batch_size or 1
+
     def _progress(self, iteration: int) -> Progress:
         args = self.args
         samples = getattr(args, "consumed_train_samples", 0) or iteration * args.global_batch_size
-        total = args.train_iters or (args.train_samples or 0) // args.global_batch_size or 1
-        return Progress(iteration, samples * args.seq_length, iteration / total)
+        return Progress(iteration, samples * args.seq_length, iteration / self._iterations())
 
     def _begin_step(self, iteration: int, training: bool) -> None:
         """Quantize weights anew, for they have changed, and switch where the recipe says so."""

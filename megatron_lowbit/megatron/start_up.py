@@ -27,6 +27,8 @@ def describe(
     yield precision_table(recipe, layers)
     for switch in recipe.switches:
         yield f"switch {switch}"
+    if recipe.oscillation:
+        yield f"oscillation: {recipe.oscillation}"
     if recipe.switches or any(recipe.precision_for(layer).quantized for layer in layers):
         yield f"quantization engine: {engine.name} ({engine.reason})"
         yield from _products(recipe, engine, layers)

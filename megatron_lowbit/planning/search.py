@@ -73,7 +73,7 @@ def print_plan(own: Namespace, training: Sequence[str]) -> None:
         given = TrainingArguments(training).flags.precision_recipe
         require(given is None, "--recipes excludes --precision-recipe: leave one of them out")
     choices = [("--precision-recipe", name) for name in names] or [()]
-    plans = [_plan(own, [*training, *choice]) for choice in choices]
+    plans = [plan_run(own, [*training, *choice]) for choice in choices]
     first, console = plans[0], plain_console(_WIDTH)
     if own.figures:
         console.print(report.gpu_table(first.device))
@@ -96,8 +96,16 @@ def print_plan(own: Namespace, training: Sequence[str]) -> None:
     )
 
 
-def _plan(own: Namespace, training: Sequence[str]) -> Plan:
-    """Estimate the layouts of a run under the recipe of its arguments."""
+def plan_run(own: Namespace, training: Sequence[str]) -> Plan:
+    """Estimate the layouts of a run under the recipe of its arguments.
+
+    Args:
+        own: arguments of ``lowbit-plan``.
+        training: arguments of the run.
+
+    Raises:
+        UserError: an argument is wrong.
+    """
     kind, words = gpu(own.gpu), TrainingArguments(training)
     cluster = Cluster(kind, min(own.gpus_per_node, own.gpus))
     if own.as_given:

@@ -6,6 +6,7 @@ from itertools import product, starmap
 from typing import Any, Literal
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.recipes.matchers import BlocksMatcher, Layer, Matcher
 from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 
@@ -56,6 +57,7 @@ class Recipe:
         matchers: by name, in the order in which they are tried.
         switches: changes during a run, which apply in order.
         backward: another recipe, which gives dgrad and wgrad in place of this one.
+        oscillation: reset of oscillating weights, in the whole run; None for none.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Recipe:
     matchers: Mapping[str, Matcher]
     switches: tuple[Switch, ...] = ()
     backward: "Recipe | None" = None
+    oscillation: OscillationReset | None = None
 
     def matcher_for(self, layer: Layer) -> str | None:
         """Return the name of the first of the recipe's own matchers that matches a layer."""
@@ -164,6 +167,10 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
         raise UserError(
             f"recipe {backward.name} has an operand with axis fprop or requantize, which takes the "
             "values of its own fprop: it cannot be combined with the fprop of another"
+        )
+    if backward.oscillation:
+        raise UserError(
+            f"recipe {backward.name} has an oscillation: that is of weights as fprop quantizes them"
         )
     for recipe in (forward, backward):
         if recipe.switches:

@@ -31,6 +31,7 @@ from megatron_lowbit.numerics import (
     format_by_name,
 )
 from megatron_lowbit.numerics.extra_formats import load_format_file
+from megatron_lowbit.numerics.oscillation import OscillationReset
 from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.matchers import Matcher
 from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
@@ -229,6 +230,7 @@ class RecipeSpec(StrictModel):
     # A run asks every matcher about every layer, after every combination of switches.
     matchers: Annotated[dict[str, Matcher], Field(max_length=64)]
     switches: Annotated[dict[str, SwitchSpec], Field(max_length=16, default_factory=dict)]
+    oscillation: Annotated[OscillationReset, fields_of(OscillationReset)] | None = None
 
 
 def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) -> Recipe:
@@ -264,5 +266,29 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) ->
                 raise UserError(f"recipe {spec.name} has switches of its own; name one without")
             with error_prefix(f"{source}: switches.{name}.to: "):
                 target = load(switch.to)
+                if target.oscillation:
+                    raise ValueError(f"recipe {target.name} has an oscillation; name one without")
             switches.append(Switch(name, *switch.point, switch.part, target))
-    return Recipe(spec.name, spec.description, configs, matchers, tuple(switches))
+    if spec.oscillation is not None:
+        for name, precision in configs.items():
+            with error_prefix(f"{source}: oscillation: configs.{name}: "):
+                _check_oscillates(precision)
+    return Recipe(
+        spec.name,
+        spec.description,
+        configs,
+        matchers,
+        tuple(switches),
+        oscillation=spec.oscillation,
+    )
+
+
+def _check_oscillates(precision: LinearPrecision) -> None:
+    """Raise ValueError unless fprop's quantized weight is a function of the weight alone."""
+    fprop = precision.fprop
+    if fprop.rhs is None:
+        return
+    if fprop.rhs.rounding is not Rounding.NEAREST_EVEN or fprop.hadamard is not None:
+        raise ValueError("fprop's weight must be rounded to nearest, without a transform")
+    if precision.history_length:
+        raise ValueError("it does not go with amax_history")

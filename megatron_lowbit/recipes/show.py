@@ -54,6 +54,7 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
         make_table(recipe, layers, mxnorm),
         mean_bits(recipe, layers),
         *(f"switch {switch}" for switch in recipe.switches),
+        *([f"oscillation: {recipe.oscillation}"] if recipe.oscillation else []),
     )
 
 

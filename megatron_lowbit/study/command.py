@@ -4,6 +4,8 @@ r"""Run studies, compare runs, and find the layers that a recipe hurts most.
         -- @examples/gpt-7m-cpu.args --data-path data/text --tokenizer-model data/tokenizer
     lowbit-study run examples/studies/mxfp4-backward.yaml --output runs/mxfp4-backward \
         -- --data-path data/text --tokenizer-model data/tokenizer
+    lowbit-study plan examples/studies/leaderboard.yaml --output runs/leaderboard --gpu h100 \
+        --minutes 9 -- --vocab-size 8192
     lowbit-study compare bf16=runs/bf16-1 bf16=runs/bf16-2 nvfp4=runs/nvfp4-1 nvfp4=runs/nvfp4-2
     lowbit-study sensitivity --recipe nvfp4 --keep 0.15 --output mine.yaml \
         -- @examples/gpt-30m.args --load runs/bf16 --data-path data/text
@@ -33,21 +35,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command_parser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_run(commands)
+    _add_plan(commands)
     _add_compare(commands)
     _add_sensitivity(commands)
     args = parser.parse_args(own)
     args.start(args, training)
 
 
-def _add_run(commands: argparse._SubParsersAction) -> None:
-    parser = commands.add_parser("run", help="run recipes or a study, then compare the runs")
+def _add_study(parser: argparse.ArgumentParser) -> None:
+    """Add what says which runs a study has, and where."""
     parser.add_argument(
         "study", type=Path, nargs="?", metavar="STUDY.yaml",
         help="study file, such as those in examples/studies",
     )  # fmt: skip
     parser.add_argument(
         "--recipes", nargs="+", metavar="NAME_OR_FILE",
-        help="recipes to compare, the baseline first, instead of a study file",
+        help="recipes to compare, the baseline first; with a study file, recipes in place of its "
+        "runs, compared with its baseline",
     )  # fmt: skip
     parser.add_argument(
         "--seeds", nargs="+", type=int, metavar="N",
@@ -57,8 +61,16 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--output", type=Path, required=True, metavar="FOLDER",
         help="folder of runs and comparison; an interrupted study continues there",
     )  # fmt: skip
-    parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
     parser.add_argument("--at-once", type=int, default=1, help="number of runs on a GPU")
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser("run", help="run recipes or a study, then compare the runs")
+    _add_study(parser)
+    parser.add_argument("--gpus", nargs="+", metavar="N", help="GPUs to use (default: no choice)")
+    parser.add_argument(
+        "--minutes", type=float, help="time after which runs stop, with a checkpoint to resume from"
+    )
     parser.add_argument(
         "--leave-out", type=float, metavar="ERRORS",
         help="start no further seeds of a run that is so many standard errors behind the best",
@@ -81,22 +93,55 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
         return described(rows), behind
 
     jobs = jobs_of(study, args.output, training)
-    jobs = run(jobs, (args.gpus or [None]) * args.at_once, args.keep_checkpoints, judge)
+    places = (args.gpus or [None]) * args.at_once
+    jobs = run(jobs, places, args.keep_checkpoints, judge, args.minutes)
+    if not jobs:
+        return
     contenders = read_contenders([(job.name, job.folder) for job in jobs])
     contenders.sort(key=lambda contender: study.names.index(contender.name))
     _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))
 
 
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "plan", help="calculate the time of a study's runs, and the commands that they fit into"
+    )
+    _add_study(parser)
+    parser.add_argument("--gpu", default="h200", help="GPU as in lowbit-plan (default: h200)")
+    parser.add_argument("--count", type=int, default=1, metavar="N", help="number of GPUs")
+    parser.add_argument("--minutes", type=float, default=60, help="length of a command")
+    parser.add_argument(
+        "--start-up", type=float, default=60, metavar="SECONDS",
+        help="time until a run's first iteration (default: 60)",
+    )  # fmt: skip
+    parser.set_defaults(start=_plan)
+
+
+def _plan(args: argparse.Namespace, training: list[str]) -> None:
+    from megatron_lowbit.study.definition import jobs_of
+    from megatron_lowbit.study.schedule import described
+
+    for name in ("at_once", "count", "minutes"):
+        value = getattr(args, name)
+        require(value > 0, f"--{name.replace('_', '-')} {value:g}: must be positive")
+    jobs = jobs_of(_study_of(args), args.output, training)
+    places = args.count * args.at_once
+    console = plain_console(120)
+    for line in described(jobs, args.gpu, places, args.at_once, args.minutes, args.start_up):
+        console.print(line, highlight=False)
+
+
 def _study_of(args: argparse.Namespace) -> "Study":
     from megatron_lowbit.recipes import load_recipes
-    from megatron_lowbit.study.definition import read_study, study_of
+    from megatron_lowbit.study.definition import read_study, study_of, with_recipes
 
-    require(bool(args.study) != bool(args.recipes), "run: give either STUDY.yaml or --recipes")
+    require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")
+    for recipe in args.recipes or ():
+        load_recipes([recipe])
     if args.study:
         study = read_study(args.study)
+        study = with_recipes(study, args.recipes) if args.recipes else study
         return study.model_copy(update={"seeds": args.seeds}) if args.seeds else study
-    for recipe in args.recipes:
-        load_recipes([recipe])
     return study_of(args.recipes, args.seeds or DEFAULT_SEEDS)
 
 

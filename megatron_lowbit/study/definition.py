@@ -104,9 +104,24 @@ def study_of(recipes: Sequence[str], seeds: Sequence[int]) -> Study:
     Raises UserError unless there are two recipes or more, of different names.
     """
     require(len(recipes) > 1, "--recipes: give two recipes or more, the baseline first")
+    return Study(arguments="", seeds=list(seeds), runs=_runs_of(recipes))
+
+
+def with_recipes(study: Study, recipes: Sequence[str]) -> Study:
+    """Return a study of the same arguments: its baseline, and these recipes in place of its runs.
+
+    Raises UserError for two of one name.
+    """
+    baseline, own = next(iter(study.runs.items()))
+    runs = _runs_of(recipes)
+    require(baseline not in runs, f"--recipes: {baseline!r} is the study's baseline already")
+    return study.model_copy(update={"runs": {baseline: own, **runs}, "branch": None})
+
+
+def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
     runs = {Path(recipe).stem: shlex.join(["--precision-recipe", recipe]) for recipe in recipes}
     require(len(runs) == len(recipes), f"--recipes {' '.join(recipes)}: two have the same name")
-    return Study(arguments="", seeds=list(seeds), runs=runs)
+    return runs
 
 
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
@@ -144,6 +159,12 @@ def planned_iterations(job: Job) -> int | None:
         return None
 
 
+def training_words(job: Job) -> list[str]:
+    """Return the arguments of training in a job's command."""
+    begin = len(_PRETRAIN) if tuple(job.command[1 : 1 + len(_PRETRAIN)]) == _PRETRAIN else 1
+    return job.command[1 + begin :]
+
+
 def is_finished(job: Job) -> bool:
     """Return True if a run has ended well before.
 
@@ -159,9 +180,15 @@ def is_finished(job: Job) -> bool:
 
 
 def mark(job: Job, finished: bool) -> None:
-    """Write down what a run's folder holds, and on what machine and with what versions."""
+    """Write down which run a folder holds, and on what machine and with what versions."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    state = {"command": job.command[1:], "finished": finished, "machine": machine()}
+    state = {
+        "name": job.name,
+        "seed": job.seed,
+        "command": job.command[1:],
+        "finished": finished,
+        "machine": machine(),
+    }
     (job.folder / _STATE).write_text(json.dumps(state, indent=1) + "\n")
 
 

@@ -1,10 +1,12 @@
 """Runs a study's jobs as processes, some at once, and shows how far they are."""
 
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,6 +36,7 @@ class _Running(NamedTuple):
     process: subprocess.Popen
     place: str | None
     task: TaskID
+    began: float
 
 
 Judge = Callable[[Sequence[Job]], tuple[str, set[str]]]
@@ -41,14 +44,19 @@ Judge = Callable[[Sequence[Job]], tuple[str, set[str]]]
 
 
 def run(
-    jobs: Sequence[Job], places: Sequence[str | None], keep_checkpoints: bool, judge: Judge
+    jobs: Sequence[Job],
+    places: Sequence[str | None],
+    keep_checkpoints: bool,
+    judge: Judge,
+    minutes: float | None = None,
 ) -> list[Job]:
     """Run what is not finished yet, a job for each of ``places`` at once; return what is finished.
 
     A place is the number of the GPU that a job sees, or None. A checkpoint is removed when its run,
     and those that begin from it, have ended, unless it is to be kept. Interrupted, all runs stop as
     they do by themselves, with a checkpoint to go on from. ``judge`` is asked whenever a run has
-    finished; names that others begin from are not left out.
+    finished; names that others begin from are not left out. After ``minutes`` all runs stop in the
+    same way; none is started that, taking as long as the longest so far, would not end before.
 
     Raises TrainingError, after all others have ended, where a run failed. A run that begins from
     another's checkpoint fails with it.
@@ -59,6 +67,7 @@ def run(
     trunks = {job.start.folder for job in jobs if job.start}
     free, running = list(places), []
     failures: dict[Path, str] = {}
+    clock = _Clock(minutes)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         whole = progress.add_task("runs", total=len(jobs), completed=len(finished))
@@ -74,13 +83,16 @@ def run(
             leave_out()
             while left or running:
                 ready = [job for job in left if not job.start or job.start.folder not in unready]
-                for job in ready[: len(free)]:
+                for job in ready[: len(free)] if clock.allows_another() else ():
                     left.remove(job)
                     running.append(_start(job, free.pop(0), progress))
                 if not running:
-                    failures |= {job.folder: f"{job.start.folder} failed" for job in left}
+                    if not ready:
+                        failures |= {job.folder: f"{job.start.folder} failed" for job in left}
                     break
                 time.sleep(_LOOK_S)
+                if clock.is_over():
+                    break
                 for one in list(running):
                     progress.update(one.task, completed=_iteration(one.job))
                     if one.process.poll() is None:
@@ -93,6 +105,7 @@ def run(
                     if cause:
                         failures[one.job.folder] = cause
                     else:
+                        clock.note(time.monotonic() - one.began)
                         unready.discard(one.job.folder)
                         finished.append(one.job)
                         leave_out()
@@ -103,13 +116,36 @@ def run(
             raise KeyboardInterrupt("interrupted; the same command resumes the study") from None
         finally:
             _stop(running)
-    if not keep_checkpoints and not failures:
+    unfinished = len(left) + len(running) if minutes else 0
+    if unfinished:
+        print(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
+    if not keep_checkpoints and not failures and not unfinished:
         for folder in trunks:
             _remove_checkpoints(folder)
     if failures:
         count = f"{len(failures)} of {len(jobs)} runs failed"
         raise TrainingError(f"{count} (see {_LOG} in the folder): {_summary(failures)}")
     return [job for job in jobs if job in finished]
+
+
+class _Clock:
+    """Time of a command that may take ``minutes``, and the longest run in it; None for no limit."""
+
+    def __init__(self, minutes: float | None) -> None:
+        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+        self._longest = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Take the time of a run that has ended."""
+        self._longest = max(self._longest, seconds)
+
+    def allows_another(self) -> bool:
+        """Return True if a run as long as the longest would end in time."""
+        return time.monotonic() + self._longest < self._end
+
+    def is_over(self) -> bool:
+        """Return True once the time is up."""
+        return time.monotonic() >= self._end
 
 
 def _finish(one: _Running, keep_checkpoints: bool) -> str | None:
@@ -164,7 +200,7 @@ def _start(job: Job, place: str | None, progress: Progress) -> _Running:
             launch_command(job), stdout=log, stderr=log, env=environment, start_new_session=True
         )
     task = progress.add_task(f"{job.name}, seed {job.seed}", total=total)
-    return _Running(job, process, place, task)
+    return _Running(job, process, place, task, time.monotonic())
 
 
 def _remove_checkpoints(folder: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_lowbit.analysis.comparison import (
     compare,
     final_loss,
     gap_curves,
+    gaps,
     read_contenders,
     visible_gap,
 )
@@ -87,13 +88,30 @@ def test_the_gap_that_so_many_seeds_show(write_run, capsys):
     more = (-0.01, 0.03, 0.01, 0.05)
     runs += [("other", write_run(f"o{i}", 1 + gap)) for i, gap in enumerate(more)]
     _, other = compare(read_contenders(runs))
-    gap, error = visible_gap(other, 16), other.gap_error / 2
+    gap, error = visible_gap(other.gap_error, 4, 16), other.gap_error / 2
     studies = np.random.default_rng(0).normal(gap, error, 100_000)
     share = (studies > 2 * error).mean()
     assert abs(share - 0.8) < 4 * (0.8 * 0.2 / 100_000) ** 0.5
     main(["compare", *(f"{name}={folder}" for name, folder in runs)])
     shown = " ".join(capsys.readouterr().out.split())
-    assert f"by seeds: {100 * visible_gap(other, 4):.2g}% with 4, " in shown
+    assert f"by seeds: {100 * visible_gap(other.gap_error, 4, 4):.2g}% with 4, " in shown
+
+
+@pytest.mark.parametrize("seeds", [4, 8])
+def test_studies_of_noisy_runs_show_that_gap(seeds):
+    """From losses on: six names, seeds that differ by more than their runs, noise as estimated."""
+    generator, noise, studies = np.random.default_rng(1), 0.005, 4000
+    # The error that a study of four seeds finds on average: two runs' noise in each difference.
+    gap = visible_gap(noise * math.sqrt(2 / 4), 4, seeds)
+    of_seeds = 2 + generator.normal(scale=0.05, size=(studies, 1, seeds))
+    losses = of_seeds * (1 + generator.normal(scale=noise, size=(studies, 6, seeds)))
+    losses[:, 1] *= 1 + gap
+    seen = [gaps(list(study))[1] for study in losses]
+    share = np.mean([found > 2 * error for found, error in seen])
+    # An estimated error costs a percent: Student's t of 15 degrees of freedom and more, not z.
+    assert 0.76 < share < 0.82
+    nothing = [gaps(list(study))[2] for study in losses]
+    assert 0.03 < np.mean([abs(found) > 2 * error for found, error in nothing]) < 0.08
 
 
 def test_perplexity_is_that_of_the_last_validation(write_run, tmp_path, capsys):

@@ -27,6 +27,7 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "ue5m3 2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES VALUES"),
     "quartet2": ("quartet2", {}, "nearest", None, "VALUES CODES"),
     "ms-eden": ("ms-eden", {}, "stochastic", 128, "VALUES CODES"),
+    "torchao": ("ms-eden", {"arithmetic": "torchao"}, "stochastic", 128, "VALUES CODES"),
     "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "VALUES CODES"),
     "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),

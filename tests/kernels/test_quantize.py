@@ -43,6 +43,7 @@ OPTIONS = {
     "nvfp4 abs_max 16/17": ("nvfp4", {"four_over_six": "abs_max", "sixteen_seventeenths": True}),
     "nvfp4-2d mse": ("nvfp4-2d", {"four_over_six": "mse"}),
     "nvfp4-2d abs_max": ("nvfp4-2d", {"four_over_six": "abs_max", "max_scale": 256}),
+    "ms-eden torchao": ("ms-eden", {"arithmetic": "torchao"}),
     "nvfp4-2d 256 16/17": ("nvfp4-2d", {"max_scale": 256, "sixteen_seventeenths": True}),
 }  # fmt: skip
 KERNELS = {name: format for name, format in FORMATS.items() if format.scale_kernel}
@@ -109,7 +110,7 @@ def test_equals_the_reference(name, rounding):
 
 TRANSFORMED = (
     "nvfp4", "mxfp4 three quarters", "mxfp6-e2m3", "fp8-1x128-e4m3", "fp8 64x64", "fp8-tensor-e5m2",
-    "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden",
+    "fp8-row-e4m3", "nvfp4-2d mse", "ms-eden", "ms-eden torchao",
 )  # fmt: skip
 # One transform for each format, and one format with them all.
 ONE_EACH = {*zip(TRANSFORMED, cycle(TRANSFORMS), strict=False), *product(["nvfp4"], TRANSFORMS)}
@@ -153,7 +154,8 @@ def test_whole_tiles_and_one_side(name):
     ALL if DEVICE == "cuda" else ["nvfp4", "mxfp4 three quarters", "mxfp8 rceil", "fp8 pow2",
                                   "fp8-128x128-e5m2", "fp8 32x32 pow2", "fp8-tensor-e4m3",
                                   "fp8-row-e4m3", "nvfp4 16/17", "nvfp4 mse", "nvfp4-2d abs_max",
-                                  "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden"],
+                                  "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden",
+                                  "ms-eden torchao"],
 )  # fmt: skip
 def test_what_is_not_finite(name, value):
     x = values(*RAGGED, torch.float32)
@@ -163,8 +165,9 @@ def test_what_is_not_finite(name, value):
 
 
 @pytest.mark.parametrize(
-    "name", ["nvfp4 16/17", "nvfp4 mse", "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden"]
-)
+    "name", ["nvfp4 16/17", "nvfp4 mse", "nvfp4-ue5m3", "ue5m3 one level", "quartet2", "ms-eden",
+             "ms-eden torchao"],
+)  # fmt: skip
 @pytest.mark.parametrize("amax", [2.0**-140, 2.0**126])
 def test_tensors_at_the_ends_of_fp32(name, amax):
     """Scales and errors that are subnormal, saturate or overflow."""

@@ -56,7 +56,7 @@ def assert_same(a, b):
 def test_what_is_covered():
     assert len(FORMATS) == 2 + 10 + 6 + 2 + 5 + 2
     assert {format.name for format in EVERY} == set(FORMATS)
-    nvfp4, others = 2 + 4 * 2 * 2, 2 * 2 + 3  # foldable, all others; UE5M3 and three
+    nvfp4, others = 2 + 4 * 2 * 2, 2 * 2 + 2 + 2  # foldable, all others; UE5M3, MS-EDEN, two
     assert len(EVERY) == 2 * nvfp4 + 2 * (5 * 8 + 5 * 6) + 4 * 4 * 2 + 2 * 2 + 2 + others + 2
     assert len(SQUARE) == nvfp4 + 2 * 5 * 6 + 2 * 4 * 2 + 2 * 2 + 2
 

@@ -118,7 +118,8 @@ def test_every_golden_method_is_compared(lab):
     here |= {f"te_{rule}_{kind}" for rule in ("mse", "mae") for kind in ("256", "448", "256_2d")}
     others = {"quartet2_fwd", "tetrajet", "tetrajet_sr", "ue5m3", "ue5m3_1level", "averis"}
     others |= {f"{kind}rot{points}{end}" for points in (32, 128)
-               for kind, end in (("", ""), ("mseden_", "_group16"))}  # fmt: skip
+               for kind, end in (("", ""), ("mseden_", "_group16"),
+                                 ("mseden_", "_k1536"))}  # fmt: skip
     found = {key.split("/")[1] for key in lab.arrays.files if key.count("/") == 2}
     assert found == here | others
 

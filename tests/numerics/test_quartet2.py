@@ -14,8 +14,11 @@ from megatron_lowbit.numerics import (
     gemm,
     hadamard_transform,
 )
+from megatron_lowbit.numerics.block_format import blocks
+from megatron_lowbit.numerics.block_formats.ms_eden import _torchao
 
 FORWARD, GRADIENT = format_by_name("quartet2"), format_by_name("ms-eden")
+TORCHAO = format_by_name("ms-eden", arithmetic="torchao")
 ROTATIONS = [("gauss", 32), *((name, 128) for name in ("gauss", "outlier", "grad"))]
 ROTATIONS += [(name, 128) for name in ("tiny", "zeros", "ties")]
 
@@ -58,6 +61,16 @@ def test_ms_eden(lab, name, points):
     if f"{key}/dq" in lab:
         values = GRADIENT.decode(*encoded).flatten(1).numpy()
         np.testing.assert_array_equal(values, lab[f"{key}/dq"])
+
+
+@pytest.mark.parametrize(("name", "points"), ROTATIONS)
+def test_ms_eden_of_torchao(lab, name, points):
+    """It adds its bits to the scale's: up where 1 - u is below the fraction of the interval."""
+    x, key = lab.x(name, f"rot{points}/bits"), f"{name}/mseden_rot{points}_k1536"
+    uniform = 1 - lab.draws((len(x), x.shape[1] // 16), 3).repeat_interleave(16, 1)
+    compare(lab, key, TORCHAO.encode(x, x.abs().amax(), uniform))
+    _, corrected, _ = _torchao(blocks(x, 1, 16), x.abs().amax())
+    np.testing.assert_array_equal(corrected.squeeze(), lab[f"{key}/corrected"])
 
 
 def test_a_draw_is_a_scale_s(lab):

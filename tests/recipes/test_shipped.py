@@ -117,8 +117,13 @@ OPERANDS["nvfp4-ue5m3"] = {
 }
 OPERANDS["quartet2"] = {
     "fprop": (f"{ROWS} nearest",) * 2,
-    "dgrad": (f"{ROWS} stochastic",) * 2,
-    "wgrad": (f"{ROWS} stochastic",) * 2,
+    "dgrad": (f"{ROWS} quartet2 stochastic",) * 2,
+    "wgrad": (f"{ROWS} quartet2 stochastic",) * 2,
+}
+OPERANDS["torchao-v2"] = {
+    "fprop": (f"{ROWS} nearest",) * 2,
+    "dgrad": (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
+    "wgrad": (f"{ROWS} torchao stochastic", f"{ROWS} nearest"),
 }
 OPERANDS["tetrajet2"] = {
     "fprop": ("e2m1 1x128 nearest",) * 2,
@@ -128,11 +133,17 @@ OPERANDS["tetrajet2"] = {
 NAMES = {  # formats whose blocks look like NVFP4's
     "nvfp4-ue5m3": dict.fromkeys(("fprop", "dgrad", "wgrad"), "nvfp4-ue5m3"),
     "quartet2": {"fprop": "quartet2", "dgrad": "ms-eden", "wgrad": "ms-eden"},
+    "torchao-v2": {
+        "fprop": "nvfp4",
+        "dgrad": ["ms-eden", "nvfp4"],
+        "wgrad": ["ms-eden", "nvfp4"],
+    },
 }
 OPERANDS["nemotron3-super"] = OPERANDS["nvfp4"]
 REUSED = {  # what GEMMs have of others: everything that is not named is False
     "averis": {"dgrad": {"rhs_of_fprop"}, "wgrad": {"rhs_of_fprop", "lhs_of_dgrad"}},
     "quartet2": {"dgrad": {"requantizes_rhs"}, "wgrad": {"requantizes_rhs"}},
+    "torchao-v2": {"dgrad": {"requantizes_rhs"}},
 }
 REUSED["tetrajet2"] = REUSED["quartet2"]
 
@@ -164,7 +175,11 @@ HADAMARDS = {
 }
 
 HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4-4over6"] = HADAMARDS["nvfp4"]
-HADAMARDS["quartet2"] = {"fprop": None, "dgrad": FRESH_128, "wgrad": FRESH_128}
+HADAMARDS["quartet2"] = HADAMARDS["torchao-v2"] = {
+    "fprop": None,
+    "dgrad": FRESH_128,
+    "wgrad": FRESH_128,
+}
 HADAMARDS["tetrajet2"] = dict.fromkeys(("dgrad", "wgrad"), Hadamard(16, "fixed", "bf16"))
 
 KEPT = {  # blocks of the published model -> what stays in high precision, from the ends
@@ -205,7 +220,8 @@ def test_operands(name):
     for precision in low or {HIGH_PRECISION}:
         assert operands(precision) == OPERANDS[name]
         for gemm, format in NAMES.get(name, {}).items():
-            assert {side.format.name for side in precision.gemms[gemm].sides} == {format}
+            names = [side.format.name for side in precision.gemms[gemm].sides]
+            assert names == ([format, format] if isinstance(format, str) else format)
 
 
 @pytest.mark.parametrize("name", GPT)

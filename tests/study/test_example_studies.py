@@ -1,11 +1,15 @@
 """The studies of examples/: every run's arguments and recipes are in order."""
 
+import shlex
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
+from megatron_lowbit.megatron import cuda_graphs
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.recipes import load_recipes
+from megatron_lowbit.recipes.show import model_layers
 from megatron_lowbit.study.definition import jobs_of, read_study
 
 # isort: split
@@ -32,3 +36,30 @@ def test_arguments_and_recipes(file, monkeypatch):
     assert len(found) > 2
     for number, one in enumerate(found):
         assert one not in found[:number]
+
+
+def test_methods_of_the_leaderboard_quantize_every_layer():
+    """In graphs, without validation; the model has 60M parameters and 100M tokens."""
+    study = read_study(ROOT / "examples" / "studies" / "leaderboard.yaml")
+    layers, quantized = model_layers(None, 10), {}
+    graphs = Namespace(
+        cuda_graph_impl="local", eval_iters=0, full_validation=False, eval_precision="bf16",
+        recompute_granularity=None, pipeline_model_parallel_size=1, num_experts=None,
+        fused_allreduce_norm=False,
+    )  # fmt: skip
+    for name, arguments in study.runs.items():
+        words = shlex.split(arguments)
+        assert words[0] == "--precision-recipe" and set(words[2::2]) <= {"--recipe-set"}
+        recipe = load_recipes(words[1:2], words[3::2])
+        cuda_graphs.check(recipe, graphs)
+        quantized[name] = sum(recipe.precision_for(layer).quantized for layer in layers)
+    assert quantized.pop("bf16") == 0
+    assert len(quantized) == 11 and set(quantized.values()) == {len(layers)}
+    words = shlex.split((ROOT / "examples" / "gpt-60m.args").read_text(), comments=True)
+    width, inner, depth, length, batch, steps = (
+        int(words[words.index(flag) + 1])
+        for flag in ("--hidden-size", "--ffn-hidden-size", "--num-layers", "--seq-length",
+                     "--global-batch-size", "--train-iters")
+    )  # fmt: skip
+    assert depth * (4 * width**2 + 3 * width * inner) + 2 * 8192 * width > 60e6
+    assert steps * batch * length > 100e6

@@ -179,11 +179,33 @@ def test_seeds_of_the_command_line_are_used(study, tmp_path):
     assert (tmp_path / "out" / "base-5").is_dir() and not (tmp_path / "out" / "base-1").exists()
 
 
+def test_recipes_in_place_of_a_studys_runs(study, tmp_path):
+    """The baseline, which is there already, and the seeds are the study's."""
+    file, output = study(base="--scale 2", other="--scale 3"), tmp_path / "out"
+    main(["run", str(file), "--output", str(output), "--seeds", "1"])
+    mine = tmp_path / "mine.yaml"
+    mine.write_text((ROOT / "recipes" / "nvfp4.yaml").read_text())
+    more = ["--", "--scale", "2"]
+    with pytest.raises(UserError, match="base-1: holds a run with other arguments"):
+        main(["run", str(file), "--recipes", str(mine), "--output", str(output), *more])
+    (tmp_path / "train.py").write_text(TRAINING.replace('arguments["--scale"]', "2"))
+    main(["run", str(file), "--recipes", str(mine), "--output", str(output)])
+    folders = {path.name for path in output.iterdir() if path.is_dir()}
+    assert folders == {"base-1", "base-2", "other-1", "mine-1", "mine-2"}
+    state = json.loads((output / "mine-2" / "study.json").read_text())
+    assert (state["name"], state["seed"]) == ("mine", 2)
+    assert ["--precision-recipe", str(mine)] == state["command"][-4:-2]
+    with pytest.raises(UserError, match="'base' is the study's baseline already"):
+        base = tmp_path / "base.yaml"
+        base.write_text(mine.read_text())
+        main(["run", str(file), "--recipes", str(base), "--output", str(output)])
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        ([], "give either STUDY.yaml or --recipes"),
-        (["x.yaml", "--recipes", "bf16", "nvfp4"], "give either STUDY.yaml or --recipes"),
+        ([], "give STUDY.yaml or --recipes"),
+        (["x.yaml", "--recipes", "bf16", "nvfp4"], "x.yaml: cannot be read"),
         (["--recipes", "bf16"], "two recipes or more"),
         (["--recipes", "bf16", "bf16"], "two have the same name"),
         (["--recipes", "bf16", "nvfp5"], "unknown recipe 'nvfp5'"),

@@ -16,22 +16,41 @@ Elements are never rounded stochastically. c corrects the length of the rounded 
 scale that carries it is drawn. The block of the tensor's amax has a scale of about 256, so that c
 does not exceed E4M3. Sums are the 16 elements' in order, each product rounded before it is added. A
 NaN or an infinity anywhere makes all scales NaN.
+
+``arithmetic: torchao`` is that of torchao and of NVIDIA's kitchen, which have other bits:
+
+    S  = min(1536 / amax_tensor, FLT_MAX);  D = 1 / S       S = 1 where amax_tensor is 0
+    s  = e4m3((amax_block * (1/6)) * S)
+    t  = x * min(1 / (s * D), FLT_MAX);  q = e2m1(clamp(t, -6, 6))      ties to even
+    c  = s * (sum(t * t) / sum(t * q))                      0 where s is 0
+
+Its sums are of fused multiply-adds. (There, 20 random bits are added to the bits of c below E4M3's;
+here a scale takes 16, as all E4M3 numbers do.)
 """
 
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
 from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
-from megatron_lowbit.numerics.fp4_scales import decode_scale, positive_scales
+from megatron_lowbit.numerics.fp4_scales import (
+    decode_scale,
+    encode_scale,
+    multiplier,
+    positive_scales,
+)
+from megatron_lowbit.numerics.fused_multiply_add import fused_multiply_add
 
 BLOCK = 16
 AMAX_SCALE = 255.99
 AMAX_ELEMENT = 6.0 / (17.0 / 16.0 * 0.93)
+TOP = 256.0 * 6.0
+"""Number that torchao's arithmetic scales a tensor's amax to."""
 
 
 @dataclass(frozen=True)
@@ -41,19 +60,26 @@ class MSEden(BlockFormat):
     Stochastic rounding is that of the scales; nearest rounds the corrected scales to nearest.
     """
 
+    arithmetic: str = "quartet2"
+
     block = BLOCK
     tensor_scaled = True
     scale_bits = 8
+    OPTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {"arithmetic": ("quartet2", "torchao")}
     scale_dtype = torch.float8_e4m3fn
     scale_element = E4M3
-    scale_kernel = "megatron_lowbit.kernels.block_codes:ms_eden"
     scales_from_numbers = True
     exact_in_bf16 = True
 
     @property
-    def kernel_options(self) -> tuple[float, float]:
-        """Largest block scale and what a block's amax becomes, for ``scale_kernel``."""
-        return AMAX_SCALE, AMAX_ELEMENT
+    def scale_kernel(self) -> str:
+        """The arithmetic's own."""
+        return f"megatron_lowbit.kernels.block_codes:ms_eden_{self.arithmetic}"
+
+    @property
+    def kernel_options(self) -> tuple[float, ...]:
+        """Numbers that amaxes are scaled to: of a block's scale and element, or of both."""
+        return (TOP,) if self.arithmetic == "torchao" else (AMAX_SCALE, AMAX_ELEMENT)
 
     @property
     def random_bits(self) -> int:
@@ -64,17 +90,11 @@ class MSEden(BlockFormat):
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks; scales (R, K/16)."""
-        amax = finite_amax(amax)
-        tensor_scale = decode_scale(amax, AMAX_SCALE, AMAX_ELEMENT)
-        tiles = blocks(x, 1, BLOCK)
-        most = block_amax(tiles)
-        scales = positive_scales(most / torch.full_like(most, AMAX_ELEMENT), tensor_scale)
-        scaled = tiles / (scales * tensor_scale)
-        codes = encode(scaled, E2M1, torch.full_like(scaled, TIES_AWAY))
-        corrected = scales * correction(scaled, decode(codes, E2M1))
+        quantize = _torchao if self.arithmetic == "torchao" else _quartet2
+        codes, corrected, tensor_scale = quantize(blocks(x, 1, BLOCK), finite_amax(amax))
         random = None if uniform is None else blocks(uniform, 1, BLOCK)[..., :1]
-        final = encode(corrected, E4M3, random)
-        return codes.view(x.shape), final.squeeze(-1).squeeze(1), tensor_scale
+        scales = encode(corrected, E4M3, random)
+        return codes.view(x.shape), scales.squeeze(-1).squeeze(1), tensor_scale
 
     def decode(self, codes: Tensor, scales: Tensor, tensor_scale: Tensor) -> Tensor:
         """Decode to FP32 (R, K/16, 16); code * scale is exact."""
@@ -82,11 +102,45 @@ class MSEden(BlockFormat):
         return values * scales.to(torch.float32).unsqueeze(-1) * tensor_scale
 
 
-def correction(scaled: Tensor, rounded: Tensor) -> Tensor:
-    """Return the factor of each block's scale, (..., 1), from its elements (..., 16)."""
+def _quartet2(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (..., 16), corrected scales (..., 1) and the tensor scale."""
+    tensor_scale = decode_scale(amax, AMAX_SCALE, AMAX_ELEMENT)
+    most = block_amax(tiles)
+    scales = positive_scales(most / torch.full_like(most, AMAX_ELEMENT), tensor_scale)
+    scaled = tiles / (scales * tensor_scale)
+    codes = encode(scaled, E2M1, torch.full_like(scaled, TIES_AWAY))
     squares, products = (
-        reduce(add, (scaled * other).unbind(-1)).unsqueeze(-1) for other in (scaled, rounded)
+        reduce(add, (scaled * other).unbind(-1)).unsqueeze(-1)
+        for other in (scaled, decode(codes, E2M1))
     )
+    return codes, scales * _correction(squares, products), tensor_scale
+
+
+def _torchao(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes (..., 16), corrected scales (..., 1) and the tensor scale."""
+    encode_tensor = encode_scale(amax, TOP)
+    tensor_scale = 1.0 / encode_tensor
+    scales = encode(block_amax(tiles) * (1.0 / 6.0) * encode_tensor, E4M3).to(torch.float32)
+    scaled = tiles * multiplier(scales, tensor_scale)
+    codes = encode(scaled, E2M1)
+    squares, products = (
+        _fused_sum(scaled, other).unsqueeze(-1) for other in (scaled, decode(codes, E2M1))
+    )
+    # Under a scale of 0 the sums overflow.
+    corrected = torch.where(scales == 0, scales, scales * _correction(squares, products))
+    return codes, corrected, tensor_scale
+
+
+def _fused_sum(a: Tensor, b: Tensor) -> Tensor:
+    """Sum products along the last axis, one after another, by fused multiply-adds."""
+    total = a[..., 0] * b[..., 0]
+    for one, other in zip(a[..., 1:].unbind(-1), b[..., 1:].unbind(-1), strict=True):
+        total = fused_multiply_add(one, other, total)
+    return total
+
+
+def _correction(squares: Tensor, products: Tensor) -> Tensor:
+    """Return the factor of each block's scale."""
     return torch.where(products == 0, torch.ones_like(products), squares / products)
 
 

@@ -1,0 +1,264 @@
+"""Keep what runs of the leaderboard's study gave, and write docs/leaderboard.md from them.
+
+    lowbit-study run examples/studies/leaderboard.yaml --output runs/leaderboard --gpus 0 -- ...
+    python docs/generate/leaderboard.py runs/leaderboard
+
+Finished runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the
+same name and seed; without folders the page is written from that file alone. A row's loss is the
+mean of the last tenth of a run. Speeds are those of benchmarks/results/model-te-h200.json.
+"""
+
+import argparse
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markdown import RESULTS, ROOT
+from markdown import table as markdown_table
+
+from megatron_lowbit.analysis.comparison import final_loss, gaps, visible_gap
+from megatron_lowbit.analysis.loss_curve import read_losses
+from megatron_lowbit.recipes import Layer, Recipe, load_recipes
+
+KEPT = RESULTS / "leaderboard.json"
+SPEEDS = RESULTS / "model-te-h200.json"
+PAGE = ROOT / "docs" / "leaderboard.md"
+SHARE = 1 / 10
+RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
+PLACES = ("--data-path", "--tokenizer-model")
+"""Arguments that say where a machine has the data."""
+TEXT = """# FP4 methods, ranked by what they lose
+
+    python docs/generate/leaderboard.py runs/leaderboard
+
+writes this page from the finished runs of [the study](../examples/studies/leaderboard.yaml):
+{model}, {tokens} tokens, {seeds} seeds a row. A loss is the mean of the last tenth of a run. Gaps
+are relative to `{baseline}`, paired seed by seed, with their standard error; the noise of all rows
+is pooled. {power} Rows that are closer to each other are not told apart.
+
+{table}
+
+Speed: forward and backward of a model of four layers of width 4096 in Transformer Engine's layers,
+relative to `nvfp4`, where `benchmarks/results/{speeds}` has the recipe ({gpu}). Bits: of an
+element, its share of block scales included, the mean over the operands of all linear layers.
+
+Runs: {machines}.
+
+## Your own recipe
+
+Look at it, run it beside the study's baseline with the study's arguments and seeds, and write the
+page anew. The baseline's runs are not repeated where the folder has them:
+
+```
+lowbit-recipes show mine.yaml --num-layers 10
+lowbit-study run examples/studies/leaderboard.yaml --recipes mine.yaml --output runs/leaderboard \\
+    -- --data-path data/linux --tokenizer-model data/linux-tokenizer
+python docs/generate/leaderboard.py runs/leaderboard
+```
+"""
+
+
+def collect(folder: Path) -> list[dict[str, Any]]:
+    """Return the finished runs in a study's folder.
+
+    Raises:
+        SystemExit: there are none.
+    """
+    runs = []
+    for file in sorted(folder.glob("*/study.json")):
+        state = json.loads(file.read_text())
+        if state["finished"]:
+            curve = read_losses(file.with_name("metrics.jsonl"))
+            recipe, rest = split(state["command"])
+            runs.append(
+                {
+                    "name": state["name"],
+                    "seed": state["seed"],
+                    "recipe": recipe,
+                    "arguments": rest,
+                    "machine": {key: state["machine"][key] for key in ("gpu", "torch", "commit")},
+                    "tokens": int(curve.tokens[-1]),
+                    "loss": final_loss(curve, SHARE),
+                }
+            )
+    if not runs:
+        raise SystemExit(f"error: {folder}: no finished run")
+    return runs
+
+
+def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return a command's arguments of the recipe, and the others but for seed and data."""
+    recipe, rest, words = [], [], iter(command)
+    for word in words:
+        if word in (RECIPE, CHANGE):
+            recipe += [word, next(words)]
+        elif word in (*PLACES, "--seed"):
+            next(words)
+        else:
+            rest.append(word)
+    return recipe, rest
+
+
+def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
+    """Return runs by name and seed, the new ones in the place of the old.
+
+    Raises:
+        SystemExit: a run has other arguments than the rest, its recipe aside.
+    """
+    runs = list({(run["name"], run["seed"]): run for run in [*kept, *new]}.values())
+    for run in runs:
+        if (run["arguments"], run["tokens"]) != (runs[0]["arguments"], runs[0]["tokens"]):
+            raise SystemExit(
+                f"error: {run['name']}, seed {run['seed']}: other arguments or tokens than "
+                f"{runs[0]['name']}, seed {runs[0]['seed']}"
+            )
+    return runs
+
+
+def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, list[list[str]]]:
+    """Return the baseline's name, the least gap that shows, and the table's rows, best first.
+
+    Raises:
+        SystemExit: no row is in BF16, or one lacks seeds that the baseline has.
+    """
+    by_name: dict[str, dict[int, dict]] = {}
+    for run in runs:
+        by_name.setdefault(run["name"], {})[run["seed"]] = run
+    recipes = {name: _recipe(next(iter(own.values()))) for name, own in by_name.items()}
+    baseline = next((name for name, recipe in recipes.items() if not _quantizes(recipe)), None)
+    if baseline is None:
+        raise SystemExit("error: no run of a recipe that quantizes nothing, to compare with")
+    names = [baseline, *(name for name in by_name if name != baseline)]
+    seeds = sorted(by_name[baseline])
+    for name in names:
+        if sorted(by_name[name]) != seeds:
+            raise SystemExit(f"error: {name}: seeds {sorted(by_name[name])}, {baseline}'s {seeds}")
+    losses = [[by_name[name][seed]["loss"] for seed in seeds] for name in names]
+    found = {}
+    for name, own, (gap, error) in zip(names, losses, gaps(losses), strict=True):
+        run = by_name[name][seeds[0]]
+        shown = "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}% ± {100 * error:.2f}"
+        found[name] = (
+            math.inf if math.isnan(gap) else gap if name != baseline else -math.inf,
+            error,
+            [
+                name,
+                _source(run["recipe"]),
+                f"{statistics.fmean(own):.4f}",
+                "" if name == baseline else shown,
+                _speed(run["recipe"], speeds),
+                f"{_bits(recipes[name]):.3g}",
+                f"`{shlex.join(run['recipe'])}`",
+            ],
+        )
+    error = max((error for gap, error, _ in found.values() if abs(gap) < math.inf), default=0.0)
+    ordered = [cells for _, _, cells in sorted(found.values(), key=lambda one: one[0])]
+    return baseline, visible_gap(error, len(seeds), len(seeds)), ordered
+
+
+def _recipe(run: dict) -> Recipe:
+    words = run["recipe"]
+    given = list(zip(words[::2], words[1::2], strict=True))
+    names = [word for key, word in given if key == RECIPE]
+    return load_recipes(names, [word for key, word in given if key == CHANGE])
+
+
+def _layers(blocks: int = 62) -> list[Layer]:
+    """Return the linear layers of a GPT: of so many blocks, those of the published NVFP4 run."""
+    names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1",
+             "mlp.linear_fc2")  # fmt: skip
+    return [
+        Layer(f"decoder.layers.{block}.{name}", block, blocks)
+        for block in range(blocks)
+        for name in names
+    ]
+
+
+def _quantizes(recipe: Recipe) -> bool:
+    return any(recipe.precision_for(layer).quantized for layer in _layers())
+
+
+def _bits(recipe: Recipe) -> float:
+    """Return the mean bits an element of the operands of all GEMMs, which are as large."""
+    return statistics.fmean(
+        16.0 if side is None else side.format.bits_per_element
+        for layer in _layers()
+        for gemm in recipe.precision_for(layer).gemms.values()
+        for side in gemm.sides
+    )
+
+
+def _source(words: Sequence[str]) -> str:
+    """Return a link to the page of a shipped recipe; a file's name for any other."""
+    name = words[1]
+    pages = [page for page in (ROOT / "docs" / "recipes").glob("*.md")
+             if name == page.stem or name.startswith(f"{page.stem}-")]  # fmt: skip
+    page = max(pages, key=lambda page: len(page.stem), default=None)
+    return f"`{Path(name).name}`" if page is None else f"[{name}](recipes/{page.name})"
+
+
+def _speed(words: Sequence[str], speeds: dict[str, float]) -> str:
+    """Return how many times as fast as nvfp4 a recipe is, every block of which was quantized."""
+    changes = set(words[3::2])
+    if words[1] not in speeds or changes - {"bf16_blocks=none"}:
+        return "not measured"
+    return f"{speeds['nvfp4'] / speeds[words[1]]:.2f}"
+
+
+def read_speeds(file: Path) -> tuple[dict[str, float], str]:
+    """Return milliseconds of forward and backward by recipe, and the GPU, of a benchmark's file."""
+    measured = json.loads(file.read_text())
+    times = {row["contender"]: row["both"]["median_ms"] for row in measured["rows"]}
+    found = {name.removesuffix(" in TE"): ms for name, ms in times.items() if name.endswith("TE")}
+    return found | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
+
+
+def page(runs: Sequence[dict], speeds_file: Path) -> str:
+    """Return the page's text."""
+    speeds, gpu = read_speeds(speeds_file)
+    baseline, visible, lines = rows(runs, speeds)
+    seeds = len({run["seed"] for run in runs})
+    power = (
+        f"A gap of {100 * visible:.2g}% shows beyond two standard errors in four of five studies."
+    )
+    power = power if visible > 0 else "Without noise known, no gap can be judged."
+    headings = ("", "recipe", "loss", "gap", "speed", "bits", "arguments")
+    machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
+    model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
+    return TEXT.format(
+        model="the arguments of each run" if model is None else f"[{model}](../{model})",
+        tokens=f"{runs[0]['tokens'] / 1e6:.3g}M",
+        seeds=seeds,
+        baseline=baseline,
+        power=power,
+        table=markdown_table(headings, lines),
+        speeds=speeds_file.name,
+        gpu=gpu,
+        machines="; ".join(machines),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Collect the folders that the command line names, then write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--results", type=Path, default=KEPT, help="file that runs are kept in")
+    parser.add_argument("--page", type=Path, default=PAGE, help="page to write")
+    args = parser.parse_args(argv)
+    kept = json.loads(args.results.read_text()) if args.results.is_file() else []
+    runs = merge(kept, [run for folder in args.folders for run in collect(folder)])
+    if not runs:
+        parser.error("no runs: give the folder of a study")
+    text = page(runs, SPEEDS)
+    args.results.write_text(json.dumps(runs, indent=1) + "\n")
+    args.page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Times of a study's runs, calculated before they start, and the commands that they fit into."""
+
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from megatron_lowbit.errors import require
+from megatron_lowbit.study.definition import Job, is_finished, training_words
+
+WAITING = "waiting for the CPU"
+
+
+class Pace(NamedTuple):
+    """Seconds of an iteration: the whole, and those in which the GPU is busy; iterations."""
+
+    step: float
+    busy: float
+    iterations: int
+
+    def seconds(self, at_once: int, start_up: float) -> float:
+        """Return the seconds of a run beside others: what waits for the CPU leaves the GPU to them.
+
+        Args:
+            at_once: runs on the GPU together, alike.
+            start_up: seconds until the first iteration.
+        """
+        return start_up + self.iterations * max(self.step, at_once * self.busy)
+
+
+def pace_of(job: Job, gpu: str) -> Pace:
+    """Compute the pace of a run on one GPU, as ``lowbit-plan`` does.
+
+    Raises:
+        UserError: no such GPU, or arguments that it cannot plan.
+    """
+    from megatron_lowbit.planning.search import plan_run
+
+    own = Namespace(gpu=gpu, gpus=1, gpus_per_node=1, as_given=True, scan="mamba-ssm", tokens=None)
+    plan = plan_run(own, training_words(job))
+    best = plan.best
+    require(bool(plan.tokens), f"run {job.name!r}: its arguments give no --train-iters")
+    iterations = round(plan.tokens / best.tokens)
+    return Pace(best.step, best.step - best.seconds.get(WAITING, 0.0), iterations)
+
+
+def commands_of(
+    jobs: Sequence[Job], seconds: Callable[[Job], float], places: int, limit: float
+) -> list[list[Job]]:
+    """Divide jobs among commands of ``limit`` seconds, in their order.
+
+    A job starts at the first of ``places`` that is free if it ends in time; if not, no later job
+    starts in that command, as ``lowbit-study run --minutes`` does it. A job that takes longer than
+    a command has one alone: it continues from its checkpoint.
+    """
+    found: list[list[Job]] = []
+    free: list[float] = []
+    for job in jobs:
+        ends = min(free, default=limit) + seconds(job)
+        if ends > limit:
+            found.append([])
+            free = [0.0] * places
+            ends = seconds(job)
+        found[-1].append(job)
+        free.remove(min(free))
+        free.append(ends)
+    return found
+
+
+def described(
+    jobs: Sequence[Job], gpu: str, places: int, at_once: int, minutes: float, start_up: float
+) -> list[Table | str]:
+    """Describe the time of each name's runs, and the commands for all runs that are left.
+
+    Args:
+        jobs: of the whole study.
+        gpu: as ``lowbit-plan --gpu``.
+        places: runs at once on all GPUs together.
+        at_once: runs at once on each.
+        minutes: length of a command.
+        start_up: seconds until a run's first iteration.
+    """
+    left = [job for job in jobs if not is_finished(job)]
+    paces = {job.name: pace_of(job, gpu) for job in reversed(jobs)}
+    seconds = {name: pace.seconds(at_once, start_up) for name, pace in paces.items()}
+    table = Table("run", "iterations", "ms an iteration", "of them busy", "minutes a run", "left")
+    for name in dict.fromkeys(job.name for job in jobs):
+        pace, count = paces[name], sum(job.name == name for job in left)
+        cells = (f"{1e3 * pace.step:.1f}", f"{1e3 * pace.busy:.1f}", f"{seconds[name] / 60:.1f}")
+        table.add_row(name, str(pace.iterations), *cells, str(count))
+    commands = commands_of(left, lambda job: seconds[job.name], places, 60 * minutes)
+    hours = sum(seconds[job.name] for job in left) / places / 3600
+    lines = [
+        f"{len(left)} of {len(jobs)} runs are left: {hours:.1f} hours on {places} places at least, "
+        f"{len(commands)} commands of {minutes:g} minutes"
+    ]
+    for number, own in enumerate(commands, 1):
+        lines.append(f"  {number}: " + ", ".join(f"{job.name} {job.seed}" for job in own))
+    long = [name for name in seconds if seconds[name] > 60 * minutes]
+    if long:
+        lines.append(f"longer than a command, to be continued in the next: {', '.join(long)}")
+    return [table, *lines]

@@ -1,0 +1,166 @@
+"""The page of FP4 methods: figures against numbers computed by hand, and what is refused."""
+
+import json
+import math
+import re
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+
+import leaderboard
+
+from megatron_lowbit.recipes.command import main as recipes
+from megatron_lowbit.study.command import main as study
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = ["-P", "-c", "pretrain", "@examples/gpt-60m.args", "--bf16"]
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Function that writes a finished run, whose last tenth has this loss."""
+
+    def finished(name: str, seed: int, loss: float, *recipe: str, more: tuple = ()) -> Path:
+        folder = tmp_path / "runs" / f"{name}-{seed}"
+        folder.mkdir(parents=True)
+        command = [*ARGUMENTS, *recipe, *more, "--data-path", f"data{seed}", "--seed", str(seed)]
+        machine = {"gpu": "GPU", "torch": "2", "commit": "abc", "cpu": "CPU"}
+        state = {"name": name, "seed": seed, "command": command, "finished": True}
+        (folder / "study.json").write_text(json.dumps(state | {"machine": machine}))
+        losses = [9.0] * 90 + [loss] * 10
+        lines = [{"iteration": i, "lm_loss": x, "consumed_tokens": 10_000 * i}
+                 for i, x in enumerate(losses, 1)]  # fmt: skip
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / "metrics.jsonl").write_text(text)
+        return folder.parent
+
+    return finished
+
+
+def bf16(write, *losses: float) -> Path:
+    for seed, loss in enumerate(losses, 1):
+        folder = write("bf16", seed, loss, "--precision-recipe", "bf16")
+    return folder
+
+
+def built(tmp_path, *folders: Path) -> list[list[str]]:
+    """Return the cells of the page's table."""
+    arguments = ["--results", str(tmp_path / "kept.json"), "--page", str(tmp_path / "page.md")]
+    leaderboard.main([*map(str, folders), *arguments])
+    lines = (tmp_path / "page.md").read_text().splitlines()
+    start = lines.index(next(line for line in lines if line.startswith("| ---")))
+    rows = [line for line in lines[start + 1 :] if line.startswith("|")]
+    return [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+
+
+NVFP4 = ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
+
+
+def test_the_table(write, tmp_path):
+    """Best first; gaps seed by seed, speeds and bits from their own sources."""
+    folder = bf16(write, 2.0, 2.2)
+    for seed, (four, more) in enumerate(((2.04, 2.02), (2.222, 2.211)), 1):
+        write("nvfp4", seed, four, *NVFP4)
+        write("mine", seed, more, "--precision-recipe", "mxfp4-backward", "--recipe-set",
+              "grad.rounding=nearest")  # fmt: skip
+    base, mine, nvfp4 = built(tmp_path, folder)
+    ratios = {"nvfp4": (0.02, 0.01), "mine": (0.01, 0.005)}
+    variances = [statistics.variance(own) for own in ratios.values()]
+    error = 100 * math.sqrt(statistics.fmean(variances) / 2)
+    assert base[:4] == ["bf16", "[bf16](recipes/bf16.md)", "2.1000", ""]
+    assert nvfp4[0] == "nvfp4" and nvfp4[3] == f"+1.50% ± {error:.2f}"
+    assert mine[0] == "mine" and mine[3] == f"+0.75% ± {error:.2f}"
+    rows = json.loads((ROOT / "benchmarks/results/model-te-h200.json").read_text())["rows"]
+    times = {row["contender"]: row["both"]["median_ms"] for row in rows}
+    assert base[4] == f"{times['nvfp4 in TE'] / times['TE BF16']:.2f}"
+    assert (nvfp4[4], mine[4]) == ("1.00", "not measured")
+    # fprop's two operands have 16 bits, the others 4 and 8 for 32 elements.
+    assert base[5] == "16" and nvfp4[5] == "4.5"
+    assert float(mine[5]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
+    assert nvfp4[6] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
+    text = (tmp_path / "page.md").read_text()
+    assert f"A gap of {2.8416 * error:.2g}% shows" in text and "1M tokens, 2 seeds a row" in text
+    assert "[examples/gpt-60m.args](../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text
+
+
+def test_runs_are_kept(write, tmp_path):
+    """A second folder adds its rows; without folders the same page is written."""
+    folder = bf16(write, 2.0, 2.2)
+    built(tmp_path, folder)
+    for path in folder.iterdir():
+        path.rename(tmp_path / path.name)
+    for seed in (1, 2):
+        write("nvfp4", seed, 2.3, *NVFP4)
+    both = built(tmp_path, folder)
+    assert [row[0] for row in both] == ["bf16", "nvfp4"]
+    assert built(tmp_path) == both
+
+
+def test_a_run_that_diverged_is_last(write, tmp_path):
+    folder = bf16(write, 2.0, 2.2)
+    for seed, loss in enumerate((math.nan, 2.3), 1):
+        write("lost", seed, loss, "--precision-recipe", "quartet2")
+        write("nvfp4", seed, 2.4 + seed / 9, *NVFP4)
+    file = folder / "lost-1" / "metrics.jsonl"
+    file.write_text("\n".join(json.dumps(json.loads(line) | {"lm_loss": None})
+                              for line in file.read_text().splitlines()))  # fmt: skip
+    assert [row[0] for row in built(tmp_path, folder)] == ["bf16", "nvfp4", "lost"]
+
+
+def test_what_cannot_be_compared(write, tmp_path):
+    folder = bf16(write, 2.0, 2.2)
+    write("nvfp4", 1, 2.3, *NVFP4)
+    with pytest.raises(SystemExit, match=r"nvfp4: seeds \[1\], bf16's \[1, 2\]"):
+        built(tmp_path, folder)
+    write("nvfp4", 2, 2.3, *NVFP4, more=("--lr", "1"))
+    with pytest.raises(SystemExit, match="nvfp4, seed 2: other arguments or tokens than bf16"):
+        built(tmp_path, folder)
+    with pytest.raises(SystemExit, match="no finished run"):
+        built(tmp_path, tmp_path / "none")
+    assert not (tmp_path / "page.md").exists() and not (tmp_path / "kept.json").exists()
+
+
+def test_the_baseline_quantizes_nothing(write, tmp_path):
+    folder = write("nvfp4", 1, 2.3, *NVFP4)
+    with pytest.raises(SystemExit, match="no run of a recipe that quantizes nothing"):
+        built(tmp_path, folder)
+
+
+TINY = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 32 --train-iters 2
+    --max-position-embeddings 32 --micro-batch-size 1 --lr 1e-3 --eval-iters 0 --eval-interval 2
+    --log-interval 1 --save-interval 2
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 100
+"""
+
+
+@pytest.mark.slow
+def test_a_recipe_of_ones_own_in_three_commands(tmp_path, monkeypatch, capsys):
+    """Those of the page, with a tiny study in place of its own; runs of bf16 are made once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    Path("study.yaml").write_text(
+        f"arguments: >\n  {' '.join(TINY.split())}\nseeds: [1, 2]\n"
+        "runs: {bf16: --precision-recipe bf16, nvfp4: --precision-recipe nvfp4}\n"
+    )
+    text = (ROOT / "recipes" / "quartet2.yaml").read_text()
+    Path("mine.yaml").write_text(text.replace("name: quartet2", "name: mine"))
+    [block] = re.findall("```\n(.*?)```", leaderboard.TEXT.replace("\\\n", ""), re.DOTALL)
+    show, run, write = (line.split() for line in block.splitlines())
+    recipes(show[1:])
+    assert "recipe mine: 40 of 40 linear layers quantized" in capsys.readouterr().out
+    own = run[: run.index("--")]
+    own[own.index("examples/studies/leaderboard.yaml")] = "study.yaml"
+    study(own[1:])
+    assert {p.name for p in Path("runs/leaderboard").iterdir() if p.is_dir()} == {
+        "bf16-1", "bf16-2", "mine-1", "mine-2",
+    }  # fmt: skip
+    assert write[:2] == ["python", "docs/generate/leaderboard.py"]
+    rows = built(tmp_path, Path(write[2]))
+    assert {row[0]: row[1] for row in rows} == {
+        "bf16": "[bf16](recipes/bf16.md)", "mine": "`mine.yaml`",
+    }  # fmt: skip

@@ -1,0 +1,102 @@
+"""Reset of oscillating weights in a run: which weights, checkpoints, and what is refused."""
+
+from argparse import Namespace
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from tiny_run import done, refused, saved_tensors, start_from, steps
+
+from megatron_lowbit import quantize
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.steps import steps_of
+
+START, OVER, LENGTH, SAVED = 2, 3, 8, 4
+RESET = f"oscillation={{start: {START}, period: 5, over: {OVER}, ratio: 1.5}}"
+QUARTET = ("--fp4-recipe", "quartet2")
+OSCILLATION = (*QUARTET, "--recipe-set", RESET)
+FC2 = "decoder.layers.1.mlp.linear_fc2"
+
+
+@pytest.fixture
+def whole(memory, pretrain_here, tmp_path_factory):
+    """Folder of a run, FC2's weights as iterations begin, before and after resets, its output."""
+    if memory:
+        return memory["whole"]
+    folder = tmp_path_factory.mktemp("oscillation") / "whole"
+    seen: dict[tuple[int, str], torch.Tensor] = {}
+
+    def watch(chunks: list, args: Namespace) -> list:
+        layer = chunks[0].get_submodule(FC2)
+
+        def note(when: str, iteration: int, training: bool) -> None:
+            seen[iteration, when] = layer.weight.detach().clone()
+
+        listeners = steps_of(args, chunks).listeners
+        listeners.insert(0, partial(note, "before"))
+        listeners.append(partial(note, "after"))
+        return chunks
+
+    original = pretrain.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "run", lambda args: original(args, [partial(watch, args=args)]))
+        result = pretrain_here(*OSCILLATION, "--train-iters", LENGTH, "--save-interval", SAVED,
+                               "--save", folder)  # fmt: skip
+    done(result)
+    memory["whole"] = folder, seen, result.stdout
+    return memory["whole"]
+
+
+def test_which_weights_are_reset(whole):
+    """Those of the definition, from the weights alone, as they were in iterations 2 to 5."""
+    seen = whole[1]
+    weights = [seen[i, "before"] for i in range(START, START + OVER + 1)]
+    values = [quantize(weight, "quartet2").dequantize() for weight in weights]
+    way, way_of_values = (
+        sum(np.abs((b - a).numpy()) for a, b in pairwise(path)) for path in (weights, values)
+    )
+    oscillates = torch.from_numpy(way_of_values >= 1.5 * way) & torch.from_numpy(way > 0)
+    assert 0.02 < oscillates.float().mean() < 0.98
+    expected = torch.where(oscillates, values[-1], weights[-1])
+    assert torch.equal(seen[START + OVER, "after"], expected)
+    for iteration in set(range(LENGTH)) - {START + OVER}:
+        assert torch.equal(seen[iteration, "before"], seen[iteration, "after"])
+
+
+def test_a_resumed_run_resets_the_same_weights(whole, pretrain_here, tmp_path):
+    """It was saved within the measurement, and after it."""
+    folder = whole[0]
+    first, last = (folder / f"iter_{i:07d}" for i in (SAVED, LENGTH))
+    assert len(saved_tensors(first, "oscillation.")) == 2 * 16
+    # Iteration 7 begins the next measurement.
+    assert saved_tensors(last, "oscillation.").keys() == saved_tensors(first, "oscillation.").keys()
+    save = start_from(folder, SAVED, tmp_path / "resumed")
+    done(pretrain_here(*OSCILLATION, "--train-iters", LENGTH, "--load", save, "--save", save))
+    assert steps(save) == {k: v for k, v in steps(folder).items() if k > SAVED}
+    saved = saved_tensors(save / last.name)
+    for key, tensor in saved_tensors(last).items():
+        assert torch.equal(saved[key], tensor), key
+
+
+def test_without_it_the_run_goes_on_otherwise(whole, pretrain_here, tmp_path):
+    """From the reset on: the checkpoint's paths are left alone."""
+    save = start_from(whole[0], SAVED, tmp_path / "plain")
+    done(pretrain_here(*QUARTET, "--train-iters", LENGTH, "--load", save, "--save", save))
+    same = {k: steps(save)[k] == v for k, v in steps(whole[0]).items() if k > SAVED}
+    assert same == {5: True, 6: False, 7: False, 8: False}
+    assert saved_tensors(save / "iter_0000008", "oscillation.") == {}
+
+
+def test_it_is_announced_and_logged(whole):
+    folder, _, output = whole
+    assert "oscillation: weights with R >= 1.5 over 3 iterations are reset" in output
+    assert "iteration 5: " in output and "% of the quantized weights" in output
+    assert '"oscillation/reset": ' in (folder / "metrics.jsonl").read_text()
+
+
+def test_shards_of_masters_are_refused(pretrain_here):
+    more = ("--use-distributed-optimizer", "--train-iters", 1)
+    error = refused(pretrain_here(*OSCILLATION, *more))
+    assert "--use-distributed-optimizer does not go with a recipe's oscillation" in error

@@ -1,0 +1,150 @@
+"""Studies in commands of limited length: what fits into one, and that the next one continues."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.study.command import main
+from megatron_lowbit.study.definition import Job, Study, jobs_of, training_words
+from megatron_lowbit.study.schedule import Pace, commands_of, pace_of
+
+# As Megatron-LM ends on a signal: with a checkpoint, and with success.
+TRAINING = """
+import json, signal, sys, time
+from pathlib import Path
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+folder = Path(arguments["--save"])
+tracker = folder / "latest_checkpointed_iteration.txt"
+begin = int(tracker.read_text()) if "--load" in arguments else 0
+assert arguments.get("--load", str(folder)) == str(folder)
+def leave(*_):
+    tracker.write_text(str(i))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, leave)
+with (folder / "metrics.jsonl").open("a") as file:
+    for i in range(begin + 1, 21):
+        record = {"iteration": i, "lm_loss": 2.0 + 1 / i, "consumed_tokens": i, "began": begin}
+        file.write(json.dumps(record) + chr(10))
+        file.flush()
+        time.sleep(float(arguments["--sleep"]))
+"""
+
+
+def jobs(*names: str) -> list[Job]:
+    return [Job(name, 1, Path(name), []) for name in names]
+
+
+def names(commands: list[list[Job]]) -> list[str]:
+    return ["".join(job.name for job in own) for own in commands]
+
+
+def test_what_fits_into_a_command():
+    """In order, on the first place that is free; what is too long has a command alone."""
+    seconds = {"a": 4.0, "b": 6.0, "c": 5.0, "d": 5.0, "e": 30.0, "f": 1.0}
+
+    def divided(places: int, *own: str) -> list[str]:
+        return names(commands_of(jobs(*own), lambda job: seconds[job.name], places, 10.0))
+
+    assert divided(1, "a", "b", "c", "d") == ["ab", "cd"]
+    assert divided(2, "a", "b", "c", "d") == ["abc", "d"]
+    assert divided(1, "a", "e", "f", "f") == ["a", "e", "ff"]
+    assert divided(1) == []
+
+
+def test_runs_together_share_the_gpu():
+    """A GPU that is busy for 8 of 20 ms has room for two runs, not for three."""
+    pace = Pace(step=0.020, busy=0.008, iterations=1000)
+    found = [pace.seconds(at_once, start_up=5.0) for at_once in (1, 2, 3)]
+    assert found == pytest.approx([25.0, 25.0, 29.0])
+
+
+def test_the_pace_is_the_planners():
+    arguments = "@examples/gpt-20m.args --vocab-size 8192 --train-iters 7"
+    [job] = jobs_of(Study(arguments=arguments, seeds=[1], runs={"a": ""}), Path("out"), [])
+    pace = pace_of(job, "h100")
+    assert pace.iterations == 7 and 0 < pace.busy < pace.step < 1
+    with pytest.raises(UserError, match="--gpu h1000: not in the table"):
+        pace_of(job, "h1000")
+
+
+def test_arguments_of_training():
+    study = Study(arguments="--lr 1", seeds=[1], runs={"a": ""})
+    own = study.model_copy(update={"script": "train.py"})
+    for one in (study, own):
+        [job] = jobs_of(one, Path("out"), ["--more", "2"])
+        assert training_words(job) == ["--lr", "1", "--more", "2", "--seed", "1"]
+
+
+@pytest.fixture
+def study(tmp_path):
+    def write(sleep: float) -> Path:
+        (tmp_path / "train.py").write_text(TRAINING)
+        file = tmp_path / "study.yaml"
+        file.write_text(
+            f"script: {tmp_path}/train.py\narguments: --sleep {sleep}\nseeds: [1, 2]\n"
+            "runs: {base: '', other: --scale 2}\n"
+        )
+        return file
+
+    return write
+
+
+def began(folder: Path) -> list[int]:
+    """Return the iterations that the parts of a run began after."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return sorted({json.loads(line)["began"] for line in lines})
+
+
+def test_runs_stop_in_time_and_go_on_elsewhere(study, tmp_path, capsys):
+    """A run that is stopped is not finished; its folder may be carried to another machine."""
+    file, output, carried = study(sleep=0.1), tmp_path / "here", tmp_path / "there" / "runs"
+    main(["run", str(file), "--output", str(output), "--minutes", str(1 / 60)])
+    assert "4 runs are left; the same command continues with them" in capsys.readouterr().err
+    assert [path.name for path in output.iterdir()] == ["base-1"]
+    assert not json.loads((output / "base-1" / "study.json").read_text())["finished"]
+    carried.parent.mkdir()
+    output.rename(carried)
+    (tmp_path / "train.py").write_text(TRAINING.replace("time.sleep", "(lambda _: None)"))
+    main(["run", str(file), "--output", str(carried)])
+    first, last = began(carried / "base-1")
+    assert first == 0 < last < 20
+    assert began(carried / "other-2") == [0]
+    assert (carried / "comparison.html").is_file()
+
+
+def test_no_run_is_started_that_would_not_end_in_time(study, tmp_path, capsys):
+    """The first takes over a second: no second one begins within two."""
+    file, output = study(sleep=0.05), tmp_path / "out"
+    main(["run", str(file), "--output", str(output), "--minutes", str(2 / 60)])
+    assert [path.name for path in sorted(output.iterdir()) if path.is_dir()] == ["base-1"]
+    assert json.loads((output / "base-1" / "study.json").read_text())["finished"]
+    assert "3 runs are left" in capsys.readouterr().err
+
+
+def test_the_plan(tmp_path, capsys):
+    """Finished runs are left out; times are those of the planner and the start-up."""
+    file = tmp_path / "study.yaml"
+    file.write_text(
+        "arguments: '@examples/gpt-20m.args --vocab-size 8192'\nseeds: [1, 2]\n"
+        "runs: {bf16: --precision-recipe bf16, nvfp4: --precision-recipe nvfp4}\n"
+    )
+    done = tmp_path / "out" / "bf16-1"
+    done.mkdir(parents=True)
+    [job, *_] = jobs_of(Study(
+        arguments="@examples/gpt-20m.args --vocab-size 8192", seeds=[1],
+        runs={"bf16": "--precision-recipe bf16"},
+    ), tmp_path / "out", [])  # fmt: skip
+    state = {"command": job.command[1:], "finished": True, "machine": {}}
+    (done / "study.json").write_text(json.dumps(state))
+    main(["plan", str(file), "--output", str(tmp_path / "out"), "--gpu", "h100",
+          "--minutes", "1000", "--start-up", "30"])  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "3 of 4 runs are left" in shown and "1 commands of 1000 minutes" in shown
+    assert "1: nvfp4 1, bf16 2, nvfp4 2" in shown
+    minutes = float(re.search(r"bf16 +│ 2500 +│ [\d.]+ +│ [\d.]+ +│ ([\d.]+)", shown)[1])
+    assert minutes == pytest.approx(pace_of(job, "h100").seconds(1, 30) / 60, abs=0.051)
+    with pytest.raises(UserError, match="--minutes 0: must be positive"):
+        main(["plan", str(file), "--output", str(tmp_path / "out"), "--minutes", "0"])
