@@ -49,7 +49,14 @@ def train(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["--bf16"], ["--activation_checkpointing", "--gradient_accumulation_steps", "2"]],
+    [
+        [],
+        pytest.param(["--bf16"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--activation_checkpointing", "--gradient_accumulation_steps", "2"],
+            marks=pytest.mark.slow,
+        ),
+    ],
     ids=" ".join,
 )
 def test_it_learns_and_resumes_bit_for_bit(options, train, tmp_path):

@@ -56,6 +56,7 @@ NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
 SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(16) + 5) * 7)
 
 
+STANDARD = {type(FORMATS[name]) for name in ("nvfp4", "mxfp4", "fp8-tensor-e4m3", "ms-eden")}
 OF_LAYERS = ("axis", "requantize", "split_mean")
 """Keys of a role that say what is quantized, not how."""
 
@@ -107,19 +108,21 @@ def name_of(q: Quantizer) -> str:
 
 
 def of_each_kind(quantizers: Iterable[Quantizer]) -> list[Quantizer]:
-    """Return the first of each class of formats, in one dimension and in two, by rounding.
+    """Return the first of each class of formats in one dimension and in two, and of each rounding.
 
     Others of a kind differ in constants and options, whose arithmetic the reference shares.
     """
     kinds: dict[tuple, Quantizer] = {}
     for q in quantizers:
-        kinds.setdefault((type(q.format), q.rounding, q.format.block_rows > 1), q)
+        # Formats that are not NVIDIA's or OCP's own round their codes as those do.
+        own = q.rounding if type(q.format) in STANDARD else None
+        kinds.setdefault((type(q.format), own, q.format.block_rows > 1), q)
     return list(kinds.values())
 
 
 def with_others_slow(quantizers: list[Quantizer]) -> list:
     """Return parameters of a test, of which those that are not the first of a kind are slow."""
-    first = of_each_kind(quantizers)
+    first = of_each_kind(QUANTIZERS)
     return [pytest.param(q, marks=[pytest.mark.slow] * (q not in first)) for q in quantizers]
 
 

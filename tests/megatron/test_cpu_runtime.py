@@ -165,6 +165,7 @@ def test_the_microbatchs_key_is_what_recomputation_replays():
     assert seen[2:] == seen[:2] and seen[0] != seen[1]
 
 
+@pytest.mark.slow
 def test_models_import_without_triton():
     """Torch's CPU wheels lack Triton, which megatron's Mamba mixer imports."""
     code = "import sys; sys.modules['triton'] = None; import megatron_lowbit.megatron.pretrain; "
