@@ -23,13 +23,12 @@ parity: .venv/installed data/stdlib.idx
 performance-page: .venv/installed
 	$(BIN)/python docs/generate/performance.py
 
-# In the order of their folders, which ends with short files; by default the longest come last. Three
-# processes on two cores: those that train with several ranks, or start others, wait half of the time.
+# In the order of their folders, which ends with short files; by default the longest come last.
 test: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: test
 	$(BIN)/pytest -q -m slow

@@ -74,7 +74,16 @@ def test_every_shipped_recipe_is_here():
     assert shipped <= named
 
 
-@pytest.mark.parametrize("name", ROWS)
+# Options and combinations of other rows, whose arithmetic tests/numerics and tests/layers check.
+SLOW = (
+    "fp8-tile-grad-e4m3", "fp8-tile-of-32", "fp8-tile+mxfp4-backward", "nvfp4-4over6-te",
+    "nemotron3-super", "torchao-v2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ROWS]
+)
 def test_trains_to_a_lower_loss(trained, name):
     """The loss begins near that of a uniform distribution."""
     _, quantized, shown = ROWS[name]
@@ -87,6 +96,7 @@ def test_trains_to_a_lower_loss(trained, name):
     assert curve[LENGTH][0] < curve[1][0] - 0.7
 
 
+@pytest.mark.slow
 def test_no_two_rows_compute_the_same(trained):
     """Forward quantization changes the first loss, backward quantization its gradient."""
     curves = {name: trained(name)[1] for name in ROWS}

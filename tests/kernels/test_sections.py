@@ -66,7 +66,13 @@ def check_same(made, expected) -> None:
         assert torch.equal(*bits)
 
 
-@pytest.mark.parametrize("case", CASES)
+# Others have the kernels of these, with other options.
+QUICK = ("nvfp4", "nvfp4 folded", "ue5m3-2d", "quartet2", "ms-eden", "fp8 tiles", "mxfp4")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES]
+)
 def test_the_operands_of_a_launch_for_each(case):
     forms = tuple(Form[form] for form in CASES[case][-1].split())
     xs = values(sum(ROWS), 48, torch.bfloat16).to(DEVICE).split(ROWS)

@@ -3,6 +3,8 @@
 import json
 import shlex
 
+import pytest
+
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.linear import local_linears
@@ -33,6 +35,7 @@ def compile_linears(chunks):
     return chunks
 
 
+@pytest.mark.slow
 def test_losses(tmp_path):
     """Each microbatch has its own random numbers; a traced constant key would change losses."""
     assert losses(tmp_path / "compiled", compile_linears) == losses(tmp_path / "eager")
