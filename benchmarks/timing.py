@@ -325,7 +325,7 @@ def over_sizes(
         found = run(one, args.contenders, limits, args.seconds)
         console.print(table(found))
         rows += found
-    write(args.output, limits, rows, begin)
+        write(args.output, limits, rows, begin)
 
 
 def write(file: Path, limits: Ceilings | None, rows: list[dict], begin: float, **more) -> None:
