@@ -7,12 +7,13 @@ results go through Hopper's tensor memory accelerator, which cuts off what lies 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.launcher import cdiv, table_launcher
 from megatron_lowbit.kernels.operand_group import (
     Matrices,
     OperandGroup,
@@ -22,6 +23,8 @@ from megatron_lowbit.kernels.operand_group import (
 )
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
+from megatron_lowbit.kernels.sides import Numbers
+from megatron_lowbit.kernels.split import Split, addresses_of, columns_of, like, rows_of
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
@@ -61,8 +64,8 @@ def grouped_pair(
     route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Sequence[Tensor]
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
-    flops = sum(2 * out.numel() * terms for out, terms in zip(outs, _terms(lhs), strict=True))
-    if flops >= LOOP_FROM * len(outs):
+    sizes = rows_of(outs) * like(outs).shape[1]
+    if (2 * sizes * _terms(lhs)).sum() >= LOOP_FROM * len(outs):
         return None
     pair = None
     if route is EXACT:
@@ -74,19 +77,21 @@ def grouped_pair(
     return pair[0], pair[1]
 
 
-def _terms(side: Sequence[Any]) -> list[int]:
+def _terms(side: Sequence[Any]) -> Numbers:
     if isinstance(side, OperandGroup):
-        return [layout.columns for layout in side.layouts]
+        return side.layout.columns
     if isinstance(side, TransposedGroup):
-        return [layout.shape[0] for layout in side.of.layouts]
-    return [x.shape[1] if isinstance(x, Tensor) else 0 for x in side]
+        return side.of.layout.shape[0]
+    if isinstance(side, Split):
+        return side.whole.shape[1]
+    return columns_of(side) if all(isinstance(x, Tensor) for x in side) else 0
 
 
 def _fp8(side: Sequence[Any], route: Route, tile_rows: int) -> Matrices | None:
     """Return FP8 operands; None for those in another form, which are folded one by one."""
     if not isinstance(side, OperandGroup):
         return None
-    format = side.layouts[0].stored
+    format = side.layout.stored
     if route is TILES:
         return matrices_of(side) if format.block_rows == tile_rows else None
     return matrices_of(side) if isinstance(format, FP8Tensor) else None
@@ -97,22 +102,21 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
     if isinstance(side, TransposedGroup):
         return decode(side.of).transpose()
     if isinstance(side, OperandGroup):
-        layout = side.layouts[0]
-        return matrices_of(side) if layout.side.values else decode(side)
-    return matrices_of(side) if all(isinstance(x, Tensor) for x in side) else None
+        return matrices_of(side) if side.layout.side.values else decode(side)
+    tensors = isinstance(side, Split) or all(isinstance(x, Tensor) for x in side)
+    return matrices_of(side) if tensors else None
 
 
 def _takes(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor]) -> bool:
     """Return True if the kernel takes these matrices."""
-    step = outs[0].shape[1] * outs[0].element_size()
+    step = like(outs).shape[1] * like(outs).element_size()
     wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
     return (
         lhs.aligned
         and rhs.aligned
         and (wide or (lhs.by_rows and rhs.by_rows))
         and step % 16 == 0
-        and outs[0].data_ptr() % 16 == 0
-        and all(out.storage_offset() * out.element_size() % 16 == 0 for out in outs)
+        and not (addresses_of(outs) % 16).any()
     )
 
 
@@ -130,27 +134,26 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: 
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
-    terms = [min(pair) for pair in zip(lhs.terms, rhs.terms, strict=True)]
-    few = sum(terms) <= _FEW_TERMS * len(terms)
-    tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[few]
+    terms = np.minimum(lhs.terms, rhs.terms)
+    few = terms.sum() <= _FEW_TERMS * len(terms)
+    tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[bool(few)]
+    scaled = lhs.scales is not None
     fields = (
-        lhs.addresses, rhs.addresses, [out.data_ptr() for out in outs], lhs.rows, rhs.rows, terms,
+        lhs.addresses, rhs.addresses, addresses_of(outs), lhs.rows, rhs.rows, terms,
         lhs.steps, rhs.steps, lhs.factors, rhs.factors,
-        lhs.scales or lhs.factors, rhs.scales or rhs.factors,
+        lhs.scales if scaled else 0, rhs.scales if scaled else 0,
     )  # fmt: skip
-    tiles = [
-        cdiv(rows, tile.rows) * cdiv(columns, tile.columns)
-        for rows, columns in zip(lhs.rows, rhs.rows, strict=True)
-    ]
+    tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
         tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,
-        bool(lhs.scales), adds, table.count,
+        scaled, adds, table.count,
     )  # fmt: skip
-    grouped_gemm_kernel[(sum(tiles),)](
-        table.entries, lhs.like, rhs.like, outs[0], *constants,
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    kinds = lhs.like, rhs.like, like(outs)
+    options = ("num_warps", tile.warps), ("num_stages", tile.stages)
+    dtypes = [kind.dtype for kind in kinds]
+    launch = table_launcher(grouped_gemm_kernel, constants, options, *dtypes, table.entries.device)
+    launch((table.entries, *kinds), kinds, table.programs)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -10,34 +10,34 @@ from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import tile_of
-from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.launcher import table_launcher
 from megatron_lowbit.kernels.operand_group import OperandGroup, allocate
 from megatron_lowbit.kernels.quantize import quantize_kernel
-from megatron_lowbit.kernels.sections import OF_THE_TABLE, section_table
+from megatron_lowbit.kernels.sections import OF_THE_TABLE, Table, section_table
 from megatron_lowbit.kernels.sides import (
     NOTHING,
-    Kind,
-    Layout,
+    Numbers,
     kind_of,
-    layout_of,
+    layouts_of,
     numbers_of,
     signed,
     signs_of,
     transform_of,
 )
+from megatron_lowbit.kernels.split import addresses_of, layouts_in_memory, like, rows_of
 from megatron_lowbit.numerics import Requests
 
 
 def takes_sections(xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None) -> bool:
     """Return True if one launch quantizes these matrices."""
-    kinds = {(x.shape[1], x.stride(), x.dtype, x.device) for x in xs}
     requests = [side.like for side in (rows, cols) if side is not None]
     quantizers = [request.quantizer for request in requests]
     return (
-        len(kinds) == 1
-        and xs[0].dtype in (torch.float32, torch.bfloat16)
-        and any(x.numel() for x in xs)
-        and all(x.data_ptr() % 16 == 0 for x in xs)
+        len(layouts_in_memory(xs)) == 1
+        and like(xs).dtype in (torch.float32, torch.bfloat16)
+        and rows_of(xs).any()
+        and like(xs).shape[1] > 0
+        and not (addresses_of(xs) % 16).any()
         and bool(requests)
         and all(q.has_kernel and not q.format.row_scaled for q in quantizers)
         and all(r.hadamard is None or r.hadamard.size <= LARGEST_TRANSFORM for r in requests)
@@ -57,32 +57,25 @@ def quantize_sections(
     Returns:
         The operands that :func:`quantize_both` gives each by itself.
     """
-    first, sides = xs[0], (rows, cols)
-    kinds = [
-        None if r is None else kind_of(r.like, form) for r, form in zip(sides, forms, strict=True)
-    ]
-    layouts = [
-        None if kind is None else _layouts(kind, xs, side == 1) for side, kind in enumerate(kinds)
-    ]
+    first, sides, count, heights = like(xs), (rows, cols), len(xs), rows_of(xs)
+    groups: list[OperandGroup | None] = []
+    for requests, form, transposed in zip(sides, forms, (False, True), strict=True):
+        if requests is None:
+            groups.append(None)
+            continue
+        size = (first.shape[1], heights) if transposed else (heights, first.shape[1])
+        layout = layouts_of(kind_of(requests.like, form), *size, transposed)
+        groups.append(allocate(layout, count, first.device))
     amaxes = _amaxes(xs, rows, cols, forms)
-    groups = [None if one is None else allocate(one, first.device) for one in layouts]
-    constants = [None if one is None else one[0].side for one in layouts]
+    constants = [None if group is None else group.layout.side for group in groups]
     tile, options = tile_of(*constants)
-    fields, arguments = [], []
+    fields, arguments = [], ()
     for requests, group, amax in zip(sides, groups, amaxes, strict=True):
-        fields.append(_fields(requests, group, len(xs)))
+        fields.append(_fields(requests, group))
         arguments += _arguments(requests, group, amax)
     (row_signs, row_fields), (col_signs, col_fields) = fields
-    table = section_table(xs, tile[0], (row_signs, col_signs, *row_fields[:3], *col_fields))
-    _launch(
-        quantize_kernel,
-        xs,
-        tile,
-        constants,
-        (None, table.entries, *arguments),
-        table.count,
-        options,
-    )
+    table = section_table(xs, tile, (row_signs, col_signs, *row_fields[:3], *col_fields))
+    _launch(quantize_kernel, xs, tile, constants, (None, table.entries, *arguments), table, options)
     return groups[0], groups[1]
 
 
@@ -92,61 +85,50 @@ def _launch(
     tile: tuple[int, int],
     sides: Sequence[Any],
     arguments: tuple,
-    count: int,
+    table: Table,
     options: dict[str, int],
 ) -> None:
     """Launch a kernel on all matrices of a table, in tiles of which each lies in one of them."""
-    first, columns = xs[0], xs[0].shape[1]
-    rows = [x.shape[0] for x in xs]
-    even = all(count % tile[0] == 0 for count in rows) and columns % tile[1] == 0
-    programs = sum(cdiv(count, tile[0]) for count in rows) * cdiv(columns, tile[1])
-    kernel[(programs,)](
-        first, *first.stride(), OF_THE_TABLE, columns, *arguments, *tile, *sides, even,
-        count, enable_fp_fusion=False, **options,
-    )  # fmt: skip
-
-
-def _layouts(kind: Kind, xs: Sequence[Tensor], transposed: bool) -> tuple[Layout, ...]:
-    """Return the layouts of a side of all matrices; one object for those of one size."""
-    columns = xs[0].shape[1]
-    found = {}
-    for rows in {x.shape[0] for x in xs}:
-        shape = (columns, rows) if transposed else (rows, columns)
-        found[rows] = layout_of(kind, *shape, transposed)
-    return tuple(found[x.shape[0]] for x in xs)
+    first, columns = like(xs), like(xs).shape[1]
+    even = not (rows_of(xs) % tile[0]).any() and columns % tile[1] == 0
+    constants = (*tile, *sides, even, table.count)
+    kinds = first.dtype, first.stride(), columns, first.device
+    launch = table_launcher(
+        kernel, constants, (("enable_fp_fusion", False), *options.items()), *kinds
+    )
+    given = (first, *first.stride(), OF_THE_TABLE, columns, *arguments)
+    launch(given, (first, *[one for one in arguments if not isinstance(one, int)]), table.programs)
 
 
 def _fields(
-    requests: Requests | None, group: OperandGroup | None, count: int
-) -> tuple[list[int], list[list[int]]]:
+    requests: Requests | None, group: OperandGroup | None
+) -> tuple[Numbers | list[int], list[Numbers | list[int]]]:
     """Return a side's keys of signs; and keys of draws, places of codes and scales, columns."""
-    zeros = [0] * count
-    if requests is None:
-        return zeros, [zeros] * 4
-    keys = zeros
-    if group.layouts[0].side.stochastic:
+    if requests is None or group is None:
+        return 0, [0] * 4
+    keys: Numbers | list[int] = 0
+    if group.layout.side.stochastic:
         keys = [signed(key) for key in requests.draw_keys]
     addresses = [
-        zeros
-        if memory is None
-        else [memory.data_ptr() + place * memory.element_size() for place in places]
+        0 if memory is None else memory.data_ptr() + places * memory.element_size()
         for memory, places in zip((group.codes, group.scales), group.places, strict=True)
     ]
-    return _signs(requests, count), [keys, *addresses, [one.columns for one in group.layouts]]
+    return _signs(requests), [keys, *addresses, group.layout.columns]
 
 
-def _signs(requests: Requests, count: int) -> list[int]:
-    """Return the keys that signs are drawn from, if they are."""
+def _signs(requests: Requests) -> int | list[int]:
+    """Return the keys that signs are drawn from, or one for all."""
     hadamard = requests.like.hadamard
-    keys = requests.sign_keys or [0] * count
-    return [signs_of(hadamard, key) for key in keys]
+    if not requests.sign_keys:
+        return signs_of(hadamard, 0)
+    return [signs_of(hadamard, key) for key in requests.sign_keys]
 
 
 def _arguments(requests: Requests | None, group: OperandGroup | None, amax: Tensor | None) -> tuple:
     """Return a kernel's arguments for a side; keys and places are in the table."""
     if requests is None:
         return NOTHING
-    layout, numbers = group.layouts[0], (None, None)
+    layout, numbers = group.layout, (None, None)
     if layout.side.stochastic:
         numbers = numbers_of(requests.like, layout, group.codes.device)
     scales = group.scales
@@ -161,7 +143,7 @@ def _amaxes(
     xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the amaxes, FP32 (count,), that tensor scales and folding of both sides need."""
-    first, count = xs[0], len(xs)
+    count = len(xs)
     kinds = [
         None if side is None else measured(side.like, form)
         for side, form in zip((rows, cols), forms, strict=True)
@@ -171,15 +153,15 @@ def _amaxes(
     hadamards = [None if kind is None else kind.hadamard for kind in kinds]
     tile = amax_tile(*hadamards)
     signs = [
-        [0] * count if hadamard is None else _signs(side, count)
+        0 if hadamard is None else _signs(side)
         for side, hadamard in zip((rows, cols), hadamards, strict=True)
     ]
     found = [
-        None if kind is None else torch.zeros(count, dtype=torch.int32, device=first.device)
+        None if kind is None else torch.zeros(count, dtype=torch.int32, device=like(xs).device)
         for kind in kinds
     ]
-    table = section_table(xs, tile[0], signs)
+    table = section_table(xs, tile, signs)
     transforms = [transform_of(hadamard) for hadamard in hadamards]
     arguments = (table.entries, found[0], 0, found[1], 0)
-    _launch(amax_kernel, xs, tile, transforms, arguments, table.count, {"num_warps": 4})
+    _launch(amax_kernel, xs, tile, transforms, arguments, table, {"num_warps": 4})
     return tuple(None if bits is None else bits.view(torch.float32) for bits in found)

@@ -1,12 +1,16 @@
 """Launches without the inspection of arguments that each of Triton's own makes."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
+import numpy as np
 from torch import Tensor
 
+Size = TypeVar("Size", int, np.ndarray)
 
-def cdiv(size: int, part: int) -> int:
+
+def cdiv(size: Size, part: int) -> Size:
     """Divide rounding up: ``triton.cdiv`` takes a third of a kernel's launch."""
     return -(-size // part)
 
@@ -29,16 +33,34 @@ class Launcher:
         self._compiled: dict[tuple, Any] = {}
 
     def __call__(
-        self, arguments: Iterable[Any], varying: Iterable[Tensor | int | None] = ()
+        self,
+        arguments: Iterable[Any],
+        varying: Iterable[Tensor | int | None] = (),
+        programs: int | None = None,
     ) -> None:
-        """Launch the kernel with all its arguments; name again those whose kind may differ."""
+        """Launch the kernel with all its arguments; name again those whose kind may differ.
+
+        ``programs``: their number where it differs from launch to launch.
+        """
+        programs = self._programs if programs is None else programs
         kinds = tuple([_kind(argument) for argument in varying])
         compiled = self._compiled.get(kinds)
         if compiled is not None:
-            compiled[(self._programs, 1, 1)](*arguments, *self._constants)
+            compiled[(programs, 1, 1)](*arguments, *self._constants)
         else:  # always in Triton's interpreter, which compiles nothing
-            launch = self._kernel[(self._programs,)]
+            launch = self._kernel[(programs,)]
             self._compiled[kinds] = launch(*arguments, *self._constants, **self._options)
+
+
+@lru_cache(maxsize=4096)
+def table_launcher(
+    kernel: Any, constants: tuple, options: tuple[tuple[str, Any], ...], *kinds: Any
+) -> Launcher:
+    """Return the launcher of a kernel that takes a table of matrices.
+
+    ``kinds`` are what the types of its arguments depend on.
+    """
+    return Launcher(kernel, 0, constants, **dict(options))
 
 
 def tile_launcher(

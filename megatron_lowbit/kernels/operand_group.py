@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.launcher import cdiv, table_launcher
 from megatron_lowbit.kernels.operands import (
     DECODED_TILE,
     Transposed,
@@ -21,7 +21,8 @@ from megatron_lowbit.kernels.operands import (
     has_tensor_scale,
 )
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
-from megatron_lowbit.kernels.sides import Layout, memory_of, output
+from megatron_lowbit.kernels.sides import Layout, Numbers, memory_of, one_of, output
+from megatron_lowbit.kernels.split import addresses_of, columns_of, like, rows_of
 from megatron_lowbit.numerics import QuantizedTensor
 
 _ALIGNMENT = 16
@@ -33,22 +34,22 @@ class OperandGroup:
     """Operands of one kind in common memory, as a sequence.
 
     ``codes`` and ``scales`` (None where nothing is stored) hold one operand after another;
-    ``tensor_scales`` is FP32 (count,).
+    ``tensor_scales`` is FP32 (count,). ``layout`` is that of all.
     """
 
     codes: Tensor
     scales: Tensor | None
     tensor_scales: Tensor
-    layouts: tuple[Layout, ...]
+    layout: Layout
 
     def __len__(self) -> int:
-        return len(self.layouts)
+        return len(self.tensor_scales)
 
     def __getitem__(self, number: int) -> QuantizedTensor | Values:
-        layout = self.layouts[number]
+        layout = one_of(self.layout, number)
         memories = zip((self.codes, self.scales), memory_of(layout), self.places, strict=True)
         codes, scales = (
-            None if memory is None else _part(whole, places[number], memory.shape)
+            None if memory is None else _part(whole, int(places[number]), memory.shape)
             for whole, memory, places in memories
         )
         return output(layout, codes, scales, self.tensor_scales[number]).made
@@ -57,22 +58,18 @@ class OperandGroup:
         return (self[number] for number in range(len(self)))
 
     @cached_property
-    def places(self) -> tuple[list[int], list[int]]:
+    def places(self) -> tuple[np.ndarray, np.ndarray]:
         """Return where the operands' codes and scales begin, in elements."""
-        return tuple(ends[:-1] for ends in _ends(self.layouts))
+        codes, scales = (ends[:-1] for ends in _ends(self.layout, len(self)))
+        return codes, scales
 
     def transpose(self) -> "OperandGroup":
         """Return the transposes of exact numbers, in the same memory."""
-        transposes = {
-            id(layout): layout._replace(
-                shape=layout.shape[::-1],
-                columns=layout.shape[0],
-                transposed=not layout.transposed,
-            )
-            for layout in self.layouts
-        }
-        layouts = tuple(transposes[id(layout)] for layout in self.layouts)
-        return OperandGroup(self.codes, self.scales, self.tensor_scales, layouts)
+        rows, columns = self.layout.shape
+        layout = self.layout._replace(
+            shape=(columns, rows), columns=rows, transposed=not self.layout.transposed
+        )
+        return OperandGroup(self.codes, self.scales, self.tensor_scales, layout)
 
 
 @dataclass(frozen=True)
@@ -91,29 +88,29 @@ class TransposedGroup:
         return (self[number] for number in range(len(self)))
 
 
-def allocate(layouts: tuple[Layout, ...], device: torch.device) -> OperandGroup:
-    """Allocate operands."""
+def allocate(layout: Layout, count: int, device: torch.device) -> OperandGroup:
+    """Allocate so many operands."""
     codes, scales = (
-        None if memory is None else torch.empty(ends[-1], dtype=memory.dtype, device=device)
-        for memory, ends in zip(memory_of(layouts[0]), _ends(layouts), strict=True)
+        None if memory is None else torch.empty(int(ends[-1]), dtype=memory.dtype, device=device)
+        for memory, ends in zip(memory_of(layout), _ends(layout, count), strict=True)
     )
     # No program writes that of an empty matrix.
-    tensor_scales = torch.zeros(len(layouts), dtype=torch.float32, device=device)
-    return OperandGroup(codes, scales, tensor_scales, layouts)
+    tensor_scales = torch.zeros(count, dtype=torch.float32, device=device)
+    return OperandGroup(codes, scales, tensor_scales, layout)
 
 
-def _ends(layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+def _ends(layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
     """Return where codes and scales begin, in elements, and where the last of them end."""
-    sizes = {  # of few different objects
-        id(layout): [
-            cdiv(math.prod(shape), _ALIGNMENT) * _ALIGNMENT
-            for shape in (layout.code_shape, layout.scale_shape)
-        ]
-        for layout in {id(layout): layout for layout in layouts}.values()
-    }
-    both = [sizes[id(layout)] for layout in layouts]
-    codes, scales = ([0, *accumulate(size[part] for size in both)] for part in (0, 1))
+    ends = np.zeros((2, count + 1), dtype=np.int64)
+    for row, shape in zip(ends, (layout.code_shape, layout.scale_shape), strict=True):
+        row[1:] = cdiv(math.prod(shape), _ALIGNMENT) * _ALIGNMENT
+    codes, scales = ends.cumsum(axis=1)
     return codes, scales
+
+
+def _each(number: Numbers, count: int) -> np.ndarray:
+    """Return a number for each of so many matrices."""
+    return number if isinstance(number, np.ndarray) else np.full(count, number, dtype=np.int64)
 
 
 def _part(whole: Tensor, place: int, shape: tuple[int, ...]) -> Tensor:
@@ -125,18 +122,18 @@ class Matrices(NamedTuple):
 
     ``like`` is a tensor of their dtype, which keeps their memory. ``terms`` are their K. ``steps``
     lead from row to row in elements, or from column to column unless ``by_rows``. ``factors`` are
-    the addresses of FP32 scalars, 0 for 1; ``scales`` those of FP8 tiles' FP32 scales, or empty:
+    the addresses of FP32 scalars, 0 for 1; ``scales`` those of FP8 tiles' FP32 scales, or None:
     of 1x128 tiles with rows fastest, of 128x128 tiles with columns fastest.
     """
 
     like: Tensor
-    addresses: list[int]
-    rows: list[int]
-    terms: list[int]
-    steps: list[int]
+    addresses: np.ndarray
+    rows: np.ndarray
+    terms: np.ndarray
+    steps: np.ndarray
     by_rows: bool
-    factors: list[int]
-    scales: list[int]
+    factors: np.ndarray
+    scales: np.ndarray | None
 
     def transpose(self) -> "Matrices":
         """Return the transposes, in the same memory."""
@@ -145,78 +142,75 @@ class Matrices(NamedTuple):
     @property
     def aligned(self) -> bool:
         """Return True if addresses and steps are multiples of 16 bytes."""
-        size = self.like.element_size()
-        return not any(address % 16 for address in self.addresses) and not any(
-            step * size % 16 for step in self.steps
+        return (
+            not (self.addresses % 16).any()
+            and not (self.steps * self.like.element_size() % 16).any()
         )
 
 
 def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     """Return operands as matrices: FP8 codes, exact BF16 numbers, or BF16 tensors themselves."""
+    count = len(operands)
     if not isinstance(operands, OperandGroup):
-        first = operands[0]
+        first = like(operands)
         by_rows = first.stride(1) == 1
         return Matrices(
             first,
-            [x.data_ptr() for x in operands],
-            [x.shape[0] for x in operands],
-            [x.shape[1] for x in operands],
-            [x.stride(0 if by_rows else 1) for x in operands],
+            addresses_of(operands),
+            rows_of(operands),
+            _each(first.shape[1], count) if by_rows else columns_of(operands),
+            _each(first.stride(0 if by_rows else 1), count),
             by_rows,
-            [0] * len(operands),
-            [],
+            _each(0, count),
+            None,
         )
-    layouts = operands.layouts
-    side, format = layouts[0].side, layouts[0].stored
+    layout, codes, scales = operands.layout, operands.codes, operands.scales
+    side, format = layout.side, layout.stored
     dtype = torch.bfloat16 if side.values else format.element.dtype
     codes_at, scales_at = operands.places
-    codes, scales = operands.codes, operands.scales
-    by_rows = not (side.values and layouts[0].transposed)
-    factors = [0] * len(layouts)
+    by_rows = not (side.values and layout.transposed)
+    rows, terms = (_each(size, count) for size in layout.shape)
+    factors = _each(0, count)
     if not side.values or has_tensor_scale(format):
-        base = operands.tensor_scales.data_ptr()
-        factors = [base + 4 * number for number in range(len(layouts))]
-    tiles = [] if scales is None or not scales.numel() else scales_at
+        factors = _factors(operands)
+    scaled = scales is not None and scales.numel()
     return Matrices(
         codes.view(dtype),
-        [codes.data_ptr() + place * codes.element_size() for place in codes_at],
-        [layout.shape[0] for layout in layouts],
-        [layout.shape[1] for layout in layouts],
-        [layout.columns if by_rows else layout.shape[0] for layout in layouts],
+        codes.data_ptr() + codes_at * codes.element_size(),
+        rows,
+        terms,
+        _each(layout.columns, count) if by_rows else rows,
         by_rows,
         factors,
-        [scales.data_ptr() + place * scales.element_size() for place in tiles],
+        scales.data_ptr() + scales_at * scales.element_size() if scaled else None,
     )
 
 
 def decode(group: OperandGroup) -> Matrices:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
-    layouts, codes = group.layouts, group.codes.view(torch.uint8)
-    format, count = layouts[0].stored, len(layouts)
-    sizes = [(layout.shape[0], layout.columns) for layout in layouts]
-    ends = [0, *accumulate(rows * columns for rows, columns in sizes)]
-    values = torch.empty(ends[-1], dtype=torch.bfloat16, device=codes.device)
+    layout, codes, count = group.layout, group.codes.view(torch.uint8), len(group)
+    rows, columns = _each(layout.shape[0], count), _each(layout.columns, count)
+    ends = np.cumsum(rows * columns)
+    values = torch.empty(int(ends[-1]), dtype=torch.bfloat16, device=codes.device)
     scales = group.scales.view(torch.uint8)
     codes_at, scales_at = group.places
-    per_code = group.codes.element_size()
-    addresses = [values.data_ptr() + 2 * place for place in ends[:-1]]
-    rows, columns = zip(*sizes, strict=True)
-    fields = (
-        [codes.data_ptr() + place * per_code for place in codes_at],
-        rows,
-        columns,
-        [scales.data_ptr() + place for place in scales_at],
-        addresses,
+    addresses = values.data_ptr() + 2 * (ends - rows * columns)
+    code_addresses = codes.data_ptr() + codes_at * group.codes.element_size()
+    fields = code_addresses, rows, columns, scales.data_ptr() + scales_at, addresses
+    table = table_of(decoding_programs(rows, columns), fields, codes.device)
+    even = not (rows % DECODED_TILE[0]).any() and not (columns % DECODED_TILE[1]).any()
+    constants = (*DECODED_TILE, *elements_of(layout.stored), None, 0, even, table.count)
+    options = ("num_warps", 4), ("enable_fp_fusion", False)
+    launch = table_launcher(decode_kernel, constants, options, codes.device)
+    launch(
+        (codes, scales, values, None, None, None, None, OF_THE_TABLE, OF_THE_TABLE, table.entries),
+        (codes, scales, values),
+        table.programs,
     )
-    programs = [decoding_programs(*size) for size in sizes]
-    table = table_of(programs, fields, codes.device)
-    even = all(r % DECODED_TILE[0] == 0 and c % DECODED_TILE[1] == 0 for r, c in sizes)
-    decode_kernel[(sum(programs),)](
-        codes, scales, values, None, None, None, None, OF_THE_TABLE, OF_THE_TABLE, table.entries,
-        *DECODED_TILE, *elements_of(format), None, 0, even, table.count,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    base = group.tensor_scales.data_ptr()
-    factors = [base + 4 * number for number in range(count)]
-    terms = [layout.shape[1] for layout in layouts]
-    return Matrices(values, addresses, list(rows), terms, list(columns), True, factors, [])
+    terms = _each(layout.shape[1], count)
+    return Matrices(values, addresses, rows, terms, columns, True, _factors(group), None)
+
+
+def _factors(group: OperandGroup) -> np.ndarray:
+    """Return the addresses of tensor scales."""
+    return group.tensor_scales.data_ptr() + 4 * np.arange(len(group))

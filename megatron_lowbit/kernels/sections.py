@@ -4,17 +4,17 @@ Programs count the tiles of all matrices, one matrix after another. A program fi
 list of all tiles behind the table, and reads from the table what differs from matrix to matrix.
 """
 
-from array import array
 from collections.abc import Sequence
-from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.launcher import cdiv
+from megatron_lowbit.kernels.split import addresses_of, like, rows_of
 
 FIRST_TILE, X, ROWS, ROW_SIGNS, COL_SIGNS = (tl.constexpr(i) for i in range(5))
 ROW_KEY, ROW_CODES, ROW_SCALES = (tl.constexpr(i) for i in range(5, 8))
@@ -29,37 +29,43 @@ AMAX_FIELDS, QUANTIZE_FIELDS = tl.constexpr(5), tl.constexpr(12)
 class Table(NamedTuple):
     """Table of matrices: int64 rows of entries, then the matrix of each tile.
 
-    ``count`` is the number of its columns.
+    ``count`` is the number of its columns, ``programs`` that of all tiles.
     """
 
     entries: Tensor
     count: int
+    programs: int
 
 
-def table_of(tiles: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device) -> Table:
+def table_of(
+    tiles: np.ndarray, fields: Sequence[np.ndarray | Sequence[int]], device: torch.device
+) -> Table:
     """Return the table of matrices: their first tiles, and what else ``fields`` say.
 
     ``tiles`` are the numbers of their tiles. Columns are a power of two, so that few numbers of
     matrices are compiled: how many experts there are differs from rank to rank and model to model.
     """
-    first_tiles = [0, *accumulate(tiles)][:-1]
     count = triton.next_power_of_2(len(tiles))
-    added = [0] * (count - len(tiles))
-    matrices = (repeat(number, times) for number, times in enumerate(tiles))
-    rows = (chain(row, added) for row in (first_tiles, *fields))
-    # Of an array: torch goes through lists of lists number by number.
-    numbers = array("q", chain.from_iterable(chain(rows, matrices)))
-    table = torch.frombuffer(numbers, dtype=torch.int64)
+    entries, ends = np.zeros((1 + len(fields), count), dtype=np.int64), np.cumsum(tiles)
+    for row, field in zip(entries, (ends - tiles, *fields), strict=True):
+        row[: len(tiles)] = field
+    matrices = np.repeat(np.arange(len(tiles)), tiles)
+    table = torch.from_numpy(np.concatenate((entries.ravel(), matrices)))
     if device.type == "cuda":
         table = table.pin_memory().to(device, non_blocking=True)
-    return Table(table, count)
+    return Table(table, count, int(ends[-1]))
 
 
-def section_table(xs: Sequence[Tensor], tile_rows: int, fields: Sequence[Sequence[int]]) -> Table:
-    """Return the table of matrices in row tiles: addresses, rows, and more ``fields``."""
-    rows = [x.shape[0] for x in xs]
-    tiles = [cdiv(count, tile_rows) for count in rows]
-    return table_of(tiles, [[x.data_ptr() for x in xs], rows, *fields], xs[0].device)
+def section_table(
+    xs: Sequence[Tensor], tile: tuple[int, int], fields: Sequence[np.ndarray | Sequence[int]]
+) -> Table:
+    """Return the table of matrices in tiles: addresses, rows, and more ``fields``.
+
+    A program takes a tile of rows and columns; the table has their rows alone.
+    """
+    rows, first = rows_of(xs), like(xs)
+    table = table_of(cdiv(rows, tile[0]), (addresses_of(xs), rows, *fields), first.device)
+    return table._replace(programs=table.programs * cdiv(first.shape[1], tile[1]))
 
 
 @triton.jit

@@ -40,9 +40,9 @@ class GroupContext:
         rows = requests(row)
         cols = rows if col == row else requests(col)
         if rows is None and cols is None:
-            return list(xs), [x.t() for x in xs]
+            return xs, [x.t() for x in xs]
         left, right = self.context.engine.quantize_all(xs, rows, cols)
-        return list(xs) if left is None else left, [x.t() for x in xs] if right is None else right
+        return xs if left is None else left, [x.t() for x in xs] if right is None else right
 
     def _requests(
         self, gemm: str, role: str, needs_codes: Collection[str], saved: Collection[str]
