@@ -12,6 +12,7 @@ import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.layers import LinearContext
@@ -38,6 +39,8 @@ class TELayerState(LayerState):
         module.name.state = self
         # Not a hook: Megatron-LM's CUDA graphs take no module that has one.
         module.forward = self._opening(module.forward)
+        if plan.layer.path.endswith("attention.linear_proj"):
+            module.save_original_input |= _attention_keeps_output(module.config)
         features = None
         if module.tp_size > 1:
             split = module.out_features if is_column else module.in_features
@@ -95,6 +98,17 @@ class TELayerState(LayerState):
             amax_history=self.call_history(),
             weight_cache=self.weight_cache if self.weight_cache.stored else None,
         )
+
+
+def _attention_keeps_output(config: TransformerConfig) -> bool:
+    """Return True if attention's output is in memory until the backward pass.
+
+    Its projection then needs no codes of it for wgrad, which it quantizes again.
+    """
+    recomputed = config.recompute_granularity == "selective" and (
+        "core_attn" in config.recompute_modules
+    )
+    return not recomputed and not config.attention_output_gate
 
 
 def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module | Expert]:

@@ -137,6 +137,7 @@ class Linear(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.randn(outputs, inputs).to(dtype))
         self.name, self.tp_size, self.tp_group = "Layer_1", 1, None
         self.fuse_wgrad_accumulation = self.save_original_input = False
+        self.config = SimpleNamespace(recompute_granularity=None, attention_output_gate=False)
         self.is_first_microbatch = True
         self.disable_parameter_transpose_cache = False
         self._fp8_workspaces: dict[str, Any] = {}

@@ -26,10 +26,11 @@ def layers(monkeypatch):
 
 
 def taken_over(
-    layers, recipe: str, kind: type = Linear, evaluates: bool = False
+    layers, recipe: str, kind: type = Linear, evaluates: bool = False, path: str = PATH, **config
 ) -> torch.nn.Module:
     torch.manual_seed(0)
-    module, layer = kind(*SHAPE[::-1]), Layer(PATH, 4, 10)
+    module, layer = kind(*SHAPE[::-1]), Layer(path, 4, 10)
+    vars(module.config).update(config)
     precision = load_recipe(recipe).precision_for(layer)
     plan = LayerPlan(layer, precision, ReferenceEngine("tests"), False, None, evaluates)
     layers.take_over(module, plan)
@@ -91,6 +92,26 @@ def test_products_are_those_of_the_whole_weight(layers, recipe, kind, keeps_inpu
         assert same(found, passes(plain))
         assert before is None or not same(found, before)
         before = found
+
+
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-tile", "fp8-delayed", "nvfp4", "qat-nvfp4", "mxfp4-backward"]
+)
+def test_attentions_output_is_quantized_again_for_wgrad(layers, recipe):
+    """Not where attention itself is recomputed. The bits are the same."""
+    made = [
+        taken_over(layers, recipe, path="decoder.layers.4.self_attention.linear_proj", **config)
+        for config in ({}, RECOMPUTED, {"attention_output_gate": True})
+    ]
+    assert [module.save_original_input for module in made] == [True, False, False]
+    again, kept, _ = made
+    assert same(passes(again), passes(kept))
+    if recipe == "fp8-delayed":
+        recorded = [module.layer_state.amax_history for module in (again, kept)]
+        assert torch.equal(*(history.step for history in recorded)) and recorded[0].step.any()
 
 
 @pytest.mark.parametrize("uncached", [False, True])
