@@ -62,7 +62,13 @@ COMMON = """
 """
 STORED = "--quantized-param-gather"
 FP8_INPUT = "--activation-func-fp8-input-store"
-OPTIONS = {"": "", ", codes": STORED, ", codes, FP8 SwiGLU": f"{STORED} {FP8_INPUT}"}
+FP8_MOMENTS = "--use-precision-aware-optimizer --exp-avg-dtype fp8 --exp-avg-sq-dtype fp8"
+OPTIONS = {
+    "": "",
+    ", codes": STORED,
+    ", codes, FP8 SwiGLU": f"{STORED} {FP8_INPUT}",
+    ", codes, FP8 SwiGLU, FP8 moments": f"{STORED} {FP8_INPUT} {FP8_MOMENTS}",
+}
 ROWS = {
     "bf16": "--precision-recipe bf16",
     "bf16, FP8 SwiGLU": f"--precision-recipe bf16 {FP8_INPUT}",
@@ -70,7 +76,7 @@ ROWS = {
     f"{recipe}{name}": f"--precision-recipe {recipe} {more}"
     for recipe in ("fp8-tile", "nvfp4")
     for name, more in OPTIONS.items()
-}  # fmt: skip
+}
 """Arguments of each row."""
 
 
@@ -107,7 +113,7 @@ class Watch:
             torch.cuda.reset_peak_memory_stats()
 
     def end_layers(self, *_: Any) -> None:
-        """Note what the layers keep, before the output layer computes logits."""
+        """Record what the layers keep, before the output layer computes logits."""
         self._forward = torch.cuda.memory_allocated()
 
 

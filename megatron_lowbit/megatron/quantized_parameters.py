@@ -46,7 +46,6 @@ def check(args: Namespace) -> None:
     excluded = {
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
         "--overlap-param-gather-with-optimizer-step":
             args.overlap_param_gather_with_optimizer_step,

@@ -1,4 +1,4 @@
-"""Runs of Transformer Engine's layers with stored weights: the losses of those with BF16 weights."""
+"""Runs with stored weights in Transformer Engine's layers: the losses of those with BF16 ones."""
 
 import subprocess
 import sys

@@ -43,7 +43,7 @@ class Stored:
     def __init__(self, module: torch.nn.Module) -> None:
         (self.weight, self.state), *_ = weights_of(module)
         data = self.weight.detach().clone().view(-1)
-        self.weight.data = data.view(SHAPE)
+        self.weight.data, self.weight.main_param = data.view(SHAPE), data.float()
         bucket = SimpleNamespace(param_data=data, param_to_index={self.weight: (0, data.numel())})
         group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
         self.bucket = StoredBucket(bucket, group, {self.weight: self.state.weight_context()})
@@ -130,7 +130,7 @@ def test_workspaces_are_the_stored_codes(layers, uncached):
 
 
 def test_gradients_go_to_main_grad(layers):
-    """Where wgrad is added to it, as without stored weights."""
+    """As without stored weights, where the module adds wgrad to it."""
     found = []
     for stores in (False, True):
         module = taken_over(layers, "nvfp4")
