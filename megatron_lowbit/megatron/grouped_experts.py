@@ -57,8 +57,7 @@ class GroupedLinear(torch.nn.ModuleList):
         if any(linear._forward_hooks or not hasattr(linear, "layer_state") for linear in self):
             return None
         states = [linear.layer_state for linear in self]
-        is_column = isinstance(self[0], ColumnParallelLinear)
-        return expert_contexts(states, self._groups.expt_tp, is_column, self.training)
+        return expert_contexts(states, self.training)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -25,8 +25,9 @@ class LayerState:
     The first of a rank's experts keeps the quantized weights of all in ``group_cache``.
 
     Modules hold it as ``layer_state``, or one for each of their experts as ``expert_states``.
-    ``features`` are the global numbers (int64) of the features that tensor parallelism splits, None
-    where it splits none. ``graph_keys`` has the layer's random keys where calls are captured in
+    ``group`` are the tensor-parallel ranks of a column- or row-parallel layer (``is_column``), and
+    ``features`` the global numbers (int64) of the features that they split, None where they split
+    none. ``graph_keys`` has the layer's random keys where calls are captured in
     CUDA graphs.
     """
 
@@ -34,10 +35,13 @@ class LayerState:
         self,
         plan: LayerPlan,
         device: torch.device,
+        group: dist.ProcessGroup | None = None,
         features: torch.Tensor | None = None,
+        is_column: bool = True,
         is_expert: bool = False,
     ) -> None:
-        self.plan, self.device, self.features, self.is_expert = plan, device, features, is_expert
+        self.plan, self.device, self.is_expert = plan, device, is_expert
+        self.group, self.features, self.is_column = group, features, is_column
         self.weight_cache, self.group_cache = WeightCache(), WeightCache()
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
@@ -95,20 +99,25 @@ class LayerState:
             return self.amax_history
         return self.amax_history.without_record()
 
-    def shards(
-        self,
-        group: dist.ProcessGroup,
-        is_column: bool,
-        sequence_parallel: bool = False,
-        allreduce_dgrad: bool = False,
-    ) -> Shards:
+    def weight_context(self) -> LinearContext:
+        """Return a context for quantizing the weight alone, which draws no random numbers."""
+        plan = self.plan
+        return LinearContext(
+            plan.precision,
+            plan.engine,
+            key=0,
+            shards=self.shards(),
+            weight_cache=self.weight_cache,
+        )
+
+    def shards(self, sequence_parallel: bool = False, allreduce_dgrad: bool = False) -> Shards:
         """Return how tensor parallelism splits this column- or row-parallel layer."""
         if self.features is None:
             return UNSHARDED
-        if not is_column:
-            return Shards(group, frozenset({"weight", "input"}), in_features=self.features)
+        if not self.is_column:
+            return Shards(self.group, frozenset({"weight", "input"}), in_features=self.features)
         return Shards(
-            group,
+            self.group,
             frozenset({"weight", "grad", "input"} if sequence_parallel else {"weight", "grad"}),
             out_features=self.features,
             sequence_parallel=sequence_parallel,
@@ -126,11 +135,7 @@ class LayerState:
 
 
 def expert_contexts(
-    states: Sequence[LayerState],
-    group: dist.ProcessGroup,
-    is_column: bool,
-    training: bool,
-    has_bias: bool = False,
+    states: Sequence[LayerState], training: bool, has_bias: bool = False
 ) -> GroupContext | list[LinearContext | None] | None:
     """Return the context of a call of a rank's experts, or one for each, None in high precision.
 
@@ -142,12 +147,12 @@ def expert_contexts(
     if not quantizes or not (training or first.plan.evaluates):
         return None
     if not has_bias and all(state.plan.precision == precision for state in states):
-        context = first.context(first.shards(group, is_column), first.group_cache)
+        context = first.context(first.shards(), first.group_cache)
         if can_group(context):
             keys = [s.microbatch_key() for s in states] if precision.stochastic else ()
             return GroupContext(context, keys)
     return [
-        state.context(state.shards(group, is_column)) if state.plan.precision.quantized else None
+        state.context(state.shards()) if state.plan.precision.quantized else None
         for state in states
     ]
 
@@ -187,6 +192,15 @@ def split_features(
     part = split // parts
     starts = (torch.arange(parts) * ranks + group.rank()) * (part + -part % GROUP)
     return (starts[:, None] + torch.arange(part)).flatten().to(device_of(weight))
+
+
+def weights_of(chunk: torch.nn.Module) -> Iterator[tuple[torch.nn.Parameter, LayerState]]:
+    """Yield the weights of a chunk's linear layers that a recipe reaches, with their states."""
+    for module in chunk.modules():
+        if hasattr(module, "layer_state"):
+            yield module.weight, module.layer_state
+        for number, state in enumerate(getattr(module, "expert_states", ())):
+            yield getattr(module, f"weight{number}"), state
 
 
 def layer_states(chunks: Iterable[torch.nn.Module]) -> Iterator[LayerState]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
@@ -28,17 +28,19 @@ def take_over(module: torch.nn.Module, plan: LayerPlan) -> LayerState:
     is_column = isinstance(module, ColumnParallelLinear)
     split = module.output_size_per_partition if is_column else module.input_size_per_partition
     features = split_features(split, module.weight, module.tp_group)
-    state = LayerState(plan, device_of(module.weight), features, module.is_expert)
+    state = LayerState(
+        plan, device_of(module.weight), module.tp_group, features, is_column, module.is_expert
+    )
     module.layer_state = state
-    module._forward_impl = _Product(module, state, is_column)
+    module._forward_impl = _Product(module, state)
     return state
 
 
 class _Product:
     """The product of a parallel linear layer, in the precision of its state."""
 
-    def __init__(self, module: torch.nn.Module, state: LayerState, is_column: bool) -> None:
-        self.state, self.is_column, self.group = state, is_column, module.tp_group
+    def __init__(self, module: torch.nn.Module, state: LayerState) -> None:
+        self.state = state
         self.module = weakref.proxy(module)
         self.high_precision = module._forward_impl
         self.quantized = getattr(module, "normalized_product", lowbit_linear)
@@ -54,19 +56,6 @@ class _Product:
         # An expert without tokens has nothing to quantize, nor an amax to record.
         if in_high_precision or input.numel() == 0:
             return self.high_precision(input, weight, *args, **kwargs)
-        shards = state.shards(
-            self.group, self.is_column, kwargs["sequence_parallel"], kwargs["allreduce_dgrad"]
-        )
+        shards = state.shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"])
         context = state.context(shards)
         return self.quantized(state.operand_of(input), weight, context, bias=kwargs["bias"])
-
-    def weight_context(self) -> LinearContext:
-        """Return a context for quantizing the weight alone, which draws no random numbers."""
-        state = self.state
-        return LinearContext(
-            state.plan.precision,
-            state.plan.engine,
-            key=0,
-            shards=state.shards(self.group, self.is_column),
-            weight_cache=state.weight_cache,
-        )

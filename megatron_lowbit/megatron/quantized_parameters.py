@@ -3,8 +3,9 @@
 Megatron-LM's distributed optimizer keeps FP32 parameters, of which each rank has a share, and
 writes them to a BF16 buffer, of which the model's parameters are views. Here that buffer has memory
 only from the end of a backward pass to the next forward pass. Then weights are quantized and
-gathered as codes (``stored_bucket.py``), and the buffer is freed. A checkpoint, and an evaluation
-in BF16, gather the BF16 parameters once more.
+gathered as codes (``stored_bucket.py``), and the buffer is freed. Layers take the codes from their
+cache, Transformer Engine's through this project's quantizer of the weight. A checkpoint, and an
+evaluation in BF16, gather the BF16 parameters once more.
 
 Buffers, gradients and optimizer are Megatron-LM's own. The codes are those of a run without the
 argument, to the bit: both quantize the FP32 parameters rounded to BF16.
@@ -22,7 +23,7 @@ from torch.nn import Parameter
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
-from megatron_lowbit.megatron.linear import local_linears
+from megatron_lowbit.megatron.layer_state import LayerState, weights_of
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.megatron.stored_bucket import StoredBucket
 from megatron_lowbit.recipes import Layer, Recipe
@@ -33,8 +34,6 @@ FLAG = "--quantized-param-gather"
 def check(args: Namespace) -> None:
     """Raise UserError for arguments under which weights cannot be stored as codes."""
     needed = {
-        "--transformer-impl local: Transformer Engine's layers keep their own weights":
-            args.transformer_impl == "local",
         "--use-distributed-optimizer, which has the FP32 weights": args.use_distributed_optimizer,
         "--bf16: without it the weights are the optimizer's own": args.bf16,
         "--optimizer adam": args.optimizer == "adam",
@@ -47,7 +46,6 @@ def check(args: Namespace) -> None:
     excluded = {
         "--use-megatron-fsdp": args.use_megatron_fsdp,
         "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--use-precision-aware-optimizer": args.use_precision_aware_optimizer,
         "--optimizer-cpu-offload": args.optimizer_cpu_offload,
         "--overlap-param-gather-with-optimizer-step":
             args.overlap_param_gather_with_optimizer_step,
@@ -76,6 +74,18 @@ def check_recipe(recipe: Recipe, layers: Iterable[Layer]) -> None:
         precision = recipe.precision_for(layer)
         obstacle = precision.storage_obstacle if precision.quantized else None
         require(obstacle is None, f"{FLAG}: recipe {recipe.name}, {layer.path}: {obstacle}")
+
+
+def check_states(states: Iterable[LayerState]) -> None:
+    """Raise UserError for a layer whose kernels take no codes of this project."""
+    for state in states:
+        native = getattr(state, "native", None)
+        require(
+            native is None,
+            f"{FLAG}: {state.plan.layer.path} computes with Transformer Engine's "
+            f"{native and native.name}, which quantizes the weight itself: use "
+            "--transformer-impl local",
+        )
 
 
 @dataclass
@@ -160,12 +170,9 @@ class QuantizedParameters:
         """Return a context of each quantized weight that is trained."""
         found = {}
         for chunk in self._chunks:
-            for module in local_linears(chunk).values():
-                state = getattr(module, "layer_state", None)
-                if state is None or not module.weight.requires_grad:
-                    continue
-                if state.plan.precision.quantized:
-                    found[module.weight] = module._forward_impl.weight_context()
+            for weight, state in weights_of(chunk):
+                if weight.requires_grad and state.plan.precision.quantized:
+                    found[weight] = state.weight_context()
         return found
 
     def _sync(self) -> None:

@@ -173,6 +173,8 @@ class RecipeHook:
         self.start = source.iteration if source else 0
         self.current = self.recipe.at(self._progress(self.start))
         self.states = [state for chunk in chunks for state in self._take_over(chunk)]
+        if self.args.quantized_param_gather:
+            quantized_parameters.check_states(self.states)
         if source:
             source.check_histories(self.states)
 

@@ -5,7 +5,7 @@ Weights are quantized by rows of blocks, each by the rank that owns its first el
 the bucket's order, too, so that those of a rank are contiguous, and are gathered in place.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -185,6 +185,7 @@ class StoredBucket:
             for (start, p, c), one in zip(stored, one_set, strict=True)
             if one
         ]
+        self._kept: dict[Parameter, Tensor] = {}
         self._others = [(s, e, p) for p, (s, e) in self._places if p not in contexts]
         self._allocate()
         for context in contexts.values():
@@ -244,12 +245,30 @@ class StoredBucket:
         return sum(sum(of_ranks) - of_ranks[self.rank] for of_ranks in sizes)
 
     def write_own_shard(self) -> None:
-        """Write this rank's elements from the optimizer's FP32 parameters."""
+        """Write this rank's elements from the optimizer's FP32 parameters.
+
+        Where Megatron-LM has none, since the precision-aware optimizer keeps them as what the BF16
+        parameters lack, from a copy of those.
+        """
+        for parameter, first, last in self._own_elements():
+            kept = self._kept.get(parameter)
+            self.data[first:last] = parameter.main_param.view(-1) if kept is None else kept
+
+    def _keep_own_shard(self) -> None:
+        """Copy the elements that :meth:`write_own_shard` could not write otherwise."""
+        for parameter, first, last in self._own_elements():
+            if parameter.main_param is None:
+                if parameter not in self._kept:
+                    self._kept[parameter] = torch.empty_like(self.data[first:last])
+                self._kept[parameter].copy_(self.data[first:last])
+
+    def _own_elements(self) -> Iterator[tuple[Any, int, int]]:
+        """Yield parameters of which this rank has a share, and its limits in the bucket."""
         begin, end = self.rank * self.shard, (self.rank + 1) * self.shard
         for parameter, place in self._places:
             first, last = max(begin, place[0]), min(end, place[1])
             if first < last:
-                self.data[first:last].copy_(parameter.main_param.view(-1))
+                yield parameter, first, last
 
     def sync(self) -> None:
         """Quantize the new weights, and gather them and the other parameters from their ranks.
@@ -257,6 +276,7 @@ class StoredBucket:
         This rank's share of the bucket is to be in its memory, and without ``gathers_codes`` the
         whole bucket.
         """
+        self._keep_own_shard()
         for (start, _, _), own in zip(self._others, self._home.tensors, strict=True):
             own.copy_(self.data[start : start + len(own)])
         if self.gathers_codes:

@@ -32,28 +32,29 @@ def take_over_expert(expert: Expert, plan: LayerPlan, is_column: bool) -> LayerS
     module, number = expert
     if number == 0:
         module.expert_states = []
-        module.forward = _GroupedProduct(module, is_column)
+        module.forward = _GroupedProduct(module)
     weight = getattr(module, f"weight{number}")
     parts = 2 if is_column and module.config.gated_linear_unit else 1
     features = split_features(weight.shape[0 if is_column else 1], weight, module._tp_group, parts)
-    module.expert_states.append(LayerState(plan, device_of(weight), features, is_expert=True))
-    return module.expert_states[-1]
+    state = LayerState(
+        plan, device_of(weight), module._tp_group, features, is_column, is_expert=True
+    )
+    module.expert_states.append(state)
+    return state
 
 
 class _GroupedProduct:
     """The forward pass of a grouped linear layer, in the precisions of its experts' states."""
 
-    def __init__(self, module: torch.nn.Module, is_column: bool) -> None:
-        self.module, self.is_column = weakref.proxy(module), is_column
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = weakref.proxy(module)
         self.high_precision = module.forward
 
     @eager  # The key is another one in every microbatch.
     def __call__(self, x: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, Any]:
         module, states = self.module, self.module.expert_states
         adds_bias = module.use_bias and not module.te_return_bias
-        contexts = expert_contexts(
-            states, module._tp_group, self.is_column, module.training, adds_bias
-        )
+        contexts = expert_contexts(states, module.training, adds_bias)
         if contexts is None:
             return self.high_precision(x, tokens_per_expert)
         experts = range(len(states))

@@ -12,6 +12,7 @@ import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch.quantization import RecipeState
 
 from megatron_lowbit.layers import LinearContext
@@ -32,17 +33,19 @@ class TELayerState(LayerState):
     """The state of a module of Transformer Engine, which it keeps in step with its precision."""
 
     def __init__(self, plan: LayerPlan, module: torch.nn.Module) -> None:
-        self.module, self.is_column = module, isinstance(module, _COLUMN)
+        self.module, is_column = module, isinstance(module, _COLUMN)
         self.calls = CallTracker(self._make_context, opened_outside=True, main_grad=self._main_grad)
         module.name = _Name(plan.layer.path)
         module.name.state = self
         # Not a hook: Megatron-LM's CUDA graphs take no module that has one.
         module.forward = self._opening(module.forward)
+        if plan.layer.path.endswith("attention.linear_proj"):
+            module.save_original_input |= _attention_keeps_output(module.config)
         features = None
         if module.tp_size > 1:
-            split = module.out_features if self.is_column else module.in_features
+            split = module.out_features if is_column else module.in_features
             features = split_features(split, module.weight, module.tp_group)
-        super().__init__(plan, device_of(module.weight), features)
+        super().__init__(plan, device_of(module.weight), module.tp_group, features, is_column)
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
@@ -84,15 +87,28 @@ class TELayerState(LayerState):
         return main_grad.zero_() if getattr(weight, "overwrite_main_grad", False) else main_grad
 
     def _make_context(self, training: bool) -> LinearContext:
-        # Communication, gradient buffers and the weight's cache are Transformer Engine's.
+        # Communication, gradient buffers and the weight's cache are Transformer Engine's, which
+        # keeps in it the codes that are stored in place of the weight.
         return LinearContext(
             self.plan.precision,
             self.plan.engine,
             self.call_key(),
             training,
-            shards=self.shards(self.module.tp_group, self.is_column),
+            shards=self.shards(),
             amax_history=self.call_history(),
+            weight_cache=self.weight_cache if self.weight_cache.stored else None,
         )
+
+
+def _attention_keeps_output(config: TransformerConfig) -> bool:
+    """Return True if attention's output is in memory until the backward pass.
+
+    Its projection then needs no codes of it for wgrad, which it quantizes again.
+    """
+    recomputed = config.recompute_granularity == "selective" and (
+        "core_attn" in config.recompute_modules
+    )
+    return not recomputed and not config.attention_output_gate
 
 
 def te_linears(chunk: torch.nn.Module) -> dict[str, torch.nn.Module | Expert]:

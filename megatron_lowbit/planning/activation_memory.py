@@ -10,7 +10,14 @@ from argparse import Namespace
 from collections import Counter
 
 from megatron_lowbit.planning.hardware import SCANS
-from megatron_lowbit.planning.model import CONVOLUTION, Linear, Part, mixer, query_groups
+from megatron_lowbit.planning.model import (
+    CONVOLUTION,
+    Linear,
+    Part,
+    is_gated,
+    mixer,
+    query_groups,
+)
 
 Bytes = dict[str, float]
 """Bytes by what they are of."""
@@ -44,8 +51,7 @@ def activation_bytes(
         found["scan"] = _scan(args, tokens, scan, element)
     else:
         found["activation"] = _activation(args, part.kind, routed or tokens, wide, inner, element)
-    # The attention kernel's output is the second layer's input, kept once.
-    if part.kind != "attention" or _bytes_of_input(part.second) is not None:
+    if not _reuses_input(args, part):
         found["linear inputs"] += _input(args, part.second, routed or tokens, element)
     if args.hidden_dropout > 0 and part.kind != "mamba":
         found["dropout masks"] = local * args.hidden_size
@@ -100,6 +106,18 @@ def _input(
     return tokens * inputs * size
 
 
+def _reuses_input(args: Namespace, part: Part) -> bool:
+    """Return True if the second layer keeps no input of its own: it is what attention keeps.
+
+    Transformer Engine's layer quantizes it again for wgrad, unless attention itself is recomputed.
+    """
+    if part.kind != "attention":
+        return False
+    recomputed = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
+    again = args.transformer_impl == "transformer_engine" and not recomputed
+    return again or _bytes_of_input(part.second) is None
+
+
 def _attention(args: Namespace, tokens: int, element: int) -> float:
     """Return the bytes that attention itself keeps.
 
@@ -119,12 +137,18 @@ def _attention(args: Namespace, tokens: int, element: int) -> float:
 def _activation(
     args: Namespace, kind: str, tokens: int, wide: int, inner: int, element: int
 ) -> float:
-    """Return the bytes of the activation's input; squared ReLU, unfused, keeps its ReLU instead."""
+    """Return the bytes of the activation's input; squared ReLU, unfused, keeps its ReLU instead.
+
+    Gated GELU is not fused: both factors are tensors of their own beside it.
+    """
+    if args.activation_func_fp8_input_store:
+        element = 1
     if kind == "experts":
         # Fused, the token's weight goes with it; unfused it multiplies the activation.
         fused = args.swiglu and not args.add_bias_linear
         return tokens * ((wide if fused else wide + inner) * element + 4)
-    return tokens * (wide if args.swiglu else inner) * element
+    unfused = is_gated(args) and not args.swiglu
+    return tokens * (wide + 2 * inner if unfused else wide if args.swiglu else inner) * element
 
 
 def _scan(args: Namespace, tokens: int, scan: str, element: int) -> float:

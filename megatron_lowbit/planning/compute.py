@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from megatron_lowbit.numerics import Quantizer, Rounding
 from megatron_lowbit.planning.hardware import GPU
-from megatron_lowbit.planning.model import Linear, Part, mixer, query_groups
+from megatron_lowbit.planning.model import Linear, Part, is_gated, mixer, query_groups
 from megatron_lowbit.planning.routing import adds_products, gemm_name, takes_values
 from megatron_lowbit.recipes import LinearPrecision
 
@@ -271,7 +271,7 @@ def _around(
 
 def _activation_moves(args: Namespace) -> tuple[int, int]:
     """Return reads and writes an output element of the activation, forward and backward."""
-    if args.swiglu:
+    if is_gated(args):
         return 3, 5
     if args.squared_relu:
         return 4, 10  # ReLU and a power, a kernel for every operation

@@ -31,12 +31,17 @@ def usable_bytes(device: compute.Device) -> float:
 def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float]:
     """Return bytes of weights, gradients and optimizer: 18 a parameter, 12 of them sharded.
 
+    Megatron-LM's precision-aware optimizer keeps moments in the given formats, and of an FP32 main
+    parameter the 16 bits that the BF16 one lacks, of which stored weights keep a copy.
+
     Each parameter is BF16, a mixer's A_log and D too (megatron-core's Float16Module), and has an
     FP32 main parameter and two FP32 moments (Float16OptimizerWithFloat16Params,
     DistributedOptimizer).
     """
-    dtypes = args.main_params_dtype, args.exp_avg_dtype, args.exp_avg_sq_dtype
-    each = sum(dtype.itemsize for dtype in dtypes)
+    each = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
+    each += args.main_params_dtype.itemsize
+    if args.use_precision_aware_optimizer and args.main_params_dtype.itemsize == compute.FP32:
+        each -= 0 if args.quantized_param_gather else compute.BF16
     optimizer = 0.0
     for number, ranks in (
         (count.all - count.experts, layout.data),

@@ -102,6 +102,11 @@ def layers(args: Namespace) -> list[Layer]:
     ]
 
 
+def is_gated(args: Namespace) -> bool:
+    """Return True if half of an MLP's first layer gates the other half."""
+    return bool(args.swiglu or args.quick_geglu or args.geglu)
+
+
 def query_groups(args: Namespace) -> int:
     """Return the number of key and value heads of an attention."""
     return args.num_query_groups if args.group_query_attention else args.num_attention_heads
@@ -182,8 +187,7 @@ def _widths(args: Namespace, kind: str) -> tuple[int, int]:
     width = args.ffn_hidden_size
     if kind == "experts":
         width = args.moe_ffn_hidden_size or width
-    is_gated = args.swiglu or args.quick_geglu or args.geglu
-    return width * (2 if is_gated else 1), width
+    return width * (2 if is_gated(args) else 1), width
 
 
 class Parameters(NamedTuple):

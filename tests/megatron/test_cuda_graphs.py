@@ -114,7 +114,7 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
 def test_a_graph_quantizes_weights_each_time(graphs):
     (first, _, _), begin = graphs
     begin(0)
-    assert first.context(first.shards(None, True)).weight_cache is None
+    assert first.context(first.shards()).weight_cache is None
 
 
 class Captured(torch.nn.Module):

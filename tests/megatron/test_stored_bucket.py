@@ -84,8 +84,11 @@ class Model:
         contexts = {self.parameters[name]: context for name, context in self.contexts.items()}
         return StoredBucket(self.bucket, dist.group.WORLD, contexts)
 
-    def update(self, stored: StoredBucket, step: int, whole: bool) -> None:
-        """Free the bucket's memory and let each rank's optimizer write its share."""
+    def update(self, stored: StoredBucket, step: int, whole: bool, has_main: bool) -> None:
+        """Free the bucket's memory and let each rank's optimizer write its share.
+
+        An optimizer that has no FP32 parameters to show writes the bucket itself.
+        """
         storage = self.bucket.param_data.untyped_storage()
         storage.resize_(0)
         storage.resize_(2 * LENGTH)
@@ -98,10 +101,10 @@ class Model:
             first, last = max(begin, start), min(stop, end)
             if first < last:
                 main = value.view(-1)[first - start : last - start].float()
-                self.parameters[name].main_param = main
-                if whole:
+                self.parameters[name].main_param = main if has_main else None
+                if whole or not has_main:
                     self.bucket.param_data[first:last] = main
-        if not whole:
+        if not whole and has_main:
             stored.write_own_shard()
 
 
@@ -116,13 +119,15 @@ def counting_broadcasts(sizes: list[int]):
     return count
 
 
-def check_codes(recipe: str, config: str, format: str, options: dict, one_set: bool) -> None:
+def check_codes(
+    recipe: str, config: str, format: str, options: dict, one_set: bool, has_main: bool = True
+) -> None:
     model = Model(recipe, config)
     with torch.no_grad():
         stored = model.store()
         assert stored.gathers_codes == one_set
         for step in range(2):
-            model.update(stored, step, whole=not one_set)
+            model.update(stored, step, not one_set, has_main)
             sizes: list[int] = []
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(dist, "broadcast", counting_broadcasts(sizes))
@@ -130,6 +135,8 @@ def check_codes(recipe: str, config: str, format: str, options: dict, one_set: b
             assert not one_set or sum(sizes) == stored.gathered_bytes
             model.bucket.param_data.untyped_storage().resize_(0)
             expected = parameters(step)
+            if not has_main:
+                check_own_shard(model, stored, expected)
             for name in ("norm", "bias"):
                 assert torch.equal(model.parameters[name], expected[name]), name
             for name, context in model.contexts.items():
@@ -138,6 +145,22 @@ def check_codes(recipe: str, config: str, format: str, options: dict, one_set: b
     counted = {id(x): x for x in (getattr(side, "of", side) for side in sides)}
     smallest = sum(codes.nbytes for codes in counted.values())
     assert smallest <= stored.code_bytes < smallest + 3 * 3 * 256  # aligned
+
+
+def check_own_shard(model: Model, stored: StoredBucket, expected: dict) -> None:
+    """Check what an optimizer finds that has only what the BF16 parameters lack."""
+    data = model.bucket.param_data
+    data.untyped_storage().resize_(2 * LENGTH)
+    data.fill_(torch.nan)
+    stored.write_own_shard()
+    begin = dist.get_rank() * (LENGTH // RANKS)
+    for name, (start, end) in model.places.items():
+        first, last = max(begin, start), min(begin + LENGTH // RANKS, end)
+        if first < last:
+            assert torch.equal(
+                data[first:last], expected[name].view(-1)[first - start : last - start]
+            )
+    data.untyped_storage().resize_(0)
 
 
 def check_weight(context, weight, format: str, options: dict, one_set: bool) -> None:
@@ -184,6 +207,7 @@ if __name__ == "__main__":
     dist.init_process_group("gloo", rank=int(sys.argv[1]), world_size=int(os.environ["WORLD_SIZE"]))
     for recipe, case in ONE_SET.items():
         check_codes(recipe, *case, one_set=True)
+    check_codes("nvfp4", *ONE_SET["nvfp4"], one_set=True, has_main=False)
     for recipe, case in TWO_SETS.items():
         check_codes(recipe, *case, one_set=False)
     dist.destroy_process_group()

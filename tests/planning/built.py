@@ -156,7 +156,7 @@ def saved_bytes(
         fused = config.transformer
         fused.apply_rope_fusion = args.position_embedding_type == "rope"
         fused.bias_activation_fusion = fused.bias_dropout_fusion = True
-        if args.squared_relu:
+        if args.squared_relu or args.quick_geglu:
             fused.bias_activation_fusion = False
         builder = config.get_builder_cls()(config)
         groups = ProcessGroupCollection.use_mpu_process_groups()

@@ -28,7 +28,10 @@ _ADDED: tuple[tuple[str, ...], ...] = (
 )
 """Arguments to add unless the command line has them."""
 
-_CONFLICTS = {"--no-create-attention-mask-in-dataloader": "--reset-attention-mask"}
+_CONFLICTS = {
+    "--no-create-attention-mask-in-dataloader": "--reset-attention-mask",
+    "--no-bias-swiglu-fusion": "--activation-func-fp8-input-store",
+}
 """Arguments of ``_ADDED`` that contradict another argument of the command line."""
 
 

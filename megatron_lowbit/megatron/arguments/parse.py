@@ -93,6 +93,11 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         normed = args.mxnorm or args.normalization == "MXNorm"
         require(normed, "--mxnorm-post-round needs --mxnorm")
         require(args.mxnorm_p == 1, "--mxnorm-post-round needs --mxnorm-p 1")
+    if args.activation_func_fp8_input_store:
+        # Elsewhere Megatron-LM takes no notice of it.
+        fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
+        require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
+                "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
     require(args.load or not args.load_latest_valid, "--load-latest-valid needs --load")
     if args.save_keep_last is not None:
         require(bool(args.save), "--save-keep-last needs --save")

@@ -64,7 +64,7 @@ class RecipeArguments:
     quantized_param_gather: bool = False
     """keep and gather the weights of quantized layers as codes of the recipe instead of in BF16, as
     --fp8-param-gather and --fp4-param-gather, which a recipe takes for it, do in Transformer
-    Engine's layers; needs --use-distributed-optimizer, --bf16 and --transformer-impl local"""
+    Engine's layers; needs --use-distributed-optimizer and --bf16"""
 
     log_quantization_error_interval: int = field(
         default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
@@ -98,7 +98,7 @@ class DryRunArguments:
 
 @dataclass
 class LayerArguments:
-    """Parts of layers that Megatron-LM lacks, as Gemma 3 has them."""
+    """Parts of layers that Megatron-LM lacks, as Gemma 3 has them, or has no argument for."""
 
     geglu: bool = False
     """gate MLPs by the tanh approximation of GELU"""
@@ -109,6 +109,10 @@ class LayerArguments:
     window_rotary_base: int | None = None
     """base of rotary embeddings in layers with --window-size (default: --rotary-base, as in the
     others)"""
+
+    activation_func_fp8_input_store: bool = False
+    """keep the input of SwiGLU for the backward pass in E4M3, without a scale: Megatron-LM's own
+    code, for which it has no argument"""
 
 
 _OWN_GROUPS = {

@@ -1,0 +1,49 @@
+"""Error of SwiGLU's gradient where its input is kept in E4M3: as Megatron-LM casts it, and scaled.
+
+python benchmarks/swiglu_input.py
+"""
+
+import torch
+from torch import Tensor
+
+from megatron_lowbit.numerics import quantize
+
+ROWS, WIDTH = 1024, 4096
+SPREADS = (0.01, 0.05, 0.5, 5.0)
+OUTLIERS = 1e-4
+"""Share of values that are a thousand times larger in the last case."""
+
+
+def swiglu_grad(x: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of SwiGLU's input x (R, 2N) in FP32, of its output's grad (R, N)."""
+    gate, up = x.float().chunk(2, -1)
+    sigmoid = torch.sigmoid(gate)
+    slope = sigmoid * (1 + gate * (1 - sigmoid))
+    return torch.cat((grad * slope * up, grad * gate * sigmoid), -1)
+
+
+def errors(x: Tensor, grad: Tensor) -> tuple[float, float]:
+    """Return the relative errors of the gradient with the plain cast, and with FP8 tiles."""
+    exact = swiglu_grad(x, grad)
+    plain = x.to(torch.float8_e4m3fn).to(x.dtype)
+    scaled = quantize(x, "fp8-1x128-e4m3").dequantize().to(x.dtype)
+    found = [(swiglu_grad(kept, grad) - exact).norm() / exact.norm() for kept in (plain, scaled)]
+    return float(found[0]), float(found[1])
+
+
+def main() -> None:
+    """Print a line for each spread of the input."""
+    draws = torch.Generator().manual_seed(0)
+    normal = torch.randn(ROWS, WIDTH, generator=draws)
+    grad = torch.randn(ROWS, WIDTH // 2, generator=draws)
+    far = 1 + 999 * (torch.rand(ROWS, WIDTH, generator=draws) < OUTLIERS)
+    cases = {f"{spread:g}": normal * spread for spread in SPREADS}
+    cases[f"1, {OUTLIERS:g} of them times 1000"] = normal * far
+    print("| standard deviation | cast | FP8 tiles |\n| --- | --- | --- |")
+    for name, x in cases.items():
+        plain, scaled = errors(x.bfloat16(), grad)
+        print(f"| {name} | {plain:.1%} | {scaled:.1%} |")
+
+
+if __name__ == "__main__":
+    main()

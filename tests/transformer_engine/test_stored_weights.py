@@ -1,0 +1,167 @@
+"""Transformer Engine's layers whose weights are stored as codes, on stand-ins for its modules."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.megatron import layer_state
+from megatron_lowbit.megatron.layer_plan import LayerPlan
+from megatron_lowbit.megatron.layer_state import weights_of
+from megatron_lowbit.megatron.quantized_parameters import check_states
+from megatron_lowbit.megatron.stored_bucket import StoredBucket
+from megatron_lowbit.recipes import Layer, load_recipe
+from tests.transformer_engine.stand_in import ColumnLinear, Linear, use_stand_ins
+
+SHAPE = (96, 64)
+PATH = "decoder.layers.4.mlp.linear_fc1"
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
+    return use_stand_ins(monkeypatch)
+
+
+def taken_over(
+    layers, recipe: str, kind: type = Linear, evaluates: bool = False, path: str = PATH, **config
+) -> torch.nn.Module:
+    torch.manual_seed(0)
+    module, layer = kind(*SHAPE[::-1]), Layer(path, 4, 10)
+    vars(module.config).update(config)
+    precision = load_recipe(recipe).precision_for(layer)
+    plan = LayerPlan(layer, precision, ReferenceEngine("tests"), False, None, evaluates)
+    layers.take_over(module, plan)
+    return module
+
+
+class Stored:
+    """A module whose weight lies in a bucket of one rank, which is freed after it is stored."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        (self.weight, self.state), *_ = weights_of(module)
+        data = self.weight.detach().clone().view(-1)
+        self.weight.data, self.weight.main_param = data.view(SHAPE), data.float()
+        bucket = SimpleNamespace(param_data=data, param_to_index={self.weight: (0, data.numel())})
+        group = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+        self.bucket = StoredBucket(bucket, group, {self.weight: self.state.weight_context()})
+
+    def update(self, value: torch.Tensor) -> None:
+        """Let the optimizer write a value, store it, free the memory, and begin a step."""
+        storage = self.bucket.data.untyped_storage()
+        storage.resize_(self.bucket.data.nbytes)
+        self.bucket.data.copy_(value.view(-1))
+        with torch.no_grad():
+            self.bucket.sync()
+        storage.resize_(0)
+        self.state.forget_weight()
+
+
+def passes(module: torch.nn.Module, count: int = 2) -> list[torch.Tensor]:
+    """Return products and gradients of microbatches, forward passes before backward passes."""
+    draws = torch.Generator().manual_seed(1)
+    xs = [torch.randn(32, SHAPE[1], generator=draws).bfloat16() for _ in range(count)]
+    ys = [module(x.requires_grad_())[0] for x in xs]
+    for y in ys:
+        y.backward(torch.randn(y.shape, generator=draws).bfloat16())
+    found = [*(y.detach() for y in ys), *(x.grad for x in xs), module.weight.grad]
+    module.weight.grad = None
+    return found
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("kind", [Linear, ColumnLinear])
+@pytest.mark.parametrize("keeps_input", [False, True])
+def test_products_are_those_of_the_whole_weight(layers, recipe, kind, keeps_input):
+    plain, module = (taken_over(layers, recipe, kind) for _ in range(2))
+    plain.save_original_input = module.save_original_input = keeps_input
+    stored, before = Stored(module), None
+    for step in range(2):
+        value = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).bfloat16()
+        plain.weight.data.copy_(value)
+        plain.layer_state.forget_weight()
+        stored.update(value)
+        assert module.weight.untyped_storage().size() == 0
+        found = passes(module)
+        assert same(found, passes(plain))
+        assert before is None or not same(found, before)
+        before = found
+
+
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+
+
+@pytest.mark.parametrize(
+    "recipe", ["fp8-tile", "fp8-delayed", "nvfp4", "qat-nvfp4", "mxfp4-backward"]
+)
+def test_attentions_output_is_quantized_again_for_wgrad(layers, recipe):
+    """Not where attention itself is recomputed. The bits are the same."""
+    made = [
+        taken_over(layers, recipe, path="decoder.layers.4.self_attention.linear_proj", **config)
+        for config in ({}, RECOMPUTED, {"attention_output_gate": True})
+    ]
+    assert [module.save_original_input for module in made] == [True, False, False]
+    again, kept, _ = made
+    assert same(passes(again), passes(kept))
+    if recipe == "fp8-delayed":
+        recorded = [module.layer_state.amax_history for module in (again, kept)]
+        assert torch.equal(*(history.step for history in recorded)) and recorded[0].step.any()
+
+
+@pytest.mark.parametrize("uncached", [False, True])
+def test_workspaces_are_the_stored_codes(layers, uncached):
+    """Both a workspace that is kept and one that is made for a call."""
+    module = taken_over(layers, "fp8-tile")
+    module.disable_parameter_transpose_cache = uncached
+    stored = Stored(module)
+    stored.update(torch.randn(SHAPE).bfloat16())
+    passes(module)
+    assert bool(module._fp8_workspaces) != uncached
+    codes, later = module.layer_state.weight_cache.operands
+    for workspace in module._fp8_workspaces.values():
+        assert workspace.row is codes and workspace.col is later
+    assert later.of is codes
+
+
+def test_gradients_go_to_main_grad(layers):
+    """As without stored weights, where the module adds wgrad to it."""
+    found = []
+    for stores in (False, True):
+        module = taken_over(layers, "nvfp4")
+        module.fuse_wgrad_accumulation = True
+        module.weight.main_grad = torch.ones(SHAPE)
+        if stores:
+            Stored(module).update(module.weight.detach().clone())
+        passes(module)
+        found.append(module.weight.main_grad)
+    assert torch.equal(*found) and (found[0] != 1).any()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_evaluations(layers, evaluates):
+    """In BF16 from the whole weight; else from the codes, which training has next."""
+    plain, module = (taken_over(layers, "fp8-tile", evaluates=evaluates) for _ in range(2))
+    stored, x = Stored(module), torch.randn(32, SHAPE[1]).bfloat16()
+    value = torch.randn(SHAPE).bfloat16()
+    stored.update(value)
+    plain.weight.data.copy_(value)
+    if not evaluates:
+        module.weight.untyped_storage().resize_(value.nbytes)
+        module.weight.data.copy_(value)
+    with torch.no_grad():
+        assert torch.equal(module.eval()(x)[0], plain.eval()(x)[0])
+    module.weight.untyped_storage().resize_(0)
+    assert same(passes(module.train()), passes(plain.train()))
+
+
+def test_kernels_of_transformer_engine_are_refused(layers, monkeypatch):
+    check_states([taken_over(layers, "nvfp4").layer_state])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
+    with pytest.raises(UserError, match=f"{PATH} .*NVFP4BlockScaling.*--transformer-impl local"):
+        check_states([taken_over(layers, "nvfp4").layer_state])
