@@ -5,9 +5,9 @@
 Every case is a run of Megatron-LM on one GPU, with its loop, optimizer and logging, mock data and
 Transformer Engine's layers. BF16 and blockwise FP8 are Megatron-LM's own: examples/own_script.py
 without a recipe; for the hybrid, which that script does not build, pretrain_hybrid.py with
-Megatron-LM's arguments alone, and Mamba-2 needs mamba-ssm. Recipes quantize the linear layers of all
-blocks, as blockwise FP8 does. A row has the command line that repeats it. The output gets the cases
-that it lacks, so that the same command continues after an end. On a host with two GPUs, two
+Megatron-LM's arguments alone. Its Mamba-2 blocks need mamba-ssm. Recipes quantize the linear layers
+of all blocks, as blockwise FP8 does. A row has the command line that repeats it. The output gets
+the cases that it lacks: the same command continues where it ended. On a host with two GPUs, two
 processes with --gpu and outputs of their own share the cases. --cpu tries the script out.
 
 Models have as many layers as fit into the 73 GiB that an H100 of 80 GB leaves to training. A
@@ -18,7 +18,7 @@ by ``lowbit-plan --gpu h100 --gpus 1 --as-given`` with a model's arguments:
     llama-1b   1.50B parameters: 16 x 60.8M, embedding and output 525M
     llama-8b   218M a layer, 1.05B of embedding and output: 62 with 10 layers, 71 with 12, which
                leaves nothing to quantized weights (1 byte a parameter and orientation) and graphs
-    qwen3-30b  641M a layer, 622M of embedding and output: 62 with 4 layers, 74 with 5
+    qwen3-30b  623M a layer, 622M of embedding and output: 62 with 4 layers, 74 with 5
     hybrid-8b  110M a Mamba-2 block, 176M an MLP, 38M attention, 1.07B of embedding and output: 57
                with the first 11 blocks of its pattern
 """
@@ -52,19 +52,11 @@ from megatron_lowbit.planning.training_arguments import TrainingArguments
 PEAK_TFLOPS = 989
 """Dense BF16 TFLOP/s of an H100 SXM and of an H200 SXM, NVIDIA's data sheets."""
 BF16, OWN_FP8 = "Megatron-LM BF16", "Megatron-LM FP8 blockwise"
-IN_ALL_BLOCKS = "--recipe-set bf16_blocks=none"
-RECIPES = {
-    "fp8-tile": recipe("fp8-tile"),
-    "mxfp8": recipe("mxfp8"),
-    "nvfp4": f"{recipe('nvfp4')} {IN_ALL_BLOCKS}",
-    "mxfp4-backward": recipe("mxfp4-backward"),
-    "quartet2": recipe("quartet2"),
-    "nvfp4-fold": f"{recipe('nvfp4-fold')} {IN_ALL_BLOCKS}",
-    "nvfp4-4over6": f"{recipe('nvfp4-4over6')} {IN_ALL_BLOCKS}",
-    "torchao-v2": recipe("torchao-v2"),
-}
-"""Recipes that can be chosen, with their arguments."""
-CHOSEN = ("fp8-tile", "mxfp8", "nvfp4", "mxfp4-backward", "quartet2")
+RECIPES = ("fp8-tile", "mxfp8", "nvfp4", "mxfp4-backward", "quartet2")
+ALL_BLOCKS = """
+    --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 0
+"""
+"""No block in BF16, also of a preset that names some, under a recipe and in Megatron-LM's FP8."""
 STEPS = """
     --bf16 --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-4
     --lr-decay-style constant --lr-warmup-iters 0 --eval-iters 0 --eval-interval 1000
@@ -111,11 +103,9 @@ MODELS = {
         f"--moe-router-topk 2 --moe-ffn-hidden-size 64 {EXPERTS}",
         own_fp8=f"{BLOCKWISE} {PADDED}",
     ),
-    # The preset keeps the last 8 of its 52 blocks in BF16, which would be 8 of 11 here.
     "hybrid-8b": Model(
         "Nemotron-H-8B: the first 11 of 52 blocks, its vocabulary",
-        "@examples/hybrid-8b.args --hybrid-layer-pattern M-M-M-M*-M- "
-        "--num-layers-at-end-in-bf16 0 --vocab-size 131072 "
+        "@examples/hybrid-8b.args --hybrid-layer-pattern M-M-M-M*-M- --vocab-size 131072 "
         "--micro-batch-size 1 --global-batch-size 2",
         "@examples/hybrid-tiny.args --vocab-size 500",
         script=HYBRID,
@@ -138,7 +128,7 @@ class Case(NamedTuple):
         return f"{self.model} {'graphs ' if self.graphs else ''}{self.precision}"
 
 
-def cases(recipes: Sequence[str] = CHOSEN, tiny: bool = False) -> list[Case]:
+def cases(recipes: Sequence[str] = RECIPES, tiny: bool = False) -> list[Case]:
     """Return all cases, those of a model together."""
     found = []
     for name, model in MODELS.items():
@@ -147,12 +137,12 @@ def cases(recipes: Sequence[str] = CHOSEN, tiny: bool = False) -> list[Case]:
         precisions = [
             (BF16, alone, ""),
             (OWN_FP8, alone, model.own_fp8),
-            *((one, model.script, RECIPES[one]) for one in recipes),
+            *((Path(one).stem, model.script, recipe(one)) for one in recipes),
         ]
         own = model.tiny if tiny else model.arguments
         found += [
-            Case(name, precision, graphs, script, f"{own} {STEPS} {arguments}".strip() + more)
-            for graphs, more in ((False, ""), (True, f" {GRAPHS}"))[: 1 + model.graphs]
+            Case(name, precision, graphs, script, f"{own} {STEPS} {ALL_BLOCKS} {arguments} {more}")
+            for graphs, more in ((False, ""), (True, GRAPHS))[: 1 + model.graphs]
             for precision, script, arguments in precisions
         ]
     return found
@@ -199,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", metavar="PART", help="parts of names of cases")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=CHOSEN)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES, metavar="NAME_OR_FILE")
     parser.add_argument("--iterations", type=int, default=14)
     parser.add_argument("--gpu", type=int, metavar="N", help="number of the GPU (default: first)")
     parser.add_argument("--seconds", type=float, default=500, help="start no case after these")
@@ -226,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print({key: row[key] for key in row if key not in ("command", "losses")}, flush=True)
         # An error gives way to what a later run of its case has.
         rows = [*(other for other in rows if other["case"] != case.name), row]
-        write_rows(args.output, rows, gpus=1, peak_tflops=PEAK_TFLOPS)
+        titles = {name: model.title for name, model in MODELS.items()}
+        write_rows(args.output, rows, gpus=1, models=titles, peak_tflops=PEAK_TFLOPS)
 
 
 if __name__ == "__main__":
