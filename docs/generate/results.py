@@ -94,7 +94,7 @@ README = """![Tokens a second and loss gap of each recipe](docs/images/{picture}
 
 Left: tokens/s in whole training steps on one {gpu} ({title}).
 Right: the gap to BF16's loss after {tokens} tokens in [longer runs](docs/results.md#longer-runs) of
-another model. [docs/results.md](docs/results.md) has more models, memory, and each row's command."""
+another model. [docs/results.md](docs/results.md) has more models, memory and each row's command."""
 
 
 class Measured(NamedTuple):

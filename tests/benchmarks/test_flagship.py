@@ -85,8 +85,8 @@ def test_models_fit_80_gb_and_are_what_they_are_called(model, monkeypatch):
     case = next(case for case in flagship.cases(["fp8-tile"]) if case.name == f"{model} fp8-tile")
     words = flagship.words_of(case, 14)
     vocabulary = int(words[words.index("--vocab-size") + 1])
-    planned = planning.planned(words, 1, vocabulary, "h100", "mamba-ssm", accumulate=False)
-    assert planned.most_memory < 68 * 2**30
+    planned = planning.planned(words, 1, vocabulary, "h100", "mamba-ssm")
+    assert 40 * 2**30 < planned.most_memory < 68 * 2**30
     assert planned.step < 1.0  # 14 steps in a case of some 40 s
     assert planned.tokens == flagship.tokens_of(case)
     assert planned.parameters[0].all == pytest.approx(PARAMETERS[model], rel=0.005)
