@@ -11,30 +11,25 @@ error is kept with the error's line. Rows are added to those of a file that exis
 import argparse
 import json
 import math
-import os
-import re
 import shlex
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import date
-from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lowbit.analysis.machine import machine
-
-ROOT = Path(__file__).parents[1]
-STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
-LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+|nan)")
-ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|error|Exception): .*)", re.M)
-OURS, UPSTREAM = "pretrain_gpt.py", "examples/own_script.py"
-PACKAGES = ("megatron-core", "transformer-engine")
-SETTLED = 6
-"""Steps left out of the median: compilation, caches and the allocator."""
+from training_steps import (
+    BLOCKWISE,
+    GRAPHS,
+    OURS,
+    PADDED,
+    UPSTREAM,
+    recipe,
+    rows_of,
+    train,
+    write_rows,
+)
 
 LARGE = """
     --num-layers 6 --hidden-size 2048 --ffn-hidden-size 7168 --num-attention-heads 16
@@ -68,9 +63,6 @@ EXPERTS = """
 """
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 SELECTIVE = "--recompute-granularity selective"
-GRAPHS = "--cuda-graph-impl local"
-BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
-PADDED = "--moe-router-padding-for-quantization"
 ASYNC = "--async-save --async-strategy mcore --use-persistent-ckpt-worker"
 RESUMED = "--num-layers 2 --vocab-size 8000 --deterministic-mode"
 """Arguments of cases that compare losses: small checkpoints, no atomic additions in attention."""
@@ -87,11 +79,6 @@ class Case(NamedTuple):
     script: str
     arguments: str
     resumed: bool = False
-
-
-def recipe(name: str) -> str:
-    """Return the argument that selects a recipe."""
-    return f"--precision-recipe {name}"
 
 
 def steps_of_small_models(layout: str, arguments: str) -> list[Case]:
@@ -151,7 +138,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
     begin = time.monotonic()
-    rows = json.loads(args.output.read_text())["rows"] if args.output.is_file() else []
+    rows = rows_of(args.output)
     chosen = [c for c in CASES if not args.only or any(part in c.name for part in args.only)]
     for case in chosen * args.repeat:
         if time.monotonic() - begin > args.seconds:
@@ -162,15 +149,7 @@ def main() -> None:
         rows.append(row)
         if args.stop and "error" in row:
             break
-        hardware = {**machine(), "gpus": args.gpus, **versions()}
-        document = {"machine": hardware, "model": LARGE.split(), "rows": rows}
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a step's time depends on, besides torch."""
-    installed = {distribution.name for distribution in distributions()}
-    return {name: version(name) for name in PACKAGES if name in installed}
+        write_rows(args.output, rows, args.gpus, model=LARGE.split())
 
 
 def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
@@ -178,10 +157,10 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
     try:
         if not case.resumed:
-            return train(case, args, args.iterations, [])
+            return steps_of(case, args, [])
         half = args.iterations // 2
         whole = [*save_to(folder / "whole", half), *load_from(folder / "whole")]
-        first = train(case, args, args.iterations, whole)
+        first = steps_of(case, args, whole)
         (folder / "parts").mkdir()
         iteration = f"iter_{half:07d}"
         if "error" in first:
@@ -189,7 +168,7 @@ def run_case(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         shutil.copytree(folder / "whole" / iteration, folder / "parts" / iteration)
         (folder / "parts" / "latest_checkpointed_iteration.txt").write_text(str(half))
         parts = [*save_to(folder / "parts", 1000), *load_from(folder / "parts")]
-        second = train(case, args, args.iterations, parts)
+        second = steps_of(case, args, parts)
         if "error" in second:
             return second
         # Not from the console, where the second line after a start is the mean of two steps.
@@ -217,34 +196,11 @@ def load_from(folder: Path) -> list[str]:
     return ["--load", str(folder)]
 
 
-def train(case: Case, args: argparse.Namespace, iterations: int, more: list[str]) -> dict[str, Any]:
-    """Run a case once; return its median step, losses and wall-clock time, or its error."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [
-        *launcher, "--nproc-per-node", str(args.gpus), str(ROOT / case.script),
-        *shlex.split((SMALL if args.cpu else LARGE) + COMMON + case.arguments),
-        "--train-iters", str(iterations), *more,
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    if "--use-megatron-fsdp" not in command:
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    begin = time.monotonic()
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    seconds = time.monotonic() - begin
-    if done.returncode:
-        errors = [line for line in ERROR.findall(done.stderr) if "ChildFailed" not in line]
-        return {"error": (errors or done.stderr.splitlines() or ["no output"])[0][:500]}
-    steps = {int(i): float(ms) for i, ms in STEP.findall(done.stdout)}
-    losses = {int(i): float(x) for i, x in LOSS.findall(done.stdout)}
-    settled = [ms for i, ms in steps.items() if i > SETTLED] or list(steps.values())
-    return {
-        "median_ms": round(statistics.median(settled), 1),
-        "fastest_ms": min(settled),
-        "losses": losses,
-        "wall_s": round(seconds, 1),
-    }
+def steps_of(case: Case, args: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+    """Run a case once; ``more`` are arguments beside its own."""
+    words = shlex.split((SMALL if args.cpu else LARGE) + COMMON + case.arguments)
+    iterations = ["--train-iters", str(args.iterations)]
+    return train(case.script, [*words, *iterations, *more], args.gpus)
 
 
 if __name__ == "__main__":

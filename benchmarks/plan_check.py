@@ -14,7 +14,6 @@ writes what was measured into docs/planning.md.
 import argparse
 import json
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -30,6 +29,7 @@ import timing
 import torch
 from model import VOCABULARY
 from rich.console import Console
+from training_steps import read_log
 
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 
@@ -188,15 +188,9 @@ def result(started: Started) -> dict:
 
 
 def read_output(output: str) -> tuple[list[float], list[float]]:
-    """Return the milliseconds of every iteration, and the most GiB of each rank that reports it.
-
-    Megatron-LM prints the memory of the first data-parallel ranks.
-    """
-    times = re.findall(r"elapsed time per iteration \(ms\): ([\d.]+)", output)
-    memory: dict[str, float] = {}
-    for rank, mebibytes in re.findall(r"\[Rank (\d+)\].*? max allocated: ([\d.]+)", output):
-        memory[rank] = round(float(mebibytes) / 1024, 2)
-    return [float(time) for time in times], [memory[rank] for rank in sorted(memory, key=int)]
+    """Return the milliseconds of every iteration, and the most GiB of each rank that reports it."""
+    log = read_log(output)
+    return list(log.milliseconds.values()), list(log.memory_gib.values())
 
 
 def tokens_of(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from markdown import RESULTS, ROOT
 from markdown import table as markdown_table
 
 from megatron_lowbit.analysis.comparison import final_loss, gaps, visible_gap
-from megatron_lowbit.analysis.loss_curve import read_losses
+from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 KEPT = RESULTS / "leaderboard.json"
@@ -62,32 +62,33 @@ python docs/generate/leaderboard.py runs/leaderboard
 """
 
 
-def collect(folder: Path) -> list[dict[str, Any]]:
-    """Return the finished runs in a study's folder.
+def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
+    """Yield what a study's folder says about each finished run, and its curve.
 
     Raises:
         SystemExit: there are none.
     """
-    runs = []
-    for file in sorted(folder.glob("*/study.json")):
-        state = json.loads(file.read_text())
-        if state["finished"]:
-            curve = read_losses(file.with_name("metrics.jsonl"))
-            recipe, rest = split(state["command"])
-            runs.append(
-                {
-                    "name": state["name"],
-                    "seed": state["seed"],
-                    "recipe": recipe,
-                    "arguments": rest,
-                    "machine": {key: state["machine"][key] for key in ("gpu", "torch", "commit")},
-                    "tokens": int(curve.tokens[-1]),
-                    "loss": final_loss(curve, SHARE),
-                }
-            )
-    if not runs:
+    files = sorted(folder.glob("*/study.json"))
+    found = [(file, json.loads(file.read_text())) for file in files]
+    if not any(state["finished"] for _, state in found):
         raise SystemExit(f"error: {folder}: no finished run")
-    return runs
+    for file, state in found:
+        if state["finished"]:
+            yield state, read_losses(file.with_name("metrics.jsonl"))
+
+
+def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
+    """Return what is kept of a run."""
+    recipe, rest = split(state["command"])
+    return {
+        "name": state["name"],
+        "seed": state["seed"],
+        "recipe": recipe,
+        "arguments": rest,
+        "machine": {key: state["machine"][key] for key in ("gpu", "torch", "commit")},
+        "tokens": int(curve.tokens[-1]),
+        "loss": final_loss(curve, SHARE),
+    }
 
 
 def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -252,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="page to write")
     args = parser.parse_args(argv)
     kept = json.loads(args.results.read_text()) if args.results.is_file() else []
-    runs = merge(kept, [run for folder in args.folders for run in collect(folder)])
+    runs = merge(kept, [kept_of(*run) for folder in args.folders for run in finished_runs(folder)])
     if not runs:
         parser.error("no runs: give the folder of a study")
     text = page(runs, SPEEDS)

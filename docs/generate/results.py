@@ -1,0 +1,340 @@
+"""Keep what the longer runs gave, and write docs/results.md, its pictures and README's.
+
+    python benchmarks/flagship.py --output benchmarks/results/flagship-h100.json
+    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 -- ...
+    python docs/generate/results.py runs/flagship
+
+Steps are those of benchmarks/results/flagship-h100*.json and flagship-h200*.json. Finished runs of
+a folder go into benchmarks/results/flagship-runs.json, in the place of those of the same name and
+seed; without a folder the page is written from that file. Nothing is written where a file is
+missing.
+"""
+
+import argparse
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from leaderboard import finished_runs, kept_of, merge, split
+from markdown import RESULTS, ROOT, replace_sections, table
+from results_pictures import draw_curves, draw_summary
+
+from megatron_lowbit.analysis.comparison import gaps
+from megatron_lowbit.analysis.loss_curve import LossCurve
+from megatron_lowbit.study.definition import Job, read_study, training_words
+
+KINDS = ("h100", "h200")
+RUNS = "flagship-runs.json"
+STUDY = ROOT / "examples" / "studies" / "flagship.yaml"
+SHOWN = "llama-8b"
+"""Model of README's picture."""
+BF16, OWN_FP8 = "Megatron-LM BF16", "Megatron-LM FP8 blockwise"
+DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
+MEASURE = "python benchmarks/flagship.py --output {file}"
+TEXT = """# Results
+
+What recipes do to the speed and the loss of models that are known, beside Megatron-LM's own BF16
+and blockwise FP8 on the same machine. `python docs/generate/results.py` writes this page from what
+the commands on it measured.
+
+{steps}
+
+## Longer runs
+
+{runs}
+"""
+STEPS = """## Whole training steps on one {gpu}
+
+    python benchmarks/flagship.py --output benchmarks/results/{name}.json
+
+Medians of the steps after the sixth, one run a row, every linear layer of every block quantized.
+TFLOP/s are those that Megatron-LM prints, by its own formula; MFU is their share of {peak} TFLOP/s.
+GiB is the most that PyTorch had allocated. "× BF16" and "× blockwise" compare tokens/s with the
+first two rows, in graphs (`--cuda-graph-impl local`) with their rows in graphs.
+torch {torch}, Transformer Engine {engine}, {dates}, commit {commits}.
+
+{tables}
+
+{behind}
+"""
+LONGER = """    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 \\
+        -- --data-path data/linux --tokenizer-model data/linux-tokenizer
+    python docs/generate/results.py runs/flagship
+
+{model}, {tokens} tokens, {seeds} each. Stopped, the first command continues from a checkpoint. The
+loss is the mean of the last tenth of a run, and its gap is relative to `{baseline}`{noise}.
+Perplexities are those of the last validation. Hours are the tokens of a run at its median speed,
+without start, validation and checkpoints.
+
+{table}
+
+![Validation perplexity by tokens and by hours](images/{picture})
+
+Runs: {machines} (GPU, torch, commit). Each alone:
+
+```
+{commands}
+```
+
+The text is C source of Linux 6.1 (Debian's `linux-source-6.1`). In its folder:
+
+```
+lowbit-tokenizer --input block crypto drivers/net fs kernel lib mm net security sound \\
+    --pattern '*.c' --vocab-size 8192 --output data/linux-tokenizer
+lowbit-preprocess --input block crypto drivers/infiniband drivers/net drivers/scsi drivers/usb fs \\
+    kernel lib mm net security sound --pattern '*.c' --tokenizer-model data/linux-tokenizer \\
+    --output-prefix data/linux --workers 2
+```
+"""
+README = """![Tokens a second and loss gap of each recipe](docs/images/{picture})
+
+Left: tokens/s in whole training steps on one {gpu} ({title}).
+Right: the gap to BF16's loss after {tokens} tokens in [longer runs](docs/results.md#longer-runs) of
+another model. [docs/results.md](docs/results.md) has more models, memory and each row's command."""
+
+
+class Measured(NamedTuple):
+    """Rows of a kind of GPU by model, precision and graphs, and the machine that they are from."""
+
+    name: str
+    rows: dict[tuple[str, str, bool], dict]
+    machine: dict
+    models: dict[str, str]
+    peak: float
+
+
+def read_steps(results: Path, kind: str) -> Measured:
+    """Read the files of a kind of GPU.
+
+    Raises:
+        SystemExit: there is none, one is of another GPU, or none holds a row that ended well.
+    """
+    name = f"flagship-{kind}"
+    files = sorted(results.glob(f"{name}*.json"))
+    if not files:
+        missing = results / f"{name}.json"
+        raise SystemExit(f"error: {missing}: is missing; {MEASURE.format(file=missing)} makes it")
+    rows: dict[tuple[str, str, bool], dict] = {}
+    for file in files:
+        data = json.loads(file.read_text())
+        if kind.upper() not in data["machine"]["gpu"]:
+            raise SystemExit(f"error: {file}: measured on {data['machine']['gpu']}")
+        for row in data["rows"]:
+            key = row["model"], row["precision"], row["graphs"]
+            if "error" not in row or key not in rows:
+                rows[key] = row
+    if all("error" in row for row in rows.values()):
+        raise SystemExit(f"error: {files[0]}: no case ended well")
+    return Measured(name, rows, data["machine"], data["models"], data["peak_tflops"])
+
+
+def ratio(found: Measured, row: dict, base: str) -> float | None:
+    """Return how many times as fast as a precision of Megatron-LM's own a row is."""
+    other = found.rows.get((row["model"], base, row["graphs"]), {})
+    return row["tokens_per_s"] / other["tokens_per_s"] if "tokens_per_s" in other else None
+
+
+def steps_text(found: Measured) -> str:
+    """Describe the steps on one kind of GPU."""
+    rows = list(found.rows.values())
+    tables = []
+    for model, title in found.models.items():
+        own = [row for row in rows if row["model"] == model]
+        if own:
+            tables += [f"### {title}: {found.machine['gpu']}", _table(found, own), _commands(own)]
+    return STEPS.format(
+        gpu=found.machine["gpu"],
+        name=found.name,
+        peak=f"{found.peak:g}",
+        torch=found.machine["torch"],
+        engine=found.machine.get("transformer-engine", "not installed"),
+        dates=" and ".join(sorted({row["date"] for row in rows})),
+        commits=" and ".join(sorted({row["commit"][:12] or "unknown" for row in rows})),
+        tables="\n\n".join(tables),
+        behind=_behind(found),
+    ).strip()
+
+
+def _table(found: Measured, rows: Sequence[dict]) -> str:
+    lines = [
+        [
+            f"{row['precision']}{', graphs' if row['graphs'] else ''}",
+            f"{row['tokens_per_s']:,}",
+            f"{row['tflop_per_s']:.0f}",
+            f"{row['mfu']:.1%}",
+            f"{row['peak_gib']:.1f}",
+            ratio(found, row, BF16),
+            ratio(found, row, OWN_FP8),
+        ]
+        for row in rows
+        if "error" not in row
+    ]
+    failed = [f"- {row['case']}: {row['error']}" for row in rows if "error" in row]
+    headings = ("", "tokens/s", "TFLOP/s", "MFU", "GiB", "× BF16", "× blockwise")
+    parts = [table(headings, lines)] if lines else []
+    return "\n\n".join(parts + (["Failed:", "\n".join(failed)] if failed else []))
+
+
+def _commands(rows: Sequence[dict]) -> str:
+    lines = [f"# {row['case']}\n{row['command']}" for row in rows]
+    return "\n".join(["<details><summary>commands</summary>", "", "```", *lines, "```", "",
+                      "</details>"])  # fmt: skip
+
+
+def _behind(found: Measured) -> str:
+    """Name the rows of recipes that are slower than Megatron-LM's own FP8, and than its BF16."""
+    lines = []
+    for base in (OWN_FP8, BF16):
+        own = [row for row in found.rows.values() if row["precision"] not in (BF16, OWN_FP8)]
+        ratios = {row["case"]: ratio(found, row, base) for row in own if "error" not in row}
+        slower = [f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1]
+        lines.append(f"Slower than {base}: {', '.join(slower) or 'none'}.")
+    return "\n\n".join(lines)
+
+
+def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
+    """Return what is kept of a run: what the leaderboard keeps, its validation and its speed.
+
+    Raises:
+        SystemExit: it has no validation, or no speed.
+    """
+    speed = float(np.nanmedian(curve.speeds)) if np.isfinite(curve.speeds).any() else math.nan
+    if math.isnan(speed) or not len(curve.validation_losses):
+        raise SystemExit(f"error: {state['name']}, seed {state['seed']}: no validation or no speed")
+    a_step = curve.tokens[-1] / curve.iterations[-1]
+    job = Job(state["name"], state["seed"], Path(), ["python", *state["command"]])
+    recipe, rest = split(training_words(job))
+    own = ["--seed", str(state["seed"]), *DATA.split(), "--save", f"runs/{state['name']}"]
+    return {
+        **kept_of(state, curve),
+        "command": shlex.join(["lowbit-pretrain", *rest, *recipe, *own]),
+        "tokens_per_s": round(speed),
+        "validation": [
+            [int(a_step * iteration), round(float(loss), 5)]
+            for iteration, loss in zip(
+                curve.validation_iterations, curve.validation_losses, strict=True
+            )
+        ],
+    }
+
+
+def in_order(runs: Sequence[dict]) -> list[dict]:
+    """Return runs in the study's order, the baseline first.
+
+    Raises:
+        SystemExit: one has a name that the study has not.
+    """
+    order = read_study(STUDY).names
+    for run in runs:
+        if run["name"] not in order:
+            raise SystemExit(f"error: {run['name']}: no run of {STUDY.relative_to(ROOT)}")
+    return sorted(runs, key=lambda run: (order.index(run["name"]), run["seed"]))
+
+
+def gaps_of(runs: Sequence[dict]) -> dict[str, tuple[float, float]]:
+    """Return each name's gap to the first and its standard error, NaN of one seed.
+
+    Raises:
+        SystemExit: names have other seeds than the first.
+    """
+    losses: dict[str, dict[int, float]] = {}
+    for run in runs:
+        losses.setdefault(run["name"], {})[run["seed"]] = run["loss"]
+    first, seeds = next((name, sorted(own)) for name, own in losses.items())
+    for name, own in losses.items():
+        if sorted(own) != seeds:
+            raise SystemExit(f"error: {name}: seeds {sorted(own)}, {first}'s {seeds}")
+    found = gaps([[own[seed] for seed in seeds] for own in losses.values()])
+    return {
+        name: (float(gap), float(error)) for name, (gap, error) in zip(losses, found, strict=True)
+    }
+
+
+def runs_text(runs: Sequence[dict], picture: str) -> str:
+    """Describe the longer runs."""
+    found, baseline, lines = gaps_of(runs), runs[0]["name"], []
+    known = not any(math.isnan(error) for _, error in found.values())
+    for run in runs:
+        gap, error = (100 * value for value in found[run["name"]])
+        shown = f"{gap:+.2f}%" + (f" ± {error:.2f}" if known else "")
+        lines.append(
+            [
+                run["name"],
+                run["seed"],
+                f"{run['loss']:.4f}",
+                None if run["name"] == baseline else shown,
+                f"{math.exp(run['validation'][-1][1]):.3f}",
+                f"{run['tokens_per_s']:,}",
+                f"{run['tokens'] / run['tokens_per_s'] / 3600:.3f}",
+            ]
+        )
+    seeds = len({run["seed"] for run in runs})
+    model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
+    machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
+    headings = ("", "seed", "loss", "gap", "perplexity", "tokens/s", "hours")
+    return LONGER.format(
+        model="The arguments of each run" if model is None else f"[{model}](../{model})",
+        tokens=f"{runs[0]['tokens'] / 1e6:.3g}M",
+        seeds=f"{seeds} seed" + "s" * (seeds > 1),
+        baseline=baseline,
+        noise=", with its standard error" if known else "; one seed says nothing about its noise",
+        table=table(headings, lines),
+        picture=picture,
+        machines="; ".join(machines),
+        commands="\n".join(
+            f"# {run['name']}, seed {run['seed']}\n{run['command']}" for run in runs
+        ),
+    ).strip("\n")
+
+
+def speeds_of(found: Measured, model: str) -> dict[str, int]:
+    """Return a model's tokens/s by precision, those of graphs where they are higher."""
+    speeds: dict[str, int] = {}
+    for row in found.rows.values():
+        if row["model"] == model and "error" not in row:
+            speeds[row["precision"]] = max(row["tokens_per_s"], speeds.get(row["precision"], 0))
+    return speeds
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Collect the folders that the command line names, then write page and pictures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs")
+    args = parser.parse_args(argv)
+    steps = [read_steps(args.results, kind) for kind in KINDS]
+    kept_file = args.results / RUNS
+    kept = json.loads(kept_file.read_text()) if kept_file.is_file() else []
+    runs = merge(kept, [kept_run(*run) for folder in args.folders for run in finished_runs(folder)])
+    if not runs:
+        raise SystemExit(f"error: {kept_file}: is missing; give the folder of a study")
+    runs = in_order(runs)
+    curves, summary = "results-runs.png", "results.png"
+    text = TEXT.format(steps="\n\n".join(map(steps_text, steps)), runs=runs_text(runs, curves))
+    speeds = speeds_of(steps[0], SHOWN)
+    if not speeds:
+        raise SystemExit(f"error: {steps[0].name}: no row of {SHOWN}, for README's picture")
+    kept_file.write_text(json.dumps(runs, indent=1) + "\n")
+    images = args.root / "docs" / "images"
+    draw_curves(runs, images / curves)
+    gap = {name: value for name, (value, _) in list(gaps_of(runs).items())[1:]}
+    draw_summary(speeds, gap, (BF16, OWN_FP8), images / summary)
+    (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
+    section = README.format(
+        picture=summary,
+        title=steps[0].models[SHOWN],
+        gpu=steps[0].machine["gpu"],
+        tokens=f"{runs[0]['tokens'] / 1e6:.3g}M",
+    )
+    replace_sections(args.root / "README.md", {"results": section})
+
+
+if __name__ == "__main__":
+    main()

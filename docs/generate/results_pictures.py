@@ -1,0 +1,85 @@
+"""Pictures of docs/results.md: perplexity of the longer runs; speed and loss gap of each recipe."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
+
+from megatron_lowbit.analysis.loss_curve import colors
+
+_SHOWN_FROM = 1 / 5
+"""Share of the tokens without perplexities: early ones are many times as large as the last."""
+_FOR_TEXT = 1.4
+"""Length of an axis over its longest bar, whose figure stands beside it."""
+
+
+def draw_curves(runs: Sequence[dict], file: Path) -> None:
+    """Draw validation perplexity by tokens and by hours of training, a color a name."""
+    figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    shades = dict(zip(names, colors(len(names)), strict=True))
+    seen: set[str] = set()
+    for run in runs:
+        shown = [(t, x) for t, x in run["validation"] if t >= _SHOWN_FROM * run["tokens"]]
+        tokens, perplexities = [t for t, _ in shown], [math.exp(x) for _, x in shown]
+        hours = [t / run["tokens_per_s"] / 3600 for t in tokens]
+        style = {"color": shades[run["name"]], "marker": "o", "markersize": 3, "linewidth": 1.2}
+        left.plot(tokens, perplexities, **style)
+        right.plot(hours, perplexities, label=None if run["name"] in seen else run["name"], **style)
+        seen.add(run["name"])
+    left.set_ylabel("validation perplexity")
+    left.set_xlabel("tokens")
+    left.xaxis.set_major_formatter(EngFormatter(sep=""))
+    right.set_xlabel("hours of training on one GPU")
+    for panel in (left, right):
+        panel.grid(alpha=0.3)
+    right.legend()
+    figure.savefig(file)
+
+
+def draw_summary(
+    speeds: dict[str, int], gaps: dict[str, float], baselines: tuple[str, str], file: Path
+) -> None:
+    """Draw tokens/s of each precision, and the loss gaps to BF16 that were measured.
+
+    Args:
+        speeds: tokens/s by precision.
+        gaps: relative gaps by recipe; others have "not measured", the baselines nothing.
+        baselines: Megatron-LM's own precisions, the first of which others are compared with.
+        file: the PNG file.
+    """
+    figure = Figure(figsize=(10, 1.2 + 0.42 * len(speeds)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
+    grey, blue, orange = "0.6", "#4c72b0", "#dd8452"
+    shades = [grey if name in baselines else blue for name in speeds]
+    left.barh(list(speeds), list(speeds.values()), color=shades)
+    base = speeds.get(baselines[0])
+    for name, speed in speeds.items():
+        times = f" ({speed / base:.2f}×)" if base and name != baselines[0] else ""
+        left.annotate(f" {speed:,}{times}", (speed, name), va="center")
+    left.set_xlim(0, _FOR_TEXT * max(speeds.values()))
+    left.set_xlabel("tokens/s on one GPU (× BF16)")
+    left.xaxis.set_major_formatter(EngFormatter(sep=""))
+    left.invert_yaxis()
+    for name in speeds:
+        if not math.isfinite(gaps.get(name, 0)):
+            right.annotate(" diverged", (0, name), va="center")
+        elif name in gaps:
+            right.barh(name, 100 * gaps[name], color=orange)
+            right.annotate(
+                f" {100 * gaps[name]:+.2f}%", (max(0, 100 * gaps[name]), name), va="center"
+            )
+        elif name not in baselines:
+            right.annotate(" not measured", (0, name), va="center", color="0.4")
+    right.axvline(0, color="black", linewidth=0.8)
+    finite = [gap for gap in gaps.values() if math.isfinite(gap)]
+    lowest, highest = min(0, 0, *finite), max(0, 0, *finite) or 0.01
+    right.set_xlim(100 * _FOR_TEXT * lowest, 100 * _FOR_TEXT * highest)
+    right.set_xlabel("gap to BF16's loss (%)")
+    figure.savefig(file)

@@ -1,0 +1,141 @@
+"""The benchmark of known models: what its cases are, what it reads, how it continues."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import flagship
+import planning
+import training_steps
+
+ROOT = Path(__file__).parents[2]
+FIRST = """
+ [10:00] iteration 1/ 8 | elapsed time per iteration (ms): 9000.0 | \
+throughput per GPU (TFLOP/s/GPU): 1.0 | lm loss: 6.000000E+00 |
+[Rank 0] (after 1 iterations) memory (MB) | allocated: 9.00 | max allocated: 512.00 | reserved: 9.0
+"""
+STEP = (
+    " iteration {i}/ 8 | elapsed time per iteration (ms): {ms}.0 | "
+    "throughput per GPU (TFLOP/s/GPU): {rate}.5 | lm loss: nan |\n"
+)
+STEPS = "".join(STEP.format(i=i, ms=100 + i, rate=400 - i) for i in range(2, 9))
+LAST = "[Rank 0] (after 8 iterations) memory (MB) | allocated: 9.00 | max allocated: 2560.00 |\n"
+OUTPUT = FIRST + STEPS + LAST
+
+
+def test_figures_are_those_of_settled_steps():
+    log = training_steps.read_log(OUTPUT)
+    assert list(log.milliseconds) == list(log.losses) == list(log.tflops) == list(range(1, 9))
+    assert log.losses[1] == 6.0 and log.memory_gib == {0: 2.5}
+    row = training_steps._row(log)
+    assert (row["median_ms"], row["fastest_ms"]) == (107.5, 107.0)
+    assert (row["tflop_per_s"], row["peak_gib"]) == (393.0, 2.5)
+    assert "error" in training_steps._row(training_steps.read_log("nothing"))
+
+
+def test_a_script_s_figures_or_its_error(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "seen = os.environ['CUDA_VISIBLE_DEVICES'], os.environ['CUDA_DEVICE_MAX_CONNECTIONS']\n"
+        "if sys.argv[1:] == ['wrong']: raise ValueError(f'saw {seen}')\n"
+        f"print({OUTPUT!r})\n"
+    )
+    row = training_steps.train(str(script), [], gpus=1, device=1)
+    assert row["median_ms"] == 107.5 and row["wall_s"] > 0
+    row = training_steps.train(str(script), ["wrong"], gpus=1, device=1)
+    assert row == {"error": "ValueError: saw ('1', '1')"}
+
+
+def test_cases():
+    """Every model in every precision, dense ones with graphs too, of this project or upstream's."""
+    found = flagship.cases(["fp8-tile"])
+    assert len({case.name for case in found}) == len(found) == 3 * (4 + 2)
+    for case in found:
+        words = flagship.words_of(case, 14)
+        own = case.precision not in (flagship.BF16, flagship.OWN_FP8)
+        assert ("--precision-recipe" in words) == own
+        assert ("--cuda-graph-impl" in words) == case.graphs == ("graphs" in case.name)
+        assert ("--fp8-recipe" in words) == (case.precision == flagship.OWN_FP8)
+        if case.script == flagship.UPSTREAM:
+            assert not own and not any(word.startswith("@") for word in words)
+        script = {True: flagship.HYBRID, False: flagship.OURS if own else flagship.UPSTREAM}
+        assert case.script == script[case.model == "hybrid-8b"]
+
+
+PARAMETERS = {
+    "llama-1b": 16 * 60.8e6 + 525e6,
+    "llama-8b": 10 * 218e6 + 1.05e9,
+    "qwen3-30b": 4 * 623e6 + 622e6,
+    "hybrid-8b": 5 * 110e6 + 5 * 176e6 + 38e6 + 1.07e9,
+}
+"""As the benchmark's page counts them."""
+
+
+@pytest.mark.parametrize("model", flagship.MODELS)
+def test_models_fit_80_gb_and_are_what_they_are_called(model, monkeypatch):
+    """Plans of their largest recipe; one GPU's 73 GiB are what the planner leaves to training."""
+    monkeypatch.chdir(ROOT)
+    case = next(case for case in flagship.cases(["fp8-tile"]) if case.name == f"{model} fp8-tile")
+    words = flagship.words_of(case, 14)
+    vocabulary = int(words[words.index("--vocab-size") + 1])
+    planned = planning.planned(words, 1, vocabulary, "h100", "mamba-ssm")
+    assert 40 * 2**30 < planned.most_memory < 68 * 2**30
+    assert planned.step < 1.0  # 14 steps in a case of some 40 s
+    assert planned.tokens == flagship.tokens_of(case)
+    assert planned.parameters[0].all == pytest.approx(PARAMETERS[model], rel=0.005)
+
+
+def test_upstreams_arguments_are_the_same_as_with_files(monkeypatch):
+    """What Megatron-LM itself is given, expanded, parses to what the preset gives."""
+    monkeypatch.chdir(ROOT)
+    case = flagship.cases([])[0]
+    flags = flagship.TrainingArguments(flagship.words_of(case, 14)).flags
+    assert (flags.ffn_hidden_size, flags.num_query_groups, flags.train_iters) == (8192, 8, 14)
+    assert (flags.lr_decay_style, flags.seq_length, flags.micro_batch_size) == ("constant", 4096, 4)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """List of what was trained; the second case fails the first time."""
+    done: list[tuple] = []
+
+    def train(script, words, gpus, device=None):
+        done.append((script, words, device))
+        if len(done) == 2:
+            return {"error": "RuntimeError: out of memory"}
+        return {"median_ms": 200.0, "tflop_per_s": 494.5, "peak_gib": 60.0, "losses": {}}
+
+    monkeypatch.setattr(flagship, "train", train)
+    return done
+
+
+def test_a_file_gets_the_rows_that_it_lacks(trained, tmp_path, capsys):
+    file = tmp_path / "rows.json"
+    arguments = ["--output", str(file), "--gpu", "1", "--only", "llama-8b Megatron", "llama-8b fp8"]
+    flagship.main(arguments)
+    data = json.loads(file.read_text())
+    first, failed, last = data["rows"]
+    assert failed["error"] and "tokens_per_s" not in failed
+    assert (first["tokens_per_s"], first["mfu"]) == (4 * 4096 * 5, 0.5)
+    assert data["models"]["llama-8b"].startswith("Llama-3-8B: 10 of 32 layers")
+    # The command is what ran, for a shell in the root.
+    script, words, device = trained[2]
+    command = shlex.split(last["command"])
+    assert device == 1 and command[command.index(script) :] == [script, *words]
+    flagship.main(arguments)
+    again = json.loads(file.read_text())["rows"]
+    assert len(trained) == 4 and trained[3][:2] == trained[1][:2]
+    assert sorted(row["case"] for row in again) == sorted(row["case"] for row in data["rows"])
+    assert not any("error" in row for row in again)
+
+
+def test_no_case_begins_after_the_time(trained, tmp_path, capsys):
+    flagship.main(["--output", str(tmp_path / "rows.json"), "--seconds", "-1"])
+    assert not trained and "42 cases are left" in capsys.readouterr().out

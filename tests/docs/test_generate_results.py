@@ -1,0 +1,173 @@
+"""The page of results: figures against numbers computed by hand, and what is refused."""
+
+import json
+import math
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
+
+import results
+
+SPEEDS = {
+    results.BF16: 1000,
+    results.OWN_FP8: 800,
+    "fp8-tile": 1200,
+    "nvfp4": 900,
+    "quartet2": 700,
+}
+
+
+def row(model: str, precision: str, graphs: bool = False, speed: int = 1000, **more) -> dict:
+    name = f"{model} {'graphs ' if graphs else ''}{precision}"
+    figures = {"tokens_per_s": speed, "tflop_per_s": 300.4, "mfu": 0.3037, "peak_gib": 61.25}
+    command = f"torchrun pretrain_gpt.py --precision-recipe {precision.split()[-1]}"
+    return {
+        "case": name, "model": model, "precision": precision, "graphs": graphs,
+        "date": "2026-11-25", "commit": "abcdef0123456789", "command": command,
+        **(more or figures),
+    }  # fmt: skip
+
+
+def a_file(kind: str, rows: list[dict]) -> str:
+    machine = {"gpu": f"NVIDIA {kind.upper()}", "torch": "2.11", "transformer-engine": "2.20"}
+    models = {"llama-1b": "The 1B", "llama-8b": "The 8B"}
+    return json.dumps({"machine": machine, "models": models, "peak_tflops": 989, "rows": rows})
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder of results with a file of each GPU, and a root with an own README."""
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("a\n\n<!-- results: made -->\n\n<!-- /results -->\n\nb\n")
+    rows = [row("llama-8b", name, speed=speed) for name, speed in SPEEDS.items()]
+    rows += [row("llama-8b", results.BF16, True, 1100), row("llama-8b", "fp8-tile", True, 1650)]
+    rows += [row("llama-1b", results.BF16, error="RuntimeError: out of memory")]
+    for kind in results.KINDS:
+        (tmp_path / f"flagship-{kind}.json").write_text(a_file(kind, rows))
+    return tmp_path
+
+
+@pytest.fixture
+def study(tmp_path):
+    """Function that writes a finished run, of 4 validations, and returns the study's folder."""
+
+    def finished(name: str, loss: float, seed: int = 1) -> Path:
+        folder = tmp_path / "runs" / f"{name}-{seed}"
+        folder.mkdir(parents=True)
+        command = ["-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()",
+                   "@examples/gpt-345m.args", "--precision-recipe", name,
+                   "--data-path", "elsewhere", "--seed", str(seed)]  # fmt: skip
+        machine = {"gpu": "NVIDIA H100", "torch": "2.11", "commit": "abc"}
+        state = {"name": name, "seed": seed, "command": command, "finished": True}
+        (folder / "study.json").write_text(json.dumps(state | {"machine": machine}))
+        lines = []
+        for i in range(1, 101):
+            line = {"iteration": i, "lm_loss": loss, "consumed_tokens": 7200 * i}
+            line |= {"tokens_per_second": 100.0} if i > 1 else {}
+            line |= {"validation_loss": loss + 1 / i} if i % 25 == 0 else {}
+            lines.append(json.dumps(line) + "\n")
+        (folder / "metrics.jsonl").write_text("".join(lines))
+        return folder.parent
+
+    return finished
+
+
+def page(place: Path, *folders: Path) -> str:
+    results.main([*map(str, folders), "--results", str(place), "--root", str(place)])
+    return (place / "docs" / "results.md").read_text()
+
+
+def cells(text: str, first: str) -> list[str]:
+    line = next(line for line in text.splitlines() if line.startswith(f"| {first} |"))
+    return [cell.strip() for cell in line.split("|")[2:-1]]
+
+
+def test_steps_are_compared_on_their_machine(place, study):
+    study("bf16", 2.0)
+    text = page(place, study("fp8-tile", 2.02))
+    h100, h200 = text.split("## Whole training steps on one ")[1:]
+    assert h100.startswith("NVIDIA H100") and h200.startswith("NVIDIA H200")
+    assert cells(h100, "fp8-tile") == ["1,200", "300", "30.4%", "61.2", "1.20", "1.50"]
+    assert cells(h100, results.BF16)[-2:] == ["1.00", "1.25"]
+    # With graphs, beside BF16 with graphs; blockwise FP8 was not measured there.
+    assert cells(h100, "fp8-tile, graphs")[-2:] == ["1.50", ""]
+    assert "Slower than Megatron-LM FP8 blockwise: llama-8b quartet2 (0.88)." in h100
+    assert "BF16: llama-8b nvfp4 (0.90), llama-8b quartet2 (0.70)." in h100
+    assert "- llama-1b Megatron-LM BF16: RuntimeError: out of memory" in h100
+    assert "torchrun pretrain_gpt.py --precision-recipe fp8-tile" in h100
+
+
+def test_longer_runs(place, study):
+    study("fp8-tile", 2.02)
+    whole = page(place, study("bf16", 2.0))
+    text = whole.partition("## Longer runs")[2]
+    hours = 7200 * 100 / 100 / 3600
+    assert "\n\n    lowbit-study run examples/studies/flagship.yaml" in text
+    assert cells(text, "bf16") == [
+        "1",
+        "2.0000",
+        "",
+        f"{math.exp(2.01):.3f}",
+        "100",
+        f"{hours:.3f}",
+    ]
+    assert cells(text, "fp8-tile")[:4] == ["1", "2.0200", "+1.00%", f"{math.exp(2.03):.3f}"]
+    assert "[examples/gpt-345m.args](../examples/gpt-345m.args), 0.72M tokens, 1 seed each" in text
+    [command] = re.findall("^lowbit-pretrain .*fp8-tile.*$", text, re.MULTILINE)
+    assert shlex.split(command) == [
+        "lowbit-pretrain", "@examples/gpt-345m.args", "--precision-recipe", "fp8-tile",
+        "--seed", "1",
+        "--data-path", "data/linux", "--tokenizer-model", "data/linux-tokenizer",
+        "--save", "runs/fp8-tile",
+    ]  # fmt: skip
+    kept = json.loads((place / "flagship-runs.json").read_text())
+    assert kept[0]["validation"][0] == [180_000, 2.04] and kept[0]["tokens_per_s"] == 100
+    assert page(place) == whole  # from the file alone
+
+
+def test_pictures(place, study):
+    study("bf16", 2.0)
+    page(place, study("nvfp4", 2.1))
+    for name in ("results.png", "results-runs.png"):
+        assert (place / "docs" / "images" / name).read_bytes().startswith(b"\x89PNG")
+    readme = (place / "README.md").read_text()
+    assert "(docs/images/results.png)" in readme and "on one NVIDIA H100 (The 8B)" in readme
+    found = results.read_steps(place, "h100")
+    assert results.speeds_of(found, "llama-8b") == SPEEDS | {results.BF16: 1100, "fp8-tile": 1650}
+
+
+def test_rows_of_two_processes_are_one_table(place):
+    """A row that ended well is not replaced by an error of another file."""
+    rows = [row("llama-8b", "fp8-tile", error="lost"), row("llama-1b", results.BF16, speed=7)]
+    (place / "flagship-h100-1.json").write_text(a_file("h100", rows))
+    found = results.read_steps(place, "h100").rows
+    assert found["llama-8b", "fp8-tile", False]["tokens_per_s"] == 1200
+    assert "error" not in found["llama-1b", results.BF16, False]
+
+
+def test_what_is_missing_is_named(place, study):
+    folder = study("bf16", 2.0)
+    with pytest.raises(SystemExit, match=r"flagship-runs\.json: is missing"):
+        page(place)
+    file = place / "flagship-h200.json"
+    text = file.read_text()
+    file.write_text(text.replace("NVIDIA H200", "none"))
+    with pytest.raises(SystemExit, match=r"flagship-h200\.json: measured on none"):
+        page(place, folder)
+    file.write_text(a_file("h200", [row("llama-8b", "fp8-tile", error="lost")]))
+    with pytest.raises(SystemExit, match="no case ended well"):
+        page(place, folder)
+    file.unlink()
+    with pytest.raises(SystemExit, match=r"flagship-h200\.json: is missing; python benchmarks/"):
+        page(place, folder)
+    file.write_text(text)
+    study("other", 2.0)
+    with pytest.raises(SystemExit, match=r"other: no run of examples/studies/flagship\.yaml"):
+        page(place, folder)
+    assert not (place / "docs" / "results.md").exists()
+    assert not (place / "flagship-runs.json").exists()
