@@ -15,7 +15,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron_lm import ERROR, LOSS, ROOT, versions
-
-from megatron_lowbit.analysis.machine import machine
+from training_steps import PATIENCE_S, rows_of, train, write_rows
 
 WARMUP = 2
 """Steps before those that count: compilation, the optimizer's moments, the first gather."""
@@ -172,24 +169,14 @@ def measure(name: str, args: argparse.Namespace, more: list[str]) -> dict[str, A
         *shlex.split(MODELS[args.model] + COMMON + ROWS[name]), *batches,
         "--train-iters", str(WARMUP + args.steps + 1), *more,
     ]  # fmt: skip
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        command = [*launcher, "--nproc-per-node", str(args.gpus), __file__, "--rank-in", folder]
-        begin = time.monotonic()
-        done = subprocess.run(
-            [*command, "--", *words], env=environment, capture_output=True, text=True,
-            timeout=args.patience, check=False,
-        )  # fmt: skip
-        row = {"arguments": words, "wall_s": round(time.monotonic() - begin, 1)}
-        if done.returncode:
-            errors = [line for line in ERROR.findall(done.stderr) if "ChildFailed" not in line]
-            last = done.stderr.splitlines()[-1:] or ["no output"]
-            return row | {"error": (errors or last)[0][:500]}
+        own = ["--rank-in", folder, "--", *words]
+        script = f"benchmarks/{Path(__file__).name}"
+        row = {"arguments": words} | train(script, own, args.gpus, patience=args.patience)
+        if "error" in row:
+            return row
         ranks = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
-    losses = {int(i): float(loss) for i, loss in LOSS.findall(done.stdout)}
-    return row | summary(ranks) | {"losses": losses}
+    return row | summary(ranks)
 
 
 def summary(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
@@ -215,7 +202,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="that count")
     parser.add_argument("--only", nargs="*", help="names of rows")
     parser.add_argument("--seconds", type=float, default=560, help="start no row after these")
-    parser.add_argument("--patience", type=float, default=150, help="seconds of a row at most")
+    parser.add_argument(
+        "--patience", type=float, default=PATIENCE_S, help="seconds of a row at most"
+    )
     parser.add_argument("--cpu", action="store_true", help="the tiny model")
     parser.add_argument("--rank-in", type=Path, help=argparse.SUPPRESS)
     words = sys.argv[1:] if argv is None else argv
@@ -238,7 +227,7 @@ def _split(words: list[str]) -> tuple[list[str], list[str]]:
 
 def _measure_all(args: argparse.Namespace, more: list[str], run: Callable[..., Any]) -> None:
     begin = time.monotonic()
-    rows = json.loads(args.output.read_text())["rows"] if args.output.is_file() else []
+    rows = rows_of(args.output)
     for name in args.only or ROWS:
         if time.monotonic() - begin > args.seconds:
             print(f"not run, out of time: {name}")
@@ -249,8 +238,7 @@ def _measure_all(args: argparse.Namespace, more: list[str], run: Callable[..., A
         }  # fmt: skip
         print({key: value for key, value in row.items() if key != "arguments"}, flush=True)
         rows.append(row)
-        document = {"machine": {**machine(), "gpus": args.gpus, **versions()}, "rows": rows}
-        args.output.write_text(json.dumps(document, indent=1) + "\n")
+        write_rows(args.output, rows, args.gpus)
 
 
 if __name__ == "__main__":

@@ -75,7 +75,11 @@ def training_command(script: str, words: Sequence[str], gpus: int) -> str:
 
 
 def train(
-    script: str, words: Sequence[str], gpus: int, device: int | None = None
+    script: str,
+    words: Sequence[str],
+    gpus: int,
+    device: int | None = None,
+    patience: float = PATIENCE_S,
 ) -> dict[str, Any]:
     """Train once.
 
@@ -84,6 +88,7 @@ def train(
         words: its arguments.
         gpus: number of processes, with a GPU each.
         device: the one GPU that the processes see; None for all.
+        patience: seconds after which the run is stopped.
 
     Returns:
         The median and the fastest settled step, the losses and the seconds of the whole process;
@@ -103,9 +108,9 @@ def train(
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:
-        output, errors = process.communicate(timeout=PATIENCE_S)
+        output, errors = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
-        return {"error": f"no end after {PATIENCE_S} s"}
+        return {"error": f"no end after {patience} s"}
     finally:
         if process.poll() is None:
             process.terminate()  # torchrun then ends its ranks, which would keep the GPU
