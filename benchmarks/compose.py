@@ -263,8 +263,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the pairs that the command line names and print how many ended how."""
     begin, parser = time.monotonic(), _parser()
     args = parser.parse_args(argv)
-    context = start_server(Path("/dev/nvidiactl").exists())
-    gpus = torch.cuda.device_count()
+    gpus = torch.cuda.device_count()  # by NVML: it does not initialize CUDA
+    context = start_server(bool(gpus))
     if "te" in args.layers and not gpus:
         parser.error("--layers te: Transformer Engine needs a GPU")
     runs = [one for layers in args.layers for recipe in args.recipes

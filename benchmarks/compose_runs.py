@@ -29,7 +29,7 @@ GRACE = 3
 
 
 class Outcome(NamedTuple):
-    """What became of a run: "ended", "refused", "failed" or "did not end", and a message."""
+    """Kind of a run's end, "ended", "refused", "failed" or "did not end", and a message."""
 
     kind: str
     message: str = ""

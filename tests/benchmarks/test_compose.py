@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -20,6 +21,7 @@ REFUSED = PAIR._replace(features=("CP2", "switch"))
 GRAPHS = PAIR._replace(features=("graphs", "switch"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="judges what a CPU refuses")
 def test_the_cheapest_cells(start_script, tmp_path):
     """Cells that are equal, at parity, refused, and impossible without a GPU.
 
