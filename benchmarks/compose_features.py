@@ -11,9 +11,10 @@ from parity import FLIPS, LARGE_FLIPS, OTHER, SUMS, WHOLE, Bounds
 
 from megatron_lowbit.recipes.load import read_recipe
 
-# 2 tensor-parallel ranks hold whole blocks of 128 of every weight, and 128 tokens each under
-# sequence parallelism. Nothing is clipped, and epsilon is larger than most gradients: Adam's first
-# update divides a gradient by itself, and a sum in another order would turn signs around.
+# 2 tensor-parallel ranks hold whole blocks of 128 of every weight. Under sequence parallelism each
+# has 64 tokens: whole blocks of NVFP4, whose codes are gathered, but half a tile of FP8. Nothing is
+# clipped, and epsilon is larger than most gradients: Adam's first update divides a gradient by
+# itself, and a sum in another order would turn signs around.
 MODEL = """
     --hidden-size 256 --ffn-hidden-size 256 --num-attention-heads 4 --swiglu
     --normalization RMSNorm --disable-bias-linear --hidden-dropout 0 --attention-dropout 0
