@@ -13,6 +13,12 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -65,11 +71,15 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
         mamba_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={"norm.": "mixer.in_proj.layer_norm_"},
     )
-    attention = TransformerLayerSubmodules(
-        input_layernorm=WrappedTorchNorm,
-        self_attention=gpt.self_attention,
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=gpt.sharded_state_dict_keys_map,
+    latent = get_gpt_layer_local_submodules(multi_latent_attention=True)
+    attention, latent_attention = (
+        TransformerLayerSubmodules(
+            input_layernorm=WrappedTorchNorm,
+            self_attention=layer.self_attention,
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=layer.sharded_state_dict_keys_map,
+        )
+        for layer in (gpt, latent)
     )
     mlp = TransformerLayerSubmodules(
         pre_mlp_layernorm=WrappedTorchNorm,
@@ -91,6 +101,24 @@ def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
             mamba_layer=ModuleSpec(MambaLayer, submodules=mamba),
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+            mla_layer=ModuleSpec(TransformerLayer, submodules=latent_attention),
             moe_layer=ModuleSpec(MoETransformerLayer, submodules=moe),
+            mtp_block_spec=_predictions_spec(),
+        ),
+    )
+
+
+def _predictions_spec() -> ModuleSpec:
+    """Return the spec of multi-token prediction, whose inner layers follow the pattern."""
+    layer = MultiTokenPredictionLayerSubmodules(
+        enorm=WrappedTorchNorm,
+        hnorm=WrappedTorchNorm,
+        eh_proj=ColumnParallelLinear,
+        layer_norm=WrappedTorchNorm,
+    )
+    return ModuleSpec(
+        MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(
+            layer_specs=[ModuleSpec(MultiTokenPredictionLayer, submodules=layer)]
         ),
     )

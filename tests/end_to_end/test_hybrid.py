@@ -1,7 +1,7 @@
 """Training of hybrids: recipes, changes of layout, exact resumption."""
 
 import pytest
-from tiny_run import HYBRID, done, losses, start_from, steps
+from tiny_run import HYBRID, LATENT, done, losses, start_from, steps
 
 RECIPES = {
     "bf16": ("--precision-recipe", "bf16"),
@@ -66,3 +66,15 @@ def test_layouts_agree_through_checkpoints(runs):
 def test_resume_is_exact(runs):
     whole = steps(runs / "whole")
     assert steps(runs / "resumed") == {step: whole[step] for step in (3, 4)}
+
+
+def test_a_pattern_without_mamba_is_a_gpt(pretrain_here, tmp_path):
+    """A block of latent attention and one of an MLP are a GPT's layer, in its predictions, too.
+
+    Both models draw their weights in the same order.
+    """
+    given = (*LATENT, "--precision-recipe", "fp8-tile", "--train-iters", 2)
+    gpt = ("--num-layers", 1, "--mtp-num-layers", 1)
+    done(pretrain_here(*given, *gpt, "--save", tmp_path / "gpt"))
+    done(pretrain_here(*given, HYBRID[0], "+-/+-", "--save", tmp_path / "hybrid"))
+    assert steps(tmp_path / "hybrid") == steps(tmp_path / "gpt")

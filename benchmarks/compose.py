@@ -1,0 +1,288 @@
+"""Pairs of features against one process, under kinds of layers and recipes.
+
+    python benchmarks/compose.py --output benchmarks/results/compose.json --jobs 2
+    python benchmarks/compose.py --output benchmarks/results/compose-2xh100.json --jobs 12 \\
+        --layers te --seconds 400
+
+A tiny model is trained for a few steps with each pair of ``compose_features.FEATURES``, and alone
+with each feature; a feature with itself is the feature alone. Losses and gradient norms are
+compared with those of one process that has the same model and recipe, from the same weights.
+Megatron-FSDP, which does not load them, and quantized parameters are compared with the distributed
+optimizer on the same ranks. A run with a save is also resumed from it, and compared with itself.
+
+On a machine without GPUs local layers are examined, with FP32 compute and gloo, and pairs that need
+a GPU are said to need one. On GPUs the model has BF16 weights. Cells that ``--output`` holds are
+not run again. ``docs/generate/composition.py`` makes docs/composition.md of the files.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from itertools import count
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+import torch
+from compose_features import FEATURES, LAYERS, RECIPES, Run, runs_of
+from compose_runs import Outcome, read_steps, run, start_server
+
+from megatron_lowbit.analysis.machine import machine
+
+Cell = dict[str, Any]
+Steps = dict[int, tuple[float, float]]
+
+
+class Results:
+    """Cells and references of a file that is replaced after each new one."""
+
+    def __init__(self, file: Path, head: dict[str, Any]) -> None:
+        known = json.loads(file.read_text()) if file.is_file() else {}
+        self._file, self._head, self._lock = file, head, threading.Lock()
+        self.cells: dict[str, Cell] = {cell["key"]: cell for cell in known.get("cells", ())}
+        self.references: dict[str, Cell] = {
+            x["key"]: x for x in known.get("references", ()) if x["outcome"] == "ended"
+        }
+
+    def add(self, kind: str, entry: Cell) -> None:
+        """Keep an entry of "cells" or "references", and write the file."""
+        with self._lock:
+            getattr(self, kind)[entry["key"]] = entry
+            parts = []
+            for name in ("references", "cells"):
+                entries = sorted(getattr(self, name).values(), key=lambda entry: entry["key"])
+                lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+                parts.append(f' "{name}": [\n{lines}\n ]')
+            text = ",\n".join([json.dumps(self._head, indent=1)[:-2], *parts]) + "\n}\n"
+            partial = self._file.with_suffix(".partial")
+            partial.write_text(text)
+            os.replace(partial, self._file)
+
+
+class Composer:
+    """Runs of cells and references, in as many processes at once as asked for.
+
+    Args:
+        context: how processes are started.
+        results: where they are kept.
+        work: folder for checkpoints and logs.
+        gpus: number of GPUs; 0 on a CPU.
+        timeout: seconds for a run.
+        end: time, by ``time.monotonic``, after which none is started.
+    """
+
+    def __init__(
+        self, context: BaseContext, results: Results, work: Path, gpus: int, timeout: float,
+        end: float,
+    ) -> None:  # fmt: skip
+        self._context, self._results, self._work = context, results, work
+        self._gpus, self._timeout, self._end = gpus, timeout, end
+        self._numbers = count()
+        self._no_start: dict[str, Outcome] = {}
+
+    def compose(self, runs: Sequence[Run], jobs: int) -> None:
+        """Run what is not there yet: starts, then references, then cells."""
+        todo = [r for r in runs if r.key not in self._results.cells]
+        runnable = []
+        for one in todo:
+            if (outcome := self._cannot(one)) is not None:
+                self._results.add("cells", _cell(one, outcome))
+            else:
+                runnable.append(one)
+        references = _unique(one.reference() for one in runnable)
+        references = [r for r in references if r.key not in self._results.references]
+        loading = [r for r in [*runnable, *references] if not r.from_seed]
+        starts = [r for r in _unique(r.start() for r in loading) if not self._start(r).is_dir()]
+        with ThreadPoolExecutor(jobs) as pool:
+            for function, part in (
+                (self._make_start, starts), (self._add_reference, references),
+                (self._add_cell, runnable),
+            ):  # fmt: skip
+                list(pool.map(self._in_time(function), part))
+
+    def _in_time(self, function: Callable[[Run], None]) -> Callable[[Run], None]:
+        return lambda one: function(one) if time.monotonic() < self._end else None
+
+    def _cannot(self, one: Run) -> Outcome | None:
+        """Return why this machine cannot run a pair."""
+        needed = [FEATURES[name].gpu for name in one.features if FEATURES[name].gpu]
+        if needed and not self._gpus:
+            return Outcome("needs a GPU", needed[0])
+        if self._gpus and one.ranks > self._gpus:
+            return Outcome(f"needs {one.ranks} GPUs")
+        return None
+
+    def _start(self, one: Run) -> Path:
+        return self._work / f"start {one.start().key}"
+
+    def _make_start(self, one: Run) -> None:
+        folder = self._start(one).with_suffix(".partial")
+        shutil.rmtree(folder, ignore_errors=True)
+        save = ["--save", str(folder), "--save-interval", "1", "--no-save-optim"]
+        outcome, _ = self._run(one, [["--train-iters", "1", "--lr", "1e-2", *save]])
+        if outcome.kind == "ended":
+            folder.rename(self._start(one))
+        else:
+            self._no_start[one.key] = outcome
+
+    def _add_reference(self, one: Run) -> None:
+        outcome, steps = self._run(one, [self._length(one)])
+        entry = {"key": one.key, "outcome": outcome.kind, "message": outcome.message}
+        self._results.add("references", entry | {"steps": steps[0] if steps else {}})
+
+    def _add_cell(self, one: Run) -> None:
+        began, length = time.monotonic(), self._length(one)
+        phases = [length]
+        if one.saves:
+            half = str(one.iterations // 2)
+            save = tempfile.mkdtemp(dir=self._work)
+            resumed = ["--train-iters", str(one.iterations), "--load", save, "--ckpt-step", half]
+            phases = [[*length, "--save", save, "--save-interval", half], resumed]
+        outcome, steps = self._run(one, phases)
+        if one.saves:
+            shutil.rmtree(save, ignore_errors=True)
+        cell = _cell(one, outcome)
+        if outcome.kind == "ended":
+            cell |= self._compare(one, steps)
+        cell["seconds"] = round(time.monotonic() - began, 1)
+        self._results.add("cells", cell)
+        figures = [f"{cell[name]:.0e}" for name in ("loss", "norm", "resumed") if name in cell]
+        print(cell["key"], cell["outcome"], *figures, cell["message"], flush=True)
+
+    def _length(self, one: Run) -> list[str]:
+        words = ["--train-iters", str(one.iterations)]
+        if not one.from_seed:
+            words += ["--load", str(self._start(one)), "--finetune", "--no-load-optim",
+                      "--no-load-rng"]  # fmt: skip
+        return words
+
+    def _run(self, one: Run, phases: list[list[str]]) -> tuple[Outcome, list[Steps]]:
+        """Return what became of phases, and the steps of each.
+
+        A model that one process does not train is not tried in other layouts.
+        """
+        if not one.from_seed and one.start().key in self._no_start:
+            return self._no_start[one.start().key], []
+        number, logs = next(self._numbers), self._work / "logs"
+        logs.mkdir(exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=logs, prefix=one.key.replace(" ", "-") + "-"))
+        recipe = folder / "recipe.yaml"
+        recipe.write_text(one.recipe_text())
+        environment = {}
+        if self._gpus:
+            if "FSDP" not in one.features:
+                environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+            if one.ranks == 1:
+                environment["CUDA_VISIBLE_DEVICES"] = str(number % self._gpus)
+        lines = [[*one.arguments(recipe), *phase] for phase in phases]
+        timeout = self._timeout * len(phases)
+        outcome = run(self._context, one.ranks, lines, folder, timeout, environment)
+        steps = []
+        if outcome.kind == "ended":
+            folders = (_folder_of(line, folder / str(i)) for i, line in enumerate(lines))
+            steps = [read_steps(place) for place in folders]
+            shutil.rmtree(folder)
+        return outcome, steps
+
+    def _compare(self, one: Run, steps: list[Steps]) -> Cell:
+        """Return a cell's distances from its reference, and of its resumed part from itself."""
+        reference = self._results.references.get(one.reference().key)
+        if reference is None or reference["outcome"] != "ended":
+            reason = "none" if reference is None else reference["message"]
+            return {"outcome": "no reference", "message": f"{one.reference().key}: {reason}"}
+        whole = steps[0]
+        known = {int(step): values for step, values in reference["steps"].items()}
+        loss = _gap([whole[step][0] for step in known], [x for x, _ in known.values()])
+        norm = _gap([whole[1][1]], [known[1][1]])
+        found: Cell = {"loss": loss, "norm": norm, "bounds": one.bounds(), "steps": whole}
+        gaps, bounds = [loss, norm], [*one.bounds()]
+        if one.saves:
+            later = steps[1]
+            pairs = [
+                (a, b) for step in later for a, b in zip(later[step], whole[step], strict=True)
+            ]
+            found["resumed"] = _gap(*map(list, zip(*pairs, strict=True)))
+            gaps.append(found["resumed"])
+            bounds.append(one.bounds().norm if one.on_gpu else 0)
+        within = all(gap <= bound for gap, bound in zip(gaps, bounds, strict=True))
+        equal = whole == {step: tuple(values) for step, values in known.items()}
+        exact = equal and not found.get("resumed")
+        return found | {"outcome": "equal" if exact else "parity" if within else "apart"}
+
+
+def _folder_of(line: Sequence[str], folder: Path) -> Path:
+    return Path(line[line.index("--save") + 1]) if "--save" in line else folder
+
+
+def _gap(values: Sequence[float], others: Sequence[float]) -> float:
+    """Return the largest relative difference; infinity for values that are not finite."""
+    gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, others, strict=True)]
+    return max((gap if gap == gap else float("inf") for gap in gaps), default=0.0)
+
+
+def _cell(one: Run, outcome: Outcome) -> Cell:
+    return {"key": one.key, "layers": one.layers, "recipe": one.recipe, "features": one.features,
+            "ranks": one.ranks, "outcome": outcome.kind, "message": outcome.message}  # fmt: skip
+
+
+def _unique(runs: Iterable[Run]) -> list[Run]:
+    return list({one.key: one for one in runs}.values())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["local"], metavar="NAME")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="NAME")
+    parser.add_argument(
+        "--features", nargs="+", choices=FEATURES, default=[*FEATURES], metavar="NAME",
+        help="pairs with at least one of these",
+    )  # fmt: skip
+    parser.add_argument(
+        "--again", nargs="+", default=[], metavar="OUTCOME", help="run cells of these anew"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="runs at once")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds for a run")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no run after these")
+    parser.add_argument("--work", type=Path, help="folder for checkpoints and logs of failed runs")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the pairs that the command line names and print how many ended how."""
+    begin, parser = time.monotonic(), _parser()
+    args = parser.parse_args(argv)
+    gpus = torch.cuda.device_count()  # by NVML: it does not initialize CUDA
+    context = start_server(bool(gpus))
+    if "te" in args.layers and not gpus:
+        parser.error("--layers te: Transformer Engine needs a GPU")
+    runs = [one for layers in args.layers for recipe in args.recipes
+            for one in runs_of(layers, recipe, bool(gpus))
+            if set(args.features) & set(one.features)]  # fmt: skip
+    head = {"machine": machine(gpus=gpus, megatron_core=version("megatron-core"))}
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    results = Results(args.output, head)
+    results.cells = {k: c for k, c in results.cells.items() if c["outcome"] not in args.again}
+    with tempfile.TemporaryDirectory() as folder:
+        work = args.work or Path(folder)
+        composer = Composer(context, results, work, gpus, args.timeout, begin + args.seconds)
+        composer.compose(runs, args.jobs)
+    found = [results.cells[one.key] for one in runs if one.key in results.cells]
+    print(dict(Counter(cell["outcome"] for cell in found)), f"of {len(runs)}")
+    if len(found) < len(runs):
+        sys.exit(f"{len(runs) - len(found)} cells are left: start the same command again")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The benchmark of pairs of features: its cheapest cells, and how it judges what it finds."""
+
+import json
+import math
+import multiprocessing
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import compose
+from compose_features import FEATURES, PAIRS, Run, runs_of
+
+PAIR = Run(("SP", "switch"), "local", "fp8-tile", on_gpu=False)
+ALONE = PAIR._replace(features=("recompute-selective", "switch"))
+REFUSED = PAIR._replace(features=("CP2", "switch"))
+GRAPHS = PAIR._replace(features=("graphs", "switch"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="judges what a CPU refuses")
+def test_the_cheapest_cells(start_script, tmp_path):
+    """Cells that are equal, at parity, refused, and impossible without a GPU.
+
+    ``start_script`` is asked for because it starts the server that processes are forked from.
+    """
+    context = multiprocessing.get_context("forkserver")
+    results = compose.Results(tmp_path / "out.json", {"machine": {}})
+    composer = compose.Composer(context, results, tmp_path, 0, 120, math.inf)
+    composer.compose([PAIR, ALONE, REFUSED, GRAPHS], jobs=1)
+    document = json.loads((tmp_path / "out.json").read_text())
+    cells = {tuple(cell["features"]): cell for cell in document["cells"]}
+    found = {features: cell["outcome"] for features, cell in cells.items()}
+    assert found == {
+        PAIR.features: "parity", ALONE.features: "equal", REFUSED.features: "refused",
+        GRAPHS.features: "needs a GPU",
+    }, cells  # fmt: skip
+    assert 0 < cells[PAIR.features]["loss"] < PAIR.bounds().loss
+    assert "Context parallelism is only supported by" in cells[REFUSED.features]["message"]
+    assert [entry["key"] for entry in document["references"]] == ["local fp8-tile switch"]
+
+
+def test_known_cells_and_late_ones_are_not_run(tmp_path):
+    file = tmp_path / "out.json"
+    file.write_text(json.dumps({"cells": [{"key": PAIR.key, "outcome": "equal"}]}))
+    results = compose.Results(file, {"machine": {}})
+    composer = compose.Composer(None, results, tmp_path, 0, 120, time.monotonic() - 1)
+    composer.compose([PAIR, ALONE], jobs=1)
+    assert results.cells == {PAIR.key: {"key": PAIR.key, "outcome": "equal"}}
+
+
+def test_four_ranks_need_four_gpus(tmp_path):
+    results = compose.Results(tmp_path / "out.json", {"machine": {}})
+    composer = compose.Composer(None, results, tmp_path, 2, 120, time.monotonic() - 1)
+    composer.compose([Run(("TP2", "PP2"), "te", "bf16", True, True)], jobs=1)
+    assert [cell["outcome"] for cell in results.cells.values()] == ["needs 4 GPUs"]
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks", "reference"),
+    [
+        (("TP2", "PP2"), 4, ()),
+        (("TP2", "EP2"), 2, ("MoE",)),
+        (("EP2", "ETP2"), 4, ("MoE",)),
+        (("PP2", "EP2"), 4, ("MoE",)),
+        (("resume", "delayed"), 1, ("delayed",)),
+        (("hybrid", "MLA"), 1, ("hybrid", "MLA")),
+        (("SP", "quantized-params"), 4, ("SP", "DP2")),
+        (("resume", "quantized-params"), 2, ("DP2",)),
+    ],
+)
+def test_ranks_and_references(features, ranks, reference):
+    one = Run(features, "local", "bf16", on_gpu=False)
+    assert (one.ranks, one.reference().features) == (ranks, reference)
+
+
+def test_every_pair_has_a_run_of_its_own():
+    runs = list(runs_of("te", "nvfp4", on_gpu=True))
+    assert len(runs) == len({one.key for one in runs}) == len(PAIRS) == 21 * 22 // 2
+    assert {name for one in runs for name in one.features} == set(FEATURES)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "resumed", "outcome"),
+    [
+        (2.0, 3.0, 2.0, "equal"),
+        (2.0 + 1e-6, 3.0, 2.0 + 1e-6, "parity"),
+        (2.0 + 1e-5, 3.0, 2.0 + 1e-5, "apart"),
+        (2.0, 3.0 + 1e-2, 2.0, "apart"),
+        (2.0, 3.0, 2.0 + 1e-7, "apart"),
+        (math.nan, 3.0, math.nan, "apart"),
+    ],
+)
+def test_outcomes(loss, norm, resumed, outcome, tmp_path):
+    """Losses of both steps, the first gradient norm, and the step that is resumed."""
+    one = Run(("DP2", "resume"), "local", "bf16", on_gpu=False)
+    results = compose.Results(tmp_path / "out.json", {})
+    steps = {"1": [2.5, 3.0], "2": [2.0, 4.0]}
+    results.references[one.reference().key] = {"outcome": "ended", "steps": steps}
+    composer = compose.Composer(None, results, tmp_path, 0, 1, 0)
+    found = composer._compare(one, [{1: (2.5, norm), 2: (loss, 4.0)}, {2: (resumed, 4.0)}])
+    assert found["outcome"] == outcome
