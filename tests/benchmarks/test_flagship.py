@@ -93,7 +93,7 @@ def test_models_fit_80_gb_and_are_what_they_are_called(model, monkeypatch):
 
 
 def test_upstreams_arguments_are_the_same_as_with_files(monkeypatch):
-    """What Megatron-LM itself is given, expanded, parses to what the preset gives."""
+    """Arguments of Megatron-LM itself, expanded, parse to those of the preset."""
     monkeypatch.chdir(ROOT)
     case = flagship.cases([])[0]
     flags = flagship.TrainingArguments(flagship.words_of(case, 14)).flags
