@@ -100,7 +100,7 @@ class Watch:
                     "reserved": torch.cuda.max_memory_reserved(),
                     "allocated_before": self._before,
                     "allocated_by_layers": self._forward - self._before,
-                    "received": self.received["bytes"],
+                    "received": self.received["received"],
                 }
             )
         self._begun, self._before = now, torch.cuda.memory_allocated()
@@ -126,11 +126,11 @@ def count_received(found: Counter[str]) -> None:
     def counted_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         source = kwargs.get("group_src")
         if source is not None and source != dist.get_rank(kwargs["group"]):
-            found["bytes"] += tensor.nbytes
+            found["received"] += tensor.nbytes
         return broadcast(tensor, *args, **kwargs)
 
     def counted_gather(whole: torch.Tensor, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found["bytes"] += whole.nbytes - own.nbytes
+        found["received"] += whole.nbytes - own.nbytes
         return gather(whole, own, *args, **kwargs)
 
     dist.broadcast = counted_broadcast

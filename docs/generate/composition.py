@@ -53,7 +53,10 @@ CPU computes in FP32, except with quantized parameters; GPUs have BF16 weights.
 
 `delayed` puts attention's linear layers under delayed scaling with a history of one step, beside
 the column's recipe. `switch` changes from the recipe to `bf16`, and from `bf16` to `fp8-tile`, in
-the middle. `EP2` and `ETP2` have experts. With `EP2` and without `ETP2`, experts are not split
+the middle. `VPP` has a layer in each virtual stage
+(`--num-layers-per-virtual-pipeline-stage 1`, or `|` in a hybrid's pattern). `EP2` and `ETP2` have
+experts.
+With `EP2` and without `ETP2`, experts are not split
 (`--expert-tensor-parallel-size 1`). `nvfp4` is without blocks in BF16, and with `tensor_scale:
 group` in local layers. All arguments: `benchmarks/compose_features.py`.
 

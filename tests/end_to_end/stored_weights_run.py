@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,10 @@ import torch.distributed as dist
 import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
 from megatron.core.distributed import param_and_grad_buffer
+from stored_weights import count_received
 
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.arguments import cpu
@@ -58,21 +62,11 @@ def recorded_runs(folder: Path) -> Iterator[None]:
 @contextmanager
 def _received(found: Counter) -> Iterator[None]:
     """Count broadcasts of stored weights, and Megatron-LM's gathers of parameters."""
-    broadcast, gather = dist.broadcast, param_and_grad_buffer.dist_all_gather_func
-
-    def counted_broadcast(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        source = kwargs.get("group_src")
-        if source is not None and source != dist.get_rank(kwargs["group"]):
-            found["received"] += tensor.nbytes
-        return broadcast(tensor, *args, **kwargs)
-
-    def counted_gather(whole: torch.Tensor, own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found["received"] += whole.nbytes - own.nbytes
-        return gather(whole, own, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "broadcast", counted_broadcast)
-        patch.setattr(param_and_grad_buffer, "dist_all_gather_func", counted_gather)
+    with pytest.MonkeyPatch.context() as patch:  # restores what count_received replaces
+        patch.setattr(dist, "broadcast", dist.broadcast)
+        gather = param_and_grad_buffer.dist_all_gather_func
+        patch.setattr(param_and_grad_buffer, "dist_all_gather_func", gather)
+        count_received(found)
         yield
 
 
