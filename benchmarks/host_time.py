@@ -2,7 +2,8 @@
 
     python benchmarks/host_time.py
 
-256 tokens, 256 -> 256 features: kernels end sooner than the CPU launches them. Contenders are those
+512 tokens, 512 -> 512 features: kernels end sooner than the CPU launches them, and no operand is
+padded. Contenders are those
 of ``linear.py``, in turns; the calls of a turn follow each other without a synchronization, so that
 no time on the GPU is counted. Weights are quantized in each call, as with one microbatch a step.
 """
@@ -21,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from timing import Step
 
-SIZE = linear.Size(256, 256, 256)
+SIZE = linear.Size(512, 512, 512)
 CALLS = 20
 """Calls of a turn: the kernels of all fit the queue of the GPU."""
 TURNS = 40

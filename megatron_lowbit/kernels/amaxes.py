@@ -1,9 +1,8 @@
 """Amaxes of a matrix and of its transpose, from one pass over it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +19,16 @@ LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""
 
 
+class Measured(NamedTuple):
+    """A side whose amax is taken: after which transform, and the key of fresh signs."""
+
+    hadamard: Hadamard | None
+    sign_key: int | Tensor
+
+
+_AS_IT_IS = Measured(None, 0)
+
+
 def scale_amaxes(
     x: Tensor,
     row: Request | None,
@@ -31,67 +40,67 @@ def scale_amaxes(
 
     ``amaxes`` are those that are known; those of earlier steps are resolved by a pass over x.
     """
-    if any(isinstance(amax, DelayedAmax) for amax in amaxes):
-        amaxes = _resolved(x, row, col, amaxes)
-    missing = [
-        measured(request, form) if request is not None and amax is None else None
-        for request, amax, form in zip((row, col), amaxes, forms, strict=True)
-    ]
-    own, rows = _tensor_amaxes(x, *missing), _row_amaxes(x, row, col)
-    by_row, by_col = (
-        next((amax for amax in found if amax is not None), None)
-        for found in zip(amaxes, own, rows, strict=True)
-    )
+    by_row, by_col = amaxes
+    if isinstance(by_row, DelayedAmax) or isinstance(by_col, DelayedAmax):
+        own = tensor_amaxes(x, row, col)
+        by_row, by_col = (
+            amax.resolve(one) if isinstance(amax, DelayedAmax) else amax
+            for amax, one in zip(amaxes, own, strict=True)
+        )
+    first = None if row is None or by_row is not None else measured(row, forms[0])
+    second = None if col is None or by_col is not None else measured(col, forms[1])
+    if first is not None or second is not None:
+        own = _tensor_amaxes(x, first, first if row is col and first else second)
+        by_row, by_col = _known_or((by_row, by_col), own)
+    if any(side is not None and side.quantizer.format.row_scaled for side in (row, col)):
+        by_row, by_col = _known_or((by_row, by_col), _row_amaxes(x, row, col))
     return by_row, by_col
 
 
-def _resolved(x: Tensor, row: Request | None, col: Request | None, amaxes: ScaleAmaxes) -> Amaxes:
-    by_row, by_col = (
-        amax.resolve(own) if isinstance(amax, DelayedAmax) else amax
-        for amax, own in zip(amaxes, _tensor_amaxes(x, row, col), strict=True)
-    )
-    return by_row, by_col
+def _known_or(known: Amaxes, found: Amaxes) -> Amaxes:
+    return found[0] if known[0] is None else known[0], found[1] if known[1] is None else known[1]
 
 
-def measured(request: Request, form: Form) -> Request | None:
-    """Return the request whose tensor amax is needed: for folding, before a transform."""
+def measured(request: Request, form: Form) -> Measured | None:
+    """Return after which transform a tensor's amax is needed: for folding, before any."""
     if request.quantizer.format.tensor_scaled:
-        return request
-    if form is not Form.FOLDED:
-        return None
-    return request if request.hadamard is None else replace(request, hadamard=None)
+        return Measured(request.hadamard, request.sign_key)
+    return _AS_IT_IS if form is Form.FOLDED else None
 
 
 def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
     """Compute what :func:`megatron_lowbit.numerics.tensor_amaxes` does, in one pass over x."""
     if not x.numel():
         return reference(x, row, col)
-    return _tensor_amaxes(
-        x, *(r if r and r.quantizer.format.tensor_scaled else None for r in (row, col))
-    )
+    first = None if row is None else measured(row, Form.CODES)
+    second = None if col is None else measured(col, Form.CODES)
+    return _tensor_amaxes(x, first, first if row is col else second)
 
 
-def _tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
-    """Compute the amaxes of both sides, whatever their formats; None for None."""
+def _tensor_amaxes(x: Tensor, row: Measured | None, col: Measured | None) -> Amaxes:
     if row is None and col is None:
         return None, None
-    plain = all(r is None or r.hadamard is None for r in (row, col))
-    if row and col and (col is row or plain):
-        amax, _ = _tensor_amaxes(x, row, None)
-        return amax, amax
-    zeros = torch.zeros(2 if row and col else 1, dtype=torch.int32, device=x.device).unbind()
-    by_row, by_col = _maxed(amax_kernel, x, (row, col), (zeros[0], zeros[-1]), 4, (None,), (0,))
-    return by_row, by_col
+    if row is not None and col is not None:
+        if col is row or (row.hadamard is None and col.hadamard is None):
+            amax, _ = _tensor_amaxes(x, row, None)
+            return amax, amax
+        zeros = torch.zeros(2, dtype=torch.int32, device=x.device).unbind()
+    else:
+        zeros = (torch.zeros((), dtype=torch.int32, device=x.device),) * 2
+    return _maxed(amax_kernel, x, (row, col), zeros, 4, (None,), (0,))
 
 
-def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Tensor | None]:
+def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
     """Return the amaxes of each side's rows, FP32 (R,); None for a format without a scale a row.
 
     A row of the transpose is a column of x: all of its tokens, where wgrad contracts them.
     """
-    sides = [r if r and r.quantizer.format.row_scaled else None for r in (row, col)]
-    if not any(sides):
-        return [None, None]
+    sides = [
+        Measured(side.hadamard, side.sign_key)
+        if side is not None and side.quantizer.format.row_scaled
+        else None
+        for side in (row, col)
+    ]
     zeros = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device).split(list(x.shape))
     return _maxed(row_amax_kernel, x, sides, zeros, 8)
 
@@ -99,25 +108,29 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> list[Ten
 def _maxed(
     kernel: Any,
     x: Tensor,
-    sides: Sequence[Request | None],
+    sides: Sequence[Measured | None],
     zeros: Sequence[Tensor],
     warps: int,
     sections: tuple[Tensor | None, ...] = (),
     counts: tuple[int, ...] = (),
-) -> list[Tensor | None]:
+) -> Amaxes:
     """Compute the amaxes of both sides into zeroed int32; return FP32, None for None.
 
     ``sections`` and ``counts``: arguments of a kernel that takes a table of matrices.
     """
-    found = [bits if r else None for bits, r in zip(zeros, sides, strict=True)]
-    signs = [signs_of(r.hadamard, r.sign_key) if r else 0 for r in sides]
-    hadamards = [r.hadamard if r else None for r in sides]
-    launch = _launcher(kernel, x.shape, x.stride(), x.dtype, x.device, *hadamards, warps, *counts)
-    launch(
-        (x, *x.stride(), *x.shape, *sections, found[0], signs[0], found[1], signs[1]),
-        (x, found[0], signs[0], found[1], signs[1]),
+    row, col = sides
+    found = [None if row is None else zeros[0], None if col is None else zeros[1]]
+    row_hadamard, row_key = row or _AS_IT_IS
+    col_hadamard, col_key = col or _AS_IT_IS
+    given = (
+        found[0], signs_of(row_hadamard, row_key), found[1], signs_of(col_hadamard, col_key),
+    )  # fmt: skip
+    launch = _launcher(
+        kernel, x.shape, x.stride(), x.dtype, x.device, row_hadamard, col_hadamard, warps, *counts
     )
-    return [None if bits is None else bits.view(torch.float32) for bits in found]
+    launch((x, *x.stride(), *x.shape, *sections, *given), (x, *given))
+    by_row, by_col = (None if bits is None else bits.view(torch.float32) for bits in found)
+    return by_row, by_col
 
 
 def amax_tile(row: Hadamard | None, col: Hadamard | None) -> tuple[int, int]:

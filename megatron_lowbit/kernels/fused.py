@@ -27,6 +27,7 @@ from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operand_group import TransposedGroup
 from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact
+from megatron_lowbit.kernels.routes import form_of_many, shares_values, written_form
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -78,13 +79,17 @@ class FusedEngine(Engine):
         """
         if not all(r is None or r.quantizer.has_kernel for r in (row, col)):
             return reference_quantize(x, row, col, amaxes)
+        dtype, capability = x.dtype, self.capability
         if row is not None and col is row:
-            col = replace(row, partner=row.transpose_partner)
-            if self._shares_values(row, col, x.dtype):
-                form = self._written_form(row, x.dtype)
+            col = row.of_transpose
+            if shares_values(row.kind, col.kind, dtype, capability):
+                form = written_form(row.kind, dtype, capability)
                 _, by_col = quantize_both(x, None, col, amaxes, (form, form))
                 return _transposed(by_col), by_col
-        forms = self._written_form(row, x.dtype), self._written_form(col, x.dtype)
+        forms = (
+            written_form(row and row.kind, dtype, capability),
+            written_form(col and col.kind, dtype, capability),
+        )
         return quantize_both(x, row, col, amaxes, forms)
 
     def quantize_all(
@@ -94,15 +99,16 @@ class FusedEngine(Engine):
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
         dtype = xs[0].dtype
+        capability = self.capability
         if rows is not None and cols is rows:
-            cols = replace(rows, like=replace(rows.like, partner=rows.like.transpose_partner))
-            if self._shares_values(rows.like, cols.like, dtype):
-                form = self._written_form(rows.like, dtype)
+            cols = replace(rows, like=rows.like.of_transpose)
+            if shares_values(rows.like.kind, cols.like.kind, dtype, capability):
+                form = written_form(rows.like.kind, dtype, capability)
                 _, by_col = quantize_sections(xs, None, cols, (form, form))
                 if form is Form.VALUES:
                     return by_col.transpose(), by_col
                 return TransposedGroup(by_col), by_col
-        forms = [self._form_of_many(side and side.like, dtype) for side in (rows, cols)]
+        forms = [form_of_many(side and side.like.kind, dtype, capability) for side in (rows, cols)]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
 
     def gemm_all(
@@ -146,7 +152,7 @@ class FusedEngine(Engine):
         """Normalize and quantize, in one kernel for the cases that it takes."""
         if not norm_takes(x, norm, request):
             return super().normalize(x, norm, request, amax)
-        form = self._written_form(request, torch.float32)
+        form = written_form(request.kind, torch.float32, self.capability)
         # Folding would need the amax of what is normalized first.
         form = Form.VALUES if form is Form.VALUES else Form.CODES
         return normalize_quantize(x, norm, request, form, amax=amax)
@@ -160,37 +166,6 @@ class FusedEngine(Engine):
     def norm_grad(self, grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
         """Return the gradient of a norm's input, by one kernel."""
         return norm_grad(grad, x, rho)
-
-    def _form(self, request: Request, dtype: torch.dtype) -> Form:
-        """Return the form that the GEMM takes; beside an operand in FP32, codes."""
-        if request.partner is None and dtype is not torch.bfloat16:
-            return Form.CODES
-        return self.route(request.quantizer.format, request.partner, request.folding).form
-
-    def _shares_values(self, row: Request, col: Request, dtype: torch.dtype) -> bool:
-        """Return True if square blocks are quantized once, for both sides.
-
-        It is done along columns, whose blocks stay within a thread.
-        """
-        return self._form(row, dtype) is self._form(col, dtype) is Form.VALUES
-
-    def _written_form(self, request: Request | None, dtype: torch.dtype) -> Form:
-        """Return the form to write: codes where the GEMM's form is too large, or no codes."""
-        if request is None or request.needs_codes:
-            return Form.CODES
-        form, format = self._form(request, dtype), request.quantizer.format
-        if form is Form.FOLDED and not format.folds:
-            return Form.CODES  # it is FP8 with a scale a tensor already
-        return Form.CODES if request.saved and form.value > format.bits_per_element else form
-
-    def _form_of_many(self, request: Request | None, dtype: torch.dtype) -> Form:
-        """Return the form to write of many operands: what is saved is folded now.
-
-        Later it would take a launch for each.
-        """
-        if request is not None and self._form(request, dtype) is Form.FOLDED:
-            request = replace(request, saved=False)
-        return self._written_form(request, dtype)
 
     def transposed(self, operand: QuantizedTensor) -> Transposed:
         """Return the transpose in the same memory; GEMMs of codes make a copy of it."""
@@ -253,6 +228,8 @@ class FusedEngine(Engine):
 
     def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> routes.Route:
         """Return the route of two operands, one of them at least quantized."""
+        if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
+            return self.route(lhs.format, rhs.format, folding)
         formats = []
         for operand in (lhs, rhs):
             if isinstance(operand, Values):

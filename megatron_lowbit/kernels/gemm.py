@@ -112,9 +112,9 @@ def tensor_product(
 ) -> Tensor:
     """Multiply FP8 with a scale a tensor."""
     a, b = _aligned_pair(lhs, rhs)
-    one = ScalingType.TensorWise
-    y = F.scaled_mm(
-        a, b.t(), lhs.tensor_scale, one, rhs.tensor_scale, one, output_dtype=_fp8_output(out_dtype)
+    # torch.nn.functional.scaled_mm says the same through a function in Python.
+    y = torch._scaled_mm(
+        a, b.t(), lhs.tensor_scale, rhs.tensor_scale, out_dtype=_fp8_output(out_dtype)
     )
     return _finish(y, lhs, rhs, bias, out_dtype)
 

@@ -1,5 +1,6 @@
 """Quantization of a matrix and its transpose by one launch, or one for each amax more."""
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -9,25 +10,25 @@ from torch import Tensor
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, scale_amaxes
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
 from megatron_lowbit.kernels.sides import (
     NOTHING,
     POINTS,
-    Kind,
     Layout,
-    allocate,
+    Output,
+    allocator,
     arguments,
-    kind_of,
     layout_of,
 )
 from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, ScaleAmaxes
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_NOT_FIXED = (1, 5, 6, 7, 8)
-"""Places of a side's arguments whose kind its layout does not fix: amax, key, numbers, signs."""
+_AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
+"""Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
 
 
 def quantize_both(
@@ -51,20 +52,19 @@ def quantize_both(
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
         return reference(x, row, col)
-    if row and col and max(_points(row), _points(col)) > LARGEST_TRANSFORM:
+    plan = _plan(x.shape, x.stride(), x.dtype, x.device, row and row.kind, col and col.kind, *forms)
+    if plan is None:
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
-    own = None
-    if _casts_delayed(row, amaxes[0], forms[0]) and _casts_delayed(col, amaxes[1], forms[1]):
+    own, known = None, amaxes
+    if plan.casts and _are_delayed((row, col), amaxes):
         known = [None if amax is None else amax.earlier for amax in amaxes]
         own = own_amax(x, known)
-    else:
+    elif plan.takes_amax:
         known = scale_amaxes(x, row, col, amaxes, forms)
-    kinds = kind_of(row, forms[0]), kind_of(col, forms[1])
-    plan = _plan(x.shape, x.stride(), x.dtype, x.device, *kinds)
-    row_arguments, by_row = _outputs(plan.row, row, known[0], x.device)
-    col_arguments, by_col = _outputs(plan.col, col, known[1], x.device)
+    row_arguments, by_row = _outputs(plan.row, row, known[0])
+    col_arguments, by_col = _outputs(plan.col, col, known[1])
     sides = (*row_arguments, *col_arguments)
     plan.launch(
         (x, *x.stride(), *x.shape, own, None, *sides),
@@ -75,35 +75,44 @@ def quantize_both(
     return by_row, by_col
 
 
-def _points(request: Request) -> int:
-    return request.hadamard.size if request.hadamard else 1
+def _are_delayed(requests: Sequence[Request | None], amaxes: ScaleAmaxes) -> bool:
+    """Return True if the sides that are wanted are scaled by amaxes of earlier steps."""
+    return all(
+        request is None or isinstance(amax, DelayedAmax)
+        for request, amax in zip(requests, amaxes, strict=True)
+    )
 
 
-def _casts_delayed(request: Request | None, amax: Tensor | DelayedAmax | None, form: Form) -> bool:
-    """Return True for a side that is not wanted, or that casts x itself by an earlier amax."""
-    if request is None:
-        return True
-    casts = isinstance(request.quantizer.format, FP8Tensor) and request.hadamard is None
-    return casts and form is Form.CODES and isinstance(amax, DelayedAmax)
+class _SidePlan(NamedTuple):
+    """Layout of a side, what allocates it, and whether it is made from an amax."""
+
+    layout: Layout
+    allocate: Callable[[], Output]
+    takes_amax: bool
 
 
 def _outputs(
-    layout: Layout | None, request: Request | None, amax: Tensor | None, device: torch.device
+    plan: _SidePlan | None, request: Request | None, amax: Tensor | None
 ) -> tuple[tuple, QuantizedTensor | Values | None]:
     """Allocate a side's operand; return the kernel's arguments for it, and the operand."""
-    if layout is None:
+    if plan is None:
         return NOTHING, None
-    output = allocate(layout, device)
-    return arguments(layout, output, request, amax), output.made
+    output = plan.allocate()
+    return arguments(plan.layout, output, request, amax if plan.takes_amax else None), output.made
 
 
 class _Plan(NamedTuple):
-    """Layouts of both sides, the launcher, and places of arguments whose kind may differ."""
+    """Plan of both sides, the launcher, and places of arguments whose kind may differ.
 
-    row: Layout | None
-    col: Layout | None
+    ``casts``: both sides cast x itself, by scales of the tensor.
+    """
+
+    row: _SidePlan | None
+    col: _SidePlan | None
     launch: Launcher
     varying: tuple[int, ...]
+    takes_amax: bool
+    casts: bool
 
 
 @lru_cache(maxsize=4096)
@@ -112,19 +121,55 @@ def _plan(
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    row: Kind | None,
-    col: Kind | None,
-) -> _Plan:
-    """Plan the quantization of matrices of one shape, dtype and device."""
-    by_row = None if row is None else layout_of(row, *shape, False)
-    by_col = None if col is None else layout_of(col, *shape[::-1], True)
-    sides = [None if one is None else one.side for one in (by_row, by_col)]
+    row: Request | None,
+    col: Request | None,
+    *forms: Form,
+) -> _Plan | None:
+    """Plan the quantization of matrices of one shape, dtype and device; None for two passes."""
+    if row and col and max(_points(row), _points(col)) > LARGEST_TRANSFORM:
+        return None
+    by_row = None if row is None else _side_plan(row, forms[0], shape, device, False)
+    by_col = None if col is None else _side_plan(col, forms[1], shape[::-1], device, True)
+    sides = [None if one is None else one.layout.side for one in (by_row, by_col)]
     tile, options = tile_of(*sides)
     launch = tile_launcher(quantize_kernel, shape, tile, *sides, 0, **options)
-    varying = _NOT_FIXED if row is not None else ()
-    if col is not None:
-        varying += tuple(len(NOTHING) + place for place in _NOT_FIXED)
-    return _Plan(by_row, by_col, launch, varying)
+    wanted = [(kind, form) for kind, form in zip((row, col), forms, strict=True) if kind]
+    return _Plan(
+        by_row,
+        by_col,
+        launch,
+        _varying(by_row) + tuple(len(NOTHING) + place for place in _varying(by_col)),
+        takes_amax=any(one is not None and one.takes_amax for one in (by_row, by_col)),
+        casts=all(_casts(kind, form) for kind, form in wanted),
+    )
+
+
+def _side_plan(
+    kind: Request, form: Form, shape: tuple[int, int], device: torch.device, transposed: bool
+) -> _SidePlan:
+    layout, format = layout_of(kind, form, *shape, transposed), kind.quantizer.format
+    takes_amax = format.tensor_scaled or format.row_scaled or form is Form.FOLDED
+    return _SidePlan(layout, allocator(layout, device), takes_amax)
+
+
+def _varying(plan: _SidePlan | None) -> tuple[int, ...]:
+    """Return the places of a side's arguments whose kind is not always the same."""
+    if plan is None:
+        return ()
+    side = plan.layout.side
+    amax = (_AMAX,) if plan.takes_amax else ()
+    drawn = side.transform is not None and side.transform.signs == DRAWN_SIGNS.value
+    return amax + (_KEYS if side.stochastic else ()) + ((_SIGNS,) if drawn else ())
+
+
+def _points(request: Request) -> int:
+    return request.hadamard.size if request.hadamard else 1
+
+
+def _casts(kind: Request, form: Form) -> bool:
+    """Return True for a side that casts x itself by a scale of the tensor."""
+    casts = isinstance(kind.quantizer.format, FP8Tensor) and kind.hadamard is None
+    return casts and form is Form.CODES
 
 
 def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:

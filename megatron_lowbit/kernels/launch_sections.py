@@ -17,7 +17,6 @@ from megatron_lowbit.kernels.sections import OF_THE_TABLE, Table, section_table
 from megatron_lowbit.kernels.sides import (
     NOTHING,
     Numbers,
-    kind_of,
     layouts_of,
     numbers_of,
     signed,
@@ -64,7 +63,7 @@ def quantize_sections(
             groups.append(None)
             continue
         size = (first.shape[1], heights) if transposed else (heights, first.shape[1])
-        layout = layouts_of(kind_of(requests.like, form), *size, transposed)
+        layout = layouts_of(requests.like.kind, form, *size, transposed)
         groups.append(allocate(layout, count, first.device))
     amaxes = _amaxes(xs, rows, cols, forms)
     constants = [None if group is None else group.layout.side for group in groups]

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
+from triton.runtime import driver
 
 Size = TypeVar("Size", int, np.ndarray)
 
@@ -22,7 +23,8 @@ class Launcher:
     and for numbers that are 1, multiples of 16 or wider than 32 bits. It looks at every argument of
     every launch to find out, which takes nine tenths of a launch's time on the CPU. Here only those
     are looked at that may differ: whoever keeps a launcher keeps one for each shape, dtype and
-    device.
+    device. A kernel that is compiled is launched as torch's compiler launches it, without the hooks
+    of Triton's profiler, and is given addresses in place of tensors, which Triton would look up.
     """
 
     def __init__(
@@ -45,11 +47,16 @@ class Launcher:
         programs = self._programs if programs is None else programs
         kinds = tuple([_kind(argument) for argument in varying])
         compiled = self._compiled.get(kinds)
-        if compiled is not None:
-            compiled[(programs, 1, 1)](*arguments, *self._constants)
-        else:  # always in Triton's interpreter, which compiles nothing
+        if compiled is None:  # always in Triton's interpreter, which compiles nothing
             launch = self._kernel[(programs,)]
             self._compiled[kinds] = launch(*arguments, *self._constants, **self._options)
+            return
+        stream = driver.active.get_current_stream(driver.active.get_current_device())
+        given = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
+        compiled.run(
+            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *given, *self._constants,
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=4096)

@@ -1,13 +1,16 @@
-"""Table of GEMM routes on a GPU: which tensor cores multiply a pair of formats.
+"""Table of GEMM routes on a GPU: which tensor cores multiply a pair of formats, written how.
 
 The first route that takes both formats on a device is the pair's; ``gemm.py`` carries it out.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
+import torch
+
 from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
@@ -90,3 +93,46 @@ def route(lhs: Format, rhs: Format, capability: tuple[int, int], folding: bool =
     folded = (FOLDED,) if folding else ()
     table = (TENSORS, ROWS, *folded, TILES, EXACT, DEQUANTIZED)
     return next(one for one in table if one.takes(lhs, rhs, capability))
+
+
+def _form(kind: Request, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
+    """Return the form that the GEMM takes; beside an operand in FP32, codes."""
+    if kind.partner is None and dtype is not torch.bfloat16:
+        return Form.CODES
+    return route(kind.quantizer.format, kind.partner, capability, kind.folding).form
+
+
+@cache
+def shares_values(
+    row: Request, col: Request, dtype: torch.dtype, capability: tuple[int, int]
+) -> bool:
+    """Return True if square blocks are quantized once, for both sides.
+
+    It is done along columns, whose blocks stay within a thread.
+    """
+    return _form(row, dtype, capability) is _form(col, dtype, capability) is Form.VALUES
+
+
+@cache
+def written_form(kind: Request | None, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
+    """Return the form to write an operand in, for a request's kind and the matrix's dtype.
+
+    Codes where the GEMM's form is too large, or codes are asked for.
+    """
+    if kind is None or kind.needs_codes:
+        return Form.CODES
+    form, format = _form(kind, dtype, capability), kind.quantizer.format
+    if form is Form.FOLDED and not format.folds:
+        return Form.CODES  # it is FP8 with a scale a tensor already
+    return Form.CODES if kind.saved and form.value > format.bits_per_element else form
+
+
+@cache
+def form_of_many(kind: Request | None, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
+    """Return the form to write many operands in: what is saved is folded now.
+
+    Later it would take a launch for each.
+    """
+    if kind is not None and _form(kind, dtype, capability) is Form.FOLDED:
+        kind = replace(kind, saved=False).kind
+    return written_form(kind, dtype, capability)

@@ -21,7 +21,6 @@ from megatron_lowbit.kernels.scales import ScaleOptions
 from megatron_lowbit.numerics import (
     Hadamard,
     QuantizedTensor,
-    Quantizer,
     Request,
     Rounding,
     derive_key,
@@ -37,15 +36,6 @@ Numbers = int | np.ndarray
 """A size, or that of each of many matrices."""
 NOTHING = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
-
-
-class Kind(NamedTuple):
-    """Quantization of a side, whatever the matrix: ``target`` is the format that it folds to."""
-
-    quantizer: Quantizer
-    hadamard: Hadamard | None
-    form: Form
-    target: BlockFormat | None
 
 
 class Layout(NamedTuple):
@@ -65,30 +55,27 @@ class Layout(NamedTuple):
     transposed: bool
 
 
-def kind_of(request: Request | None, form: Form) -> Kind | None:
-    """Return what a request asks for in that form, without what differs from call to call."""
-    if request is None:
-        return None
-    format, target = request.quantizer.format, None
-    if form is Form.FOLDED:
-        target = folded_format(format, request.left, request.partner)
-    return Kind(request.quantizer, request.hadamard, form, target)
-
-
 def layouts_of(
-    kind: Kind, rows: Numbers, columns: Numbers, transposed: bool, points: bool = True
+    kind: Request,
+    form: Form,
+    rows: Numbers,
+    columns: Numbers,
+    transposed: bool,
+    points: bool = True,
 ) -> Layout:
     """Return the layout of a side (rows, columns); ``transposed`` for a matrix's transpose.
 
-    ``points``: False for a kernel that quantizes tiles as one tensor.
+    ``kind`` is a request's. ``points``: False for a kernel that quantizes tiles as one tensor.
     """
-    format, stored = kind.quantizer.format, kind.target or kind.quantizer.format
-    side = _side(kind, stored)
+    format = stored = kind.quantizer.format
+    if form is Form.FOLDED:
+        stored = folded_format(format, kind.left, kind.partner)
+    side = _side(kind, form, stored)
     side = side if points else side._replace(points=0)
     if kind.hadamard is not None:
         columns = cdiv(columns, kind.hadamard.size) * kind.hadamard.size
     padded = cdiv(columns, format.block) * format.block
-    if kind.form is Form.VALUES:
+    if form is Form.VALUES:
         code_shape = (columns, rows) if transposed else (rows, columns)
         return Layout(side, stored, (rows, columns), columns, code_shape, (), transposed)
     row_bytes = padded // 2 if stored.element.bits == 4 else padded
@@ -147,17 +134,28 @@ def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
 
 def allocate(layout: Layout, device: torch.device) -> Output:
     """Allocate the outputs of a side."""
-    codes, scales = (
-        None if memory is None else torch.empty(memory.shape, dtype=memory.dtype, device=device)
-        for memory in memory_of(layout)
-    )
-    return output(layout, codes, scales, torch.empty((), dtype=torch.float32, device=device))
+    return allocator(layout, device)()
+
+
+def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
+    """Return a function that allocates the outputs of a side."""
+    codes, scales = memory_of(layout)
+
+    def allocate_side() -> Output:
+        return output(
+            layout,
+            torch.empty(codes.shape, dtype=codes.dtype, device=device),
+            scales and torch.empty(scales.shape, dtype=scales.dtype, device=device),
+            torch.empty((), dtype=torch.float32, device=device),
+        )
+
+    return allocate_side
 
 
 def output(layout: Layout, codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
     """Return the operand in the memory of a side."""
-    side, format = layout.side, layout.stored
-    if side.values:
+    format = layout.stored
+    if layout.side.values:
         scale = tensor_scale if has_tensor_scale(format) else None
         made = Values(codes.t() if layout.transposed else codes, scale)
         return Output(made, codes, None, tensor_scale)
@@ -207,7 +205,7 @@ def key_of(request: Request) -> int | Tensor:
 
 
 @cache
-def _side(kind: Kind, stored: BlockFormat) -> Side:
+def _side(kind: Request, form: Form, stored: BlockFormat) -> Side:
     format, hadamard = kind.quantizer.format, kind.hadamard
     function, options = _scale_function(format)
     points = min(format.block, POINTS) if format.block > 1 else 0
@@ -226,9 +224,9 @@ def _side(kind: Kind, stored: BlockFormat) -> Side:
         stochastic=kind.quantizer.rounding is Rounding.STOCHASTIC,
         transform=transform_of(hadamard),
         points=points if points <= MAX_POINTS.value else 0,
-        values=kind.form is Form.VALUES,
-        fold=element(stored.element) if kind.form is Form.FOLDED else None,
-        lift=lift(format, stored) if kind.form is Form.FOLDED else 1.0,
+        values=form is Form.VALUES,
+        fold=element(stored.element) if form is Form.FOLDED else None,
+        lift=lift(format, stored) if form is Form.FOLDED else 1.0,
         # A tensor scale is from the amax after the transform.
         bound=1.0 if format.tensor_scaled else largest_after(hadamard),
     )

@@ -119,32 +119,17 @@ class LinearContext:
         self, gemm: str, role: str, rows: int, needs_codes: bool = False, saved: bool = False
     ) -> Request | None:
         """Return how an operand of so many rows is quantized; None for high precision."""
-        quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
-        if quantizer is None:
-            return None
-        transform, draw = precision.hadamard, None
+        request = self.precision.request(gemm, role, needs_codes, saved)
+        if request is None or not request.takes_keys:
+            return request
+        transform, draw = request.hadamard, None
         signs: Key = 0
-        if quantizer.rounding is Rounding.STOCHASTIC:
+        if request.quantizer.rounding is Rounding.STOCHASTIC:
             points = transform.size if transform else 1
             draw = self.shards.draw(self.key, gemm, role, rows, points)
         if transform is not None and transform.signs == "fresh":
             signs = sign_key(self.key, gemm)
-        left = role == GEMM_ROLES[gemm][0]
-        partner = precision.rhs if left else precision.lhs
-        transposed = self.precision.dgrad.lhs if role == "weight" else None
-        dequantized_later = precision.accumulation is not None or precision.rhs_of_fprop
-        return Request(
-            quantizer,
-            hadamard=transform,
-            sign_key=signs,
-            draw=draw,
-            partner=None if partner is None else partner.format,
-            transpose_partner=None if transposed is None else transposed.format,
-            left=left,
-            needs_codes=needs_codes or dequantized_later,
-            saved=saved,
-            folding=precision.folding,
-        )
+        return request.with_keys(signs, draw)
 
     def _scale_amaxes(
         self,

@@ -3,9 +3,10 @@
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -181,9 +182,11 @@ class Quantizer:
         return Request(self, **options).quantize(x, amax)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Request:
     """Quantization of one side of a tensor in one call: a quantizer, and what the call adds.
+
+    Compared by identity, so that plans of kernels are found by :attr:`kind` at once.
 
     Args:
         quantizer: format and rounding.
@@ -209,6 +212,32 @@ class Request:
     needs_codes: bool = False
     saved: bool = False
     folding: bool = True
+
+    @cached_property
+    def kind(self) -> "Request":
+        """The request without its call's keys: one object for all that ask for the same."""
+        bare = replace(self, sign_key=0, draw=None)
+        asked = tuple(getattr(bare, field.name) for field in fields(bare))
+        kind = _KINDS.setdefault(asked, bare)
+        kind.__dict__["kind"] = kind
+        return kind
+
+    @cached_property
+    def of_transpose(self) -> "Request":
+        """The request for the transpose in square blocks, for its own partner."""
+        return replace(self, partner=self.transpose_partner)
+
+    @cached_property
+    def takes_keys(self) -> bool:
+        """True if each call has keys of its own, for random bits or for fresh signs."""
+        fresh = self.hadamard is not None and self.hadamard.signs == "fresh"
+        return fresh or self.quantizer.rounding is Rounding.STOCHASTIC
+
+    def with_keys(self, sign_key: int | Tensor, draw: Draw | None) -> "Request":
+        """Return the same kind of request with a call's keys."""
+        keyed = replace(self, sign_key=sign_key, draw=draw)
+        keyed.__dict__["kind"] = self.kind
+        return keyed
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return what is encoded of x (R, K), in FP32, and the mean of rows that it lacks.
@@ -269,6 +298,10 @@ class Request:
         codes = pack_nibbles(codes) if format.element.bits == 4 else codes
         shape = (*x.shape[:-1], columns)
         return QuantizedTensor(codes[:count], scales[:count], tensor_scale, format, shape, mean)
+
+
+_KINDS: dict[tuple[Any, ...], Request] = {}
+"""Every kind of request so far, by its fields."""
 
 
 @dataclass(frozen=True)

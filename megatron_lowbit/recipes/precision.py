@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron_lowbit.numerics import Accumulation, DelayedScaling, Hadamard, Quantizer, Rounding
+from megatron_lowbit.numerics import (
+    Accumulation,
+    DelayedScaling,
+    Hadamard,
+    Quantizer,
+    Request,
+    Rounding,
+)
 from megatron_lowbit.numerics.randomness import GROUP
 
 GEMM_ROLES = {
@@ -190,6 +197,38 @@ class LinearPrecision:
         """Return the quantizer of an operand, None where it stays in high precision."""
         precision = self.gemms[gemm]
         return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
+
+    def request(
+        self, gemm: str, role: str, needs_codes: bool = False, saved: bool = False
+    ) -> Request | None:
+        """Return how an operand is quantized, without keys; None where it is not."""
+        asked = gemm, role, needs_codes, saved
+        if asked not in self._requests:
+            self._requests[asked] = self._make_request(*asked)
+        return self._requests[asked]
+
+    @cached_property
+    def _requests(self) -> dict[tuple[str, str, bool, bool], Request | None]:
+        return {}
+
+    def _make_request(self, gemm: str, role: str, needs_codes: bool, saved: bool) -> Request | None:
+        quantizer, precision = self.quantizer(gemm, role), self.gemms[gemm]
+        if quantizer is None:
+            return None
+        left = role == GEMM_ROLES[gemm][0]
+        partner = precision.rhs if left else precision.lhs
+        transposed = self.dgrad.lhs if role == "weight" else None
+        dequantized_later = precision.accumulation is not None or precision.rhs_of_fprop
+        return Request(
+            quantizer,
+            hadamard=precision.hadamard,
+            partner=None if partner is None else partner.format,
+            transpose_partner=None if transposed is None else transposed.format,
+            left=left,
+            needs_codes=needs_codes or dequantized_later,
+            saved=saved,
+            folding=precision.folding,
+        )
 
     def origin(self, gemm: str, role: str) -> str:
         """Return the GEMM for which an operand is quantized, where its values serve another."""
