@@ -67,3 +67,16 @@ def test_kernels_read_them(name):
     made = launch.quantize_both(x.to(DEVICE), *requests(signed.unbind()))
     for mine, expected in zip(made, quantize_both(x, *requests(keys)), strict=True):
         check_same(mine, expected)
+
+
+def test_a_plan_serves_any_keys_and_amaxes():
+    """Calls of one shape and kind, which find the same plan, with keys and an amax of their own."""
+    x = values(32, 64, torch.bfloat16)
+    make = partial(Request, Quantizer(FORMATS["nvfp4"], Rounding.STOCHASTIC), Hadamard(16, "fresh"))
+    requests = [make(key, Draw(key + 1)) for key in (5, 7)]
+    assert requests[0].kind is requests[1].kind is make().kind
+    for request, amax in ((0, None), (1, None), (1, 900.0), (0, None)):
+        known = None if amax is None else torch.tensor(amax)
+        given = (None if known is None else known.to(DEVICE), None)
+        made, _ = launch.quantize_both(x.to(DEVICE), requests[request], None, given)
+        check_same(made, quantize_both(x, requests[request], None, (known, None))[0])
