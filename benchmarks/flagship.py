@@ -21,15 +21,19 @@ by ``lowbit-plan --gpu h100 --gpus 1 --as-given`` with a model's arguments:
     qwen3-30b  623M a layer, 622M of embedding and output: 62 with 4 layers, 74 with 5
     hybrid-8b  110M a Mamba-2 block, 176M an MLP, 38M attention, 1.07B of embedding and output: 57
                with the first 11 blocks of its pattern
+
+llama-8b-20 is llama-8b with 20 layers, 104 GiB: a case for the 141 GB of an H200.
 """
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from training_steps import (
     BLOCKWISE,
     GRAPHS,
@@ -69,6 +73,7 @@ class Model(NamedTuple):
     """Model of a preset, with what differs from it; ``tiny`` is its twin for a CPU.
 
     ``own_fp8`` are Megatron-LM's arguments of FP8; ``graphs``: cases with CUDA graphs as well.
+    ``needs_gib`` is the memory of a GPU below which its cases are left out.
     """
 
     title: str
@@ -77,6 +82,7 @@ class Model(NamedTuple):
     script: str = OURS
     own_fp8: str = BLOCKWISE
     graphs: bool = False
+    needs_gib: int = 0
 
 
 MODELS = {
@@ -94,6 +100,14 @@ MODELS = {
         "--micro-batch-size 1 --global-batch-size 4",
         "@examples/llama3-tiny.args --vocab-size 500 --num-layers 2",
         graphs=True,
+    ),
+    "llama-8b-20": Model(
+        "Llama-3-8B: 20 of 32 layers, its vocabulary",
+        "@examples/llama3-8b.args --num-layers 20 --vocab-size 128256 "
+        "--micro-batch-size 1 --global-batch-size 4",
+        "@examples/llama3-tiny.args --vocab-size 500 --num-layers 3",
+        graphs=True,
+        needs_gib=120,
     ),
     "qwen3-30b": Model(
         "Qwen3-30B-A3B: 4 of 48 layers, 128 experts, its vocabulary",
@@ -176,6 +190,11 @@ def run_case(case: Case, iterations: int, gpu: int | None) -> dict[str, Any]:
     return row
 
 
+def memory_gib(gpu: int) -> float:
+    """Return the memory of a GPU."""
+    return torch.cuda.get_device_properties(gpu).total_memory / 2**30
+
+
 def tokens_of(case: Case) -> int:
     """Return the tokens of a step."""
     words = [word.replace("@", f"@{ROOT}/") for word in case.arguments.split()]
@@ -199,10 +218,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     begin, rows = time.monotonic(), rows_of(args.output)
     done = {row["case"] for row in rows if "error" not in row}
+    gib = math.inf if args.cpu else memory_gib(args.gpu or 0)
     chosen = [
         case
         for case in cases(args.recipes, args.cpu)
-        if case.name not in done
+        if case.name not in done and MODELS[case.model].needs_gib <= gib
         if not args.only or any(part in case.name for part in args.only)
     ]
     if args.list:

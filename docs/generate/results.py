@@ -6,8 +6,8 @@
 
 Steps are those of benchmarks/results/flagship-h100*.json and flagship-h200*.json. Finished runs of
 a folder go into benchmarks/results/flagship-runs.json, in the place of those of the same name and
-seed; without a folder the page is written from that file. Nothing is written where a file is
-missing.
+seed; without a folder the page is written from that file. The page says what was not measured; only
+the steps that README's picture shows must be there.
 """
 
 import argparse
@@ -47,6 +47,9 @@ the commands on it measured.
 
 {runs}
 """
+NOT_MEASURED = """## Whole training steps on one {kind}
+
+Not measured: `{command}` on such a machine does it."""
 STEPS = """## Whole training steps on one {gpu}
 
     python benchmarks/flagship.py --output benchmarks/results/{name}.json
@@ -90,11 +93,17 @@ lowbit-preprocess --input block crypto drivers/infiniband drivers/net drivers/sc
     --output-prefix data/linux --workers 2
 ```
 """
-README = """![Tokens a second and loss gap of each recipe](docs/images/{picture})
+NOT_RUN = """Not run yet:
 
-Left: tokens/s in whole training steps on one {gpu} ({title}).
+    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 \\
+        -- --data-path data/linux --tokenizer-model data/linux-tokenizer"""
+README = """![Tokens a second of each recipe](docs/images/{picture})
+
+Tokens/s in whole training steps on one {gpu} ({title}).{gaps}
+[docs/results.md](docs/results.md) has more models, memory and each row's command."""
+README_GAPS = """
 Right: the gap to BF16's loss after {tokens} tokens in [longer runs](docs/results.md#longer-runs) of
-another model. [docs/results.md](docs/results.md) has more models, memory and each row's command."""
+another model."""
 
 
 class Measured(NamedTuple):
@@ -107,17 +116,16 @@ class Measured(NamedTuple):
     peak: float
 
 
-def read_steps(results: Path, kind: str) -> Measured:
-    """Read the files of a kind of GPU.
+def read_steps(results: Path, kind: str) -> Measured | None:
+    """Read the files of a kind of GPU; None where there are none.
 
     Raises:
-        SystemExit: there is none, one is of another GPU, or none holds a row that ended well.
+        SystemExit: one is of another GPU, or none holds a row that ended well.
     """
     name = f"flagship-{kind}"
     files = sorted(results.glob(f"{name}*.json"))
     if not files:
-        missing = results / f"{name}.json"
-        raise SystemExit(f"error: {missing}: is missing; {MEASURE.format(file=missing)} makes it")
+        return None
     rows: dict[tuple[str, str, bool], dict] = {}
     for file in files:
         data = json.loads(file.read_text())
@@ -138,8 +146,11 @@ def ratio(found: Measured, row: dict, base: str) -> float | None:
     return row["tokens_per_s"] / other["tokens_per_s"] if "tokens_per_s" in other else None
 
 
-def steps_text(found: Measured) -> str:
+def steps_text(kind: str, found: Measured | None) -> str:
     """Describe the steps on one kind of GPU."""
+    if found is None:
+        command = MEASURE.format(file=f"benchmarks/results/flagship-{kind}.json")
+        return NOT_MEASURED.format(kind=kind.upper(), command=command)
     rows = list(found.rows.values())
     tables = []
     for model, title in found.models.items():
@@ -256,6 +267,8 @@ def gaps_of(runs: Sequence[dict]) -> dict[str, tuple[float, float]]:
 
 def runs_text(runs: Sequence[dict], picture: str) -> str:
     """Describe the longer runs."""
+    if not runs:
+        return NOT_RUN
     found, baseline, lines = gaps_of(runs), runs[0]["name"], []
     known = not any(math.isnan(error) for _, error in found.values())
     for run in runs:
@@ -309,29 +322,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
     parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs")
     args = parser.parse_args(argv)
-    steps = [read_steps(args.results, kind) for kind in KINDS]
+    steps = {kind: read_steps(args.results, kind) for kind in KINDS}
+    shown = steps[KINDS[0]]
+    speeds = speeds_of(shown, SHOWN) if shown else {}
+    if shown is None or not speeds:
+        missing = args.results / f"flagship-{KINDS[0]}.json"
+        raise SystemExit(
+            f"error: {missing}: no row of {SHOWN}, which README's picture shows; "
+            f"{MEASURE.format(file=missing)} makes it"
+        )
     kept_file = args.results / RUNS
     kept = json.loads(kept_file.read_text()) if kept_file.is_file() else []
     runs = merge(kept, [kept_run(*run) for folder in args.folders for run in finished_runs(folder)])
-    if not runs:
-        raise SystemExit(f"error: {kept_file}: is missing; give the folder of a study")
     runs = in_order(runs)
-    curves, summary = "results-runs.png", "results.png"
-    text = TEXT.format(steps="\n\n".join(map(steps_text, steps)), runs=runs_text(runs, curves))
-    speeds = speeds_of(steps[0], SHOWN)
-    if not speeds:
-        raise SystemExit(f"error: {steps[0].name}: no row of {SHOWN}, for README's picture")
-    kept_file.write_text(json.dumps(runs, indent=1) + "\n")
-    images = args.root / "docs" / "images"
-    draw_curves(runs, images / curves)
-    gap = {name: value for name, (value, _) in list(gaps_of(runs).items())[1:]}
+    curves, summary, images = "results-runs.png", "results.png", args.root / "docs" / "images"
+    sections = [steps_text(kind, found) for kind, found in steps.items()]
+    text = TEXT.format(steps="\n\n".join(sections), runs=runs_text(runs, curves))
+    gap: dict[str, float] = {}
+    if runs:
+        gap = {name: value for name, (value, _) in list(gaps_of(runs).items())[1:]}
+        kept_file.write_text(json.dumps(runs, indent=1) + "\n")
+        draw_curves(runs, images / curves)
     draw_summary(speeds, gap, (BF16, OWN_FP8), images / summary)
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
     section = README.format(
         picture=summary,
-        title=steps[0].models[SHOWN],
-        gpu=steps[0].machine["gpu"],
-        tokens=f"{runs[0]['tokens'] / 1e6:.3g}M",
+        title=shown.models[SHOWN],
+        gpu=shown.machine["gpu"],
+        gaps=README_GAPS.format(tokens=f"{runs[0]['tokens'] / 1e6:.3g}M") if runs else "",
     )
     replace_sections(args.root / "README.md", {"results": section})
 

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -45,41 +46,50 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
 def draw_summary(
     speeds: dict[str, int], gaps: dict[str, float], baselines: tuple[str, str], file: Path
 ) -> None:
-    """Draw tokens/s of each precision, and the loss gaps to BF16 that were measured.
+    """Draw tokens/s of each precision, and beside them the loss gaps to BF16 if there are any.
 
     Args:
         speeds: tokens/s by precision.
-        gaps: relative gaps by recipe; others have "not measured", the baselines nothing.
+        gaps: relative gaps by recipe; others are marked as not measured, the baselines are not.
         baselines: Megatron-LM's own precisions, the first of which others are compared with.
         file: the PNG file.
     """
     figure = Figure(figsize=(10, 1.2 + 0.42 * len(speeds)), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
-    grey, blue, orange = "0.6", "#4c72b0", "#dd8452"
+    panels = figure.subplots(1, 1 + bool(gaps), sharey=True, squeeze=False)[0]
+    _draw_speeds(panels[0], speeds, baselines)
+    if gaps:
+        _draw_gaps(panels[1], [name for name in speeds if name not in baselines], gaps)
+    figure.savefig(file)
+
+
+def _draw_speeds(panel: Axes, speeds: dict[str, int], baselines: tuple[str, str]) -> None:
+    grey, blue = "0.6", "#4c72b0"
     shades = [grey if name in baselines else blue for name in speeds]
-    left.barh(list(speeds), list(speeds.values()), color=shades)
+    panel.barh(list(speeds), list(speeds.values()), color=shades)
     base = speeds.get(baselines[0])
     for name, speed in speeds.items():
         times = f" ({speed / base:.2f}×)" if base and name != baselines[0] else ""
-        left.annotate(f" {speed:,}{times}", (speed, name), va="center")
-    left.set_xlim(0, _FOR_TEXT * max(speeds.values()))
-    left.set_xlabel("tokens/s on one GPU (× BF16)")
-    left.xaxis.set_major_formatter(EngFormatter(sep=""))
-    left.invert_yaxis()
-    for name in speeds:
-        if not math.isfinite(gaps.get(name, 0)):
-            right.annotate(" diverged", (0, name), va="center")
-        elif name in gaps:
-            right.barh(name, 100 * gaps[name], color=orange)
-            right.annotate(
+        panel.annotate(f" {speed:,}{times}", (speed, name), va="center")
+    panel.set_xlim(0, _FOR_TEXT * max(speeds.values()))
+    panel.set_xlabel("tokens/s on one GPU (× BF16)")
+    panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+    panel.invert_yaxis()
+
+
+def _draw_gaps(panel: Axes, recipes: Sequence[str], gaps: dict[str, float]) -> None:
+    for name in recipes:
+        if name not in gaps:
+            panel.annotate(" not measured", (0, name), va="center", color="0.4")
+        elif not math.isfinite(gaps[name]):
+            panel.annotate(" diverged", (0, name), va="center")
+        else:
+            panel.barh(name, 100 * gaps[name], color="#dd8452")
+            panel.annotate(
                 f" {100 * gaps[name]:+.2f}%", (max(0, 100 * gaps[name]), name), va="center"
             )
-        elif name not in baselines:
-            right.annotate(" not measured", (0, name), va="center", color="0.4")
-    right.axvline(0, color="black", linewidth=0.8)
+    panel.axvline(0, color="black", linewidth=0.8)
     finite = [gap for gap in gaps.values() if math.isfinite(gap)]
     lowest, highest = min(0, 0, *finite), max(0, 0, *finite) or 0.01
-    right.set_xlim(100 * _FOR_TEXT * lowest, 100 * _FOR_TEXT * highest)
-    right.set_xlabel("gap to BF16's loss (%)")
-    figure.savefig(file)
+    panel.set_xlim(100 * _FOR_TEXT * lowest, 100 * _FOR_TEXT * highest)
+    panel.set_xlabel("gap to BF16's loss (%)")
