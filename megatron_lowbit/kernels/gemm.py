@@ -218,7 +218,8 @@ def _finish(
     rows, columns = lhs.shape[0], rhs.shape[0]
     if y.shape != (rows, columns):
         y = y[:rows, :columns].contiguous()
-    return (y if bias is None else y + bias).to(dtype)
+    y = y if bias is None else y + bias
+    return y if y.dtype is dtype else y.to(dtype)
 
 
 PRODUCTS = {

@@ -138,18 +138,34 @@ def allocate(layout: Layout, device: torch.device) -> Output:
 
 
 def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
-    """Return a function that allocates the outputs of a side."""
+    """Return a function that allocates the outputs of a side.
+
+    What is the same in every operand is allocated once: scales of no elements, and the tensor scale
+    of a format that has none, to which all kernels write 1.
+    """
     codes, scales = memory_of(layout)
+    unit = None if has_tensor_scale(layout.stored) else _unit(device)
+    nothing = None
+    if scales is not None and not math.prod(scales.shape):
+        nothing = torch.empty(scales.shape, dtype=scales.dtype, device=device)
 
     def allocate_side() -> Output:
+        stored = nothing
+        if nothing is None and scales is not None:
+            stored = torch.empty(scales.shape, dtype=scales.dtype, device=device)
         return output(
             layout,
             torch.empty(codes.shape, dtype=codes.dtype, device=device),
-            scales and torch.empty(scales.shape, dtype=scales.dtype, device=device),
-            torch.empty((), dtype=torch.float32, device=device),
+            stored,
+            torch.empty((), dtype=torch.float32, device=device) if unit is None else unit,
         )
 
     return allocate_side
+
+
+@cache
+def _unit(device: torch.device) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 def output(layout: Layout, codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
