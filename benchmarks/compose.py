@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import count
 from multiprocessing.context import BaseContext
 from pathlib import Path
@@ -117,6 +118,8 @@ class Composer:
         needed = [FEATURES[name].gpu for name in one.features if FEATURES[name].gpu]
         if needed and not self._gpus:
             return Outcome("needs a GPU", needed[0])
+        if one.layers == "te" and "hybrid" in one.models and find_spec("mamba_ssm") is None:
+            return Outcome("needs mamba-ssm")
         if self._gpus and one.ranks > self._gpus:
             return Outcome(f"needs {one.ranks} GPUs")
         return None

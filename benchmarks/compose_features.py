@@ -107,6 +107,16 @@ PAIRS = [*combinations_with_replacement(FEATURES, 2)]
 AMPLIFIED = Bounds(2e-3, 5e-3)
 # BF16 activations are rounded after other partial sums: 2^-9 of an element.
 BF16_SUMS = Bounds(5e-4, 1e-2)
+# Tensor scales of what a rank holds. One process's own losses of four steps move by up to 8.8e-3,
+# with experts by 2.6e-2, and its first gradient norm by 5.8e-2, where each tensor scale is up to
+# half as large again (8 and 6 draws on a CPU); two ranks' own scales alone move it by 9.8e-2.
+SHARDS, SHARDS_OF_EXPERTS = Bounds(1e-2, 2e-1), Bounds(3e-2, 2e-1)
+# The fourth step of experts amplifies: under fp8-tile, on GPUs, a first gradient norm that differs
+# by 7e-8 (EP2) moves the fourth loss by 1.1e-3; on a CPU other partial sums in BF16 by 1.3e-3 (10
+# draws).
+EXPERTS_ON_GPU = Bounds(5e-3, 3e-2)
+SPREAD = {"TP2", "SP", "CP2", "EP2", "ETP2"}
+"""Features that split or spread layers over ranks."""
 
 
 class Run(NamedTuple):
@@ -183,8 +193,13 @@ class Run(NamedTuple):
         names = set(self.features)
         quantized = self.recipe != "bf16" or names & {"delayed", "switch"}
         floor = BF16_SUMS if self.on_gpu else Bounds(5e-5, 1e-3) if self.in_bf16 else Bounds(0, 0)
+        experts = "experts" in self.models
         if not quantized:
             found = SUMS
+        elif names & SPREAD and self.layers == "te" and self.recipe == "nvfp4":
+            found = SHARDS_OF_EXPERTS if experts else SHARDS
+        elif names & SPREAD and self.on_gpu and experts:
+            found = EXPERTS_ON_GPU
         elif names & {"EP2", "ETP2", "CP2"} or (names & {"TP2", "SP"} and "hybrid" in names):
             found = OTHER
         elif names & {"TP2", "SP"}:

@@ -202,9 +202,10 @@ def _describe(error: BaseException, began: bool) -> dict[str, str]:
     own = [f for f in frames if f"{os.sep}megatron" in f.filename] or list(frames)
     place = f"{Path(own[-1].filename).name}:{own[-1].lineno}"
     text = " ".join(str(error).split())[:400]
-    # Megatron-LM checks some combinations in the first forward pass only.
+    # Megatron-LM and Transformer Engine check some combinations in the first forward pass only.
+    packages = (f"{os.sep}{name}{os.sep}" for name in ("megatron", "transformer_engine"))
     checked = isinstance(error, ValueError | NotImplementedError) and (
-        f"{os.sep}megatron{os.sep}" in own[-1].filename and own[-1] is frames[-1]
+        any(package in frames[-1].filename for package in packages)
     )
-    kind = "refused" if checked and (own[-1].line or "").startswith("raise") else "failed"
+    kind = "refused" if checked and (frames[-1].line or "").startswith("raise") else "failed"
     return {"kind": kind, "message": f"{type(error).__name__} ({place}): {text}"}

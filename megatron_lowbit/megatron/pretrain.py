@@ -195,10 +195,16 @@ def stop_data_workers() -> None:
 
 
 def free_cuda_graphs() -> None:
-    """Free graphs, which models hold: NCCL ends no communicator that one of them has captured."""
+    """Free graphs, which models hold: NCCL ends no communicator that one of them has captured.
+
+    Megatron-LM is told, too: it would take the layers of the process's next run for captured ones.
+    """
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
     for found in gc.get_objects():
         if type(found) is torch.cuda.CUDAGraph:
             found.reset()
+    delete_cuda_graphs()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import json
 import math
 import multiprocessing
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import compose
+import compose_runs
 from compose_features import FEATURES, PAIRS, Run, runs_of
 
 PAIR = Run(("SP", "switch"), "local", "fp8-tile", on_gpu=False)
@@ -57,6 +59,34 @@ def test_four_ranks_need_four_gpus(tmp_path):
     composer = compose.Composer(None, results, tmp_path, 2, 120, time.monotonic() - 1)
     composer.compose([Run(("TP2", "PP2"), "te", "bf16", True, True)], jobs=1)
     assert [cell["outcome"] for cell in results.cells.values()] == ["needs 4 GPUs"]
+
+
+def test_hybrids_of_transformer_engine_need_mamba(tmp_path, monkeypatch):
+    monkeypatch.setattr(compose, "find_spec", lambda name: None)
+    results = compose.Results(tmp_path / "out.json", {"machine": {}})
+    composer = compose.Composer(None, results, tmp_path, 2, 120, time.monotonic() - 1)
+    runs = [Run(("hybrid", "MTP"), layers, "bf16", True, True) for layers in ("te", "local")]
+    composer.compose(runs, jobs=1)
+    assert [cell["outcome"] for cell in results.cells.values()] == ["needs mamba-ssm"]
+
+
+@pytest.mark.parametrize(
+    ("package", "error", "kind"),
+    [
+        ("transformer_engine", "ValueError", "refused"),
+        ("megatron", "NotImplementedError", "refused"),
+        ("transformer_engine", "RuntimeError", "failed"),
+        ("torch", "ValueError", "failed"),
+    ],
+)
+def test_what_a_package_checks_is_refused(package, error, kind, tmp_path):
+    file = tmp_path / package / "attention.py"
+    file.parent.mkdir()
+    file.write_text(f"raise {error}('no backend')\n")
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        runpy.run_path(str(file))
+    found = compose_runs._describe(raised.value, began=False)
+    assert found["kind"] == kind and found["message"].endswith(": no backend")
 
 
 @pytest.mark.parametrize(

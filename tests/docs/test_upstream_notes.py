@@ -24,7 +24,12 @@ import megatron.core
 import megatron.training
 from megatron.core.datasets import utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
+from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+from megatron.core.transformer.cuda_graphs import (
+    _CudagraphGlobalRecord,
+    _CudagraphRecordNode,
+    _GraphStatus,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.training import argument_utils, checkpointing, initialize
 from megatron.training.arguments import add_megatron_arguments
@@ -58,6 +63,11 @@ CITED = {
     "multi_latent_attention.py:739": "= gather_from_tensor_model_parallel_region(kv_combined)",
     "cuda_graphs.py:502": "def observing_save_for_backward(ctx, *tensors):",
     "cuda_graphs.py:617": "assert fwd_buffer_reuse_ref_count == 0",
+    "cuda_graphs.py:734": "return inputs",
+    "cuda_graphs.py:1380": "buf.copy_(buf_copy)",
+    "schedules.py:195": "assert out._base is None",
+    "fused_mla_yarn_rope_apply.py:684": "cos, sin = ctx.saved_tensors",
+    "token_dispatcher.py:317": "self.local_map.sum(dim=0).long().cpu()",
     "mlp.py:354": "output += output_bias",
     "torch_norm.py:44": "assert (",
     "distrib_optimizer.py:839": "assert len(steps) == 1",
@@ -191,6 +201,13 @@ def test_graphs_do_not_see_what_torch_saves():
     saved = [getattr(y.grad_fn, name) for name in dir(y.grad_fn) if name.startswith("_saved_")]
     assert any(one is x for one in saved)
     assert not hasattr(x, "cg_buffer_metadata")
+
+
+def test_a_recorded_layer_ends_no_pipeline_stage():
+    runner = argparse.Namespace(status=_GraphStatus.FWD_READY)
+    output = _CudagraphRecordNode.apply(runner, torch.ones(4, requires_grad=True) * 2)
+    with pytest.raises(AssertionError, match="free a view of another tensor"):
+        deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
 
 
 def test_an_empty_tracker_file_ends_the_next_start(tmp_path, capsys):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
@@ -13,6 +14,7 @@ from megatron_lowbit.layers.keys import key_table
 from megatron_lowbit.megatron import cuda_graphs, layer_state
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.pretrain import free_cuda_graphs
 from megatron_lowbit.numerics.randomness import microbatch_key
 from megatron_lowbit.recipes import Layer, load_recipe
 from tests.megatron.test_recipe_hook import FINE
@@ -44,6 +46,12 @@ def test_what_is_refused(change, reason):
     cuda_graphs.check(recipe, Namespace(**ARGS))
     with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
         cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
+
+
+def test_the_next_run_in_a_process_has_no_graphs_yet(monkeypatch):
+    monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
+    free_cuda_graphs()
+    assert not _CudagraphGlobalRecord.cudagraph_created
 
 
 def test_signs_that_no_kernel_draws_are_refused():
