@@ -49,9 +49,8 @@ def scale_amaxes(
         )
     first = None if row is None or by_row is not None else measured(row, forms[0])
     second = None if col is None or by_col is not None else measured(col, forms[1])
-    if first is not None or second is not None:
-        own = _tensor_amaxes(x, first, first if row is col and first else second)
-        by_row, by_col = _known_or((by_row, by_col), own)
+    own = _tensor_amaxes(x, first, first if row is col and first else second)
+    by_row, by_col = _known_or((by_row, by_col), own)
     if any(side is not None and side.quantizer.format.row_scaled for side in (row, col)):
         by_row, by_col = _known_or((by_row, by_col), _row_amaxes(x, row, col))
     return by_row, by_col
@@ -80,14 +79,17 @@ def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes
 def _tensor_amaxes(x: Tensor, row: Measured | None, col: Measured | None) -> Amaxes:
     if row is None and col is None:
         return None, None
-    if row is not None and col is not None:
-        if col is row or (row.hadamard is None and col.hadamard is None):
-            amax, _ = _tensor_amaxes(x, row, None)
-            return amax, amax
+    one = row if col is None else col if row is None else None
+    if row is not None and (col is row or col == row == _AS_IT_IS):
+        one = row
+    if one is None:
         zeros = torch.zeros(2, dtype=torch.int32, device=x.device).unbind()
-    else:
-        zeros = (torch.zeros((), dtype=torch.int32, device=x.device),) * 2
-    return _maxed(amax_kernel, x, (row, col), zeros, 4, (None,), (0,))
+        return _maxed(amax_kernel, x, row, col, zeros, 4, (None,), (0,))
+    # The amax of one side, and of both where neither is transformed.
+    zero = torch.zeros((), dtype=torch.int32, device=x.device)
+    side = (None, one) if row is None else (one, None)
+    found = _maxed(amax_kernel, x, *side, (zero, zero), 4, (None,), (0,))
+    return found if row is None or col is None else (found[0], found[0])
 
 
 def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
@@ -102,13 +104,14 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         for side in (row, col)
     ]
     zeros = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device).split(list(x.shape))
-    return _maxed(row_amax_kernel, x, sides, zeros, 8)
+    return _maxed(row_amax_kernel, x, *sides, zeros, 8)
 
 
 def _maxed(
     kernel: Any,
     x: Tensor,
-    sides: Sequence[Measured | None],
+    row: Measured | None,
+    col: Measured | None,
     zeros: Sequence[Tensor],
     warps: int,
     sections: tuple[Tensor | None, ...] = (),
@@ -118,19 +121,22 @@ def _maxed(
 
     ``sections`` and ``counts``: arguments of a kernel that takes a table of matrices.
     """
-    row, col = sides
-    found = [None if row is None else zeros[0], None if col is None else zeros[1]]
     row_hadamard, row_key = row or _AS_IT_IS
     col_hadamard, col_key = col or _AS_IT_IS
-    given = (
-        found[0], signs_of(row_hadamard, row_key), found[1], signs_of(col_hadamard, col_key),
-    )  # fmt: skip
+    by_row, by_col = None if row is None else zeros[0], None if col is None else zeros[1]
     launch = _launcher(
         kernel, x.shape, x.stride(), x.dtype, x.device, row_hadamard, col_hadamard, warps, *counts
     )
-    launch((x, *x.stride(), *x.shape, *sections, *given), (x, *given))
-    by_row, by_col = (None if bits is None else bits.view(torch.float32) for bits in found)
-    return by_row, by_col
+    launch(
+        (
+            x, *x.stride(), *x.shape, *sections,
+            by_row, signs_of(row_hadamard, row_key), by_col, signs_of(col_hadamard, col_key),
+        )
+    )  # fmt: skip
+    return (
+        None if by_row is None else by_row.view(torch.float32),
+        None if by_col is None else by_col.view(torch.float32),
+    )
 
 
 def amax_tile(row: Hadamard | None, col: Hadamard | None) -> tuple[int, int]:
@@ -154,4 +160,8 @@ def _launcher(
 ) -> Launcher:
     """Return a launcher for matrices of one kind."""
     sides = transform_of(row), transform_of(col)
-    return tile_launcher(kernel, shape, amax_tile(row, col), *sides, *counts, num_warps=warps)
+    found = 5 + len(counts)
+    varying = (0, *range(found, found + 4))
+    return tile_launcher(
+        kernel, shape, amax_tile(row, col), *sides, *counts, varying=varying, num_warps=warps
+    )

@@ -37,7 +37,7 @@ def own_amax(x: Tensor, earlier: Sequence[Tensor | None]) -> Tensor:
     needed = [amax for amax in earlier if amax is not None]
     ends = needed[0], needed[-1]
     launch = _own_amax_launcher(x.shape, x.stride(), x.dtype, x.device)
-    launch((x, *x.stride(), *x.shape, own, *ends), (x, *ends))
+    launch((x, *x.stride(), *x.shape, own, *ends))
     return own
 
 
@@ -46,7 +46,7 @@ def _own_amax_launcher(
     shape: tuple[int, int], strides: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Launcher:
     programs = cdiv(shape[0], _TILE[0]) * cdiv(shape[1], _TILE[1])
-    return Launcher(_own_amax_kernel, programs, _TILE, num_warps=8)
+    return Launcher(_own_amax_kernel, programs, _TILE, varying=(0, 6, 7), num_warps=8)
 
 
 def record_amax(
@@ -58,12 +58,12 @@ def record_amax(
     scales = [None if one is None else one.tensor_scale for one in made]
     count = next(one.numel() for one in codes if one is not None)
     arguments = own, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count
-    _record_launcher(count, own.device)(arguments, arguments[1:7])
+    _record_launcher(count, own.device)(arguments)
 
 
 @lru_cache(maxsize=4096)
 def _record_launcher(count: int, device: torch.device) -> Launcher:
-    return Launcher(_record_kernel, cdiv(count, _SPAN), (_SPAN,), num_warps=8)
+    return Launcher(_record_kernel, cdiv(count, _SPAN), (_SPAN,), range(1, 7), num_warps=8)
 
 
 @triton.jit

@@ -152,8 +152,9 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: 
     kinds = lhs.like, rhs.like, like(outs)
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)
     dtypes = [kind.dtype for kind in kinds]
-    launch = table_launcher(grouped_gemm_kernel, constants, options, *dtypes, table.entries.device)
-    launch((table.entries, *kinds), kinds, table.programs)
+    device = table.entries.device
+    launch = table_launcher(grouped_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)
+    launch((table.entries, *kinds), table.programs)
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -27,6 +27,8 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
+_OWN, _ROW = 5, 7
+"""Places of the kernel's arguments: x's own amax, and the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
 
@@ -58,18 +60,14 @@ def quantize_both(
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
     own, known = None, amaxes
-    if plan.casts and _are_delayed((row, col), amaxes):
+    if plan.casts and amaxes != (None, None) and _are_delayed((row, col), amaxes):
         known = [None if amax is None else amax.earlier for amax in amaxes]
         own = own_amax(x, known)
     elif plan.takes_amax:
         known = scale_amaxes(x, row, col, amaxes, forms)
     row_arguments, by_row = _outputs(plan.row, row, known[0])
     col_arguments, by_col = _outputs(plan.col, col, known[1])
-    sides = (*row_arguments, *col_arguments)
-    plan.launch(
-        (x, *x.stride(), *x.shape, own, None, *sides),
-        (x, own, *[sides[place] for place in plan.varying]),
-    )
+    plan.launch((x, *x.stride(), *x.shape, own, None, *row_arguments, *col_arguments))
     if own is not None:
         record_amax(own, amaxes, (by_row, by_col))
     return by_row, by_col
@@ -102,7 +100,7 @@ def _outputs(
 
 
 class _Plan(NamedTuple):
-    """Plan of both sides, the launcher, and places of arguments whose kind may differ.
+    """Plan of both sides, and the launcher.
 
     ``casts``: both sides cast x itself, by scales of the tensor.
     """
@@ -110,7 +108,6 @@ class _Plan(NamedTuple):
     row: _SidePlan | None
     col: _SidePlan | None
     launch: Launcher
-    varying: tuple[int, ...]
     takes_amax: bool
     casts: bool
 
@@ -132,13 +129,13 @@ def _plan(
     by_col = None if col is None else _side_plan(col, forms[1], shape[::-1], device, True)
     sides = [None if one is None else one.layout.side for one in (by_row, by_col)]
     tile, options = tile_of(*sides)
-    launch = tile_launcher(quantize_kernel, shape, tile, *sides, 0, **options)
+    varying = (0, _OWN, *_varying(by_row, _ROW), *_varying(by_col, _ROW + len(NOTHING)))
+    launch = tile_launcher(quantize_kernel, shape, tile, *sides, 0, varying=varying, **options)
     wanted = [(kind, form) for kind, form in zip((row, col), forms, strict=True) if kind]
     return _Plan(
         by_row,
         by_col,
         launch,
-        _varying(by_row) + tuple(len(NOTHING) + place for place in _varying(by_col)),
         takes_amax=any(one is not None and one.takes_amax for one in (by_row, by_col)),
         casts=all(_casts(kind, form) for kind, form in wanted),
     )
@@ -152,14 +149,15 @@ def _side_plan(
     return _SidePlan(layout, allocator(layout, device), takes_amax)
 
 
-def _varying(plan: _SidePlan | None) -> tuple[int, ...]:
-    """Return the places of a side's arguments whose kind is not always the same."""
+def _varying(plan: _SidePlan | None, first: int) -> tuple[int, ...]:
+    """Return the places of a side's arguments whose kind may differ; ``first`` is its first."""
     if plan is None:
         return ()
     side = plan.layout.side
     amax = (_AMAX,) if plan.takes_amax else ()
     drawn = side.transform is not None and side.transform.signs == DRAWN_SIGNS.value
-    return amax + (_KEYS if side.stochastic else ()) + ((_SIGNS,) if drawn else ())
+    places = amax + (_KEYS if side.stochastic else ()) + ((_SIGNS,) if drawn else ())
+    return tuple(first + place for place in places)
 
 
 def _points(request: Request) -> int:

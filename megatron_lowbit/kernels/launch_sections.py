@@ -10,7 +10,7 @@ from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import tile_of
-from megatron_lowbit.kernels.launcher import table_launcher
+from megatron_lowbit.kernels.launcher import table_launcher, tensors_of
 from megatron_lowbit.kernels.operand_group import OperandGroup, allocate
 from megatron_lowbit.kernels.quantize import quantize_kernel
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, Table, section_table
@@ -92,11 +92,15 @@ def _launch(
     even = not (rows_of(xs) % tile[0]).any() and columns % tile[1] == 0
     constants = (*tile, *sides, even, table.count)
     kinds = first.dtype, first.stride(), columns, first.device
-    launch = table_launcher(
-        kernel, constants, (("enable_fp_fusion", False), *options.items()), *kinds
-    )
     given = (first, *first.stride(), OF_THE_TABLE, columns, *arguments)
-    launch(given, (first, *[one for one in arguments if not isinstance(one, int)]), table.programs)
+    launch = table_launcher(
+        kernel,
+        constants,
+        (("enable_fp_fusion", False), *options.items()),
+        tensors_of(given),
+        *kinds,
+    )
+    launch(given, table.programs)
 
 
 def _fields(

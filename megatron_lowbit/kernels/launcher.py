@@ -1,6 +1,6 @@
 """Launches without the inspection of arguments that each of Triton's own makes."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -22,30 +22,31 @@ class Launcher:
     Triton compiles a kernel anew for other types, for pointers that are not aligned to 16 bytes,
     and for numbers that are 1, multiples of 16 or wider than 32 bits. It looks at every argument of
     every launch to find out, which takes nine tenths of a launch's time on the CPU. Here only those
-    are looked at that may differ: whoever keeps a launcher keeps one for each shape, dtype and
-    device. A kernel that is compiled is launched as torch's compiler launches it, without the hooks
-    of Triton's profiler, and is given addresses in place of tensors, which Triton would look up.
+    are looked at that may differ, by their places: whoever keeps a launcher keeps one for each
+    shape, dtype and device. A kernel that is compiled is launched as torch's compiler launches it,
+    without the hooks of Triton's profiler, and is given addresses in place of tensors, which Triton
+    would look up.
     """
 
     def __init__(
-        self, kernel: Any, programs: int, constants: Sequence[Any], **options: Any
+        self,
+        kernel: Any,
+        programs: int,
+        constants: Sequence[Any],
+        varying: Sequence[int],
+        **options: Any,
     ) -> None:
-        self._kernel, self._programs = kernel, programs
+        self._kernel, self._programs, self._varying = kernel, programs, varying
         self._constants, self._options = constants, options
         self._compiled: dict[tuple, Any] = {}
 
-    def __call__(
-        self,
-        arguments: Iterable[Any],
-        varying: Iterable[Tensor | int | None] = (),
-        programs: int | None = None,
-    ) -> None:
-        """Launch the kernel with all its arguments; name again those whose kind may differ.
+    def __call__(self, arguments: Sequence[Any], programs: int | None = None) -> None:
+        """Launch the kernel with all its arguments.
 
         ``programs``: their number where it differs from launch to launch.
         """
         programs = self._programs if programs is None else programs
-        kinds = tuple([_kind(argument) for argument in varying])
+        kinds = tuple([_kind(arguments[place]) for place in self._varying])
         compiled = self._compiled.get(kinds)
         if compiled is None:  # always in Triton's interpreter, which compiles nothing
             launch = self._kernel[(programs,)]
@@ -61,13 +62,22 @@ class Launcher:
 
 @lru_cache(maxsize=4096)
 def table_launcher(
-    kernel: Any, constants: tuple, options: tuple[tuple[str, Any], ...], *kinds: Any
+    kernel: Any,
+    constants: tuple,
+    options: tuple[tuple[str, Any], ...],
+    varying: tuple[int, ...],
+    *kinds: Any,
 ) -> Launcher:
     """Return the launcher of a kernel that takes a table of matrices.
 
-    ``kinds`` are what the types of its arguments depend on.
+    ``kinds`` are what the types of its arguments depend on, but for those that vary.
     """
-    return Launcher(kernel, 0, constants, **dict(options))
+    return Launcher(kernel, 0, constants, varying, **dict(options))
+
+
+def tensors_of(arguments: Sequence[Any]) -> tuple[int, ...]:
+    """Return the places of arguments that are no numbers."""
+    return tuple(place for place, one in enumerate(arguments) if not isinstance(one, int))
 
 
 def tile_launcher(
@@ -77,6 +87,7 @@ def tile_launcher(
     row: Any,
     col: Any,
     *more: Any,
+    varying: Sequence[int],
     **options: Any,
 ) -> Launcher:
     """Return the launcher of a kernel whose programs take a tile each of a matrix.
@@ -87,7 +98,7 @@ def tile_launcher(
     even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
     programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
     constants = (*tile, row, col, even, *more)
-    return Launcher(kernel, programs, constants, enable_fp_fusion=False, **options)
+    return Launcher(kernel, programs, constants, varying, enable_fp_fusion=False, **options)
 
 
 def _kind(argument: Tensor | int | None) -> int | str | None:

@@ -201,10 +201,9 @@ def decode(group: OperandGroup) -> Matrices:
     even = not (rows % DECODED_TILE[0]).any() and not (columns % DECODED_TILE[1]).any()
     constants = (*DECODED_TILE, *elements_of(layout.stored), None, 0, even, table.count)
     options = ("num_warps", 4), ("enable_fp_fusion", False)
-    launch = table_launcher(decode_kernel, constants, options, codes.device)
+    launch = table_launcher(decode_kernel, constants, options, (0, 1, 2), codes.device)
     launch(
         (codes, scales, values, None, None, None, None, OF_THE_TABLE, OF_THE_TABLE, table.entries),
-        (codes, scales, values),
         table.programs,
     )
     terms = _each(layout.shape[1], count)

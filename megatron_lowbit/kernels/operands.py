@@ -132,10 +132,9 @@ def _launch(
     if not out.numel():
         return
     codes = operand.codes.view(torch.uint8)
-    given = scales, largest, tensor_scale, out_scale, inexact
     launch = _decode_launcher(rows, columns, operand.format, target, out.device)
     out = out if target is None else out.view(torch.uint8)
-    launch((codes, scales, out, *given[1:], rows, columns, None), (codes, *given))
+    launch((codes, scales, out, largest, tensor_scale, out_scale, inexact, rows, columns, None))
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +147,8 @@ def _decode_launcher(
     even = rows % DECODED_TILE[0] == 0 and columns % DECODED_TILE[1] == 0
     constants = (*DECODED_TILE, *elements_of(format), folded, raised, even, 0)
     programs = decoding_programs(rows, columns)
-    return Launcher(decode_kernel, programs, constants, num_warps=4, enable_fp_fusion=False)
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    return Launcher(decode_kernel, programs, constants, varying=(0, 1, 3, 4, 5, 6), **options)
 
 
 def decoding_programs(rows: int, columns: int) -> int:
