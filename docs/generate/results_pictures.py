@@ -1,7 +1,7 @@
 """Pictures of docs/results.md: perplexity of the longer runs; speed and loss gap of each recipe."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -44,40 +44,51 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
 
 
 def draw_summary(
-    speeds: dict[str, int], gaps: dict[str, float], baselines: tuple[str, str], file: Path
+    speeds: Mapping[str, Mapping[str, int]],
+    gaps: Mapping[str, float],
+    baselines: tuple[str, str],
+    file: Path,
 ) -> None:
-    """Draw tokens/s of each precision, and beside them the loss gaps to BF16 if there are any.
+    """Draw tokens/s of each precision in each model, and beside them the loss gaps, if any.
 
     Args:
-        speeds: tokens/s by precision.
+        speeds: tokens/s by model and precision.
         gaps: relative gaps by recipe; others are marked as not measured, the baselines are not.
         baselines: Megatron-LM's own precisions, the first of which others are compared with.
         file: the PNG file.
     """
-    figure = Figure(figsize=(10, 1.2 + 0.42 * len(speeds)), dpi=120, layout="constrained")
+    names = list(dict.fromkeys(name for own in speeds.values() for name in own))
+    size = 2.6 + 3.2 * (len(speeds) + bool(gaps)), 1.3 + 0.42 * len(names)
+    figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, 1 + bool(gaps), sharey=True, squeeze=False)[0]
-    _draw_speeds(panels[0], speeds, baselines)
+    panels = figure.subplots(1, len(speeds) + bool(gaps), sharey=True, squeeze=False)[0]
+    for panel, (model, own) in zip(panels, speeds.items(), strict=False):
+        panel.set_title(model)
+        _draw_speeds(panel, names, own, baselines)
+    panels[0].invert_yaxis()
     if gaps:
-        _draw_gaps(panels[1], [name for name in speeds if name not in baselines], gaps)
+        _draw_gaps(panels[-1], [name for name in names if name not in baselines], gaps)
     figure.savefig(file)
 
 
-def _draw_speeds(panel: Axes, speeds: dict[str, int], baselines: tuple[str, str]) -> None:
-    grey, blue = "0.6", "#4c72b0"
-    shades = [grey if name in baselines else blue for name in speeds]
-    panel.barh(list(speeds), list(speeds.values()), color=shades)
+def _draw_speeds(
+    panel: Axes, names: Sequence[str], speeds: Mapping[str, int], baselines: tuple[str, str]
+) -> None:
+    shades = ["0.6" if name in baselines else "#4c72b0" for name in names]
+    panel.barh(names, [speeds.get(name, 0) for name in names], color=shades)
     base = speeds.get(baselines[0])
-    for name, speed in speeds.items():
-        times = f" ({speed / base:.2f}×)" if base and name != baselines[0] else ""
-        panel.annotate(f" {speed:,}{times}", (speed, name), va="center")
-    panel.set_xlim(0, _FOR_TEXT * max(speeds.values()))
-    panel.set_xlabel("tokens/s on one GPU (× BF16)")
+    for name in names:
+        if name not in speeds:
+            panel.annotate(" not measured", (0, name), va="center", color="0.4")
+            continue
+        times = f" ({speeds[name] / base:.2f}×)" if base and name != baselines[0] else ""
+        panel.annotate(f" {speeds[name]:,}{times}", (speeds[name], name), va="center")
+    panel.set_xlim(0, 1.8 * max(speeds.values()))
+    panel.set_xlabel("tokens/s (× BF16)")
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
-    panel.invert_yaxis()
 
 
-def _draw_gaps(panel: Axes, recipes: Sequence[str], gaps: dict[str, float]) -> None:
+def _draw_gaps(panel: Axes, recipes: Sequence[str], gaps: Mapping[str, float]) -> None:
     for name in recipes:
         if name not in gaps:
             panel.annotate(" not measured", (0, name), va="center", color="0.4")
