@@ -89,9 +89,9 @@ class LayerState:
 
     def call_key(self) -> Key:
         """Return the key of a call; a copy of the keys in device memory, for its backward pass."""
-        if self.graph_keys is None or not self.plan.precision.stochastic:
-            return self.microbatch_key()
-        return self.graph_keys.clone()
+        if not self.plan.precision.stochastic:
+            return 0
+        return self.microbatch_key() if self.graph_keys is None else self.graph_keys.clone()
 
     def call_history(self) -> AmaxHistory | None:
         """Return the amax history; one without a record for passes whose results are not used."""

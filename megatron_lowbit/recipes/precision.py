@@ -150,7 +150,10 @@ class OperandPrecision(NamedTuple):
 
 @dataclass(frozen=True)
 class LinearPrecision:
-    """Precision of one linear layer: its three GEMMs."""
+    """Precision of one linear layer: its three GEMMs.
+
+    What follows from them is cached: each call of a layer asks for it many times.
+    """
 
     fprop: GemmPrecision = GemmPrecision()
     dgrad: GemmPrecision = GemmPrecision()
@@ -188,7 +191,7 @@ class LinearPrecision:
                     "quantizes them, without a hadamard"
                 )
 
-    @cached_property  # asked for dozens of times in a call of a layer
+    @cached_property
     def gemms(self) -> dict[str, GemmPrecision]:
         """The GEMMs by name."""
         return {gemm: getattr(self, gemm) for gemm in GEMM_ROLES}
@@ -293,18 +296,18 @@ class LinearPrecision:
             whole.append(GROUP)  # tokens share a random draw, on both sides of a rank's edge
         return tokens % math.lcm(*whole) == 0
 
-    @property
+    @cached_property
     def quantized(self) -> bool:
         """True if any operand is quantized."""
         return any(precision.quantized for precision in self.gemms.values())
 
-    @property
+    @cached_property
     def stochastic(self) -> bool:
         """True if any GEMM needs random bits, for rounding or for fresh signs."""
         fresh = any(p.hadamard and p.hadamard.signs == "fresh" for p in self.gemms.values())
         return fresh or any(_is_stochastic(operand.quantizer) for operand in self.operands())
 
-    @property
+    @cached_property
     def uses_fprop(self) -> bool:
         """True if a backward GEMM takes an operand that is made from fprop's quantized one."""
         return any(precision.uses_fprop for precision in self.gemms.values())
@@ -320,12 +323,12 @@ class LinearPrecision:
         fresh = (p for p in self.gemms.values() if p.hadamard and p.hadamard.signs == "fresh")
         return any(not side.has_kernel for p in fresh for side in p.sides if side)
 
-    @property
+    @cached_property
     def falls_back(self) -> bool:
         """True if any GEMM has a fallback."""
         return any(precision.fallback for precision in self.gemms.values())
 
-    @property
+    @cached_property
     def history_length(self) -> int:
         """Number of steps whose amaxes delayed scaling keeps; 0 without it."""
         return max(p.delayed.recorded if p.delayed else 0 for p in self.gemms.values())
