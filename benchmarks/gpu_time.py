@@ -1,0 +1,124 @@
+"""GPU time of whole training steps by kind of kernel: where a step's milliseconds go.
+
+    python benchmarks/gpu_time.py --only "llama-8b fp8-tile" "llama-8b Megatron-LM" \\
+        --output benchmarks/results/gpu-time-h100.json
+
+Trains cases of flagship.py with Megatron-LM's own profiling arguments and adds up the kernels of
+two settled steps. A step is busy as long as any kernel or copy runs. Profiling slows the CPU down:
+compare the busy time with the step's median in flagship.py, not with the profiled step. What is
+left there is time in which the GPU waits.
+"""
+
+import argparse
+import gzip
+import json
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from flagship import Case, cases, words_of
+from rich.console import Console
+from rich.table import Table
+from training_steps import rows_of, train, write_rows
+
+FIRST, LAST = 10, 12
+"""Steps that are profiled: from the first up to the last, which is not."""
+KINDS = {
+    "attention": re.compile(r"sdpa|fmha|flash|attention", re.I),
+    "optimizer": re.compile(r"multi_tensor|adam", re.I),
+    "amaxes": re.compile(r"amax", re.I),
+    "GEMMs": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.I),
+    "quantization": re.compile(r"quantize|block_scaled|cast|decode_kernel|rht|hadamard", re.I),
+    "norms": re.compile(r"norm", re.I),
+}
+"""Kinds of kernels by their names, the first that fits; others are elementwise and the rest."""
+OTHERS = "others"
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel of this name."""
+    return next((kind for kind, names in KINDS.items() if names.search(kernel)), OTHERS)
+
+
+def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds a step of each kind of kernel, and in which the GPU is busy.
+
+    Args:
+        trace: what torch.profiler exports, with times in microseconds.
+
+    Raises:
+        ValueError: the trace has no whole step, or nothing that ran on a GPU.
+    """
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+    kernels = [event for event in events if event.get("cat") in _ON_GPU]
+    if not steps or not kernels:
+        raise ValueError(f"the trace has {len(steps)} steps and {len(kernels)} kernels")
+    sums = Counter({"busy": _union((one["ts"], one["ts"] + one["dur"]) for one in kernels)})
+    for one in kernels:
+        sums[kind_of(one["name"])] += one["dur"]
+    return {kind: round(sums[kind] / len(steps) / 1e3, 2) for kind in ("busy", *KINDS, OTHERS)}
+
+
+def _union(spans: Iterable[tuple[float, float]]) -> float:
+    """Return how much of the time the spans cover together."""
+    covered, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        covered += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return covered
+
+
+def profile(case: Case, gpu: int | None) -> dict[str, Any]:
+    """Train a case under the profiler; return its row."""
+    with tempfile.TemporaryDirectory() as folder:
+        board = Path(folder) / "tensorboard"
+        board.mkdir()
+        words = [
+            *words_of(case, LAST), "--tensorboard-dir", str(board), "--profile",
+            "--use-pytorch-profiler", "--profile-step-start", str(FIRST), "--profile-step-end",
+            str(LAST),
+        ]  # fmt: skip
+        row = train(case.script, words, gpus=1, device=gpu)
+        if "error" in row:
+            return {"case": case.name, **row}
+        with gzip.open(Path(folder) / "torch_profile" / "rank-0.json.gz", "rt") as file:
+            return {"case": case.name, "milliseconds": milliseconds(json.load(file))}
+
+
+def table(rows: Sequence[dict]) -> Table:
+    """Tabulate milliseconds a step."""
+    shown = Table(title="GPU time of a step, ms")
+    for heading in ("case", "busy", *KINDS, OTHERS):
+        shown.add_column(heading)
+    for row in rows:
+        figures = row.get("milliseconds", {"": row.get("error", "")})
+        shown.add_row(row["case"], *map(str, figures.values()))
+    return shown
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Profile the cases that the output lacks; the file is written after each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", required=True, metavar="PART", help="parts of names")
+    parser.add_argument("--gpu", type=int, metavar="N", help="number of the GPU (default: first)")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    args = parser.parse_args(argv)
+    rows = rows_of(args.output)
+    done = {row["case"] for row in rows if "error" not in row}
+    for case in cases():
+        if case.name in done or not any(part in case.name for part in args.only):
+            continue
+        rows = [*(row for row in rows if row["case"] != case.name), profile(case, args.gpu)]
+        write_rows(args.output, rows, gpus=1)
+    Console(width=150).print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
