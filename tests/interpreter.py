@@ -2,11 +2,15 @@
 
 It replaces the language's functions once a launch. Triton does it again in every call of a device
 function, without an effect: the launch has replaced them already. That takes two fifths of the time
-of a launch. Loops may end at a tensor, BF16 is multiplied, and multiply-adds are fused.
+of a launch. Of the rest, half goes into types, which are therefore made once, and into a test of
+integers for overflow, which reports nothing outside of debugging. Loops may end at a tensor, BF16
+is multiplied, and multiply-adds are fused.
 """
 
 import inspect
-from functools import cache
+import math
+from dataclasses import replace
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -18,6 +22,9 @@ from megatron_lowbit.numerics.fused_multiply_add import fused_multiply_add
 _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor
 _multiply = interpreter.InterpreterBuilder.create_dot
+_make_block_type = tl.block_type.__init__
+_block_types: dict[tuple, dict] = {}
+_number_type_of = cache(interpreter._get_np_dtype)
 
 
 def _patch_once(function):
@@ -56,6 +63,49 @@ def _multiply_add(builder, x, y, z):
     return interpreter.TensorHandle(fused_multiply_add(*numbers).numpy(), z.dtype.scalar)
 
 
+def _block_type_once(self, element, shape) -> None:
+    """Give types of the same elements and shape the same attributes."""
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if (element.name, sizes) not in _block_types:
+        _make_block_type(self, element, list(sizes))
+        _block_types[element.name, sizes] = dict(vars(self))
+    vars(self).update(_block_types[element.name, sizes])
+
+
+def _number_type(dtype) -> np.dtype:
+    """Look a type up in a table that is made once."""
+    scalar = dtype.scalar  # of a pointer, itself, which cannot be hashed
+    return np.dtype(np.uint64) if scalar.is_ptr() else _number_type_of(scalar)
+
+
+def _tensor_of_shape_once(self, handle, type) -> None:
+    """Share the shape among tensors of a size."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _shape_of(tuple(type.shape) if type.is_block() else ())
+
+
+@cache
+def _shape_of(sizes: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+
+
+def _tuple_of_type_on_demand(self, values, type=None) -> None:
+    """Leave out the types of a tuple's values, such as a shape's, until they are looked at."""
+    self.values = [*values]
+    if type is not None:
+        self.type = type if isinstance(type, tl.core.tuple_type) else tl.core.tuple_type(type)
+
+
+_type_of_values = cached_property(lambda self: tl.core._type_for_tuple_values(self.values))
+_type_of_values.__set_name__(tl.tuple, "type")
+tl.tuple.type = _type_of_values
+tl.tuple.__init__ = _tuple_of_type_on_demand
+tl.tensor.__init__ = _tensor_of_shape_once
+tl.block_type.__init__ = _block_type_once
+interpreter._get_np_dtype = _number_type
+interpreter.interpreter_builder.options = replace(
+    interpreter.interpreter_builder.options, sanitize_overflow=False
+)
 interpreter._patch_lang = _patch_once
 interpreter._patch_lang_tensor = _patch_with_index
 interpreter.InterpreterBuilder.create_dot = _multiply_numbers

@@ -30,6 +30,10 @@ MODEL = [
 PARTS = (("self_attn", ("q", "k", "v"), (256, 128, 128)), ("self_attn", ("o",), (128,)),
          ("mlp", ("gate", "up"), (256, 256)), ("mlp", ("down",), (128,)))  # fmt: skip
 RECIPES = [name for name in shipped_recipes() if name.startswith("qat-")]
+# In make test, every format of weights, and every kind of inputs, which leave the weights' bits.
+QUICK = ("qat-nvfp4-activations", "qat-mxfp4", "qat-mxfp8-activations", "qat-int4-g32",
+         "qat-int4-g128-activations", "qat-fp8-blocks")  # fmt: skip
+EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RECIPES]
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 TOKENS = torch.arange(3, 19)[None]
 
@@ -54,7 +58,7 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operands, "quantize_weight", recording)
             train(*MODEL, "--train-iters", 4, "--save", folder, "--save-interval", 3,
-                  "--precision-recipe", recipe)  # fmt: skip
+                  "--global-batch-size", 4, "--precision-recipe", recipe)  # fmt: skip
         self.checkpoint = folder / "iter_0000003"
         self.weights: list[QuantizedTensor] = seen[-2 * len(PARTS) :]  # a microbatch's
 
@@ -92,7 +96,7 @@ def rows_of(run: Run):
             first += height
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EACH)
 def test_an_export_has_the_bits_that_training_multiplied(recipe, run_of, tmp_path):
     """Codes, scales and tensor scale, against operands that the next iteration's forward made."""
     run = run_of(recipe)
@@ -114,7 +118,7 @@ def test_an_export_has_the_bits_that_training_multiplied(recipe, run_of, tmp_pat
     assert count == 14
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EACH)
 def test_training_multiplied_the_master_weight_quantized(recipe, run_of):
     """The other end of the chain: the checkpoint's weights, by ``quantize``, without history."""
     run = run_of(recipe)
@@ -142,7 +146,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if "fp8-blocks" not in name])
+@pytest.mark.parametrize("recipe", [each for each in EACH if "fp8-blocks" not in each.values[0]])
 def test_inputs_are_declared(recipe, run_of, tmp_path):
     """As compressed-tensors' own presets have them; a recipe of weights alone declares none."""
     from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
@@ -233,7 +237,7 @@ def logits_of_transformers(folder: Path, dtype: torch.dtype) -> torch.Tensor:
         return model(TOKENS).logits.float()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", EACH)
 def test_transformers_has_training_s_logits(recipe, run_of, tmp_path):
     """Logits agree but for BF16, 2**-8, in two blocks, and for inputs that it rounds otherwise.
 
@@ -284,7 +288,9 @@ def test_a_late_start(tmp_path):
         to_hugging_face(run, tmp_path / "no", quantized=QuantizedAs("compressed-tensors"))
 
 
-@pytest.mark.parametrize("recipe", ["qat-int4-g32", "qat-int4-g128", "qat-nvfp4-activations"])
+@pytest.mark.parametrize(
+    "recipe", ["qat-int4-g32", "qat-int4-g128-activations", "qat-nvfp4-activations"]
+)
 def test_an_export_is_read_back(recipe, run_of, tmp_path):
     """To Megatron-LM: the values that training multiplied, rounded to BF16."""
     run = run_of(recipe)

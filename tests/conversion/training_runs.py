@@ -13,7 +13,7 @@ MODEL = shlex.split("""
     --max-position-embeddings 32 --vocab-size 500 --hidden-dropout 0 --attention-dropout 0
 """)
 _LOOP = shlex.split("""
-    --seq-length 32 --micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100
+    --seq-length 32 --micro-batch-size 2 --global-batch-size 2 --lr 1e-2 --lr-decay-iters 100
     --eval-iters 0 --eval-interval 100 --log-interval 1 --save-interval 100 --mock-data
     --num-workers 0 --tokenizer-type NullTokenizer
     --quantization-engine reference

@@ -1,7 +1,7 @@
 """Training of hybrids: recipes, changes of layout, exact resumption."""
 
 import pytest
-from tiny_run import HYBRID, LATENT, done, losses, start_from, steps
+from tiny_run import HYBRID, LATENT, ONE_MICROBATCH, done, losses, start_from, steps
 
 RECIPES = {
     "bf16": ("--precision-recipe", "bf16"),
@@ -22,8 +22,9 @@ DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 )
 def test_it_learns(recipe, pretrain_here, tmp_path):
     result = pretrain_here(
-        *HYBRID, *RECIPES[recipe], "--train-iters", 6, "--lr-warmup-iters", 1, "--save", tmp_path
-    )
+        *HYBRID, *RECIPES[recipe], *ONE_MICROBATCH, "--train-iters", 6, "--lr-warmup-iters", 1,
+        "--save", tmp_path,
+    )  # fmt: skip
     done(result)
     assert f"{QUANTIZED[recipe]} of 16 linear layers quantized" in result.stdout
     found = losses(tmp_path)
@@ -73,7 +74,7 @@ def test_a_pattern_without_mamba_is_a_gpt(pretrain_here, tmp_path):
 
     Both models draw their weights in the same order.
     """
-    given = (*LATENT, "--precision-recipe", "fp8-tile", "--train-iters", 2)
+    given = (*LATENT, *ONE_MICROBATCH, "--precision-recipe", "fp8-tile", "--train-iters", 2)
     gpt = ("--num-layers", 1, "--mtp-num-layers", 1)
     done(pretrain_here(*given, *gpt, "--save", tmp_path / "gpt"))
     done(pretrain_here(*given, HYBRID[0], "+-/+-", "--save", tmp_path / "hybrid"))

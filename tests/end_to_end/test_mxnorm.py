@@ -1,10 +1,10 @@
 """Runs with MXNorm: training, RMSNorm's checkpoints, refusals."""
 
 import pytest
-from tiny_run import HYBRID, done, losses, refused, saved_tensors
+from tiny_run import HYBRID, ONE_MICROBATCH, done, losses, refused, saved_tensors
 
 MXNORM = ("--normalization", "MXNorm")
-SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1)
+SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1, *ONE_MICROBATCH)
 
 
 BLOCKS_OF_16 = ("--precision-recipe", "mxfp8", "--recipe-set", "input.block=16", "--recipe-set",
@@ -27,8 +27,9 @@ BLOCKS_OF_16 = ("--precision-recipe", "mxfp8", "--recipe-set", "input.block=16",
 )
 def test_it_learns(model, recipe, active, pretrain_here, tmp_path):
     result = pretrain_here(
-        *model, *recipe, *MXNORM, "--train-iters", 6, "--lr-warmup-iters", 1, "--save", tmp_path
-    )
+        *model, *recipe, *MXNORM, *ONE_MICROBATCH, "--train-iters", 6, "--lr-warmup-iters", 1,
+        "--save", tmp_path,
+    )  # fmt: skip
     done(result)
     assert f"MXNorm, p 2: {active}" in result.stdout
     found = losses(tmp_path)

@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_run import done, refused, saved_tensors, start_from, steps
+from tiny_run import ONE_MICROBATCH, done, refused, saved_tensors, start_from, steps
 
 from megatron_lowbit import quantize
 from megatron_lowbit.megatron import pretrain
@@ -15,7 +15,7 @@ from megatron_lowbit.megatron.steps import steps_of
 
 START, OVER, LENGTH, SAVED = 2, 3, 8, 4
 RESET = f"oscillation={{start: {START}, period: 5, over: {OVER}, ratio: 1.5}}"
-NVFP4 = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none")
+NVFP4 = ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none", *ONE_MICROBATCH)
 OSCILLATION = (*NVFP4, "--recipe-set", RESET)
 FC2 = "decoder.layers.1.mlp.linear_fc2"
 

@@ -1,7 +1,11 @@
 """Runs of pretrain_gpt.py: loss, evaluation and output files."""
 
+import runpy
+import sys
+
+import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import done, losses, metrics, refused, steps
+from tiny_run import ROOT, Result, arguments_for, done, losses, metrics, refused, steps
 
 NVFP4 = ("--fp4-recipe", "nvfp4")
 EVALUATION = ("--eval-iters", 1, "--eval-interval", 3)
@@ -54,6 +58,12 @@ def test_finetuning_begins_with_the_model_at_iteration_0(pretrain_here, tmp_path
     assert after[1] < before[1] - 0.2
 
 
-def test_scripts_name_each_other(pretrain_command):
-    result = pretrain_command("--hybrid-layer-pattern", "M-", "--train-iters", 1)
-    assert "use pretrain_hybrid.py" in refused(result)
+def test_scripts_name_each_other(corpus, monkeypatch, capsys):
+    arguments = arguments_for(corpus, ("--hybrid-layer-pattern", "M-", "--train-iters", 1))
+    script = str(ROOT / "pretrain_gpt.py")
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(script, run_name="__main__")
+    assert "use pretrain_hybrid.py" in refused(
+        Result(ended.value.code, "", capsys.readouterr().err)
+    )

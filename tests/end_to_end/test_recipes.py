@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tiny_run import ROOT, done, steps
+from tiny_run import ONE_MICROBATCH, ROOT, done, steps
 
 ROLES = ("input", "weight", "grad")
 # Arguments, how many of the 16 linear layers they quantize, and what the table says of that.
@@ -61,7 +61,8 @@ def trained(memory, pretrain_here, tmp_path):
 
 
 def run(pretrain_here, arguments: str, iterations: int, save: Path) -> tuple[str, dict]:
-    result = pretrain_here(*arguments.split(), "--train-iters", iterations, "--save", save)
+    length = ("--train-iters", iterations, *ONE_MICROBATCH)
+    result = pretrain_here(*arguments.split(), *length, "--save", save)
     done(result)
     return result.stdout, steps(save)
 

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import done, saved_histories, start_from, steps
+from tiny_run import ONE_MICROBATCH, done, saved_histories, start_from, steps
 
 LENGTH = 6  # iterations
-AFTER = 3  # finished iterations, of 4 sequences of 32 tokens, at which every switch here comes
+AFTER = 3  # finished iterations, of 2 sequences of 32 tokens, at which every switch here comes
 
 NVFP4, BF16 = "nvfp4", "bf16"
 DELAYED = str(Path(__file__).with_name("delayed.yaml"))
@@ -34,8 +34,8 @@ CASES = {
         DELAYED, "iteration: 3, to: nvfp4, part: forward",
         ("--fp8-recipe", NVFP4, "--fp4-recipe", DELAYED),
     ),
-    "tokens": (NVFP4, "tokens: 384, to: bf16", ("--precision-recipe", BF16)),
-    "tokens between steps": (NVFP4, "tokens: 257, to: bf16", ("--precision-recipe", BF16)),
+    "tokens": (NVFP4, "tokens: 192, to: bf16", ("--precision-recipe", BF16)),
+    "tokens between steps": (NVFP4, "tokens: 129, to: bf16", ("--precision-recipe", BF16)),
     "fraction": (NVFP4, "fraction: 0.5, to: bf16", ("--precision-recipe", BF16)),
 }  # fmt: skip
 
@@ -56,9 +56,8 @@ def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Pa
         if after is not None:
             arguments = (*arguments, "--load", start_from(*after, folder))
         interval = 1 if after is None else LENGTH
-        result = pretrain_here(
-            *arguments, "--train-iters", LENGTH, "--save-interval", interval, "--save", folder
-        )
+        length = ("--train-iters", LENGTH, "--save-interval", interval, *ONE_MICROBATCH)
+        result = pretrain_here(*arguments, *length, "--save", folder)
         done(result)
         (folder / "output.txt").write_text(result.stdout)
         if after is None:

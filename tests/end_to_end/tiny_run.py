@@ -41,6 +41,8 @@ MODEL = shlex.split("""
     --untie-embeddings-and-output-weights --max-position-embeddings 32 --hidden-dropout 0
     --attention-dropout 0
 """)
+ONE_MICROBATCH = ("--global-batch-size", 2)
+"""Half the work of a step, for what does not depend on how gradients add up."""
 GROUPED = ("--group-query-attention", "--num-query-groups", "2")
 # The schedule and the interval of saves do not depend on the number of iterations.
 LOOP = shlex.split("""

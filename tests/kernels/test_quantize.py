@@ -91,9 +91,11 @@ def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> N
     check_same(by_col, quantizer(x.t(), hadamard=hadamard, sign_key=6, draw=draws[1]))
 
 
-# Options change how scales are made: whichever the rounding.
-QUICK = {(name, rounding) for rounding in Rounding for name in KERNELS} | {
-    (name, Rounding.STOCHASTIC) for name in OPTIONS
+# Options change how scales are made: whichever the rounding. Elements are rounded alike in blocks
+# of one dimension and of two: to nearest in the latter, the other way in the former.
+QUICK = {
+    (name, Rounding.NEAREST_EVEN if name in KERNELS and ALL[name].square else Rounding.STOCHASTIC)
+    for name in ALL
 }
 
 

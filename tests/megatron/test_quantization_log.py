@@ -49,6 +49,10 @@ LAYERS = {
 }  # fmt: skip
 
 
+# Two microbatches of each rank, or of each stage, are for layouts of two ranks.
+ONE_MICROBATCH = ("--global-batch-size", "2")
+
+
 def train(model: str, folder: Path, *more: object) -> None:
     saved = ["--save", str(folder), "--save-interval", "100"]
     main([*ARGUMENTS, *MODELS[model].split(), *saved, *map(str, more)])
@@ -103,7 +107,7 @@ def check(folder: Path, model: str) -> None:
     [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("dense", "hybrid"))) for m in MODELS],
 )
 def test_every_layer_and_the_same_training(tmp_path, model):
-    make_runs(tmp_path, model)
+    make_runs(tmp_path, model, *ONE_MICROBATCH)
     check(tmp_path, model)
 
 
@@ -123,7 +127,7 @@ def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
     parts, more = NORMS[name]
     model = "dense" if name == "mxnorm" else name
     board = ("--tensorboard-dir", tmp_path / "board", "--log-quantization-error-interval", 2)
-    train(model, tmp_path / "run", *board, *more)
+    train(model, tmp_path / "run", *ONE_MICROBATCH, *board, *more)
     first = lines(tmp_path / "run")[1]
     named = {tuple(key.split("/")[1:]): v for key, v in first.items() if key.startswith("norms/")}
     found = {path: v for (path, figure), v in named.items() if figure == "rms"}

@@ -175,7 +175,8 @@ def test_tokens_of_a_run_are_its_iterations_or_its_samples():
     ],
 )
 def test_formats_without_tensor_cores_of_their_own_are_named(capsys, words, expected):
-    main(shlex.split(f"--gpus 8 {LLAMA_8B} {words}"))
+    layout = "--as-given --tensor-model-parallel-size 8 --sequence-parallel"
+    main(shlex.split(f"--gpus 8 {layout} {LLAMA_8B} {words}"))
     shown = capsys.readouterr().out.replace("\n", " ")
     assert re.search(expected, shown) if expected else "runs as" not in shown
 

@@ -6,6 +6,7 @@ the ranks draw, computes the same sums: of two gradients, so that even their ord
 """
 
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,11 @@ from megatron_lowbit.pytorch import linear
 
 RANKS, STEPS = 2, 4
 RECIPES = {"fp8-tile": [], "nvfp4": ["bf16_blocks=none"], "mxfp4-backward": []}
+# Every recipe in either way, and each of them with checkpointing and without.
+WAYS = [
+    ("ddp", "fp8-tile", True), ("ddp", "nvfp4", False), ("ddp", "mxfp4-backward", True),
+    ("fsdp", "fp8-tile", False), ("fsdp", "nvfp4", True), ("fsdp", "mxfp4-backward", False),
+]  # fmt: skip
 
 
 def converted(recipe: str):
@@ -63,23 +69,26 @@ def train_as_rank(wrap: str, recipe: str, checkpointed: bool, rank: int):
     return losses, {name: whole(value) for name, value in model.named_parameters()}
 
 
-def train_alone(recipe: str, monkeypatch):
+@cache
+def train_alone(recipe: str):
     """Return the losses of each rank's batches, and the parameters afterwards."""
-    model, optimizer_of = converted(recipe)
-    optimizer = optimizer_of(model.parameters())
-    monkeypatch.setattr(linear.dist, "is_initialized", lambda: True)
     losses: list[list[torch.Tensor]] = [[], []]
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for rank in range(RANKS):
-            monkeypatch.setattr(linear.dist, "get_rank", lambda rank=rank: rank)
-            torch.manual_seed(step)
-            loss = loss_of(model, batch(RANKS * step + rank))
-            loss.backward()
-            losses[rank].append(loss.detach())
-        for parameter in model.parameters():
-            parameter.grad /= RANKS
-        optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "select_engine", linear.select_engine)  # to restore it
+        patch.setattr(linear.dist, "is_initialized", lambda: True)
+        model, optimizer_of = converted(recipe)
+        optimizer = optimizer_of(model.parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for rank in range(RANKS):
+                patch.setattr(linear.dist, "get_rank", lambda rank=rank: rank)
+                torch.manual_seed(step)
+                loss = loss_of(model, batch(RANKS * step + rank))
+                loss.backward()
+                losses[rank].append(loss.detach())
+            for parameter in model.parameters():
+                parameter.grad /= RANKS
+            optimizer.step()
     return losses, dict(model.named_parameters())
 
 
@@ -88,11 +97,8 @@ def work(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    for wrap in ("ddp", "fsdp"):
-        for recipe in RECIPES:
-            for checkpointed in (False, True):
-                result = train_as_rank(wrap, recipe, checkpointed, rank)
-                torch.save(result, folder / f"{wrap}-{recipe}-{checkpointed}-{rank}.pt")
+    for way in WAYS:
+        torch.save(train_as_rank(*way, rank), folder / f"{'-'.join(map(str, way))}-{rank}.pt")
     torch.save(refusal_of_a_sharded_weight(), folder / f"refusal-{rank}.pt")
     torch.save(versions(), folder / f"versions-{rank}.pt")
     dist.destroy_process_group()
@@ -145,12 +151,9 @@ def results(folder, run_ranks):
     return lambda name, rank: torch.load(folder / f"{name}-{rank}.pt", weights_only=True)
 
 
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_two_ranks_train_as_one_process(wrap, recipe, checkpointed, results, monkeypatch):
-    monkeypatch.setattr(linear, "select_engine", linear.select_engine)  # to restore it
-    losses, parameters = train_alone(recipe, monkeypatch)
+@pytest.mark.parametrize(("wrap", "recipe", "checkpointed"), WAYS)
+def test_two_ranks_train_as_one_process(wrap, recipe, checkpointed, results):
+    losses, parameters = train_alone(recipe)
     for rank in range(RANKS):
         theirs, after = results(f"{wrap}-{recipe}-{checkpointed}", rank)
         assert theirs == losses[rank]
