@@ -60,7 +60,7 @@ def quantize_both(
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
     own, known = None, amaxes
-    if plan.casts and amaxes != (None, None) and _are_delayed((row, col), amaxes):
+    if plan.casts and _are_delayed((row, col), amaxes):
         known = [None if amax is None else amax.earlier for amax in amaxes]
         own = own_amax(x, known)
     elif plan.takes_amax:
