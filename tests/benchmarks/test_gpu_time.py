@@ -1,4 +1,4 @@
-"""Where a step's GPU time goes, against a trace added up by hand."""
+"""GPU time of a step by kind of kernel, against a trace added up by hand."""
 
 import gzip
 import json
