@@ -102,7 +102,7 @@ def table(rows: Sequence[dict]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Profile the cases that the output lacks; the file is written after each."""
+    """Train the cases that the output lacks under the profiler; write the file after each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
