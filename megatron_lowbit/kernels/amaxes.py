@@ -79,17 +79,15 @@ def tensor_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes
 def _tensor_amaxes(x: Tensor, row: Measured | None, col: Measured | None) -> Amaxes:
     if row is None and col is None:
         return None, None
-    one = row if col is None else col if row is None else None
     if row is not None and (col is row or col == row == _AS_IT_IS):
-        one = row
-    if one is None:
-        zeros = torch.zeros(2, dtype=torch.int32, device=x.device).unbind()
-        return _maxed(amax_kernel, x, row, col, zeros, 4, (None,), (0,))
-    # The amax of one side, and of both where neither is transformed.
-    zero = torch.zeros((), dtype=torch.int32, device=x.device)
-    side = (None, one) if row is None else (one, None)
-    found = _maxed(amax_kernel, x, *side, (zero, zero), 4, (None,), (0,))
-    return found if row is None or col is None else (found[0], found[0])
+        amax, _ = _tensor_amaxes(x, row, None)
+        return amax, amax
+    options = {"dtype": torch.int32, "device": x.device}
+    if row is None or col is None:
+        zeros = (torch.zeros((), **options),) * 2
+    else:
+        zeros = torch.zeros(2, **options).unbind()
+    return _maxed(amax_kernel, x, row, col, zeros, 4, (None,), (0,))
 
 
 def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:

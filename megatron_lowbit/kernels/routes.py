@@ -1,4 +1,4 @@
-"""Table of GEMM routes on a GPU: which tensor cores multiply a pair of formats, written how.
+"""Table of GEMM routes on a GPU: tensor cores for each pair of formats, and forms of operands.
 
 The first route that takes both formats on a device is the pair's; ``gemm.py`` carries it out.
 """
