@@ -64,7 +64,7 @@ ALL_BLOCKS = """
 STEPS = """
     --bf16 --mock-data --tokenizer-type NullTokenizer --lr 1e-4 --min-lr 1e-4
     --lr-decay-style constant --lr-warmup-iters 0 --eval-iters 0 --eval-interval 1000
-    --log-interval 1 --log-throughput --no-gradient-accumulation-fusion
+    --log-interval 1 --log-throughput
 """
 EXPERTS = "--moe-grouped-gemm --moe-permute-fusion"
 

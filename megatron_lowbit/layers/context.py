@@ -67,6 +67,7 @@ class LinearContext:
         weight_cache: keeps the quantized weight for the next call, in training.
         fallbacks: int64 (3,); for each of fprop, dgrad and wgrad, the number of products that were
             not finite and were computed again in high precision is added.
+        saves_input: keep the input itself for wgrad, which then quantizes it, in place of codes.
     """
 
     precision: LinearPrecision
@@ -78,6 +79,7 @@ class LinearContext:
     amax_history: AmaxHistory | None = None
     weight_cache: WeightCache | None = None
     fallbacks: Tensor | None = None
+    saves_input: bool = False
 
     def quantize(
         self,

@@ -117,10 +117,7 @@ def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Te
 
 def _product(context: LinearContext, lhs: Any, normalized: Tensor) -> Tensor:
     """Compute M (N, D) in FP32 from dH's transpose and this rank's normalized input (R, D)."""
-    if context.shards.sequence_parallel:
-        rhs = operands.quantize_gathered(context, "wgrad", normalized)
-    else:
-        _, rhs = context.quantize(normalized, "input", None, "wgrad")
+    rhs = operands.quantize_gathered(context, "wgrad", normalized)
     return context.gemm("wgrad", lhs, rhs, torch.float32)
 
 

@@ -29,15 +29,17 @@ def quantize_input(
 
     Returns:
         fprop's input of all tokens, and what wgrad keeps of this rank's: its transpose (K, R)
-        quantized; fprop's codes (R, K) where wgrad is made from them; x itself where wgrad is in
-        high precision, has a fallback, or quantizes the tokens of all ranks; else None.
+        quantized; fprop's codes (R, K) where wgrad is made from them; x itself where the context
+        says so, and where wgrad is in high precision, has a fallback, or quantizes the tokens of
+        all ranks; else None.
     """
     precision, tokens = context.precision, len(x)
     split = context.shards.sequence_parallel
     given_row, given_col = (operand.row, operand.col) if operand else (None, None)
-    reuses_row = keep and precision.wgrad.uses_fprop
+    makes_codes = keep and not context.saves_input
+    reuses_row = makes_codes and precision.wgrad.uses_fprop
     keeps_codes = (
-        keep
+        makes_codes
         and not reuses_row
         and not precision.wgrad.fallback
         and precision.quantizer("wgrad", "input") is not None
@@ -72,25 +74,23 @@ def wgrad_input(context: LinearContext, saved: Any) -> Any:
         return _fprop_input(context, saved)
     if precision.requantizes_rhs:
         return requantized(context, "input", _fprop_input(context, saved))
-    if not isinstance(saved, Tensor):
-        return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
-    return quantize_gathered(context, "wgrad", saved) if shards.sequence_parallel else saved.t()
+    if isinstance(saved, Tensor):
+        return quantize_gathered(context, "wgrad", saved)
+    return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
 
 
 def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
     """Quantize the transpose of fprop's quantized weight or input, in BF16, along its own axis."""
-    if role == "input" and context.shards.sequence_parallel:
+    if role == "input":
         context = _without_split_tokens(context)
     values = operand.dequantize().to(torch.bfloat16)
     return context.quantize(values, role, None, "wgrad" if role == "input" else "dgrad")[1]
 
 
 def _fprop_input(context: LinearContext, saved: Any) -> Any:
-    if not context.shards.sequence_parallel:
-        return saved
     if isinstance(saved, Tensor):
         return quantize_gathered(context, "fprop", saved)
-    return gather_rows(saved, context.shards.group)
+    return gather_rows(saved, context.shards.group) if context.shards.sequence_parallel else saved
 
 
 def gather_input(context: LinearContext, x: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def gather_input(context: LinearContext, x: Tensor) -> Tensor:
 
 def quantize_gathered(context: LinearContext, gemm: str, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
-    return quantize_all_tokens(context, gemm, gather_rows(x, context.shards.group))
+    return quantize_all_tokens(context, gemm, gather_input(context, x))
 
 
 def quantize_all_tokens(context: LinearContext, gemm: str, x: Tensor) -> Any:
@@ -113,6 +113,8 @@ def quantize_all_tokens(context: LinearContext, gemm: str, x: Tensor) -> Any:
 
 def _without_split_tokens(context: LinearContext) -> LinearContext:
     """Return the context of a call with the input of all tokens."""
+    if not context.shards.sequence_parallel:
+        return context
     roles = context.shards.roles - {"input"}
     return replace(context, shards=replace(context.shards, sequence_parallel=False, roles=roles))
 
@@ -215,8 +217,14 @@ def deliver_wgrad(
 
 
 def main_grad_of(context: LinearContext, weight: Tensor) -> Tensor | None:
-    """Return ``weight.main_grad`` if dW is added to it."""
-    return getattr(weight, "main_grad", None) if context.accumulate_main_grad else None
+    """Return the weight's main gradient if dW is added to it; Megatron-FSDP makes it on demand."""
+    if not context.accumulate_main_grad:
+        return None
+    made = getattr(weight, "get_main_grad", None)
+    main_grad: Tensor | None = made() if made else getattr(weight, "main_grad", None)
+    if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
+        main_grad.zero_()
+    return main_grad
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:

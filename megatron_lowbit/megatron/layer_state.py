@@ -28,8 +28,10 @@ class LayerState:
     ``group`` are the tensor-parallel ranks of a column- or row-parallel layer (``is_column``), and
     ``features`` the global numbers (int64) of the features that they split, None where they split
     none. ``graph_keys`` has the layer's random keys where calls are captured in
-    CUDA graphs.
+    CUDA graphs. ``saves_input``: as a context's.
     """
+
+    saves_input = False
 
     def __init__(
         self,
@@ -85,7 +87,12 @@ class LayerState:
             # Graphs quantize weights themselves.
             weight_cache=(cache or self.weight_cache) if self.graph_keys is None else None,
             fallbacks=None if _is_warming_up() else self.fallbacks,
+            saves_input=self.saves_input,
         )
+
+    def is_active(self, training: bool) -> bool:
+        """Return True if a call in training, or in evaluation, is quantized."""
+        return self.plan.precision.quantized and (training or self.plan.evaluates)
 
     def call_key(self) -> Key:
         """Return the key of a call; a copy of the keys in device memory, for its backward pass."""

@@ -50,11 +50,8 @@ class _Product:
         self, input: torch.Tensor, weight: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         state = self.state
-        in_high_precision = not state.plan.precision.quantized or not (
-            self.module.training or state.plan.evaluates
-        )
         # An expert without tokens has nothing to quantize, nor an amax to record.
-        if in_high_precision or input.numel() == 0:
+        if not state.is_active(self.module.training) or input.numel() == 0:
             return self.high_precision(input, weight, *args, **kwargs)
         shards = state.shards(kwargs["sequence_parallel"], kwargs["allreduce_dgrad"])
         context = state.context(shards)

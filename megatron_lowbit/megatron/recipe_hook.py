@@ -60,6 +60,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         UserError: the recipe does not exist, or does not fit the other arguments.
     """
     upstream_gaps.use_prebuilt_dataset_helpers()
+    if args.gradient_accumulation_fusion:
+        upstream_gaps.fuse_gradient_accumulation()
     upstream_gaps.check_local_layers(args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
@@ -78,11 +80,6 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
         if args.cuda_graph_impl != "none":
             cuda_graphs.check(recipe, args)
     if any(precision.falls_back for precision in recipe.precisions()):
-        require(
-            args.transformer_impl == "local",
-            "fallback: bf16 needs --transformer-impl local: Transformer Engine's layers hand on "
-            "quantized operands alone",
-        )
         require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
                 "whole")  # fmt: skip
     if recipe.oscillation:
@@ -110,10 +107,6 @@ def _check(args: Namespace) -> None:
         "--use-transformer-engine-op-fuser": (
             args.use_transformer_engine_op_fuser,
             "its operations pass by the layers' forward pass",
-        ),
-        "--delay-wgrad-compute with --moe-grouped-gemm": (
-            args.moe_grouped_gemm and args.delay_wgrad_compute,
-            "experts' weight gradients are computed with the others",
         ),
         "--fp8-format": (args.fp8 is not None, "a recipe takes the place of Megatron-LM's own"),
         "--fp4-format": (args.fp4 is not None, "a recipe takes the place of Megatron-LM's own"),

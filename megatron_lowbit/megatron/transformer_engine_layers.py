@@ -1,28 +1,36 @@
 """megatron-core's Transformer Engine layers under a recipe, module by module.
 
-Each takes its precision through megatron-core's own ``finish_init``, which by default knows a
-recipe of Transformer Engine or the path of a factory of quantizers: :func:`factory` here, which
-finds its module by the name that Transformer Engine hands on.
+They keep the parameters, their sharding and their checkpoints. Where Transformer Engine has
+kernels for a precision on this GPU, its module computes in a recipe of its own, which it takes
+through megatron-core's ``finish_init``: by a name that megatron-core knows, or by the path of
+:func:`factory`, which finds its module by the name that Transformer Engine hands on. Elsewhere the
+forward pass is replaced: a norm is Transformer Engine's, the product this project's.
 """
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from transformer_engine.pytorch.quantization import RecipeState
+from transformer_engine.pytorch.tensor import IdentityQuantizer
 
-from megatron_lowbit.layers import LinearContext
+from megatron_lowbit.errors import require
+from megatron_lowbit.layers import lowbit_linear
+from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 from megatron_lowbit.megatron.transformer_engine_experts import Expert, take_over_expert
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import Native, native_recipe
-from megatron_lowbit.transformer_engine.quantizers import slot
+from megatron_lowbit.transformer_engine.norm import normalized
 from megatron_lowbit.transformer_engine.recipe import build
 
 _COLUMN = (te.TEColumnParallelLinear, te.TELayerNormColumnParallelLinear)
@@ -30,32 +38,37 @@ _FACTORY = f"{__name__}.factory"
 
 
 class TELayerState(LayerState):
-    """The state of a module of Transformer Engine, which it keeps in step with its precision."""
+    """The state of a module of Transformer Engine, which it keeps in step with its precision.
+
+    ``native`` is Transformer Engine's recipe that computes the layer, None for this project's.
+    """
 
     def __init__(self, plan: LayerPlan, module: torch.nn.Module) -> None:
         self.module, is_column = module, isinstance(module, _COLUMN)
-        self.calls = CallTracker(self._make_context, opened_outside=True, main_grad=self._main_grad)
         module.name = _Name(plan.layer.path)
         module.name.state = self
-        # Not a hook: Megatron-LM's CUDA graphs take no module that has one.
-        module.forward = self._opening(module.forward)
         if plan.layer.path.endswith("attention.linear_proj"):
             module.save_original_input |= _attention_keeps_output(module.config)
+        self.saves_input = module.save_original_input
         features = None
         if module.tp_size > 1:
             split = module.out_features if is_column else module.in_features
             features = split_features(split, module.weight, module.tp_group)
-        super().__init__(plan, device_of(module.weight), module.tp_group, features, is_column)
+        is_expert = ".local_experts." in plan.layer.path
+        super().__init__(
+            plan, device_of(module.weight), module.tp_group, features, is_column, is_expert
+        )
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
         super().set_precision(precision)
         module, layer = self.module, self.plan.layer
-        self.native = _native(precision)
-        content = _content(precision, self.native, self.plan.evaluates)
+        self.native = _native(precision) if precision.quantized else None
+        if precision.quantized and self.native is None:
+            _check(module.config)
+        content = _content(self.native, self.plan.evaluates)
         where = MatchContext(layer.path, layer.block)
         module.finish_init(QuantizationConfig(content, where, "recipe"))
-        self.own = precision.quantized and self.native is None
         module.fp8_initialized = module.fp8_meta_tensors_initialized = False
         module._fp8_workspaces.clear()
 
@@ -64,40 +77,52 @@ class TELayerState(LayerState):
 
         megatron-core says so to its modules only where one recipe is for all of them.
         """
+        super().forget_weight()
         self.module.is_first_microbatch = True
 
-    def _opening(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        module = self.module
 
-        def opened(*args: Any, **kwargs: Any) -> Any:
+class _Forward:
+    """The forward pass of a linear layer, in the precision of its state."""
+
+    def __init__(self, module: torch.nn.Module, state: TELayerState) -> None:
+        self.module, self.state = weakref.proxy(module), state
+        self.own = module.forward
+        self.normalizes = hasattr(module, "layer_norm_weight")
+        self.reduces = module.parallel_mode == "row" and module.tp_size > 1
+
+    @eager  # The key is another one in every microbatch.
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module, state = self.module, self.state
+        # An expert without tokens has nothing to quantize, nor an amax to record.
+        if state.native or not state.is_active(module.training) or x.numel() == 0:
             if is_graph_capturing():
                 module.is_first_microbatch = True  # a graph quantizes the weight each time
-            if self.own and (module.training or self.plan.evaluates):
-                self.calls.open(training=module.training and torch.is_grad_enabled())
-            return forward(*args, **kwargs)
+            return self.own(x)
+        if self.normalizes:
+            x = normalized(x, module)
+        bias = module.bias if module.use_bias else None
+        own_bias = None if module.te_return_bias or self.reduces else bias
+        parallel: bool = module.sequence_parallel
+        context = state.context(state.shards(parallel, allreduce_dgrad=not parallel))
+        y = lowbit_linear(x, module.weight, context, bias=own_bias)
+        if self.reduces:
+            reduce = reduce_from_tensor_model_parallel_region
+            if parallel:
+                reduce = reduce_scatter_to_sequence_parallel_region
+            y = reduce(y, group=module.tp_group)
+            y = y if bias is None or module.te_return_bias else y + bias
+        return y, bias if module.te_return_bias else None
 
-        return opened
 
-    def _main_grad(self) -> torch.Tensor | None:
-        # Transformer Engine hands main_grad to its own GEMMs, but not to those of a custom recipe.
-        module, weight = self.module, self.module.weight
-        if not module.fuse_wgrad_accumulation:
-            return None
-        main_grad = getattr(weight, "get_main_grad", lambda: weight.main_grad)()
-        return main_grad.zero_() if getattr(weight, "overwrite_main_grad", False) else main_grad
-
-    def _make_context(self, training: bool) -> LinearContext:
-        # Communication, gradient buffers and the weight's cache are Transformer Engine's, which
-        # keeps in it the codes that are stored in place of the weight.
-        return LinearContext(
-            self.plan.precision,
-            self.plan.engine,
-            self.call_key(),
-            training,
-            shards=self.shards(),
-            amax_history=self.call_history(),
-            weight_cache=self.weight_cache if self.weight_cache.stored else None,
-        )
+def _check(config: TransformerConfig) -> None:
+    """Raise UserError for what Transformer Engine's modules do and this project's layers do not."""
+    refused = {
+        "--tp-comm-overlap": config.tp_comm_overlap,
+        "--tensor-parallel-num-weight-shards": config.gtp_weight_remat_size > 1,
+    }
+    for flag, given in refused.items():
+        require(not given, f"{flag} under a recipe: this project's kernels compute the linear "
+                "layers, and do not have it; leave it out")  # fmt: skip
 
 
 def _attention_keeps_output(config: TransformerConfig) -> bool:
@@ -129,6 +154,7 @@ def take_over(module: torch.nn.Module | Expert, plan: LayerPlan) -> LayerState:
         is_column = isinstance(module.grouped, te.TEColumnParallelGroupedLinear)
         return take_over_expert(module, plan, is_column)
     module.layer_state = TELayerState(plan, module)
+    module.forward = _Forward(module, module.layer_state)
     return module.layer_state
 
 
@@ -139,27 +165,29 @@ class _Name(str):
 
 
 def factory(role: Any) -> Any:
-    """Return the quantizer of one operand of one module."""
-    state = None if role is None else getattr(role.name, "state", None)
-    if state is None or state.own:
-        return slot(role, lambda: state.calls)
+    """Return the quantizer of one operand of a module that a recipe of its own computes."""
+    if role is None or role.tensor_type not in _QUANTIZERS:
+        return IdentityQuantizer()  # a slot that stays in high precision
     # Transformer Engine's own recipe makes the quantizers of a pass together.
-    mode, count, index = {
-        "input": ("forward", 3, 0),
-        "weight": ("forward", 3, 1),
-        "grad_output": ("backward", 2, 0),
-    }[role.tensor_type]
-    own = RecipeState.create(build(state.native), mode=mode, num_quantizers=count)
+    mode, count, index = _QUANTIZERS[role.tensor_type]
+    own = RecipeState.create(build(role.name.state.native), mode=mode, num_quantizers=count)
     return own.make_quantizers()[index]
 
 
-def _content(precision: LinearPrecision, native: Native | None, evaluates: bool) -> dict[str, Any]:
+_QUANTIZERS = {
+    "input": ("forward", 3, 0),
+    "weight": ("forward", 3, 1),
+    "grad_output": ("backward", 2, 0),
+}
+"""Pass of each operand, the number of the pass's quantizers, and the operand's place there."""
+
+
+def _content(native: Native | None, evaluates: bool) -> dict[str, Any]:
     """Return megatron-core's configuration of a module; an empty recipe is high precision."""
     training: dict[str, Any] = {}
-    if precision.quantized:
+    if native is not None:
         custom = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": _FACTORY}
-        training = dict(native.megatron) if native and native.megatron else custom
-        training["override_nonquantized_autocast"] = True
+        training = dict(native.megatron or custom, override_nonquantized_autocast=True)
     return {
         "transformer_engine_config_type": "TEQuantizationParams",
         "training_recipe": training,

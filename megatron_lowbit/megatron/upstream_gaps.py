@@ -7,6 +7,7 @@
 - Local core attention does not accept the widths that multi-latent attention passes to it.
 - Local models use Apex's norm where Apex is installed, which has no RMSNorm.
 - Local norms have no gains of 1 + weight.
+- Gradient accumulation fusion, the default, needs Apex beside Transformer Engine as well.
 - Local experts with biases are not trained, or with a wrong gradient.
 - Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
 
@@ -18,11 +19,13 @@ import typing
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from megatron_lowbit.errors import require
+from megatron_lowbit.kernels.cublas import scaled_matmul
 
 if sys.version_info < (3, 12):
     from typing_extensions import override
@@ -134,6 +137,29 @@ def use_torch_rms_norm() -> None:
 
     if "__new__" not in vars(FusedLayerNorm):  # The CPU runtime has replaced it already.
         FusedLayerNorm.__new__ = staticmethod(_norm_of)
+
+
+def fuse_gradient_accumulation() -> None:
+    """Compute what Apex's extension does for ``--gradient-accumulation-fusion``, by cuBLAS.
+
+    The output layer needs it in models of Transformer Engine's layers, too. Where Apex is
+    installed, its extension stays.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=_add_wgrad, wgrad_gemm_accum_fp16=_add_wgrad
+        )
+        layers._grad_accum_fusion_available = True
+
+
+def _add_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add the product of grad (M, N), transposed, and x (M, K) to ``main_grad`` (N, K)."""
+    if main_grad.dtype is torch.float32 and x.dtype is torch.bfloat16 and x.is_cuda:
+        scaled_matmul(grad.t(), x.t(), None, torch.float32, out=main_grad)
+    else:
+        main_grad.add_(grad.t() @ x)
 
 
 def use_zero_centered_norms() -> None:

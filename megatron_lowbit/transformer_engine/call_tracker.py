@@ -8,38 +8,29 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from torch import Tensor
-
 from megatron_lowbit.layers import LinearContext
 
 
 class CallTracker:
     """Contexts of one module's calls. Backward passes come in the order of their forward passes.
 
+    A call whose input autograd has let go of has no backward pass.
+
     Args:
         make_context: returns a call's context, given True if it trains.
-        opened_outside: True if whoever runs the module begins calls by :meth:`open`, each of which
-            has a backward pass if it trains. Otherwise the quantizer of its input begins them, and
-            a call whose input autograd has let go of has no backward pass.
-        main_grad: returns the tensor that wgrad is added to, or None to have it returned.
     """
 
-    def __init__(
-        self, make_context: Callable[[bool], LinearContext], opened_outside: bool = False,
-        main_grad: Callable[[], Tensor | None] = lambda: None,
-    ) -> None:  # fmt: skip
-        self.opened_outside, self.main_grad = opened_outside, main_grad
+    def __init__(self, make_context: Callable[[bool], LinearContext]) -> None:
         self.forward: LinearContext | None = None
         self.backward: LinearContext | None = None
         self._make_context = make_context
-        self._pending: deque[Callable[[], LinearContext | None]] = deque()
+        self._pending: deque[weakref.ref[LinearContext]] = deque()
 
     def open(self, training: bool) -> LinearContext:
         """Begin a call; one that trains waits for its backward pass."""
         self.forward = context = self._make_context(training)
         if training:
-            waiting = (lambda: context) if self.opened_outside else weakref.ref(context)
-            self._pending.append(waiting)
+            self._pending.append(weakref.ref(context))
         return context
 
     def open_backward(self) -> LinearContext:

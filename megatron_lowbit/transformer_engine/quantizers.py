@@ -5,7 +5,7 @@ tensors to the ``qgemm`` of the left one. Source: transformer_engine/pytorch/cus
 module/linear.py of version 2.20.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -156,8 +156,6 @@ class LowbitQuantizer(IdentityQuantizer):
     def _input(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
         if not self.rowwise_usage:
             context = self.calls.backward  # quantized again, or gathered, for wgrad
-        elif self.calls.opened_outside:
-            context = self.calls.forward
         else:
             context = self.calls.open(training=self.columnwise_usage)
         rows, columns = self.rowwise_usage, self.columnwise_usage
@@ -202,8 +200,7 @@ class LowbitQuantizer(IdentityQuantizer):
         if isinstance(qw, Unquantized):
             qw = quantize_dgrad_weight(context, qw.weight)
         bias = bias.to(out_dtype) if bias is not None and bias.numel() else None
-        main_grad = self.calls.main_grad() if name == "wgrad" else None
-        return context.gemm(name, qx, qw, out_dtype, bias, out=main_grad)
+        return context.gemm(name, qx, qw, out_dtype, bias)
 
 
 class Factory:
@@ -222,15 +219,13 @@ class Factory:
 
     def __call__(self, role: Any) -> IdentityQuantizer:
         """Return the quantizer for a role; None is a slot that stays in high precision."""
-        if role is not None and role.tensor_type == "input":
+        name = None if role is None else _ROLES.get(role.tensor_type)
+        if name is None:
+            return IdentityQuantizer()
+        if name == "input":
             self._calls = CallTracker(self._make_context)
-        return slot(role, lambda: self._calls)
+        assert self._calls is not None, "a module asks for its input's quantizer first"
+        return LowbitQuantizer(self._calls, name)
 
     def _make_context(self, training: bool) -> LinearContext:
         return LinearContext(self.precision, self.engine, draw_key(self.precision), training)
-
-
-def slot(role: Any, calls: Callable[[], CallTracker]) -> IdentityQuantizer:
-    """Return the quantizer for a role of a linear module; high precision for all others."""
-    name = None if role is None else _ROLES.get(role.tensor_type)
-    return IdentityQuantizer() if name is None else LowbitQuantizer(calls(), name)

@@ -9,9 +9,13 @@ import torch
 
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.pretrain import model_config_of, teardown
-from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments
+from megatron_lowbit.megatron.upstream_gaps import (
+    apply_ignored_arguments,
+    fuse_gradient_accumulation,
+)
 
 # isort: split
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.utils import openai_gelu
 
 
@@ -82,3 +86,33 @@ def test_a_runs_configuration_has_both(monkeypatch, capsys):
     assert config.rope_scaling_factor == 32.0
     assert config.transformer.activation_func is openai_gelu
     assert capsys.readouterr().out.count(" applied: Megatron-LM ignores it") == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("main_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_accumulated_without_apex(monkeypatch, device, main_dtype):
+    """Sums in FP32, which an FP32 main gradient takes unrounded on a GPU."""
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", None, raising=False)
+    fuse_gradient_accumulation()
+    assert layers._grad_accum_fusion_available
+    extension = layers.fused_weight_gradient_mlp_cuda
+    function = extension.wgrad_gemm_accum_fp16
+    if main_dtype is torch.float32:
+        function = extension.wgrad_gemm_accum_fp32
+    torch.manual_seed(0)
+    x, grad = (torch.randn(64, size).to(device, torch.bfloat16) for size in (32, 48))
+    main_grad = torch.randn(48, 32).to(device, main_dtype)
+    added = grad.double().t() @ x.double()
+    exact, largest = main_grad.double() + added, added.abs().max()
+    function(x, grad, main_grad)
+    rounds = device == "cpu" or main_dtype is torch.bfloat16
+    bound = 2**-8 * (largest + exact.abs().max()) if rounds else 2**-20 * largest
+    assert (main_grad.double() - exact).abs().max() <= bound
+
+
+def test_apexs_extension_stays(monkeypatch):
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", True)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", "its own", raising=False)
+    fuse_gradient_accumulation()
+    assert layers.fused_weight_gradient_mlp_cuda == "its own"

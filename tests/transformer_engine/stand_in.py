@@ -1,4 +1,4 @@
-"""Stand-ins for Transformer Engine, which a CPU cannot import, with its modules' order of calls.
+"""Stand-ins for Transformer Engine, which a CPU cannot import, and its modules' order of calls.
 
 Source of the order: ``transformer_engine/pytorch/module/linear.py``, ``layernorm_linear.py``,
 ``custom_recipes/gemm.py`` and ``quantized_tensor.py`` of version 2.20.
@@ -20,6 +20,7 @@ from megatron.core.extensions import transformer_engine as extensions
 
 _OURS = (
     "megatron_lowbit.megatron.transformer_engine_layers",
+    "megatron_lowbit.transformer_engine.norm",
     "megatron_lowbit.transformer_engine.quantizers",
     "megatron_lowbit.transformer_engine.recipe",
 )
@@ -71,106 +72,139 @@ def multiply(gemm: Gemm, lhs: Any, rhs: Any, dtype: torch.dtype) -> torch.Tensor
     )
 
 
-class _Linear(torch.autograd.Function):
+class _Quantized(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Any, x: Any, module: "Linear", first: bool | None) -> Any:
+    def forward(ctx: Any, weight: Any, x: Any, module: "QuantizedLinear", first: bool) -> Any:
         by_input, by_weight, ctx.by_grad = module.quantizers
-        keeps = module.save_original_input
-        by_input.set_usage(rowwise=True, columnwise=weight.requires_grad and not keeps)
+        by_input.set_usage(rowwise=True, columnwise=True)
         operand = by_input(x)
         by_weight.set_usage(rowwise=True, columnwise=True)
-        workspace = None if first is None else module._fp8_workspaces.get("weight")
-        if workspace is None:
-            workspace = by_weight.quantize(weight, dtype=x.dtype)
-            if first is not None:
-                module._fp8_workspaces["weight"] = workspace
+        if module.workspace is None:
+            module.workspace = by_weight.quantize(weight, dtype=x.dtype)
         elif first:
-            workspace.quantize_(weight, noop_flag=None)
+            module.workspace.quantize_(weight, noop_flag=None)
+        workspace = module.workspace
         workspace.update_usage(rowwise_usage=True)
         y = multiply(Gemm.FPROP, operand, workspace, x.dtype)
-        if not keeps:
-            operand.update_usage(rowwise_usage=False, columnwise_usage=True)
+        operand.update_usage(rowwise_usage=False, columnwise_usage=True)
         tensors, ctx.objects = [], []
-        for value in (x if keeps else operand, workspace, weight):
-            found, rest = (
-                ([value], None) if isinstance(value, torch.Tensor) else value.prepare_for_saving()
-            )
+        for value in (operand, workspace):
+            found, rest = value.prepare_for_saving()
             tensors += found
             ctx.objects.append(rest)
         ctx.save_for_backward(*tensors)
-        ctx.by_input, ctx.module = by_input, module
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        tensors, found = list(ctx.saved_tensors), []
+        tensors = list(ctx.saved_tensors)
         for rest in ctx.objects:
-            if rest is None:
-                found.append(tensors.pop(0))
-            else:
-                tensors = rest.restore_from_saved(tensors)
-                found.append(rest)
-        operand, workspace, weight = found
+            tensors = rest.restore_from_saved(tensors)
+        operand, workspace = ctx.objects
         ctx.by_grad.set_usage(rowwise=True, columnwise=True)
         by_both = ctx.by_grad(grad)
         by_both.update_usage(rowwise_usage=True)
         workspace.update_usage(columnwise_usage=True)
         dgrad = multiply(Gemm.DGRAD, by_both, workspace, grad.dtype)
-        if isinstance(operand, torch.Tensor):
-            ctx.by_input.set_usage(rowwise=False, columnwise=True)
-            operand = ctx.by_input(operand)
         operand.update_usage(columnwise_usage=True)
         by_both.update_usage(columnwise_usage=True)
         wgrad = multiply(Gemm.WGRAD, by_both, operand, grad.dtype)
-        if ctx.module.fuse_wgrad_accumulation:
-            weight.grad_added_to_main_grad = True
-            wgrad = torch.zeros(weight.shape, dtype=weight.dtype)
         return wgrad, dgrad, None, None
 
 
-class Linear(torch.nn.Module):
-    """TELinear of one rank, quantized by the factory of its configuration, without a bias."""
+class QuantizedLinear(torch.nn.Module):
+    """te.Linear without a bias, under a CustomRecipe of a factory."""
 
-    def __init__(self, inputs: int, outputs: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, weight: torch.Tensor, factory: Any) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        roles = ("input", "weight", "grad_output")
+        self.quantizers = [factory(Role("Layer_1", role)) for role in roles]
+        self.workspace: Any = None
+
+    def forward(self, x: torch.Tensor, first: bool) -> torch.Tensor:
+        return _Quantized.apply(self.weight, x, self, first)
+
+
+class Linear(torch.nn.Module):
+    """TELinear of one rank, which computes in BF16."""
+
+    parallel_mode: str | None = None
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool = False, returns_bias: bool = False
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features = inputs, outputs
-        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs).to(dtype))
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs).bfloat16())
+        self.use_bias, self.te_return_bias = bias, bias and returns_bias
+        self.bias = torch.nn.Parameter(torch.randn(outputs).bfloat16()) if bias else None
         self.name, self.tp_size, self.tp_group = "Layer_1", 1, None
-        self.fuse_wgrad_accumulation = self.save_original_input = False
-        self.config = SimpleNamespace(recompute_granularity=None, attention_output_gate=False)
-        self.is_first_microbatch = True
-        self.disable_parameter_transpose_cache = False
+        self.sequence_parallel = self.save_original_input = False
+        self.config = SimpleNamespace(
+            recompute_granularity=None, attention_output_gate=False, tp_comm_overlap=False,
+            gtp_weight_remat_size=1,
+        )  # fmt: skip
         self._fp8_workspaces: dict[str, Any] = {}
-        self.fp8_initialized = self.fp8_meta_tensors_initialized = False
 
     def finish_init(self, config: Any) -> None:
         self.content = config.config
 
-    @property
-    def quantizers(self) -> list[Any]:
-        factory = sys.modules[_OURS[0]].factory
-        roles = ("input", "weight", "grad_output")
-        if not self.fp8_initialized:
-            self._quantizers = [factory(Role(self.name, role)) for role in roles]
-            self.fp8_initialized = True
-        return self._quantizers
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-        kind = "training_recipe" if self.training else "evaluation_recipe"
-        if not self.content[kind]:
-            return torch.nn.functional.linear(x, self.weight), None
-        first = None if self.disable_parameter_transpose_cache else self.is_first_microbatch
-        y = _Linear.apply(self.weight, x, self, first)
-        self.is_first_microbatch = False
-        return y, None
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert not self.content["training_recipe"] and not self.content["evaluation_recipe"]
+        returned = self.bias if self.te_return_bias else None
+        added = None if self.te_return_bias else self.bias
+        return torch.nn.functional.linear(x, self.weight, added), returned
 
 
 class ColumnLinear(Linear):
     """TEColumnParallelLinear."""
 
+    parallel_mode = "column"
+
+
+class NormColumnLinear(ColumnLinear):
+    """TELayerNormColumnParallelLinear."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.rand(inputs).bfloat16())
+        self.layer_norm_bias, self.eps, self.zero_centered_gamma = None, 1e-5, False
+        self.fwd_ln_sm_margin = self.bwd_ln_sm_margin = self.inf_ln_sm_margin = 0
+
+
+class RowLinear(Linear):
+    """TERowParallelLinear."""
+
+    parallel_mode = "row"
+
 
 class GroupedLinear(torch.nn.Module):
     """TEGroupedLinear."""
+
+
+def rmsnorm_fwd(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, out: None, quantizer: None,
+    dtype: torch.dtype, margin: int, zero_centered: bool,
+) -> tuple[torch.Tensor, None, torch.Tensor]:  # fmt: skip
+    """Normalize as transformer_engine_torch's function of that name does."""
+    inverse = (x.float().square().mean(-1) + eps).rsqrt()
+    return (
+        (x.float() * inverse[:, None] * (weight.float() + zero_centered)).to(dtype),
+        None,
+        inverse,
+    )
+
+
+def rmsnorm_bwd(
+    grad: torch.Tensor, x: torch.Tensor, inverse: torch.Tensor, weight: torch.Tensor, margin: int,
+    zero_centered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return both gradients, as transformer_engine_torch's function of that name does."""
+    unit = x.float() * inverse[:, None]
+    scaled = grad.float() * (weight.float() + zero_centered)
+    dx = inverse[:, None] * (scaled - unit * (scaled * unit).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (grad.float() * unit).sum(0).to(weight.dtype)
 
 
 def use_stand_ins(patch: pytest.MonkeyPatch) -> ModuleType:
@@ -179,17 +213,20 @@ def use_stand_ins(patch: pytest.MonkeyPatch) -> ModuleType:
         "transformer_engine": {},
         "transformer_engine.common": {"recipe": SimpleNamespace(Recipe=object)},
         "transformer_engine.pytorch": {},
+        "transformer_engine.pytorch.constants": {"TE_DType": {torch.bfloat16: torch.bfloat16}},
         "transformer_engine.pytorch.quantization": {"RecipeState": None},
         "transformer_engine.pytorch.quantized_tensor": {"QuantizedTensorStorage": Storage},
         "transformer_engine.pytorch.tensor": {"IdentityQuantizer": IdentityQuantizer},
+        "transformer_engine_torch": {"rmsnorm_fwd": rmsnorm_fwd, "rmsnorm_bwd": rmsnorm_bwd},
     }
     for name, values in contents.items():
         module = ModuleType(name)
         vars(module).update(values, __path__=[])
         patch.setitem(sys.modules, name, module)
     classes = {
-        "TELinear": Linear, "TEColumnParallelLinear": ColumnLinear, "TERowParallelLinear": Linear,
-        "TELayerNormColumnParallelLinear": ColumnLinear, "TEGroupedLinear": GroupedLinear,
+        "TELinear": Linear, "TEColumnParallelLinear": ColumnLinear,
+        "TERowParallelLinear": RowLinear, "TEGroupedLinear": GroupedLinear,
+        "TELayerNormColumnParallelLinear": NormColumnLinear,
         "TEColumnParallelGroupedLinear": GroupedLinear,
     }  # fmt: skip
     for name, kind in classes.items():

@@ -6,13 +6,15 @@ import pytest
 import torch
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.select import select_engine
-from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, Hadamard, Quantizer, Request
 from megatron_lowbit.recipes import Layer, load_recipe
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import native_recipe
 from tests import processes
+from tests.transformer_engine.stand_in import QuantizedLinear, use_stand_ins
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
@@ -112,7 +114,7 @@ class Call:
 
 
 def test_backward_passes_come_in_the_order_of_forward_passes():
-    tracker = CallTracker(lambda training: Call(), opened_outside=True)
+    tracker = CallTracker(lambda training: Call())
     calls = [tracker.open(training) for training in (True, False, True)]
     assert [tracker.open_backward(), tracker.open_backward()] == [calls[0], calls[2]]
     with pytest.raises(RuntimeError, match="without its forward"):
@@ -124,6 +126,39 @@ def test_a_forward_pass_that_was_dropped_has_no_backward_pass():
     tracker.open(True)
     kept = tracker.open(True)
     assert tracker.open_backward() is kept
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp4-backward", "qat-nvfp4"])
+def test_its_modules_order_of_calls_gives_what_ours_gives(monkeypatch, recipe):
+    """Two microbatches with one quantized weight, on a stand-in for its linear layer."""
+    use_stand_ins(monkeypatch)
+    from megatron_lowbit.transformer_engine.quantizers import Factory
+
+    wanted, engine = precision(recipe), ReferenceEngine("tests")
+    draws = torch.Generator().manual_seed(0)
+    weight, *others = (
+        torch.randn(shape, generator=draws).bfloat16()
+        for shape in ((96, 64), (32, 64), (32, 64), (32, 96), (32, 96))
+    )
+    xs, grads = others[:2], others[2:]
+    layer = QuantizedLinear(weight.clone(), Factory(wanted, engine))
+    torch.manual_seed(3)
+    seen = [layer(x.requires_grad_(), first) for x, first in zip(xs, (True, False), strict=True)]
+    for y, grad in zip(seen, grads, strict=True):
+        y.backward(grad)
+    seen += [*(x.grad.clone() for x in xs), layer.weight.grad]
+
+    torch.manual_seed(3)
+    plain, cache = weight.clone().requires_grad_(), WeightCache()
+    twins = [x.detach().clone().requires_grad_() for x in xs]
+    ys = []
+    for x in twins:
+        key = int(torch.randint(2**63 - 1, ())) if wanted.stochastic else 0
+        ys.append(lowbit_linear(x, plain, LinearContext(wanted, engine, key, weight_cache=cache)))
+    for y, grad in zip(ys, grads, strict=True):
+        y.backward(grad)
+    for one, other in zip(seen, [*ys, *(x.grad for x in twins), plain.grad], strict=True):
+        assert torch.equal(one, other)
 
 
 def test_nothing_of_it_is_imported_without_a_request(start_script, tmp_path):
@@ -191,6 +226,27 @@ def test_its_linear_layer_gives_what_ours_gives(te, recipe, bias):
     if bias:
         exact = grad.float().sum((0, 1))
         assert (layer.bias.grad.float() - exact).abs().max() <= 2**-7 * exact.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normalization", ["RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_its_norm_alone_is_that_of_its_layer(te, normalization, zero_centered):
+    from megatron_lowbit.transformer_engine.norm import normalized
+
+    module = te.LayerNormLinear(
+        256, 128, bias=False, normalization=normalization, zero_centered_gamma=zero_centered,
+        params_dtype=torch.bfloat16, return_layernorm_output=True,
+    )  # fmt: skip
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x, grad = values(2, 64, 256).requires_grad_(), values(2, 64, 256, seed=1)
+    gains = [p for name, p in module.named_parameters() if name.startswith("layer_norm")]
+    theirs, ours = module(x)[1], normalized(x, module)
+    assert torch.equal(theirs, ours)
+    seen, found = (torch.autograd.grad(y, [x, *gains], grad) for y in (theirs, ours))
+    for one, other in zip(seen, found, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Transformer Engine's layers whose weights are stored as codes, on stand-ins for its modules."""
+"""Transformer Engine's layers computed by this project, on stand-ins for its modules."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,20 @@ import torch
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import lowbit_linear
 from megatron_lowbit.megatron import layer_state
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import weights_of
 from megatron_lowbit.megatron.quantized_parameters import check_states
 from megatron_lowbit.megatron.stored_bucket import StoredBucket
 from megatron_lowbit.recipes import Layer, load_recipe
-from tests.transformer_engine.stand_in import ColumnLinear, Linear, use_stand_ins
+from tests.transformer_engine.stand_in import (
+    ColumnLinear,
+    Linear,
+    NormColumnLinear,
+    RowLinear,
+    use_stand_ins,
+)
 
 SHAPE = (96, 64)
 PATH = "decoder.layers.4.mlp.linear_fc1"
@@ -26,13 +33,22 @@ def layers(monkeypatch):
 
 
 def taken_over(
-    layers, recipe: str, kind: type = Linear, evaluates: bool = False, path: str = PATH, **config
+    layers,
+    recipe: str,
+    kind: type = Linear,
+    evaluates: bool = False,
+    path: str = PATH,
+    saves_input: bool = False,
+    accumulates: bool = False,
+    options: dict | None = None,
+    **config,
 ) -> torch.nn.Module:
     torch.manual_seed(0)
-    module, layer = kind(*SHAPE[::-1]), Layer(path, 4, 10)
+    module, layer = kind(*SHAPE[::-1], **(options or {})), Layer(path, 4, 10)
     vars(module.config).update(config)
+    module.save_original_input = saves_input
     precision = load_recipe(recipe).precision_for(layer)
-    plan = LayerPlan(layer, precision, ReferenceEngine("tests"), False, None, evaluates)
+    plan = LayerPlan(layer, precision, ReferenceEngine("tests"), accumulates, None, evaluates)
     layers.take_over(module, plan)
     return module
 
@@ -76,11 +92,10 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("recipe", ["fp8-tile", "nvfp4", "mxfp8", "mxfp4"])
-@pytest.mark.parametrize("kind", [Linear, ColumnLinear])
-@pytest.mark.parametrize("keeps_input", [False, True])
-def test_products_are_those_of_the_whole_weight(layers, recipe, kind, keeps_input):
-    plain, module = (taken_over(layers, recipe, kind) for _ in range(2))
-    plain.save_original_input = module.save_original_input = keeps_input
+@pytest.mark.parametrize("kind", [Linear, NormColumnLinear])
+@pytest.mark.parametrize("saves_input", [False, True])
+def test_products_are_those_of_the_whole_weight(layers, recipe, kind, saves_input):
+    plain, module = (taken_over(layers, recipe, kind, saves_input=saves_input) for _ in range(2))
     stored, before = Stored(module), None
     for step in range(2):
         value = torch.randn(SHAPE, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -114,33 +129,66 @@ def test_attentions_output_is_quantized_again_for_wgrad(layers, recipe):
         assert torch.equal(*(history.step for history in recorded)) and recorded[0].step.any()
 
 
-@pytest.mark.parametrize("uncached", [False, True])
-def test_workspaces_are_the_stored_codes(layers, uncached):
-    """Both a workspace that is kept and one that is made for a call."""
-    module = taken_over(layers, "fp8-tile")
-    module.disable_parameter_transpose_cache = uncached
-    stored = Stored(module)
-    stored.update(torch.randn(SHAPE).bfloat16())
-    passes(module)
-    assert bool(module._fp8_workspaces) != uncached
-    codes, later = module.layer_state.weight_cache.operands
-    for workspace in module._fp8_workspaces.values():
-        assert workspace.row is codes and workspace.col is later
-    assert later.of is codes
-
-
 def test_gradients_go_to_main_grad(layers):
     """As without stored weights, where the module adds wgrad to it."""
     found = []
     for stores in (False, True):
-        module = taken_over(layers, "nvfp4")
-        module.fuse_wgrad_accumulation = True
+        module = taken_over(layers, "nvfp4", accumulates=True)
         module.weight.main_grad = torch.ones(SHAPE)
         if stores:
             Stored(module).update(module.weight.detach().clone())
         passes(module)
         found.append(module.weight.main_grad)
     assert torch.equal(*found) and (found[0] != 1).any()
+
+
+@pytest.mark.parametrize("kind", [Linear, ColumnLinear, RowLinear])
+@pytest.mark.parametrize("returns_bias", [False, True])
+def test_biases_are_added_or_returned(layers, kind, returns_bias):
+    module = taken_over(
+        layers, "fp8-tile", kind, options={"bias": True, "returns_bias": returns_bias}
+    )
+    x = torch.randn(32, SHAPE[1]).bfloat16()
+    y, bias = module(x)
+    context = module.layer_state.context(module.layer_state.shards())
+    added = None if returns_bias else module.bias
+    assert torch.equal(y, lowbit_linear(x, module.weight, context, added))
+    assert bias is (module.bias if returns_bias else None)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_norms_are_those_of_transformer_engine(layers, zero_centered):
+    """The product takes what the norm gives, and the norm's parameters have their gradients."""
+    module = taken_over(layers, "nvfp4", NormColumnLinear)
+    module.zero_centered_gamma = zero_centered
+    x = torch.randn(4, 8, SHAPE[1]).bfloat16().requires_grad_()
+    y, _ = module(x)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    twin = x.detach().clone().requires_grad_()
+    gain = module.layer_norm_weight.detach().clone().requires_grad_()
+    inverse = (twin.float().square().mean(-1, keepdim=True) + module.eps).rsqrt()
+    between = (twin.float() * inverse * (gain.float() + zero_centered)).bfloat16()
+    context = module.layer_state.context(module.layer_state.shards())
+    other = lowbit_linear(between, module.weight, context)
+    other.backward(grad)
+    assert torch.equal(y, other)
+    for ours, wanted in ((x.grad, twin.grad), (module.layer_norm_weight.grad, gain.grad)):
+        error = (ours.double() - wanted.double()).norm() / wanted.double().norm()
+        assert 0 <= error <= 2**-7  # two roundings to BF16
+
+
+@pytest.mark.parametrize(
+    ("setting", "flag"),
+    [
+        ({"tp_comm_overlap": True}, "--tp-comm-overlap"),
+        ({"gtp_weight_remat_size": 2}, "--tensor-parallel-num-weight-shards"),
+    ],
+)
+def test_what_only_its_own_products_have_is_refused(layers, setting, flag):
+    taken_over(layers, "bf16", **setting)
+    with pytest.raises(UserError, match=f"^{flag} under a recipe"):
+        taken_over(layers, "nvfp4", **setting)
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
