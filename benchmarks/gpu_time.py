@@ -31,11 +31,16 @@ KINDS = {
     "optimizer": re.compile(r"multi_tensor|adam", re.I),
     "amaxes": re.compile(r"amax", re.I),
     "GEMMs": re.compile(r"gemm|nvjet|cutlass|xmma|cublas", re.I),
-    "quantization": re.compile(r"quantize|block_scaled|cast|decode_kernel|rht|hadamard", re.I),
+    # LoadWithCast is an operand of torch's elementwise kernels.
+    "quantization": re.compile(
+        r"quantize|block_scaled|(?<!with)cast|decode_kernel|rht|hadamard", re.I
+    ),
     "norms": re.compile(r"norm", re.I),
 }
 """Kinds of kernels by their names, the first that fits; others are elementwise and the rest."""
 OTHERS = "others"
+LONGEST = 12
+"""Kernels that a row names."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -64,6 +69,17 @@ def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
     return {kind: round(sums[kind] / len(steps) / 1e3, 2) for kind in ("busy", *KINDS, OTHERS)}
 
 
+def longest(trace: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds a step of the kernels that take longest, by the start of their names."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
+    sums: Counter[str] = Counter()
+    for one in events:
+        if one.get("cat") in _ON_GPU:
+            sums[one["name"][:120]] += one["dur"]
+    return {name: round(sum_ / len(steps) / 1e3, 2) for name, sum_ in sums.most_common(LONGEST)}
+
+
 def _union(spans: Iterable[tuple[float, float]]) -> float:
     """Return how much of the time the spans cover together."""
     covered, end = 0.0, float("-inf")
@@ -87,7 +103,10 @@ def profile(case: Case, gpu: int | None) -> dict[str, Any]:
         if "error" in row:
             return {"case": case.name, **row}
         with gzip.open(Path(folder) / "torch_profile" / "rank-0.json.gz", "rt") as file:
-            return {"case": case.name, "milliseconds": milliseconds(json.load(file))}
+            trace = json.load(file)
+        return {
+            "case": case.name, "milliseconds": milliseconds(trace), "longest": longest(trace),
+        }  # fmt: skip
 
 
 def table(rows: Sequence[dict]) -> Table:

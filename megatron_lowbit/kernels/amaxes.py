@@ -1,6 +1,6 @@
 """Amaxes of a matrix and of its transpose, from one pass over it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -82,12 +82,31 @@ def _tensor_amaxes(x: Tensor, row: Measured | None, col: Measured | None) -> Ama
     if row is not None and (col is row or col == row == _AS_IT_IS):
         amax, _ = _tensor_amaxes(x, row, None)
         return amax, amax
-    options = {"dtype": torch.int32, "device": x.device}
-    if row is None or col is None:
-        zeros = (torch.zeros((), **options),) * 2
-    else:
-        zeros = torch.zeros(2, **options).unbind()
+    zeros = [None if side is None else _zero(x.device) for side in (row, col)]
     return _maxed(amax_kernel, x, row, col, zeros, 4, (None,), (0,))
+
+
+def _zero(device: torch.device) -> Tensor:
+    """Return int32 zero (), aligned to 16 bytes, in memory that nothing else has or had.
+
+    One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
+    graph fills its own each time that it runs.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros((), dtype=torch.int32, device=device)
+    key = device, torch._C._cuda_getCurrentRawStream(device.index)
+    zero = next(_ZEROS.get(key, _NONE), None)
+    if zero is None:
+        batch = torch.zeros((_BATCH, 4), dtype=torch.int32, device=device)
+        _ZEROS[key] = iter(batch[:, 0].unbind())
+        zero = next(_ZEROS[key])
+    return zero
+
+
+_BATCH = 1024
+_NONE: Iterator[Tensor] = iter(())
+_ZEROS: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
+"""Zeros that are left of the last fill, by device and stream."""
 
 
 def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
@@ -101,7 +120,8 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         else None
         for side in (row, col)
     ]
-    zeros = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device).split(list(x.shape))
+    whole = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device).split(list(x.shape))
+    zeros = [None if side is None else part for side, part in zip(sides, whole, strict=True)]
     return _maxed(row_amax_kernel, x, *sides, zeros, 8)
 
 
@@ -110,18 +130,18 @@ def _maxed(
     x: Tensor,
     row: Measured | None,
     col: Measured | None,
-    zeros: Sequence[Tensor],
+    zeros: Sequence[Tensor | None],
     warps: int,
     sections: tuple[Tensor | None, ...] = (),
     counts: tuple[int, ...] = (),
 ) -> Amaxes:
-    """Compute the amaxes of both sides into zeroed int32; return FP32, None for None.
+    """Compute the amaxes of both sides into zeroed int32, None for no side; return FP32.
 
     ``sections`` and ``counts``: arguments of a kernel that takes a table of matrices.
     """
     row_hadamard, row_key = row or _AS_IT_IS
     col_hadamard, col_key = col or _AS_IT_IS
-    by_row, by_col = None if row is None else zeros[0], None if col is None else zeros[1]
+    by_row, by_col = zeros
     launch = _launcher(
         kernel, x.shape, x.stride(), x.dtype, x.device, row_hadamard, col_hadamard, warps, *counts
     )

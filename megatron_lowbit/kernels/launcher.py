@@ -1,12 +1,12 @@
 """Launches without the inspection of arguments that each of Triton's own makes."""
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
 from torch import Tensor
-from triton.runtime import driver
 
 Size = TypeVar("Size", int, np.ndarray)
 
@@ -14,6 +14,20 @@ Size = TypeVar("Size", int, np.ndarray)
 def cdiv(size: Size, part: int) -> Size:
     """Divide rounding up: ``triton.cdiv`` takes a third of a kernel's launch."""
     return -(-size // part)
+
+
+class _Compiled(NamedTuple):
+    """A compiled kernel, and its arguments as its launches by address take them.
+
+    ``given`` are those of the first launch; those in ``pointers`` and ``numbers`` differ.
+    """
+
+    launch: Callable[..., None]
+    stream: Callable[[], int]
+    head: tuple[Any, ...]
+    given: list[Any]
+    pointers: list[int]
+    numbers: list[int]
 
 
 class Launcher:
@@ -25,7 +39,7 @@ class Launcher:
     are looked at that may differ, by their places: whoever keeps a launcher keeps one for each
     shape, dtype and device. A kernel that is compiled is launched as torch's compiler launches it,
     without the hooks of Triton's profiler, and is given addresses in place of tensors, which Triton
-    would look up.
+    would look up. Numbers whose places do not vary stay those of the first launch.
     """
 
     def __init__(
@@ -38,7 +52,7 @@ class Launcher:
     ) -> None:
         self._kernel, self._programs, self._varying = kernel, programs, varying
         self._constants, self._options = constants, options
-        self._compiled: dict[tuple, Any] = {}
+        self._compiled: dict[tuple, _Compiled] = {}
 
     def __call__(self, arguments: Sequence[Any], programs: int | None = None) -> None:
         """Launch the kernel with all its arguments.
@@ -48,16 +62,35 @@ class Launcher:
         programs = self._programs if programs is None else programs
         kinds = tuple([_kind(arguments[place]) for place in self._varying])
         compiled = self._compiled.get(kinds)
-        if compiled is None:  # always in Triton's interpreter, which compiles nothing
-            launch = self._kernel[(programs,)]
-            self._compiled[kinds] = launch(*arguments, *self._constants, **self._options)
+        if compiled is None:
+            made = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
+            if made is not None:  # Triton's interpreter compiles nothing
+                self._compiled[kinds] = self._by_address(made, arguments)
             return
-        stream = driver.active.get_current_stream(driver.active.get_current_device())
-        given = [one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
-        compiled.run(
-            programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None,
-            *given, *self._constants,
-        )  # fmt: skip
+        launch, stream, head, first, pointers, numbers = compiled
+        given = first.copy()
+        for place in pointers:
+            given[place] = arguments[place].data_ptr()
+        for place in numbers:
+            given[place] = arguments[place]
+        launch(programs, 1, 1, stream(), *head, *given)
+
+    def _by_address(self, made: Any, arguments: Sequence[Any]) -> _Compiled:
+        """Prepare launches of a kernel that Triton has compiled for these arguments."""
+        run, head = made.run, (made.packed_metadata, None, None, None)
+        if run.global_scratch_size or run.profile_scratch_size:
+            launch, head = run, (made.function, *head)  # which allocates that memory
+        else:
+            options = run.launch_cooperative_grid, run.launch_pdl
+            launch, head = run.launch, (made.function, *options, None, None, *head)
+        return _Compiled(
+            launch,
+            partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()),
+            head,
+            [None if isinstance(one, Tensor) else one for one in arguments] + [*self._constants],
+            [place for place, one in enumerate(arguments) if isinstance(one, Tensor)],
+            [place for place in self._varying if isinstance(arguments[place], int)],
+        )
 
 
 @lru_cache(maxsize=4096)

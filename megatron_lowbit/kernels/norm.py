@@ -15,7 +15,7 @@ from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side
 from megatron_lowbit.kernels.quantize_tile import tile_side
-from megatron_lowbit.kernels.sides import allocate, layout_of, pointers
+from megatron_lowbit.kernels.sides import allocator, layout_of, pointers
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
@@ -110,7 +110,7 @@ def row_side(
     That is ``out``, or new where none is given.
     """
     layout = layout_of(request.kind, form, *x.shape, False, points=False)
-    made, *outputs = allocate(layout, x.device) if out is None else pointers(out, layout)
+    made, *outputs = allocator(layout, x.device)() if out is None else pointers(out, layout)
     return layout.side, (amax, *outputs), made
 
 

@@ -21,7 +21,7 @@ from megatron_lowbit.kernels.operands import (
     has_tensor_scale,
 )
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
-from megatron_lowbit.kernels.sides import Layout, Numbers, memory_of, one_of, output
+from megatron_lowbit.kernels.sides import Layout, Numbers, memory_of, one_of, output_of
 from megatron_lowbit.kernels.split import addresses_of, columns_of, like, rows_of
 from megatron_lowbit.numerics import QuantizedTensor
 
@@ -52,7 +52,7 @@ class OperandGroup:
             None if memory is None else _part(whole, int(places[number]), memory.shape)
             for whole, memory, places in memories
         )
-        return output(layout, codes, scales, self.tensor_scales[number]).made
+        return output_of(layout)(codes, scales, self.tensor_scales[number]).made
 
     def __iter__(self) -> Iterator[QuantizedTensor | Values]:
         return (self[number] for number in range(len(self)))

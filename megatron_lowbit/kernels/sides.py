@@ -132,11 +132,6 @@ def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
     return Memory(layout.code_shape, codes), Memory(shape, format.scale_dtype)
 
 
-def allocate(layout: Layout, device: torch.device) -> Output:
-    """Allocate the outputs of a side."""
-    return allocator(layout, device)()
-
-
 def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
     """Return a function that allocates the outputs of a side.
 
@@ -148,19 +143,19 @@ def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
     nothing = None
     if scales is not None and not math.prod(scales.shape):
         nothing = torch.empty(scales.shape, dtype=scales.dtype, device=device)
+    made = output_of(layout)
 
-    def allocate_side() -> Output:
+    def allocate() -> Output:
         stored = nothing
         if nothing is None and scales is not None:
             stored = torch.empty(scales.shape, dtype=scales.dtype, device=device)
-        return output(
-            layout,
+        return made(
             torch.empty(codes.shape, dtype=codes.dtype, device=device),
             stored,
             torch.empty((), dtype=torch.float32, device=device) if unit is None else unit,
         )
 
-    return allocate_side
+    return allocate
 
 
 @cache
@@ -168,21 +163,27 @@ def _unit(device: torch.device) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=device)
 
 
-def output(layout: Layout, codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
-    """Return the operand in the memory of a side."""
-    format = layout.stored
+def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Output]:
+    """Return a function that returns the operand in memory of codes, scales and tensor scale."""
+    format, shape, transposed = layout.stored, layout.shape, layout.transposed
     if layout.side.values:
-        scale = tensor_scale if has_tensor_scale(format) else None
-        made = Values(codes.t() if layout.transposed else codes, scale)
-        return Output(made, codes, None, tensor_scale)
-    stored = QuantizedTensor(
-        codes.view(format.element.dtype or torch.uint8),
-        scales.t() if _has_rows_fastest(layout) else scales,
-        tensor_scale,
-        format,
-        layout.shape,
-    )
-    return Output(stored, codes, _scale_pointer(scales), tensor_scale)
+        scaled = has_tensor_scale(format)
+
+        def exact(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
+            made = Values(codes.t() if transposed else codes, tensor_scale if scaled else None)
+            return Output(made, codes, None, tensor_scale)
+
+        return exact
+    dtype, rows_fastest = format.element.dtype or torch.uint8, _has_rows_fastest(layout)
+    empty, in_bytes = not math.prod(layout.scale_shape), format.scale_dtype.itemsize == 1
+
+    def quantized(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
+        stored = scales.t() if rows_fastest else scales
+        made = QuantizedTensor(codes.view(dtype), stored, tensor_scale, format, shape)
+        pointer = None if empty else scales.view(torch.uint8) if in_bytes else scales
+        return Output(made, codes, pointer, tensor_scale)
+
+    return quantized
 
 
 def _has_rows_fastest(layout: Layout) -> bool:

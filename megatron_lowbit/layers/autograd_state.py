@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -21,12 +21,20 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TENSOR
-    if isinstance(value, list):
+    kind = type(value)
+    if kind is list:
         return [flatten(part, tensors) for part in value]
-    names = _field_names(type(value))  # type: ignore[arg-type]  # a type is hashable
+    names = _field_names(kind)  # type: ignore[arg-type]  # a type is hashable
     if names is None:
         return value
-    return type(value), [flatten(getattr(value, name), tensors) for name in names]
+    return _Dataclass(kind, [flatten(getattr(value, name), tensors) for name in names])
+
+
+class _Dataclass(NamedTuple):
+    """Description of a dataclass: its type, and the descriptions of its fields."""
+
+    kind: type
+    fields: list[Any]
 
 
 @cache
@@ -41,9 +49,9 @@ def unflatten(description: Any, tensors: Iterator[Tensor]) -> Any:
     """Restore a value from its description and its tensors, in the same order."""
     if description is _TENSOR:
         return next(tensors)
-    if isinstance(description, list):
+    kind = type(description)
+    if kind is list:
         return [unflatten(part, tensors) for part in description]
-    if isinstance(description, tuple) and description and isinstance(description[0], type):
-        kind, parts = description
-        return kind(*(unflatten(part, tensors) for part in parts))
+    if kind is _Dataclass:
+        return description.kind(*[unflatten(part, tensors) for part in description.fields])
     return description

@@ -104,13 +104,13 @@ class LinearContext:
             Operands for the engine's GEMM. A side that is None or stays in high precision is x, or
             its transpose.
         """
-        by_row = by_col = None
+        by_row, by_col, rows = None, None, x.shape[0]
         if row is not None:
-            by_row = self.request(row, role, len(x), row in needs_codes, row in saved)
+            by_row = self.request(row, role, rows, row in needs_codes, row in saved)
         if col == row:
             by_col = by_row
         elif col is not None:
-            by_col = self.request(col, role, len(x), col in needs_codes, col in saved)
+            by_col = self.request(col, role, rows, col in needs_codes, col in saved)
         if by_row is None and by_col is None:
             return x, x.t()
         amaxes = self._scale_amaxes(x, role, row, col, (by_row, by_col))
@@ -143,6 +143,8 @@ class LinearContext:
     ) -> ScaleAmaxes:
         """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
         shared = [gemm for gemm in (row, col) if gemm and self.shares_amax(gemm, role)]
+        if not shared:
+            return None, None
         own: Amaxes = None, None
         if any(self._reduces_amax(gemm, role) for gemm in shared):
             own = self.engine.amaxes(x, *requests)

@@ -33,7 +33,7 @@ def quantize_input(
         says so, and where wgrad is in high precision, has a fallback, or quantizes the tokens of
         all ranks; else None.
     """
-    precision, tokens = context.precision, len(x)
+    precision, tokens = context.precision, x.shape[0]
     split = context.shards.sequence_parallel
     given_row, given_col = (operand.row, operand.col) if operand else (None, None)
     makes_codes = keep and not context.saves_input

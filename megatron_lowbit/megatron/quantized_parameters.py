@@ -4,8 +4,7 @@ Megatron-LM's distributed optimizer keeps FP32 parameters, of which each rank ha
 writes them to a BF16 buffer, of which the model's parameters are views. Here that buffer has memory
 only from the end of a backward pass to the next forward pass. Then weights are quantized and
 gathered as codes (``stored_bucket.py``), and the buffer is freed. Layers take the codes from their
-cache, Transformer Engine's through this project's quantizer of the weight. A checkpoint, and an
-evaluation in BF16, gather the BF16 parameters once more.
+cache. A checkpoint, and an evaluation in BF16, gather the BF16 parameters once more.
 
 Buffers, gradients and optimizer are Megatron-LM's own. The codes are those of a run without the
 argument, to the bit: both quantize the FP32 parameters rounded to BF16.

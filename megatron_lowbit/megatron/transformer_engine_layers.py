@@ -49,7 +49,8 @@ class TELayerState(LayerState):
         module.name.state = self
         if plan.layer.path.endswith("attention.linear_proj"):
             module.save_original_input |= _attention_keeps_output(module.config)
-        self.saves_input = module.save_original_input
+        # Layers with a norm have no such choice: nothing else keeps what it gives.
+        self.saves_input = getattr(module, "save_original_input", False)
         features = None
         if module.tp_size > 1:
             split = module.out_features if is_column else module.in_features

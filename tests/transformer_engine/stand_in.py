@@ -168,6 +168,7 @@ class NormColumnLinear(ColumnLinear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
+        del self.save_original_input
         self.layer_norm_weight = torch.nn.Parameter(torch.rand(inputs).bfloat16())
         self.layer_norm_bias, self.eps, self.zero_centered_gamma = None, 1e-5, False
         self.fwd_ln_sm_margin = self.bwd_ln_sm_margin = self.inf_ln_sm_margin = 0
