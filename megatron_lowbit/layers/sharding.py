@@ -46,10 +46,11 @@ class Shards:
         A transform of ``points`` spreads over the padding of a ragged last block: its numbers go on
         after the last feature's.
         """
-        first = 0
-        if self.sequence_parallel and role == "input":
-            first = dist.get_rank(self.group) * tokens
-        token_numbers = torch.arange(first, first + tokens) if first else None
+        token_numbers = None
+        if self.sequence_parallel and role == "input" and (rank := dist.get_rank(self.group)):
+            # On the device: a capture in a CUDA graph cannot copy them there.
+            device = None if self.out_features is None else self.out_features.device
+            token_numbers = torch.arange(rank * tokens, (rank + 1) * tokens, device=device)
         features = {"input": self.in_features, "grad": self.out_features}.get(role)
         axes = {
             ("fprop", "input"): (token_numbers, features),

@@ -25,6 +25,7 @@ import megatron.training
 from megatron.core.datasets import utils
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+from megatron.core.tensor_parallel import layers
 from megatron.core.transformer.cuda_graphs import (
     _CudagraphGlobalRecord,
     _CudagraphRecordNode,
@@ -95,6 +96,11 @@ def test_help_fails():
     add_megatron_arguments(parser)
     with pytest.raises(ValueError, match=r"unsupported format character '\)'"):
         parser.format_help()
+
+
+def test_the_output_layer_needs_apex_for_a_fusion_that_is_the_default():
+    source = inspect.getsource(layers.ColumnParallelLinear.__init__)
+    assert "config.gradient_accumulation_fusion and not _grad_accum_fusion_available" in source
 
 
 def test_there_is_no_makefile_for_the_dataset_helpers():

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.kernels import launch
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.layers import LinearContext, Shards, lowbit_linear
 from megatron_lowbit.layers.keys import key_table, operand_key, sign_key
 from megatron_lowbit.numerics import (
     FORMATS,
@@ -80,3 +80,12 @@ def test_a_plan_serves_any_keys_and_amaxes():
         given = (None if known is None else known.to(DEVICE), None)
         made, _ = launch.quantize_both(x.to(DEVICE), requests[request], None, given)
         check_same(made, quantize_both(x, requests[request], None, (known, None))[0])
+
+
+def test_token_numbers_are_on_the_layers_device(monkeypatch):
+    """Of the second of two ranks; a graph's capture copies nothing there."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
+    features = torch.arange(64, device="meta")
+    shards = Shards(None, frozenset(), out_features=features, sequence_parallel=True)
+    draw = shards.draw(7, "wgrad", "input", 32)
+    assert draw.groups.device.type == "meta" and draw.groups.shape == (2,)

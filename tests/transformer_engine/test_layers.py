@@ -41,11 +41,13 @@ def taken_over(
     saves_input: bool = False,
     accumulates: bool = False,
     options: dict | None = None,
+    parallel: dict | None = None,
     **config,
 ) -> torch.nn.Module:
     torch.manual_seed(0)
     module, layer = kind(*SHAPE[::-1], **(options or {})), Layer(path, 4, 10)
     vars(module.config).update(config)
+    vars(module).update(parallel or {})
     if saves_input:
         module.save_original_input = True
     precision = load_recipe(recipe).precision_for(layer)
@@ -156,6 +158,41 @@ def test_biases_are_added_or_returned(layers, kind, returns_bias):
     added = None if returns_bias else module.bias
     assert torch.equal(y, lowbit_linear(x, module.weight, context, added))
     assert bias is (module.bias if returns_bias else None)
+
+
+TWO_RANKS = SimpleNamespace(rank=lambda: 1, size=lambda: 2)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_row_parallel_layer_reduces_its_product(layers, monkeypatch, sequence_parallel):
+    """Biases are added to the sum."""
+    parallel = {"tp_size": 2, "tp_group": TWO_RANKS, "sequence_parallel": sequence_parallel}
+    module = taken_over(layers, "nvfp4", RowLinear, options={"bias": True}, parallel=parallel)
+    all_reduce, scatter = (
+        f"{name}_parallel_region" for name in
+        ("reduce_from_tensor_model", "reduce_scatter_to_sequence")
+    )  # fmt: skip
+    monkeypatch.setattr(layers, all_reduce, lambda y, group: 2 * y)
+    monkeypatch.setattr(layers, scatter, lambda y, group: 3 * y[:16])
+    x, state = torch.randn(32, SHAPE[1]).bfloat16(), module.layer_state
+    y, _ = module(x)
+    product = lowbit_linear(x, module.weight, state.context(state.shards()))
+    expected = 3 * product[:16] if sequence_parallel else 2 * product
+    assert torch.equal(y, expected + module.bias)
+    assert state.shards().in_features.tolist() == list(range(64, 128))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_column_parallel_layer_gathers_its_input_or_reduces_dgrad(layers, sequence_parallel):
+    parallel = {"tp_size": 2, "tp_group": TWO_RANKS, "sequence_parallel": sequence_parallel}
+    module = taken_over(layers, "nvfp4", ColumnLinear, parallel=parallel)
+    state, asked = module.layer_state, []
+    shards = state.shards
+    state.shards = lambda *args, **options: asked.append(shards(*args, **options)) or shards()
+    module(torch.randn(32, SHAPE[1]).bfloat16())
+    (one,) = asked
+    assert one.sequence_parallel == sequence_parallel == (not one.allreduce_dgrad)
+    assert one.group is TWO_RANKS and one.out_features.tolist() == list(range(96, 192))
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
