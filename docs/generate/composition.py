@@ -44,7 +44,8 @@ Losses of all steps and the first gradient norm are compared with those of one p
 model and recipe, from the same weights. Megatron-FSDP and quantized parameters are compared with
 the distributed optimizer on the same ranks. Runs with `resume` or `async-save` save in the middle;
 what is resumed from there must be equal to the bit on a CPU. A CPU computes in FP32, except with
-quantized parameters; GPUs have BF16 weights.
+quantized parameters; GPUs have BF16 weights. Transformer Engine's layers under recipes ran before
+their product became a local layer's (commit 45b6c57), and were not run again.
 
 {summary}
 
