@@ -30,8 +30,8 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecis
 class WeightCache:
     """Cached quantized weight, for fprop and dgrad. Reset to None whenever the weight changes.
 
-    ``stored``: True if the codes are all that a rank keeps of the weight. They are then never
-    reset, but written anew.
+    ``stored``: True if the codes stay where they are, and are written anew: where they are all that
+    a rank keeps of the weight, and where CUDA graphs read them.
     """
 
     operands: tuple[Any, Any] | None = None

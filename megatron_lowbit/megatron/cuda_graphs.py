@@ -2,7 +2,7 @@
 
 A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
 next must therefore lie in device memory: random keys do, and amax histories are written in place.
-Weights are quantized inside the graphs.
+Weights are quantized by a graph of their own (``graph_weights.py``), or inside the graphs.
 """
 
 from argparse import Namespace

@@ -84,11 +84,19 @@ class LayerState:
             shards=shards,
             accumulate_main_grad=self.plan.accumulate_main_grad,
             amax_history=self.call_history(),
-            # Graphs quantize weights themselves.
-            weight_cache=(cache or self.weight_cache) if self.graph_keys is None else None,
+            weight_cache=self._cache_for_calls(cache or self.weight_cache),
             fallbacks=None if _is_warming_up() else self.fallbacks,
             saves_input=self.saves_input,
         )
+
+    def _cache_for_calls(self, cache: WeightCache) -> WeightCache | None:
+        """Return a cache; None where a graph is to quantize the weight itself."""
+        return cache if self.graph_keys is None or cache.stored else None
+
+    @property
+    def quantizes_weight(self) -> bool:
+        """True if this project quantizes the weight, once for all microbatches of a step."""
+        return self.plan.precision.quantized and self.plan.precision.caches_weight
 
     def is_active(self, training: bool) -> bool:
         """Return True if a call in training, or in evaluation, is quantized."""

@@ -33,6 +33,7 @@ from megatron_lowbit.megatron import (
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
+from megatron_lowbit.megatron.graph_weights import GraphWeights
 from megatron_lowbit.megatron.grouped_experts import with_grouped_experts
 from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
@@ -143,6 +144,8 @@ class RecipeHook:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories
             steps.listeners.append(histories.begin_step)
+        if self.graphs is not None:  # behind the histories, in which weights record amaxes
+            steps.listeners.append(GraphWeights(chunks, args).begin_step)
         if args.quantized_param_gather:
             self.parameters = quantized_parameters.QuantizedParameters(args, chunks)
         if self.recipe.oscillation:

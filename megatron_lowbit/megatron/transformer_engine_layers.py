@@ -73,6 +73,11 @@ class TELayerState(LayerState):
         module.fp8_initialized = module.fp8_meta_tensors_initialized = False
         module._fp8_workspaces.clear()
 
+    @property
+    def quantizes_weight(self) -> bool:
+        """True if this project quantizes the weight, once for all microbatches of a step."""
+        return self.native is None and super().quantizes_weight
+
     def forget_weight(self) -> None:
         """Quantize the weight anew in the next call: it has changed.
 

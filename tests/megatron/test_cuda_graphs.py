@@ -10,13 +10,16 @@ from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import UNSHARDED, lowbit_linear
+from megatron_lowbit.layers.autograd_state import flatten
 from megatron_lowbit.layers.keys import key_table
-from megatron_lowbit.megatron import cuda_graphs, layer_state
+from megatron_lowbit.megatron import cuda_graphs, graph_weights, layer_state
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.pretrain import free_cuda_graphs
+from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.numerics.randomness import microbatch_key
-from megatron_lowbit.recipes import Layer, load_recipe
+from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
 from tests.megatron.test_recipe_hook import FINE
 
 ARGS = {
@@ -119,10 +122,95 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
     assert first.call_key().tolist() != taken.tolist()
 
 
-def test_a_graph_quantizes_weights_each_time(graphs):
-    (first, _, _), begin = graphs
-    begin(0)
-    assert first.context(first.shards()).weight_cache is None
+class Linear(torch.nn.Module):
+    """Linear layer with a state."""
+
+    def __init__(self, state: LayerState) -> None:
+        super().__init__()
+        self.layer_state, draws = state, torch.Generator().manual_seed(0)
+        self.weight = torch.nn.Parameter(torch.randn(32, 64, generator=draws))
+
+    def forward(self, x):
+        state = self.layer_state
+        return lowbit_linear(x, self.weight, state.context(state.shards()))
+
+
+def captured(function):
+    """Capture a function on a CPU: what replays it writes to the same memory."""
+    made = function()
+
+    def replay():
+        old, new = [], []
+        for pairs, tensors in ((made, old), (function(), new)):
+            flatten([list(pair) for pair in pairs], tensors)
+        for one, other in zip(old, new, strict=True):
+            one.copy_(other)
+
+    return made, replay
+
+
+WEIGHTS = {"overlap_param_gather": False, "use_megatron_fsdp": False, "use_torch_fsdp2": False}
+
+
+@pytest.fixture
+def layers(monkeypatch):
+    """Return a layer under each of three recipes, in graphs and not: the last two draw bits."""
+    monkeypatch.setattr(graph_weights, "captured", captured)
+    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
+    monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
+    names = ("fp8-tile", "nvfp4", "mxfp4-backward")
+    made, plain = ([Linear(state) for state in states(*names)] for _ in range(2))
+    cuda_graphs.Graphs([], [layer.layer_state for layer in made], Namespace(**ARGS)).fill_keys()
+    return torch.nn.Sequential(*made), plain
+
+
+def passes(layer):
+    x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = layer(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, layer.weight], torch.ones_like(y))]
+
+
+def test_weights_are_quantized_once_a_step_where_graphs_read_them(layers):
+    made, plain = layers
+    weights = graph_weights.GraphWeights([made], Namespace(**WEIGHTS))
+    codes = []
+    for step in range(3):
+        for layer, twin in zip(made, plain, strict=True):
+            with torch.no_grad():
+                layer.weight.add_(step)
+                twin.weight.copy_(layer.weight)
+            layer.layer_state.forget_weight()
+            twin.layer_state.forget_weight()
+        weights.begin_step(step, training=True)
+        for layer, twin in zip(made, plain, strict=True):
+            assert all(map(torch.equal, passes(layer), passes(twin)))
+        caches = [layer.layer_state.context(UNSHARDED).weight_cache for layer in made]
+        codes.append([cache and cache.operands[0].codes.data_ptr() for cache in caches])
+    assert codes[0] == codes[1] == codes[2]
+    assert codes[0][0] and codes[0][1] and codes[0][2] is None  # drawn anew in each microbatch
+
+
+def test_a_switch_has_its_weights_quantized_anew(layers):
+    made, _ = layers
+    weights = graph_weights.GraphWeights([made], Namespace(**WEIGHTS))
+    weights.begin_step(0, training=True)
+    first, second, _ = (layer.layer_state for layer in made)
+    before = first.weight_cache
+    first.set_precision(second.plan.precision)
+    second.set_precision(HIGH_PRECISION)
+    weights.begin_step(1, training=True)
+    assert first.weight_cache is not before and first.weight_cache.stored
+    assert first.weight_cache.operands[0].format == FORMATS["nvfp4-2d"]
+    assert not second.weight_cache.stored
+
+
+@pytest.mark.parametrize("gathered", WEIGHTS)
+def test_weights_that_are_still_gathered_are_left_to_each_graph(layers, gathered):
+    made, _ = layers
+    weights = graph_weights.GraphWeights([made], Namespace(**{**WEIGHTS, gathered: True}))
+    weights.begin_step(0, training=True)
+    for layer in made:
+        assert layer.layer_state.context(UNSHARDED).weight_cache is None
 
 
 class Captured(torch.nn.Module):
