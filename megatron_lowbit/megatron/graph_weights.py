@@ -61,7 +61,7 @@ def _quantized(weight: torch.nn.Parameter, state: LayerState) -> tuple[Any, Any]
 
 
 def captured(function: Callable[[], _Made]) -> tuple[_Made, Callable[[], None]]:
-    """Capture a function; return what it makes, and what writes that anew.
+    """Record a function in a CUDA graph; return what it makes, and what writes that anew.
 
     It runs once before, which compiles its kernels.
     """

@@ -83,7 +83,7 @@ def test_a_plan_serves_any_keys_and_amaxes():
 
 
 def test_token_numbers_are_on_the_layers_device(monkeypatch):
-    """Of the second of two ranks; a graph's capture copies nothing there."""
+    """Those of the second of two ranks: a graph's capture copies nothing there."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 1)
     features = torch.arange(64, device="meta")
     shards = Shards(None, frozenset(), out_features=features, sequence_parallel=True)

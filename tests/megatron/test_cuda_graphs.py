@@ -136,7 +136,7 @@ class Linear(torch.nn.Module):
 
 
 def captured(function):
-    """Capture a function on a CPU: what replays it writes to the same memory."""
+    """Return what a function makes on a CPU, and what writes that to the same memory anew."""
     made = function()
 
     def replay():
