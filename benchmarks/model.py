@@ -82,7 +82,7 @@ def build(args: Namespace) -> nn.Module:
     from megatron.core.transformer.module import Float16Module
     from megatron.training.models.dist_utils import build_virtual_pipeline_stages
 
-    from megatron_lowbit.megatron.pretrain import model_config_of
+    from megatron_lowbit.megatron.model_config import model_config_of
 
     config = model_config_of(args)
     config.finalize()

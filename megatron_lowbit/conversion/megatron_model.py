@@ -19,6 +19,7 @@ from megatron.training.training import setup_model_and_optimizer
 
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.recipe_hook import RecipeHook
 from megatron_lowbit.recipes import Recipe
 
@@ -49,7 +50,7 @@ def loaded_model(
     with pretrain.teardown():
         with _silence():
             args = parse_arguments([*arguments, *_RUN, "--load", str(checkpoint)])
-            model_config = pretrain.model_config_of(args)
+            model_config = model_config_of(args)
             if recipe is not None:
                 model_config.pre_wrap_hooks.append(RecipeHook(recipe, args))
             container = pretrain_cfg_container_from_args(args, model_config)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
-from megatron_lowbit.megatron.pretrain import model_config_of
+from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
 from megatron_lowbit.recipes import Layer
 

@@ -53,28 +53,6 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
         run(args)
 
 
-def model_config_of(args: Namespace) -> Any:
-    """Return Megatron-LM's configuration of the arguments' model, with its recipe as a hook."""
-    from megatron.training import print_rank_0
-    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
-
-    from megatron_lowbit.megatron.hybrid import use_local_stack
-    from megatron_lowbit.megatron.recipe_hook import use_recipe
-    from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments
-
-    if args.hybrid_layer_pattern is None:
-        model_config = gpt_config_from_args(args)
-    else:
-        model_config = hybrid_config_from_args(args)
-        scan = use_local_stack(model_config)
-        if scan is not None:
-            print_rank_0(f"Mamba scan: {scan}")
-    for line in apply_ignored_arguments(model_config, args):
-        print_rank_0(line)
-    use_recipe(model_config, args)
-    return model_config
-
-
 def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     """Train with parsed and validated arguments, by Megatron-LM's own loop.
 
@@ -91,6 +69,7 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard
     from megatron_lowbit.megatron.datasets import provide_datasets
     from megatron_lowbit.megatron.forward_step import forward_step
+    from megatron_lowbit.megatron.model_config import model_config_of
 
     # Again: torch's context safe_globals, which transformers' Trainer enters as it resumes, takes
     # classes off the list that were on it before.

@@ -9,6 +9,7 @@ import torch
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import dry_run, pretrain
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.model_config import model_config_of
 
 # isort: split
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -58,7 +59,7 @@ def parse(line: str, ranks: int = 1) -> Namespace:
 def built(args: Namespace, stage: int) -> int:
     """Count the parameters of a rank of a model whose tensors have memory."""
     with dry_run.rank_of_stage(args, stage):
-        config = pretrain.model_config_of(args)
+        config = model_config_of(args)
         builder = config.get_builder_cls()(config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         virtual = args.virtual_pipeline_model_parallel_size

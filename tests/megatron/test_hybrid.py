@@ -16,7 +16,8 @@ from megatron_lowbit.megatron.mamba import (
     triton_scan,
     use_best_scan,
 )
-from megatron_lowbit.megatron.pretrain import model_config_of, teardown
+from megatron_lowbit.megatron.model_config import model_config_of
+from megatron_lowbit.megatron.pretrain import teardown
 
 # isort: split
 from megatron.core import parallel_state
