@@ -18,6 +18,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import operands
 from megatron_lowbit.numerics import QuantizedTensor, quantize
 from megatron_lowbit.recipes import load_recipe, shipped_recipes
+from tests.marks import others_slow
 
 # Query, key and value, and gate and up, in whole tiles of 128 rows.
 MODEL = [
@@ -31,9 +32,8 @@ PARTS = (("self_attn", ("q", "k", "v"), (256, 128, 128)), ("self_attn", ("o",), 
          ("mlp", ("gate", "up"), (256, 256)), ("mlp", ("down",), (128,)))  # fmt: skip
 RECIPES = [name for name in shipped_recipes() if name.startswith("qat-")]
 # In make test, every format of weights, and every kind of inputs, which leave the weights' bits.
-QUICK = ("qat-nvfp4-activations", "qat-mxfp4", "qat-mxfp8-activations", "qat-int4-g32",
-         "qat-int4-g128-activations", "qat-fp8-blocks")  # fmt: skip
-EACH = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RECIPES]
+QUICK = ("qat-nvfp4-activations", "qat-mxfp8-activations", "qat-int4-g32", "qat-fp8-blocks")
+EACH = others_slow(RECIPES, QUICK)
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 TOKENS = torch.arange(3, 19)[None]
 

@@ -18,6 +18,7 @@ from training_runs import MODEL, losses, train
 from megatron_lowbit.checkpoints.reader import CheckpointReader, other_name
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.verify import verify
+from tests.marks import others_slow
 
 EXPERTS = ("--num-experts", 4, "--moe-router-topk", 2, "--moe-ffn-hidden-size", 96)
 HYBRID = [
@@ -61,7 +62,7 @@ def model_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize("name", others_slow(SOURCES, ("tied llama", "nemotron-h", "deepseek-v3")))
 def test_a_converted_model_is_trained(name, tmp_path):
     """A step with a rate of 0 leaves every tensor as it was; one more with another changes it."""
     torch.manual_seed(0)
@@ -106,7 +107,7 @@ def test_a_larger_vocabulary_and_the_checkpoint_s_own_arguments(tmp_path):
     assert torch.equal(again, before)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", others_slow(TRAINED, ("llama", "qwen3-moe")))
 def test_a_trained_model_in_transformers(name, tmp_path):
     """Megatron-LM's checkpoint has the same logits in both, with as many tokens as trained."""
     arguments, recipe = TRAINED[name]

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tiny_run import ONE_MICROBATCH, ROOT, done, steps
 
+from tests.marks import others_slow
+
 ROLES = ("input", "weight", "grad")
 # Arguments, how many of the 16 linear layers they quantize, and what the table says of that.
 ROWS = {
@@ -75,16 +77,20 @@ def test_every_shipped_recipe_is_here():
     assert shipped <= named
 
 
-# Options and combinations of other rows, whose arithmetic tests/numerics and tests/layers check.
-SLOW = (
-    "fp8-tile-grad-e4m3", "fp8-tile-of-32", "fp8-tile+mxfp4-backward", "nvfp4-4over6-te",
-    "nemotron3-super", "torchao-v2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ROWS]
+# One of each kind; the others' arithmetic is that of tests/numerics and tests/layers.
+QUICK = (
+    "bf16",
+    "fp8-tile",
+    "fp8-delayed",
+    "mxfp8",
+    "mxfp4-backward",
+    "nvfp4",
+    "averis",
+    "quartet2",
 )
+
+
+@pytest.mark.parametrize("name", others_slow(ROWS, QUICK))
 def test_trains_to_a_lower_loss(trained, name):
     """The loss begins near that of a uniform distribution."""
     _, quantized, shown = ROWS[name]

@@ -40,8 +40,8 @@ CASES = {
 }  # fmt: skip
 
 
-# Units that tests/recipes converts, and a combination of two other cases.
-SLOW = ("to delayed scaling, backward", "tokens between steps", "fraction")
+# Units that tests/recipes converts, and combinations of other cases.
+SLOW = ("forward", "to delayed scaling, backward", "tokens", "tokens between steps", "fraction")
 IN_ORDER = [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
 
 
@@ -102,7 +102,7 @@ AROUND = [
     pytest.param(case, AFTER, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES
 ] + [
     (case, iteration)
-    for case in ("all", "to delayed scaling", "from delayed scaling")
+    for case in ("all", "from delayed scaling")
     for iteration in (AFTER - 1, AFTER + 1)
 ]
 

@@ -9,6 +9,7 @@ from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.linear import local_linears
 from megatron_lowbit.megatron.pretrain import run, teardown
+from tests.marks import others_slow
 
 ARGUMENTS = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --swiglu
@@ -55,17 +56,21 @@ def train(recipe: str, backward: bool, *more: str) -> None:
         run(args, [spoil])
 
 
-@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
-    "recipe",
-    ["nvfp4 --recipe-set bf16_blocks=none", "fp8-delayed"],
+    ("recipe", "backward"),
+    [
+        ("nvfp4 --recipe-set bf16_blocks=none", True),
+        ("fp8-delayed", False),
+        pytest.param("nvfp4 --recipe-set bf16_blocks=none", False, marks=pytest.mark.slow),
+        pytest.param("fp8-delayed", True, marks=pytest.mark.slow),
+    ],
 )
 def test_the_run_ends(recipe, backward):
     with pytest.raises(RuntimeError, match="Unexpected result nan"):
         train(recipe, backward)
 
 
-@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("backward", others_slow((True, False), (True,)))
 def test_the_log_says_where(backward, tmp_path, capsys):
     log = ["--log-quantization-error-interval", "1", "--save", str(tmp_path), "--save-interval=9"]
     with pytest.raises(RuntimeError, match="Unexpected result nan"):

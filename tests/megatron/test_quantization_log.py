@@ -17,6 +17,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.norm_statistics import largest_feature
 from megatron_lowbit.megatron.pretrain import main
+from tests.marks import others_slow
 
 ARGUMENTS = shlex.split("""
     --hidden-size 64 --num-attention-heads 4 --ffn-hidden-size 128 --swiglu
@@ -102,10 +103,7 @@ def check(folder: Path, model: str) -> None:
         assert math.isfinite(found[3][f"{layer}/wgrad/grad/amax"])
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("dense", "hybrid"))) for m in MODELS],
-)
+@pytest.mark.parametrize("model", others_slow(MODELS, ("hybrid",)))
 def test_every_layer_and_the_same_training(tmp_path, model):
     make_runs(tmp_path, model, *ONE_MICROBATCH)
     check(tmp_path, model)
@@ -121,7 +119,7 @@ NORMS = {
 }
 
 
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("name", others_slow(NORMS, ("dense", "mxnorm")))
 def test_norms_begin_with_outputs_of_rms_1(tmp_path, name):
     """Gains begin as 1; eps lowers the first norm's RMS by 1%; MXNorm estimates from 4 blocks."""
     parts, more = NORMS[name]
