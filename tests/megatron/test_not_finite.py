@@ -56,13 +56,10 @@ def train(recipe: str, backward: bool, *more: str) -> None:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    "recipe",
-    ["nvfp4 --recipe-set bf16_blocks=none", "fp8-delayed"],
-)
-def test_the_run_ends(recipe, backward):
+def test_the_run_ends(backward):
+    """Amax histories do not hide it; runs of NVFP4 are below."""
     with pytest.raises(RuntimeError, match="Unexpected result nan"):
-        train(recipe, backward)
+        train("fp8-delayed", backward)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -103,8 +103,7 @@ def check(folder: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(m, marks=[pytest.mark.slow] * (m not in ("dense", "hybrid"))) for m in MODELS],
+    "model", [pytest.param(m, marks=[pytest.mark.slow] * (m != "dense")) for m in MODELS]
 )
 def test_every_layer_and_the_same_training(tmp_path, model):
     make_runs(tmp_path, model, *ONE_MICROBATCH)
