@@ -34,7 +34,9 @@ CASES = [
 ]  # fmt: skip
 """Models over numbers of tensor-, pipeline- and expert-parallel ranks."""
 # Those of four ranks, which combine or double what two have, are not in make test.
-EACH = [pytest.param(*case, marks=[pytest.mark.slow] * (math.prod(case[1:]) == 4)) for case in CASES]
+EACH = [
+    pytest.param(*case, marks=[pytest.mark.slow] * (math.prod(case[1:]) == 4)) for case in CASES
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +102,8 @@ def test_the_same_logits(name, tensor, pipeline, expert, sources, logits):
 
 
 @pytest.mark.parametrize(
-    ("name", "tensor", "pipeline", "expert"), [case for case in EACH if case.values[-1] > 1])
+    ("name", "tensor", "pipeline", "expert"), [case for case in EACH if case.values[-1] > 1]
+)
 def test_experts_of_several_ranks_are_saved_as_of_one(name, tensor, pipeline, expert, logits):
     folder = logits(expert)
     saved = CheckpointReader(folder / f"{name} {expert} saved")

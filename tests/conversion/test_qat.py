@@ -39,11 +39,11 @@ TOKENS = torch.arange(3, 19)[None]
 
 
 class Run:
-    """A run of three iterations: its checkpoint after two, and the weights of the third.
+    """A run of four iterations: its checkpoint after three, and the weights of the fourth.
 
     Attributes:
-        checkpoint: folder of the checkpoint after the second update.
-        weights: weights of each layer as the third iteration's forward multiplied them.
+        checkpoint: folder of the checkpoint after the third update.
+        weights: weights of each layer as the fourth iteration's forward multiplied them.
     """
 
     def __init__(self, folder: Path, recipe: str) -> None:
@@ -57,9 +57,9 @@ class Run:
         original = operands.quantize_weight
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operands, "quantize_weight", recording)
-            train(*MODEL, "--train-iters", 3, "--save", folder, "--save-interval", 2,
+            train(*MODEL, "--train-iters", 4, "--save", folder, "--save-interval", 3,
                   "--precision-recipe", recipe)  # fmt: skip
-        self.checkpoint = folder / "iter_0000002"
+        self.checkpoint = folder / "iter_0000003"
         self.weights: list[QuantizedTensor] = seen[-2 * len(PARTS) :]  # a microbatch's
 
 
@@ -185,7 +185,7 @@ def test_an_nvfp4_input_has_the_scale_of_training_s_last_steps(run_of, tmp_path)
         ):
             key = f"amax_history.decoder.layers.{layer}.{path}"
             amaxes = reader.read_part(key, (0, 0), reader.histories[key].size)[0]
-            assert (amaxes >= 0).sum() == 2  # one for each iteration
+            assert (amaxes >= 0).sum() == 3  # one for each iteration
             for module in modules:
                 name = f"model.layers.{layer}.{module}_proj"
                 divisor, scale = (
@@ -219,7 +219,7 @@ def test_inputs_of_some_modules_alone_are_not_modelopt_s(run_of, tmp_path):
 def logits_of_training(run: Run, recipe: str) -> torch.Tensor:
     """Return the logits of Megatron-LM's model, in FP32 with the recipe in force."""
     arguments = [*map(str, MODEL), "--padded-vocab-size", "512", "--seq-length",
-                 str(TOKENS.shape[1]), "--quantization-engine", "reference", "--ckpt-step", "2",
+                 str(TOKENS.shape[1]), "--quantization-engine", "reference", "--ckpt-step", "3",
                  "--eval-precision", "recipe"]  # fmt: skip
     with (
         loaded_model(run.checkpoint.parent, arguments, load_recipe(recipe)) as model,

@@ -31,8 +31,8 @@ PARITY = {
     "mxfp4-backward": (("--fp4-recipe", "mxfp4-backward"), 1e-5, 3e-2),
     "delayed": (DELAYED, 1e-4, 1e-2),
 }
-# Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts are spread over
-# ranks: the state of one does not load as the other's.
+# Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts are spread
+# over ranks: the state of one does not load as the other's.
 ALONE, SPREAD = (("--expert-model-parallel-size", size, "--no-load-optim") for size in (1, 2))
 LAYOUTS = {"1": ALONE, "2": SPREAD, "2 grouped": (*SPREAD, *GROUPED), "tensor parallel": SPLIT}
 TENSOR_PARALLEL = (*NVFP4, *GROUP)
@@ -64,13 +64,13 @@ def runs(memory, start, pretrain_ranks, tmp_path):
     def make(slow: bool = False) -> tuple[Path, Path]:
         if slow not in memory:
             jobs = {}
-            for name in [f"{name} {layout}" for name in JOBS[slow] for layout in JOBS[slow][name]]:
-                recipe = next(recipe for recipe in RECIPES if name.startswith(recipe))
-                save = start_from(start, 2, tmp_path / name)
-                jobs[name] = (
-                    *EXPERTS, *RECIPES[recipe], *LAYOUTS[name.removeprefix(f"{recipe} ")],
-                    "--train-iters", 3 + (recipe == "delayed"), "--load", save, "--save", save,
-                    "--save-interval", 1,
+            for recipe, layout in [
+                (name, each) for name in JOBS[slow] for each in JOBS[slow][name]
+            ]:
+                save = start_from(start, 2, tmp_path / f"{recipe} {layout}")
+                jobs[save.name] = (
+                    *EXPERTS, *RECIPES[recipe], *LAYOUTS[layout], "--load", save, "--save", save,
+                    "--train-iters", 3 + (recipe == "delayed"), "--save-interval", 1,
                 )  # fmt: skip
             memory[slow] = (tmp_path, pretrain_ranks(jobs))
         return memory[slow]

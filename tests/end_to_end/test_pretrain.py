@@ -18,31 +18,31 @@ from tiny_run import (
 )
 
 NVFP4 = ("--fp4-recipe", "nvfp4")
-EVALUATION = ("--eval-iters", 1, "--eval-interval", 2)
+EVALUATION = ("--eval-iters", 1, "--eval-interval", 3)
 
 
 def test_a_run_leaves_checkpoint_metrics_and_picture(pretrain_command, tmp_path):
     save = tmp_path / "run"
     result = pretrain_command(
-        *NVFP4, *EVALUATION, "--train-iters", 4, "--save", save, "--tensorboard-dir", save / "board"
+        *NVFP4, *EVALUATION, "--train-iters", 6, "--save", save, "--tensorboard-dir", save / "board"
     )
     done(result)
     assert "8 of 16 linear layers quantized" in result.stdout
     assert "quantization engine: reference" in result.stdout
-    assert (save / "iter_0000004" / "lowbit.json").is_file()
+    assert (save / "iter_0000006" / "lowbit.json").is_file()
     assert (save / "loss.png").read_bytes().startswith(b"\x89PNG")
     curve = losses(save)
-    assert list(curve) == [1, 2, 3, 4]
+    assert list(curve) == [1, 2, 3, 4, 5, 6]
     # The words of the made-up language are drawn apart from each other: 300 words, 5.2 nats.
-    assert curve[4] < curve[1] - 0.5
+    assert curve[6] < curve[1] - 0.5
     lines = metrics(save)
-    assert [line["iteration"] for line in lines if "validation_loss" in line] == [2, 4]
+    assert [line["iteration"] for line in lines if "validation_loss" in line] == [3, 6]
     assert "tokens_per_second" not in lines[0]  # it contains compiling
     assert set(lines[1]) >= {
         "iteration", "lm_loss", "grad_norm", "learning_rate", "consumed_tokens",
         "tokens_per_second",
     }  # fmt: skip
-    assert [line["consumed_tokens"] for line in lines] == [128 * n for n in range(1, 5)]
+    assert [line["consumed_tokens"] for line in lines] == [128 * n for n in range(1, 7)]
     board = EventAccumulator(str(save / "board")).Reload()
     on_board = {event.step: event.value for event in board.Scalars("lm loss")}
     assert on_board == curve

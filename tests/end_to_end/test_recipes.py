@@ -22,7 +22,7 @@ ROWS = {
     "fp8-tensorwise": ("--fp8-recipe fp8-tensorwise", 16, "fp8-tensor-e4m3"),
     "fp8-row": ("--fp8-recipe fp8-row", 16, "fp8-row-e4m3 x fp8-row-e4m3"),
     "fp8-delayed": (
-        "--fp8-recipe fp8-delayed --recipe-set amax_history.just_in_time=3", 16, "delayed",
+        "--fp8-recipe fp8-delayed --recipe-set amax_history.just_in_time=4", 16, "delayed",
     ),
     "mxfp8": ("--fp8-recipe mxfp8", 16, "mxfp8-e4m3"),
     "mxfp4-backward": ("--fp4-recipe mxfp4-backward", 16, "RHT-64"),
@@ -45,7 +45,7 @@ ROWS = {
         "--fp4-recipe nemotron3-super --recipe-set mamba_outputs=none", 6, "nvfp4 x nvfp4-2d: ",
     ),
 }  # fmt: skip
-LENGTH = 4
+LENGTH = 6
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_trains_to_a_lower_loss(trained, name):
     assert list(curve) == list(range(1, LENGTH + 1))
     assert all(0 < norm < math.inf for _, norm in curve.values())
     assert curve[1][0] == pytest.approx(math.log(512), abs=0.1)
-    assert curve[LENGTH][0] < curve[1][0] - 0.5
+    assert curve[LENGTH][0] < curve[1][0] - 0.7
 
 
 @pytest.mark.slow
@@ -110,7 +110,7 @@ def test_no_two_rows_compute_the_same(trained):
 def test_delayed_scaling_starts_as_tensorwise_scaling(trained):
     """Both are equal until the history has the configured number of steps."""
     delayed, tensorwise = (trained(name)[1] for name in ("fp8-delayed", "fp8-tensorwise"))
-    assert [delayed[step] == tensorwise[step] for step in delayed] == [True] * 3 + [False]
+    assert [delayed[step] == tensorwise[step] for step in delayed] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.parametrize(

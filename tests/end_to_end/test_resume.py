@@ -144,8 +144,9 @@ QUICK_RANKS = ("data parallel", "tensor and sequence parallel with dropout")
     "ways",
     [
         pytest.param(QUICK_RANKS, id="quick"),
-        pytest.param([way for way in RANKS if way not in QUICK_RANKS], id="slow",
-                     marks=pytest.mark.slow),
+        pytest.param(
+            [way for way in RANKS if way not in QUICK_RANKS], id="slow", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_two_ranks(pretrain_ranks, tmp_path, ways):
