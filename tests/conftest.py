@@ -51,6 +51,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def exempt_what_earlier_files_left():
+    """Exempt also what the files before have imported, compiled and cached."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def start_script():
     """``processes.start_script`` without its context.

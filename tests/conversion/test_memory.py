@@ -11,7 +11,7 @@ import torch
 from small_llama import write_llama
 
 SIZES = {
-    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 6,
+    "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16000,
 }  # fmt: skip
 SHARD_BYTES = 40_000_000
@@ -34,7 +34,7 @@ def peaks(tmp_path_factory) -> dict:
 @pytest.mark.parametrize("direction", ["to-megatron", "to-hugging-face"])
 def test_the_peak_is_two_files_at_most(peaks, direction):
     """Above what the interpreter had before; mapped pages of files count."""
-    assert peaks["model"] > 190_000_000
+    assert peaks["model"] > 130_000_000
     assert peaks["shard"] < 45_000_000
     assert peaks[direction] <= 2 * peaks["shard"], peaks
 

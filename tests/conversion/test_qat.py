@@ -58,7 +58,7 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operands, "quantize_weight", recording)
             train(*MODEL, "--train-iters", 4, "--save", folder, "--save-interval", 3,
-                  "--global-batch-size", 4, "--precision-recipe", recipe)  # fmt: skip
+                  "--precision-recipe", recipe)  # fmt: skip
         self.checkpoint = folder / "iter_0000003"
         self.weights: list[QuantizedTensor] = seen[-2 * len(PARTS) :]  # a microbatch's
 

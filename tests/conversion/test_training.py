@@ -112,7 +112,7 @@ def test_a_trained_model_in_transformers(name, tmp_path):
     """Megatron-LM's checkpoint has the same logits in both, with as many tokens as trained."""
     arguments, recipe = TRAINED[name]
     run, folder = tmp_path / "run", tmp_path / "converted"
-    train(*arguments, "--train-iters", 2, "--save", run, "--precision-recipe", recipe)
+    train(*arguments, "--train-iters", 1, "--save", run, "--precision-recipe", recipe)
     family = to_hugging_face(run, folder)
     assert family.model["vocab_size"] == 500
     difference, largest = verify(folder, run)

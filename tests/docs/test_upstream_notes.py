@@ -121,6 +121,10 @@ def test_core_imports_triton_wherever_it_is_imported():
     assert re.search(
         r"^from \S+\.ops\.paged_stash import", (folder / "paged_stash.py").read_text(), re.M
     )
+
+
+@pytest.mark.slow
+def test_without_triton_core_is_not_imported():
     code = "import sys; sys.modules['triton'] = None; import megatron.core"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "ModuleNotFoundError: import of triton halted" in result.stderr
@@ -137,6 +141,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_a_process_behind(tmp_path):
     """Its output goes to a file: the process keeps it open."""
     assert KILLED.strip() in PAGE.replace("  # ps still lists the printed process", "")

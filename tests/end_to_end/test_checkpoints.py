@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_run import done, refused, run_alone, steps
+from tiny_run import ONE_MICROBATCH, done, refused, run_alone, steps
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from megatron_lowbit.storage import files
 
-RUN = ("--fp8-recipe", "fp8-delayed", "--save-interval", 2)
+RUN = ("--fp8-recipe", "fp8-delayed", "--save-interval", 2, *ONE_MICROBATCH)
 FILES = ("__0_0.distcp", ".metadata", "metadata.json", "lowbit.json")
 NEWEST = "iter_0000006"
 

@@ -1,10 +1,11 @@
 """Validation without quantization, or in the recipe's precision."""
 
 import pytest
-from tiny_run import done, metrics, steps
+from tiny_run import ONE_MICROBATCH, done, metrics, steps
 
 # With a rate of 0 all runs have the same weights.
-FROZEN = ("--train-iters", 2, "--lr", 0, "--eval-iters", 2, "--eval-interval", 1)
+FROZEN = ("--train-iters", 2, "--lr", 0, "--eval-iters", 1, "--eval-interval", 1,
+          *ONE_MICROBATCH)  # fmt: skip
 RECIPES = {
     "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "fp8-delayed": ("--precision-recipe", "fp8-delayed"),
@@ -53,5 +54,5 @@ def test_validation_in_the_recipes_precision(pretrain_here, tmp_path, capsys):
 
 def test_the_start_says_which(pretrain_here, tmp_path):
     for asked, line in (((), "nothing is quantized"), (("--eval-precision", "recipe"), "in the")):
-        result = pretrain_here(*RECIPES["nvfp4"], *asked, "--train-iters", 1)
+        result = pretrain_here(*RECIPES["nvfp4"], *asked, *ONE_MICROBATCH, "--train-iters", 1)
         assert f"validation and test: {line}" in result.stdout

@@ -1,5 +1,7 @@
 """Mixture of experts: expert parallelism compared with one process, and refusals."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from tiny_run import done, refused, saved_histories, saved_tensors, start_from, steps
@@ -29,52 +31,80 @@ PARITY = {
     "mxfp4-backward": (("--fp4-recipe", "mxfp4-backward"), 1e-5, 3e-2),
     "delayed": (DELAYED, 1e-4, 1e-2),
 }
+# Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts are spread
+# over ranks: the state of one does not load as the other's.
+ALONE, SPREAD = (("--expert-model-parallel-size", size, "--no-load-optim") for size in (1, 2))
+LAYOUTS = {"1": ALONE, "2": SPREAD, "2 grouped": (*SPREAD, *GROUPED), "tensor parallel": SPLIT}
+TENSOR_PARALLEL = (*NVFP4, *GROUP)
+RECIPES = {name: options for name, (options, *_) in PARITY.items()} | {"group": TENSOR_PARALLEL}
+# A job of all runs of make test, and one of the others.
+QUICK = {"high precision": ("1", "2"), "nvfp4": ("1", "2", "2 grouped"), "delayed": ("1", "2"),
+         "group": ("tensor parallel",)}  # fmt: skip
+OTHERS = {"high precision": ("2", "2 grouped"), "mxfp4-backward": ("1", "2", "2 grouped"),
+          "delayed": ("2", "2 grouped")}  # fmt: skip
+JOBS = {False: QUICK, True: OTHERS}
 
 
 @pytest.fixture
-def runs(memory, pretrain_here, pretrain_ranks, tmp_path):
-    """Pair (folder of the runs' folders ``NAME EP``, folder of the ranks' histories)."""
-    if memory:
-        return memory["runs"]
-    start = tmp_path / "start"
-    done(pretrain_here(*EXPERTS, "--train-iters", 2, "--save", start))
-    jobs = {}
-    for name, (options, *_) in PARITY.items():
-        for layout in ("1", "2", "2 grouped"):
-            save = start_from(start, 2, tmp_path / f"{name} {layout}")
-            # Megatron-LM keeps dense layers and experts in one optimizer, or in two where experts
-            # are spread over ranks: the state of one does not load as the other's.
-            jobs[f"{name} {layout}"] = (
-                *EXPERTS, *options, "--expert-model-parallel-size", layout[0], "--no-load-optim",
-                "--train-iters", 3 + (name == "delayed"), "--load", save, "--save", save,
-                "--save-interval", 1, *(GROUPED if layout.endswith("grouped") else ()),
-            )  # fmt: skip
-    for layout, options in {"one": (), "split": SPLIT}.items():
-        save = start_from(start, 2, tmp_path / f"tensor parallel {layout}")
-        command = (*EXPERTS, *NVFP4, *GROUP, *options, "--train-iters", 3, "--load", save)
-        jobs[f"tensor parallel {layout}"] = (*command, "--save", save)
-    done(pretrain_here(*jobs.pop("tensor parallel one")))
-    memory["runs"] = (tmp_path, pretrain_ranks(jobs))
-    return memory["runs"]
+def start(memory, pretrain_here, tmp_path_factory):
+    """Folder of the common checkpoint."""
+    if "start" not in memory:
+        memory["start"] = tmp_path_factory.mktemp("start")
+        done(pretrain_here(*EXPERTS, "--train-iters", 2, "--save", memory["start"]))
+    return memory["start"]
 
 
-@pytest.mark.parametrize("name", PARITY)
-def test_expert_parallelism_agrees(runs, name):
+@pytest.fixture
+def runs(memory, start, pretrain_ranks, tmp_path):
+    """Function that makes the runs of make test, or the others, once.
+
+    It returns (folder of the runs' folders ``RECIPE LAYOUT``, folder of the ranks' histories).
+    """
+
+    def make(slow: bool = False) -> tuple[Path, Path]:
+        if slow not in memory:
+            jobs = {}
+            for recipe, layout in [
+                (name, each) for name in JOBS[slow] for each in JOBS[slow][name]
+            ]:
+                save = start_from(start, 2, tmp_path / f"{recipe} {layout}")
+                jobs[save.name] = (
+                    *EXPERTS, *RECIPES[recipe], *LAYOUTS[layout], "--load", save, "--save", save,
+                    "--train-iters", 3 + (recipe == "delayed"), "--save-interval", 1,
+                )  # fmt: skip
+            memory[slow] = (tmp_path, pretrain_ranks(jobs))
+        return memory[slow]
+
+    return make
+
+
+def recipes_of(layout: str) -> list:
+    """Return (recipe, slow) of all recipes; the quick job has the layout of the others."""
+    return [
+        pytest.param(name, slow, marks=[pytest.mark.slow] * slow, id=name)
+        for name in PARITY
+        for slow in [layout not in QUICK.get(name, ())]
+    ]
+
+
+@pytest.mark.parametrize(("name", "slow"), recipes_of("1"))
+def test_expert_parallelism_agrees(runs, name, slow):
     _, loss_bound, norm_bound = PARITY[name]
-    (one_loss, one_norm), (loss, norm) = (steps(runs[0] / f"{name} {ep}")[3] for ep in (1, 2))
+    folder, _ = runs(slow)
+    (one_loss, one_norm), (loss, norm) = (steps(folder / f"{name} {ep}")[3] for ep in (1, 2))
     assert loss == pytest.approx(one_loss, rel=loss_bound)
     assert norm == pytest.approx(one_norm, rel=norm_bound)
 
 
-@pytest.mark.parametrize("name", PARITY)
-def test_grouped_experts_are_the_same(runs, name):
+@pytest.mark.parametrize(("name", "slow"), recipes_of("2 grouped"))
+def test_grouped_experts_are_the_same(runs, name, slow):
     """Compare losses, and all tensors of the checkpoint, to the bit; norms add in another order."""
-    one, grouped = (steps(runs[0] / f"{name} {layout}") for layout in ("2", "2 grouped"))
+    folders = [runs(slow)[0] / f"{name} {layout}" for layout in ("2", "2 grouped")]
+    one, grouped = map(steps, folders)
     assert one.keys() == grouped.keys()
     for step, (loss, norm) in one.items():
         assert grouped[step] == (loss, pytest.approx(norm, rel=1e-6))
-    checkpoints = (runs[0] / f"{name} {layout}" / "iter_0000003" for layout in ("2", "2 grouped"))
-    saved, other = map(saved_tensors, checkpoints)
+    saved, other = (saved_tensors(folder / "iter_0000003") for folder in folders)
     assert saved.keys() == other.keys()
     for key, tensor in saved.items():
         assert torch.equal(tensor, other[key]), key
@@ -95,21 +125,35 @@ def test_experts_are_grouped(recipe, pretrain_here, monkeypatch):
     assert calls == [4] * microbatches * layers * 2  # fc1 and fc2
 
 
-def test_tensor_parallelism_agrees(runs):
+def test_tensor_parallelism_agrees(runs, start, pretrain_here, tmp_path):
     """Ranks share the group's scales, so that tokens are quantized to the same bits."""
-    one, split = (steps(runs[0] / f"tensor parallel {layout}")[3] for layout in ("one", "split"))
+    folder, _ = runs()
+    load = start_from(start, 2, tmp_path / "one")
+    command = (*EXPERTS, *TENSOR_PARALLEL, "--train-iters", 3, "--load", load)
+    done(pretrain_here(*command, "--save", load))
+    one, split = (steps(path)[3] for path in (load, folder / "group tensor parallel"))
     assert split[0] == pytest.approx(one[0], rel=1e-5)
     assert split[1] == pytest.approx(one[1], rel=1e-4)
 
 
 def test_experts_are_quantized(runs):
-    plain = steps(runs[0] / "high precision 2")[3]
-    assert steps(runs[0] / "nvfp4 2")[3][0] != pytest.approx(plain[0], rel=1e-7)
-    assert steps(runs[0] / "mxfp4-backward 2")[3][1] != pytest.approx(plain[1], rel=1e-4)
+    """The tests above would also pass if they were not."""
+    folder, _ = runs()
+    plain, quantized = (steps(folder / f"{name} 2")[3] for name in ("high precision", "nvfp4"))
+    assert quantized[0] != pytest.approx(plain[0], rel=1e-7)
+
+
+@pytest.mark.slow
+def test_experts_gradients_are_quantized(runs):
+    folder, _ = runs(slow=True)
+    plain, quantized = (
+        steps(folder / f"{name} 2")[3] for name in ("high precision", "mxfp4-backward")
+    )
+    assert quantized[1] != pytest.approx(plain[1], rel=1e-4)
 
 
 def test_histories_belong_to_global_experts(runs):
-    folder, recorded = runs
+    folder, recorded = runs()
     saved = saved_histories(folder / "delayed 2" / "iter_0000003")
     paths = {
         f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{fc}"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import HYBRID, done, metrics, refused
+from tiny_run import HYBRID, ONE_MICROBATCH, done, metrics, refused
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.megatron import recipe_hook
@@ -50,7 +50,7 @@ def test_a_hybrids_mixers_fall_back(pretrain_here, monkeypatch, tmp_path):
             monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: Breaking())
             more = ("--precision-recipe", "fp8-tile", *GUARDED)
         save = tmp_path / name
-        done(pretrain_here(*HYBRID, *more, "--train-iters", 2, "--save", save))
+        done(pretrain_here(*HYBRID, *more, *ONE_MICROBATCH, "--train-iters", 2, "--save", save))
         runs[name] = metrics(save)
     losses = {name: [m["lm_loss"] for m in run if "lm_loss" in m] for name, run in runs.items()}
     assert losses["bf16"] == losses["broken"]
@@ -78,7 +78,7 @@ def test_counted_from_a_switch_on(pretrain_here, monkeypatch, guarded, tmp_path)
     monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: Breaking())
     switch = f"switches.guard={{iteration: 2, to: {guarded('*')}}}"
     run = ("--precision-recipe", "bf16", "--recipe-set", switch, "--train-iters", 4)
-    done(pretrain_here(*run, "--log-interval", 2, "--save", tmp_path / "run"))
+    done(pretrain_here(*run, *ONE_MICROBATCH, "--log-interval", 2, "--save", tmp_path / "run"))
     fprop = [m[f"{METRIC}/fprop"] for m in metrics(tmp_path / "run") if f"{METRIC}/fprop" in m]
     assert fprop[0] == 0 and fprop[1] > 0
 

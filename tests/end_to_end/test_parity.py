@@ -14,8 +14,8 @@ from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure, work_off
 from tests.short_runs import fork_results_queue
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
-# One of each kind; experts are in test_experts.py.
-FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2-interleaved", "DP2-distributed")}
+# One of each kind; experts are in test_experts.py, distributed optimizers in test_resharding.py.
+FAST_LAYOUTS = {name: LAYOUTS[name] for name in ("TP2+SP", "PP2-interleaved", "DP2")}
 FAST_RECIPES = {"nvfp4-group": RECIPES["nvfp4-group"]}
 # Compared with each other, on one process.
 SIGNS = {

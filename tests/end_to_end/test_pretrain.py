@@ -5,7 +5,17 @@ import sys
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import ROOT, Result, arguments_for, done, losses, metrics, refused, steps
+from tiny_run import (
+    ONE_MICROBATCH,
+    ROOT,
+    Result,
+    arguments_for,
+    done,
+    losses,
+    metrics,
+    refused,
+    steps,
+)
 
 NVFP4 = ("--fp4-recipe", "nvfp4")
 EVALUATION = ("--eval-iters", 1, "--eval-interval", 3)
@@ -40,8 +50,8 @@ def test_a_run_leaves_checkpoint_metrics_and_picture(pretrain_command, tmp_path)
 
 def test_evaluation_changes_nothing(pretrain_here, tmp_path):
     dropout = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
-    for name, more in (("with", ("--eval-iters", 2, "--eval-interval", 1)), ("without", ())):
-        options = (*dropout, "--train-iters", 3, "--save", tmp_path / name)
+    for name, more in (("with", ("--eval-iters", 1, "--eval-interval", 1)), ("without", ())):
+        options = (*dropout, *ONE_MICROBATCH, "--train-iters", 2, "--save", tmp_path / name)
         done(pretrain_here(*NVFP4, *options, *more))
     assert steps(tmp_path / "with") == steps(tmp_path / "without")
     assert not any("validation_loss" in line for line in metrics(tmp_path / "without"))
@@ -52,9 +62,9 @@ def test_finetuning_begins_with_the_model_at_iteration_0(pretrain_here, tmp_path
     first, second = tmp_path / "first", tmp_path / "second"
     done(pretrain_here(*NVFP4, "--train-iters", 3, "--save", first))
     load = ("--load", first, "--finetune", "--lr", 0)
-    done(pretrain_here(*NVFP4, "--train-iters", 3, *load, "--save", second))
+    done(pretrain_here(*NVFP4, "--train-iters", 1, *load, "--save", second))
     before, after = losses(first), losses(second)
-    assert after.keys() == {1, 2, 3}
+    assert after.keys() == {1}
     assert after[1] < before[1] - 0.2
 
 

@@ -18,7 +18,16 @@ from pathlib import Path
 
 import pytest
 import torch.distributed.run
-from tiny_run import ENVIRONMENT, HYBRID, ROOT, arguments_for, done, refused, steps
+from tiny_run import (
+    ENVIRONMENT,
+    HYBRID,
+    ONE_MICROBATCH,
+    ROOT,
+    arguments_for,
+    done,
+    refused,
+    steps,
+)
 
 from megatron_lowbit.storage.files import TRACKER, last_saved, write_tracker
 from megatron_lowbit.storage.lock import LOCK, FolderLock
@@ -26,7 +35,8 @@ from tests import processes
 
 LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,
-         "--save-interval", 1)  # fmt: skip
+         "--save-interval", 1, *ONE_MICROBATCH)  # fmt: skip
+TWO_RANKS = ("--global-batch-size", 4)
 ALONE = Path(__file__).with_name("one_run.py")
 TORCHRUN = ("--standalone", "--monitor-interval", "0.1", "--max-restarts", "9",
             "--nproc-per-node", 2, ROOT / "pretrain_gpt.py")  # fmt: skip
@@ -185,10 +195,10 @@ def test_one_of_two_ranks_is_killed(start, tmp_path):
     """The launcher ends the other rank and restarts both."""
     whole, save = tmp_path / "whole" / "save", tmp_path / "save"
     launcher = (torch.distributed.run.__file__, *TORCHRUN)
-    finish(start(whole, launcher=launcher), whole)
+    finish(start(whole, *TWO_RANKS, launcher=launcher), whole)
     print("moments", seed := random.randrange(1 << 30))
     draws, last = random.Random(seed), 0
-    process = start(save, launcher=launcher)
+    process = start(save, *TWO_RANKS, launcher=launcher)
     for turn in range(4):
         wait_until(process, save, saved_above(save, last))
         time.sleep(draws.uniform(0.0, 0.15))
@@ -224,7 +234,9 @@ def test_a_folder_that_another_run_saves_into(tmp_path, pretrain_here, pretrain_
         if ranks == 1:
             error = refused(pretrain_here(*NVFP4, "--save", save))
         else:
-            folder = pretrain_ranks({"second": (*NVFP4, "--save", save)}, refused=("second",))
+            folder = pretrain_ranks(
+                {"second": (*NVFP4, *TWO_RANKS, "--save", save)}, refused=("second",)
+            )
             errors = {path.read_text() for path in folder.glob("*.error")}
             error = f"error: {errors.pop()}"
             assert not errors

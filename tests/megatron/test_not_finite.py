@@ -56,18 +56,11 @@ def train(recipe: str, backward: bool, *more: str) -> None:
         run(args, [spoil])
 
 
-@pytest.mark.parametrize(
-    ("recipe", "backward"),
-    [
-        ("nvfp4 --recipe-set bf16_blocks=none", True),
-        ("fp8-delayed", False),
-        pytest.param("nvfp4 --recipe-set bf16_blocks=none", False, marks=pytest.mark.slow),
-        pytest.param("fp8-delayed", True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_run_ends(recipe, backward):
+@pytest.mark.parametrize("backward", [False, True])
+def test_the_run_ends(backward):
+    """Amax histories do not hide it; runs of NVFP4 are below."""
     with pytest.raises(RuntimeError, match="Unexpected result nan"):
-        train(recipe, backward)
+        train("fp8-delayed", backward)
 
 
 @pytest.mark.parametrize("backward", others_slow((True, False), (True,)))
