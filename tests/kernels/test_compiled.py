@@ -108,10 +108,10 @@ def name_of(q: Quantizer) -> str:
 BUILT = (
     Quantizer(FORMATS["nvfp4"], NEAREST),
     Quantizer(FORMATS["nvfp4"], STOCHASTIC),
-    Quantizer(format_by_name("mxfp4-2d", scale_rounding="rceil"), NEAREST),
+    Quantizer(format_by_name("mxfp4", scale_rounding="rceil"), NEAREST),
     Quantizer(FORMATS["fp8-tensor-e4m3"], NEAREST),
 )
-"""What `make test` builds: both roundings, square blocks, scales of blocks and of the tensor.
+"""What `make test` builds: both roundings, both kinds of scales of blocks, a scale of the tensor.
 
 The arithmetic of others is the reference's, which other tests hold to golden vectors.
 """
