@@ -1,15 +1,14 @@
 """The fused CPU functions against the reference, bit for bit.
 
 A C++ build costs seconds, so they are built for what the shipped recipes quantize with, and for a
-few more: every other format differs from one of these in constants only. In `make test` it is one
-of each kind. All tests share them, and keep to sizes that need no other build: neither square nor a
+few more: every other format differs from one of these in constants only. In `make test` they are
+four, which all its tests share. Tests keep to sizes that need no other build: neither square nor a
 single block.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +55,6 @@ NEAREST, STOCHASTIC = Rounding.NEAREST_EVEN, Rounding.STOCHASTIC
 SHARD = Draw(2**64 - 3, torch.arange(128) + 2**31, (torch.arange(16) + 5) * 7)
 
 
-NVFP4, MX = (type(FORMATS[name]) for name in ("nvfp4", "mxfp4"))
 OF_LAYERS = ("axis", "requantize", "split_mean")
 """Keys of a role that say what is quantized, not how."""
 
@@ -107,24 +105,21 @@ def name_of(q: Quantizer) -> str:
     return f"{q.format} {q.rounding.value}"
 
 
-def of_each_kind(quantizers: Iterable[Quantizer]) -> list[Quantizer]:
-    """Return the first of each class of formats, of each rounding, and in one and two dimensions.
+BUILT = (
+    Quantizer(FORMATS["nvfp4"], NEAREST),
+    Quantizer(FORMATS["nvfp4"], STOCHASTIC),
+    Quantizer(format_by_name("mxfp4", scale_rounding="rceil"), NEAREST),
+    Quantizer(FORMATS["fp8-tensor-e4m3"], NEAREST),
+)
+"""What `make test` builds: both roundings, both kinds of scales of blocks, a scale of the tensor.
 
-    Others of a kind differ in constants and options, whose arithmetic the reference shares. Other
-    classes round their codes as MX formats do, and fill square blocks as NVFP4 does.
-    """
-    kinds: dict[tuple, Quantizer] = {}
-    for q in quantizers:
-        rounding = q.rounding if type(q.format) in (NVFP4, MX) else None
-        is_square = type(q.format) is NVFP4 and q.format.block_rows > 1
-        kinds.setdefault((type(q.format), rounding, is_square), q)
-    return list(kinds.values())
+The arithmetic of others is the reference's, which other tests hold to golden vectors.
+"""
 
 
 def with_others_slow(quantizers: list[Quantizer]) -> list:
-    """Return parameters of a test, of which those that are not the first of a kind are slow."""
-    first = of_each_kind(QUANTIZERS)
-    return [pytest.param(q, marks=[pytest.mark.slow] * (q not in first)) for q in quantizers]
+    """Return parameters of a test, of which those that `make test` does not build are slow."""
+    return [pytest.param(q, marks=[pytest.mark.slow] * (q not in BUILT)) for q in quantizers]
 
 
 def golden_input(name):
@@ -192,13 +187,13 @@ def traced_only(monkeypatch):
 @pytest.mark.parametrize("first", [NEAREST, pytest.param(STOCHASTIC, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "format",
-    [pytest.param(f, marks=[pytest.mark.slow] * (type(f) is not NVFP4)) for f in GUARDED],
+    [pytest.param(f, marks=[pytest.mark.slow] * (f.name != "fp8-tensor-e4m3")) for f in GUARDED],
     ids=str,
 )
 def test_rounding_is_guarded_in_either_order(traced_only, format, first):
     """Whichever rounding a format is traced with first, the other one is not given its result.
 
-    In `make test` it is one class; tests below have another with one rounding after the other.
+    In `make test` it is one class; tests below have NVFP4 with one rounding after the other.
     """
     second = STOCHASTIC if first is NEAREST else NEAREST
     x = torch.randn(260, 300, generator=torch.Generator().manual_seed(1))
@@ -219,6 +214,7 @@ def test_what_is_covered():
     assert {type(q.format) for q in RECIPES} == {type(format) for format in FORMATS.values()}
     assert {q.rounding for q in RECIPES} == set(Rounding)
     assert {q.format.name for q in QUANTIZERS} >= {"nvfp4-2d", "mxfp4-2d", "mxfp6-e2m3-2d"}
+    assert set(BUILT) <= RECIPES
 
 
 @pytest.mark.parametrize("quantizer", with_others_slow(QUANTIZERS), ids=name_of)
@@ -254,15 +250,21 @@ def test_shard(quantizer):
         assert_same(quantizer, x, draw=SHARD, hadamard=Hadamard(64, "fresh", "fp32"), sign_key=5)
 
 
+@pytest.mark.parametrize(
+    ("key", "format"),
+    [
+        ("nvfp4_1x16", "nvfp4"),
+        pytest.param("nvfp4_16x16", "nvfp4-2d", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", INPUTS)
-def test_golden_codes(name):
+def test_golden_codes(name, key, format):
     """Straight against the golden arrays: no step of ours in between."""
-    for key, format in (("nvfp4_1x16", "nvfp4"), ("nvfp4_16x16", "nvfp4-2d")):
-        q, _ = ENGINE.quantize(golden_input(name), Request(Quantizer(FORMATS[format])), None)
-        np.testing.assert_array_equal(q.codes.numpy(), GOLDEN[f"{name}/{key}/row_codes"])
-        np.testing.assert_array_equal(
-            q.scales.view(torch.uint8).numpy(), GOLDEN[f"{name}/{key}/row_scales_e4m3"]
-        )
+    q, _ = ENGINE.quantize(golden_input(name), Request(Quantizer(FORMATS[format])), None)
+    np.testing.assert_array_equal(q.codes.numpy(), GOLDEN[f"{name}/{key}/row_codes"])
+    np.testing.assert_array_equal(
+        q.scales.view(torch.uint8).numpy(), GOLDEN[f"{name}/{key}/row_scales_e4m3"]
+    )
 
 
 LAB = np.load(ROOT / "tests" / "golden" / "fp4_lab.npz")
@@ -275,14 +277,10 @@ METHODS = {  # golden key -> our format
     "ue5m3": format_by_name("nvfp4-ue5m3"),
     "ue5m3_1level": format_by_name("nvfp4-ue5m3", tensor_scaled=False),
 }
-OTHER_OPTIONS = ("te_mse_448", "te_mae_256_2d", "ue5m3_1level")
-"""Methods that differ from the others in an option, and take a build of their own."""
 
 
-@pytest.mark.parametrize(
-    "key",
-    [pytest.param(key, marks=[pytest.mark.slow] * (key in OTHER_OPTIONS)) for key in METHODS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("key", METHODS)
 @pytest.mark.parametrize("name", ["gauss", "outlier", "grad", "tiny", "zeros", "ties"])
 def test_golden_codes_of_newer_methods(name, key):
     """Codes in all blocks whose scale is not 0, where values are; scales in every block."""
@@ -314,7 +312,7 @@ def test_gemm():
     a = torch.randn(20, 50, generator=torch.Generator().manual_seed(1))
     b = torch.randn(30, 50, generator=torch.Generator().manual_seed(2))
     left, _ = ENGINE.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
-    right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
+    right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4"])), None)
     for operands in ((left, right), (left, b), (a, right), (a, b)):
         assert torch.equal(ENGINE.gemm(*operands), gemm(*operands))
     assert torch.equal(ENGINE.transpose(left, b.t()), left.dequantize().t())
@@ -329,7 +327,7 @@ def test_gemm_takes_operands_and_biases_of_other_dtypes(dtype, bias_dtype):
     a, b = (torch.randn(rows, 50, generator=generator).to(dtype) for rows in (20, 30))
     bias = None if bias_dtype is None else torch.randn(30, generator=generator).to(bias_dtype)
     left, _ = ENGINE.quantize(a, Request(Quantizer(FORMATS["nvfp4"])), None)
-    right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4-2d"])), None)
+    right, _ = ENGINE.quantize(b, Request(Quantizer(FORMATS["nvfp4"])), None)
     for operands in ((left, right), (left, b), (a, right)):
         for out_dtype in (None, torch.bfloat16):
             for accumulation in (None, Accumulation("bf16", 16)):

@@ -68,13 +68,13 @@ QUICK = {*product(NAMES, ("MXNorm", "RMSNorm")), *product(("mxfp8-e4m3", "nvfp4"
     ],
 )
 def test_the_references_bits(name, norm):
-    check(values(48, 512), name, NORMS[norm])
+    check(values(RAGGED, 512), name, NORMS[norm])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
 def test_other_dtypes(norm, dtype):
-    check(values(48, 512, dtype), "mxfp8-e4m3", norm)
+    check(values(RAGGED, 512, dtype), "mxfp8-e4m3", norm)
 
 
 @pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
@@ -82,11 +82,13 @@ def test_other_dtypes(norm, dtype):
 def test_other_tiles(block, norm):
     for scale_format in ("fp32", "pow2"):
         options = {"block": block, "scale_format": scale_format}
-        check(values(RAGGED, 640), FORMATS["fp8-1x128-e4m3"].with_options(**options), norm)
+        check(values(RAGGED, 384), FORMATS["fp8-1x128-e4m3"].with_options(**options), norm)
 
 
 @pytest.mark.parametrize("norm", [MXNorm(), RMSNorm()], ids=["MXNorm", "RMSNorm"])
-@pytest.mark.parametrize("columns", [128, 384, 640, 896])
+@pytest.mark.parametrize(
+    "columns", [128, 384, *(pytest.param(c, marks=pytest.mark.slow) for c in (640, 896))]
+)
 def test_other_widths_and_rows(columns, norm):
     for name in ("mxfp8-e4m3", "nvfp4"):
         check(values(RAGGED, columns), name, norm)
@@ -98,7 +100,7 @@ def test_other_blocks(element, block):
     check(values(RAGGED, 320), MX("study", element, 1, block=block), MXNorm())
 
 
-@pytest.mark.parametrize("columns", [128, 320, 896])
+@pytest.mark.parametrize("columns", [128, 320, pytest.param(896, marks=pytest.mark.slow)])
 def test_a_scale_a_row(columns):
     x, gain = values(RAGGED, columns), values(2, columns)[0]
     x[3] = 0
