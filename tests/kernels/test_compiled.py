@@ -31,6 +31,7 @@ from megatron_lowbit.numerics import (
     gemm,
 )
 from megatron_lowbit.numerics.randomness import uniform
+from tests.marks import others_slow
 
 pytestmark = pytest.mark.skipif(
     compiled.missing_compiler() is not None, reason=str(compiled.missing_compiler())
@@ -115,11 +116,6 @@ BUILT = (
 
 The arithmetic of others is the reference's, which other tests hold to golden vectors.
 """
-
-
-def with_others_slow(quantizers: list[Quantizer]) -> list:
-    """Return parameters of a test, of which those that `make test` does not build are slow."""
-    return [pytest.param(q, marks=[pytest.mark.slow] * (q not in BUILT)) for q in quantizers]
 
 
 def golden_input(name):
@@ -217,7 +213,7 @@ def test_what_is_covered():
     assert set(BUILT) <= RECIPES
 
 
-@pytest.mark.parametrize("quantizer", with_others_slow(QUANTIZERS), ids=name_of)
+@pytest.mark.parametrize("quantizer", others_slow(QUANTIZERS, BUILT), ids=name_of)
 def test_fused_is_the_reference(quantizer):
     """Golden inputs, then ragged ones, then both ends of FP32, NaN and infinity."""
     for x in golden_inputs(quantizer.format):
@@ -240,7 +236,7 @@ def test_fused_is_the_reference(quantizer):
 
 @pytest.mark.parametrize(
     "quantizer",
-    with_others_slow([q for q in QUANTIZERS if q.rounding is STOCHASTIC]),
+    others_slow([q for q in QUANTIZERS if q.rounding is STOCHASTIC], BUILT),
     ids=name_of,
 )
 def test_shard(quantizer):
