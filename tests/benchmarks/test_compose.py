@@ -24,23 +24,24 @@ GRAPHS = PAIR._replace(features=("graphs", "switch"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="judges what a CPU refuses")
-def test_the_cheapest_cells(start_script, tmp_path):
-    """Cells that are equal, at parity, refused, and impossible without a GPU.
+@pytest.mark.parametrize("parity", [[], pytest.param([PAIR], marks=pytest.mark.slow)])
+def test_the_cheapest_cells(start_script, tmp_path, parity):
+    """Cells that are equal, refused, and impossible without a GPU; one at parity has two ranks.
 
     ``start_script`` is asked for because it starts the server that processes are forked from.
     """
     context = multiprocessing.get_context("forkserver")
     results = compose.Results(tmp_path / "out.json", {"machine": {}})
     composer = compose.Composer(context, results, tmp_path, 0, 120, math.inf)
-    composer.compose([PAIR, ALONE, REFUSED, GRAPHS], jobs=1)
+    composer.compose([*parity, ALONE, REFUSED, GRAPHS], jobs=1)
     document = json.loads((tmp_path / "out.json").read_text())
     cells = {tuple(cell["features"]): cell for cell in document["cells"]}
     found = {features: cell["outcome"] for features, cell in cells.items()}
-    assert found == {
-        PAIR.features: "parity", ALONE.features: "equal", REFUSED.features: "refused",
-        GRAPHS.features: "needs a GPU",
+    assert found == dict.fromkeys((pair.features for pair in parity), "parity") | {
+        ALONE.features: "equal", REFUSED.features: "refused", GRAPHS.features: "needs a GPU",
     }, cells  # fmt: skip
-    assert 0 < cells[PAIR.features]["loss"] < PAIR.bounds().loss
+    for pair in parity:
+        assert 0 < cells[pair.features]["loss"] < pair.bounds().loss
     assert "Context parallelism is only supported by" in cells[REFUSED.features]["message"]
     assert [entry["key"] for entry in document["references"]] == ["local fp8-tile switch"]
 

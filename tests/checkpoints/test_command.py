@@ -53,7 +53,13 @@ def test_the_average(saved, tmp_path, capsys):
     assert torch.equal(weights["lm_head.weight"], mean["output_layer.weight"][:500])
 
 
-@pytest.mark.parametrize("how", [["--finetune"], ["--no-load-optim", "--no-load-rng"]])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["--finetune"],
+        pytest.param(["--no-load-optim", "--no-load-rng"], marks=pytest.mark.slow),
+    ],
+)
 def test_training_loads_the_average(saved, tmp_path, how):
     """With a rate of 0 its loss is that of what was trained, less than at the beginning."""
     average(saved, [2, 4], tmp_path / "mean")

@@ -1,9 +1,10 @@
 """The folder of cached sample indices: its name, its lock, and what a killed run leaves in it."""
 
 import fcntl
+import multiprocessing
 import os
-import subprocess
-import sys
+import time
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -79,23 +80,23 @@ def is_locked(folder: Path) -> bool:
     return False
 
 
+def hold(folder: Path, held: Event) -> None:
+    with building(folder):
+        held.set()
+        time.sleep(60)
+
+
 def test_others_wait_until_a_run_has_built_or_was_killed(tmp_path):
     with building(tmp_path):
         assert is_locked(tmp_path)
     assert not is_locked(tmp_path)
-    program = f"""
-import time
-from pathlib import Path
-from megatron_lowbit.data.index_cache import building
-with building(Path({str(tmp_path)!r})):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout and holder.stdout.readline() == "held\n"
-        assert is_locked(tmp_path)
-        holder.kill()
+    fork = multiprocessing.get_context("fork")
+    held = fork.Event()
+    holder = fork.Process(target=hold, args=(tmp_path, held), daemon=True)
+    holder.start()
+    assert held.wait(60) and is_locked(tmp_path)
+    holder.kill()
+    holder.join()
     assert not is_locked(tmp_path)
 
 

@@ -145,7 +145,7 @@ def test_the_model_of_a_preset_has_the_parameters_of_the_closed_formula(name):
         ("transformer-1.2b", set(range(16, 20))),
     ],
 )
-@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4"])
+@pytest.mark.parametrize("recipe", ["nvfp4", pytest.param("mxfp4", marks=pytest.mark.slow)])
 def test_a_preset_keeps_the_blocks_in_bf16_that_the_paper_keeps(name, blocks, recipe):
     """Appendix A, and the captions of figures 8 to 11 for the 1.2B model."""
     args = parse(name, "--fp4-recipe", recipe)

@@ -10,7 +10,7 @@ from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_nam
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
 
-TOKENS = [136, 0, 16]
+TOKENS = [72, 0, 16]
 IN, OUT = 144, 136
 TILES = {"scale_format": "pow2"}
 CASES = {  # formats and options of both operands; True for gradients of weights; True to add

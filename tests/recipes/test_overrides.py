@@ -78,14 +78,13 @@ def every_gemm(precision, **fields) -> LinearPrecision:
 
 @pytest.mark.parametrize("name, gemm", GEMMS_OF)
 def test_a_transform_on_any_gemm(name, gemm):
-    """Transforms of every size, with each kind of signs, on this GEMM alone; and off again."""
+    """Transforms of every size, each with one kind of signs, on this GEMM alone; and off again."""
     base = low(name)
-    for size in (32, 64, 128, 256):
-        for signs in ("fixed", "fresh", "none", 7):
-            result = low(name, f"{gemm}.hadamard={{size: {size}, signs: {signs}, output: fp32}}")
-            transform = Hadamard(size, signs, "fp32")
-            of_gemm = replace(base.gemms[gemm], hadamard=transform)
-            assert result == replace(base, **{gemm: of_gemm})
+    for size, signs in zip((32, 64, 128, 256), ("fixed", "fresh", "none", 7), strict=True):
+        result = low(name, f"{gemm}.hadamard={{size: {size}, signs: {signs}, output: fp32}}")
+        transform = Hadamard(size, signs, "fp32")
+        of_gemm = replace(base.gemms[gemm], hadamard=transform)
+        assert result == replace(base, **{gemm: of_gemm})
     off = low(name, f"{gemm}.hadamard={{size: 64}}", f"{gemm}.hadamard=null")
     assert off == replace(base, **{gemm: replace(base.gemms[gemm], hadamard=None)})
 

@@ -4,7 +4,8 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,14 @@ def test_where_mxnorm_is_active(capsys):
     assert "of MXNorm" not in str(shown("show", "nvfp4", capsys=capsys))
 
 
+def read_to_the_end(terminal: int) -> bytes:
+    text = b""
+    with suppress(OSError):  # the end of a pseudo-terminal
+        while part := os.read(terminal, 4096):
+            text += part
+    return text
+
+
 def test_list(capsys):
     lines = shown("list", capsys=capsys)
     found = dict(lines)
@@ -149,20 +158,16 @@ def test_list(capsys):
     assert found == {name: load_recipe(name).description for name in shipped_recipes()}
 
 
-def test_a_terminal_of_80_columns():
+def test_a_terminal_of_80_columns(monkeypatch):
     """It has a table with lines; the same command in a pipe has none."""
-    command = [sys.executable, "-m", "megatron_lowbit.recipes", "show", "mxfp4-backward"]
+    monkeypatch.setenv("COLUMNS", "80")
     terminal, inner = os.openpty()
-    environment = os.environ | {"COLUMNS": "80"}
-    process = subprocess.Popen(command, stdout=inner, stdin=inner, env=environment)
-    os.close(inner)
-    text = b""
-    with suppress(OSError):  # the end of a pseudo-terminal
-        while part := os.read(terminal, 4096):
-            text += part
+    with ThreadPoolExecutor() as pool:  # a pseudo-terminal holds less than the table
+        text = pool.submit(read_to_the_end, terminal)
+        with open(inner, "w") as stdout, redirect_stdout(stdout):
+            main(["show", "mxfp4-backward"])
     os.close(terminal)
-    assert process.wait() == 0
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.result().decode()).splitlines()
     assert max(map(len, lines)) <= 80
     assert any("────" in line for line in lines)
     assert any(line.split()[-2:] == ["signs", "fresh"] for line in lines)
@@ -220,15 +225,20 @@ def test_bad_input(arguments, parts):
         assert part in message
 
 
-def test_exit_codes():
-    """As a command: 2 and one line on stderr, nothing on stdout; 0 and whole names in a pipe."""
+def test_an_error_exits_with_2():
+    """As a command: 2 and one line on stderr, nothing on stdout."""
     command = [sys.executable, "-m", "megatron_lowbit.recipes", "show", "mxfp4-backward"]
     bad = subprocess.run([*command, "--num-layers", "two"], capture_output=True, text=True)
     assert bad.returncode == 2 and bad.stdout == ""
     assert bad.stderr.startswith("error: ") and bad.stderr.count("\n") == 1
-    narrow = os.environ | {"COLUMNS": "40", "FORCE_COLOR": "1"}
-    good = subprocess.run([*command], capture_output=True, text=True, env=narrow)
-    assert good.returncode == 0 and good.stderr == ""
-    assert "\x1b" not in good.stdout and good.stdout.isascii()
+
+
+def test_a_pipe_has_whole_names(capsys, monkeypatch):
+    """Whatever the environment says of a terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    main(["show", "mxfp4-backward"])
+    out, err = capsys.readouterr()
+    assert not err and "\x1b" not in out and out.isascii()
     every = "self_attention.linear_qkv, self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2"
-    assert f"0-11    {every}  linears  dgrad  grad     mxfp4 three_quarters SR" in good.stdout
+    assert f"0-11    {every}  linears  dgrad  grad     mxfp4 three_quarters SR" in out
