@@ -180,16 +180,13 @@ def traced_only(monkeypatch):
     forget()
 
 
-@pytest.mark.parametrize("first", [NEAREST, pytest.param(STOCHASTIC, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "format",
-    [pytest.param(f, marks=[pytest.mark.slow] * (f.name != "fp8-tensor-e4m3")) for f in GUARDED],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [NEAREST, STOCHASTIC])
+@pytest.mark.parametrize("format", GUARDED, ids=str)
 def test_rounding_is_guarded_in_either_order(traced_only, format, first):
     """Whichever rounding a format is traced with first, the other one is not given its result.
 
-    In `make test` it is one class; tests below have NVFP4 with one rounding after the other.
+    In `make test`, tests below have NVFP4 with one rounding after the other, and the first again.
     """
     second = STOCHASTIC if first is NEAREST else NEAREST
     x = torch.randn(260, 300, generator=torch.Generator().manual_seed(1))

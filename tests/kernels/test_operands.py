@@ -139,6 +139,9 @@ def check_folded(seen, expected) -> None:
 
 WHOLE = ("mxfp8 rceil", "mxfp4-2d", "fp8-1x128-e4m3 128")
 """Formats that are also folded in whole tiles: points of each kind."""
+RARER = ("mxfp6-e2m3-2d", "mxfp6-e3m2-2d", "mxfp8-e5m2-2d",
+         "fp8-1x128-e4m3 64", "fp8-128x128-e5m2 64")  # fmt: skip
+"""Formats of which each part is folded with others: elements, square blocks, tiles' sizes."""
 WIDE = ("mxfp4", "mxfp4 three quarters", "mxfp6-e3m2")
 """Formats that fold to E5M2 in a left operand."""
 
@@ -146,7 +149,10 @@ WIDE = ("mxfp4", "mxfp4 three quarters", "mxfp6-e3m2")
 @pytest.mark.parametrize(
     ("name", "rows", "columns", "left"),
     [
-        *((name, 48, 136, False) for name in FOLDS),
+        *(
+            pytest.param(name, 48, 136, False, marks=[pytest.mark.slow] * (name in RARER))
+            for name in FOLDS
+        ),
         *((name, 64, 128, False) for name in WHOLE),
         *((name, 48, 136, True) for name in WIDE),
     ],

@@ -93,9 +93,12 @@ def check(x: torch.Tensor, quantizer: Quantizer, hadamard: Hadamard | None) -> N
 
 # Options change how scales are made: whichever the rounding. Elements are rounded alike in blocks
 # of one dimension and of two: to nearest in the latter, the other way in the former.
+# Elements of MX formats are told apart in one dimension, and pairs of options option by option.
+RARER = ("mxfp6-e2m3-2d", "mxfp6-e3m2-2d", "mxfp8-e5m2-2d", "fp8 1x16 pow2", "fp8 32x32 pow2",
+         "nvfp4 abs_max 16/17", "nvfp4-2d 256 16/17")  # fmt: skip
 QUICK = {
     (name, Rounding.NEAREST_EVEN if name in KERNELS and ALL[name].square else Rounding.STOCHASTIC)
-    for name in ALL
+    for name in ALL.keys() - RARER
 }
 
 
@@ -141,7 +144,7 @@ def test_with_the_largest_transform(name):
     "name", ["nvfp4", "fp8-128x128-e4m3", "fp8 64x64", "fp8 1x16 pow2", "mxfp4-2d", "fp8-row-e4m3"]
 )
 def test_whole_tiles_and_one_side(name):
-    x, quantizer = values(128, 256, torch.bfloat16), Quantizer(ALL[name])
+    x, quantizer = values(128, 128, torch.bfloat16), Quantizer(ALL[name])
     by_row, by_col = quantize_both(x.to(DEVICE), Request(quantizer), None)
     check_same(by_row, quantizer(x))
     assert by_col is None
@@ -149,8 +152,8 @@ def test_whole_tiles_and_one_side(name):
     check_same(by_col, quantizer(x))
 
 
-# Each scale function and each kernel; every format on a GPU. In make test, both values for one
-# format of each family, and by turns for the others.
+# Each scale function and each kernel; every format on a GPU. In make test, both values for
+# NVFP4 and an MX format, and by turns for the others.
 NOT_FINITE = ALL if DEVICE == "cuda" else [
     "nvfp4", "mxfp8 rceil", "fp8 pow2", "fp8-tensor-e4m3", "fp8-row-e4m3", "mxfp4 three quarters",
     "fp8-128x128-e5m2", "fp8 32x32 pow2", "nvfp4 16/17", "nvfp4 mse", "nvfp4-2d abs_max",
@@ -163,7 +166,7 @@ NOT_FINITE = ALL if DEVICE == "cuda" else [
     [
         pytest.param(
             *case,
-            marks=[pytest.mark.slow] * (DEVICE == "cpu" and number > 9 and number % 4 in (1, 2)),
+            marks=[pytest.mark.slow] * (DEVICE == "cpu" and number > 3 and number % 4 in (1, 2)),
         )
         for number, case in enumerate(product(NOT_FINITE, (torch.inf, torch.nan)))
     ],

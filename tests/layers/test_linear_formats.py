@@ -1,6 +1,7 @@
 """Every format as every operand of the linear layer; square weights; narrow sums."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -58,9 +59,22 @@ def by_roles(input=None, weight=None, grad=None) -> LinearPrecision:
 # Formats
 
 
+ROLES = ("input", "weight", "grad")
+# A layer treats formats of a kind alike where one role alone is quantized.
+OF_EACH_KIND = ("nvfp4", "nvfp4-2d", "mxfp4", "mxfp8-e4m3-2d", "fp8-1x128-e5m2", "fp8-128x128-e4m3",
+                "fp8-tensor-e4m3", "fp8-row-e4m3", "int4-1x32")  # fmt: skip
+
+
 @pytest.mark.parametrize("rounding", list(Rounding))
-@pytest.mark.parametrize("roles", [("input",), ("weight",), ("grad",), ("input", "weight", "grad")])
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("format", "roles"),
+    [
+        pytest.param(
+            *case, marks=[pytest.mark.slow] * (case[1] != ROLES and case[0] not in OF_EACH_KIND)
+        )
+        for case in product(FORMATS, [*((role,) for role in ROLES), ROLES])
+    ],
+)
 def test_every_format_in_every_role(format, roles, rounding):
     """Finite, and as close to the exact product as the operands that are quantized.
 

@@ -155,7 +155,10 @@ def test_an_integer_seeds_one_vector():
     assert vectors[1] == Hadamard(64, signs=1).sign_vector(key=99)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [pytest.param(s, marks=[pytest.mark.slow] * (s not in (2, 16, 128, 256))) for s in SIZES],
+)
 def test_signs_are_balanced(size):
     """Each point, and each pair of neighbours, is + in half of 400 vectors: 4.5 standard errors.
 
