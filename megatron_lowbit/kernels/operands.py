@@ -165,7 +165,8 @@ def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None]:
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:
     """Return a byte for each row of codes and block; power-of-two scales of FP8 tiles as E8M0."""
     if not isinstance(operand.format, FP8Tile):
-        return operand.scales.view(torch.uint8)
+        # The reference's of a single row of square blocks have a row's stride of 0.
+        return operand.scales.contiguous().view(torch.uint8)
     bytes_ = (operand.scales.view(torch.int32) >> 23).to(torch.uint8)
     by_row = bytes_.repeat_interleave(operand.format.block_rows, dim=0)
     return by_row[: operand.codes.shape[0]].contiguous()

@@ -175,6 +175,17 @@ def test_folded_tensors_are_the_references(name, rows, columns, left):
     assert int(inexact) == wrong.sum() and (wrong.any() or "mxfp8-e4m3" not in name)
 
 
+def test_a_single_row_of_square_blocks():
+    """The reference's scales of it are not contiguous."""
+    quantized = Quantizer(FORMATS["mxfp8-e4m3-2d"])(values(24, 136, spread=4.0))
+    assert quantized.scales.stride() == (0, 1)
+    target = folded_format(quantized.format, False, FORMATS["mxfp4"])
+    check_folded(fold(quantized, target), reference_fold(quantized, target))
+    decoded = exact_values(Quantizer(FORMATS["mxfp4-2d"])(values(24, 136)))
+    expected = Quantizer(FORMATS["mxfp4-2d"])(values(24, 136)).dequantize()
+    assert torch.equal(decoded.values.float(), expected)
+
+
 @pytest.mark.parametrize(
     "name", ["mxfp4 three quarters", "mxfp8-e4m3", "fp8-1x128-e4m3 128", "nvfp4 foldable-up"]
 )
