@@ -14,16 +14,23 @@ from transformer_engine.pytorch.constants import TE_DType
 
 def normalized(x: Tensor, module: torch.nn.Module) -> Tensor:
     """Normalize x (..., K) as a LayerNormLinear module does before its product, in x's dtype."""
-    y: Tensor = _Norm.apply(x, module.layer_norm_weight, module.layer_norm_bias, module)  # type: ignore[no-untyped-call]
+    # Here, for autograd records nothing inside of its functions.
+    margin = module.fwd_ln_sm_margin if torch.is_grad_enabled() else module.inf_ln_sm_margin
+    parameters = module.layer_norm_weight, module.layer_norm_bias
+    y: Tensor = _Norm.apply(x, *parameters, margin, module)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, module: torch.nn.Module
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        margin: int,
+        module: torch.nn.Module,
     ) -> Tensor:
-        margin = module.fwd_ln_sm_margin if torch.is_grad_enabled() else module.inf_ln_sm_margin
         forward = tex.rmsnorm_fwd if bias is None else tex.layernorm_fwd
         parameters = (weight,) if bias is None else (weight, bias)
         rows = x.reshape(-1, x.shape[-1])
@@ -45,4 +52,4 @@ class _Norm(torch.autograd.Function):
             dbias = None
         else:
             dx, dweight, dbias = tex.layernorm_bwd(grads, rows, mean, inverse, weight, *ctx.options)
-        return dx.view(grad.shape), dweight, dbias, None
+        return dx.view(grad.shape), dweight, dbias, None, None
