@@ -19,6 +19,7 @@ from megatron_lowbit.kernels.sides import (
     Numbers,
     layouts_of,
     numbers_of,
+    scale_pointer,
     signed,
     signs_of,
     transform_of,
@@ -134,10 +135,7 @@ def _arguments(requests: Requests | None, group: OperandGroup | None, amax: Tens
     layout, numbers = group.layout, (None, None)
     if layout.side.stochastic:
         numbers = numbers_of(requests.like, layout, group.codes.device)
-    scales = group.scales
-    if scales is not None:
-        scales = scales.view(torch.uint8) if scales.element_size() == 1 else scales
-        scales = scales if scales.numel() else None
+    scales = None if group.scales is None else scale_pointer(group.scales)
     columns = OF_THE_TABLE if layout.transposed else layout.columns
     return columns, amax, group.codes, scales, group.tensor_scales, 0, *numbers, 0
 

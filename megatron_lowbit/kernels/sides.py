@@ -175,13 +175,11 @@ def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Outpu
 
         return exact
     dtype, rows_fastest = format.element.dtype or torch.uint8, _has_rows_fastest(layout)
-    empty, in_bytes = not math.prod(layout.scale_shape), format.scale_dtype.itemsize == 1
 
     def quantized(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
         stored = scales.t() if rows_fastest else scales
         made = QuantizedTensor(codes.view(dtype), stored, tensor_scale, format, shape)
-        pointer = None if empty else scales.view(torch.uint8) if in_bytes else scales
-        return Output(made, codes, pointer, tensor_scale)
+        return Output(made, codes, scale_pointer(scales), tensor_scale)
 
     return quantized
 
@@ -194,10 +192,11 @@ def _has_rows_fastest(layout: Layout) -> bool:
 def pointers(out: QuantizedTensor, layout: Layout) -> Output:
     """Return codes that are there already as the output of a side."""
     codes = out.codes.view(torch.int32 if layout.side.points else torch.uint8)
-    return Output(out, codes, _scale_pointer(out.scales), out.tensor_scale)
+    return Output(out, codes, scale_pointer(out.scales), out.tensor_scale)
 
 
-def _scale_pointer(scales: Tensor) -> Tensor | None:
+def scale_pointer(scales: Tensor) -> Tensor | None:
+    """Return scales as a kernel takes them; None where there are none."""
     if not scales.numel():
         return None
     return scales.view(torch.uint8) if scales.element_size() == 1 else scales

@@ -156,11 +156,10 @@ def expert_contexts(
 
     None in place of the list leaves the whole call in high precision.
     """
+    if not any(state.is_active(training) for state in states):
+        return None
     first = states[0]
     precision = first.plan.precision
-    quantizes = any(state.plan.precision.quantized for state in states)
-    if not quantizes or not (training or first.plan.evaluates):
-        return None
     if not has_bias and all(state.plan.precision == precision for state in states):
         context = first.context(first.shards(), first.group_cache)
         if can_group(context):

@@ -7,7 +7,6 @@ through megatron-core's ``finish_init``: by a name that megatron-core knows, or 
 forward pass is replaced: a norm is Transformer Engine's, the product this project's.
 """
 
-import weakref
 from typing import Any
 
 import torch
@@ -88,36 +87,35 @@ class TELayerState(LayerState):
 
 
 class _Forward:
-    """The forward pass of a linear layer, in the precision of its state."""
+    """The forward pass of a module, in the precision of its state."""
 
-    def __init__(self, module: torch.nn.Module, state: TELayerState) -> None:
-        self.module, self.state = weakref.proxy(module), state
-        self.own = module.forward
+    def __init__(self, state: TELayerState) -> None:
+        module = state.module
+        self.state, self.upstream = state, module.forward
         self.normalizes = hasattr(module, "layer_norm_weight")
         self.reduces = module.parallel_mode == "row" and module.tp_size > 1
 
     @eager  # The key is another one in every microbatch.
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        module, state = self.module, self.state
+        state, module = self.state, self.state.module
         # An expert without tokens has nothing to quantize, nor an amax to record.
         if state.native or not state.is_active(module.training) or x.numel() == 0:
             if is_graph_capturing():
                 module.is_first_microbatch = True  # a graph quantizes the weight each time
-            return self.own(x)
+            return self.upstream(x)
         if self.normalizes:
             x = normalized(x, module)
         bias = module.bias if module.use_bias else None
-        own_bias = None if module.te_return_bias or self.reduces else bias
-        parallel: bool = module.sequence_parallel
-        context = state.context(state.shards(parallel, allreduce_dgrad=not parallel))
-        y = lowbit_linear(x, module.weight, context, bias=own_bias)
-        if self.reduces:
-            reduce = reduce_from_tensor_model_parallel_region
-            if parallel:
-                reduce = reduce_scatter_to_sequence_parallel_region
-            y = reduce(y, group=module.tp_group)
-            y = y if bias is None or module.te_return_bias else y + bias
-        return y, bias if module.te_return_bias else None
+        added, returned = (None, bias) if module.te_return_bias else (bias, None)
+        splits_tokens: bool = module.sequence_parallel
+        context = state.context(state.shards(splits_tokens, allreduce_dgrad=not splits_tokens))
+        if not self.reduces:
+            return lowbit_linear(x, module.weight, context, bias=added), returned
+        reduce = reduce_from_tensor_model_parallel_region
+        if splits_tokens:
+            reduce = reduce_scatter_to_sequence_parallel_region
+        y = reduce(lowbit_linear(x, module.weight, context), group=module.tp_group)
+        return y if added is None else y + added, returned
 
 
 def _check(config: TransformerConfig) -> None:
@@ -160,7 +158,7 @@ def take_over(module: torch.nn.Module | Expert, plan: LayerPlan) -> LayerState:
         is_column = isinstance(module.grouped, te.TEColumnParallelGroupedLinear)
         return take_over_expert(module, plan, is_column)
     module.layer_state = TELayerState(plan, module)
-    module.forward = _Forward(module, module.layer_state)
+    module.forward = _Forward(module.layer_state)
     return module.layer_state
 
 
