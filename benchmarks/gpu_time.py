@@ -58,26 +58,30 @@ def milliseconds(trace: dict[str, Any]) -> dict[str, float]:
     Raises:
         ValueError: the trace has no whole step, or nothing that ran on a GPU.
     """
+    kernels, steps = _kernels(trace)
+    sums = Counter({"busy": _union((one["ts"], one["ts"] + one["dur"]) for one in kernels)})
+    for one in kernels:
+        sums[kind_of(one["name"])] += one["dur"]
+    return {kind: round(sums[kind] / steps / 1e3, 2) for kind in ("busy", *KINDS, OTHERS)}
+
+
+def longest(trace: dict[str, Any]) -> dict[str, float]:
+    """Return milliseconds a step of the kernels that take longest, by the start of their names."""
+    kernels, steps = _kernels(trace)
+    sums: Counter[str] = Counter()
+    for one in kernels:
+        sums[one["name"][:120]] += one["dur"]
+    return {name: round(sum_ / steps / 1e3, 2) for name, sum_ in sums.most_common(LONGEST)}
+
+
+def _kernels(trace: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Return what ran on the GPU, and in how many steps."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
     kernels = [event for event in events if event.get("cat") in _ON_GPU]
     if not steps or not kernels:
         raise ValueError(f"the trace has {len(steps)} steps and {len(kernels)} kernels")
-    sums = Counter({"busy": _union((one["ts"], one["ts"] + one["dur"]) for one in kernels)})
-    for one in kernels:
-        sums[kind_of(one["name"])] += one["dur"]
-    return {kind: round(sums[kind] / len(steps) / 1e3, 2) for kind in ("busy", *KINDS, OTHERS)}
-
-
-def longest(trace: dict[str, Any]) -> dict[str, float]:
-    """Return milliseconds a step of the kernels that take longest, by the start of their names."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = {event["name"] for event in events if event["name"].startswith("ProfilerStep#")}
-    sums: Counter[str] = Counter()
-    for one in events:
-        if one.get("cat") in _ON_GPU:
-            sums[one["name"][:120]] += one["dur"]
-    return {name: round(sum_ / len(steps) / 1e3, 2) for name, sum_ in sums.most_common(LONGEST)}
+    return kernels, len(steps)
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

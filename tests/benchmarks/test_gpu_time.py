@@ -47,6 +47,18 @@ def test_milliseconds_of_each_kind():
     }
 
 
+def test_the_longest_kernels():
+    found = gpu_time.longest(TRACE)
+    assert list(found.items())[:2] == [("nvjet_qqtst_128x256", 2.0), ("quantize_kernel", 1.5)]
+    assert len(found) == 8
+
+
+def test_an_operand_of_another_dtype_is_no_quantization():
+    kernel = "unrolled_elementwise_kernel<CUDAFunctor_add<float>, LoadWithCast<2>, StoreWithCast>"
+    assert gpu_time.kind_of(kernel) == gpu_time.OTHERS
+    assert gpu_time.kind_of("block_scaled_1d_cast_transpose_kernel") == "quantization"
+
+
 def test_a_trace_without_kernels_is_refused():
     with pytest.raises(ValueError, match="2 steps and 0 kernels"):
         gpu_time.milliseconds({"traceEvents": TRACE["traceEvents"][:3]})
@@ -72,4 +84,5 @@ def test_cases_are_profiled_once(monkeypatch, tmp_path, capsys):
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
     assert [row["case"] for row in rows] == ["llama-8b nvfp4", "llama-8b fp8-tile"]
     assert len(trained) == 3 and all(row["milliseconds"]["GEMMs"] == 2.0 for row in rows)
+    assert all(next(iter(row["longest"])) == "nvjet_qqtst_128x256" for row in rows)
     assert "--use-pytorch-profiler" in trained[0] and "3.48" in capsys.readouterr().out
