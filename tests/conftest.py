@@ -42,18 +42,13 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="no GPU"))
 
 
-def pytest_collection_finish():
-    """Exempt modules and tests from garbage collection: each run of training collects at its end.
-
-    Going through some millions of objects that live until the end takes as long as two iterations.
-    """
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.fixture(scope="module", autouse=True)
-def exempt_what_earlier_files_left():
-    """Exempt also what the files before have imported, compiled and cached."""
+def exempt_what_is_there_from_collection():
+    """Exempt from garbage collection what a file finds imported, compiled and cached.
+
+    Each run of training collects at its end. Going through some millions of objects that live until
+    the end takes as long as two iterations.
+    """
     gc.collect()
     gc.freeze()
 

@@ -20,6 +20,7 @@ from megatron_lowbit.numerics import (
     format_by_name,
 )
 from tests.kernels.test_quantize import DEVICE, values
+from tests.marks import others_slow
 
 ROWS = (24, 0, 16)
 CASES = {  # format, options, rounding, transform's points, forms of both sides
@@ -70,9 +71,7 @@ def check_same(made, expected) -> None:
 QUICK = ("nvfp4", "nvfp4 folded", "ue5m3-2d", "quartet2", "ms-eden", "fp8 tiles", "mxfp4")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c not in QUICK)) for c in CASES]
-)
+@pytest.mark.parametrize("case", others_slow(CASES, QUICK))
 def test_the_operands_of_a_launch_for_each(case):
     forms = tuple(Form[form] for form in CASES[case][-1].split())
     xs = values(sum(ROWS), 48, torch.bfloat16).to(DEVICE).split(ROWS)

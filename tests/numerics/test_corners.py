@@ -13,6 +13,7 @@ from megatron_lowbit.numerics import (
     format_by_name,
     quantize,
 )
+from tests.marks import others_slow
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -32,19 +33,8 @@ EVERY = [  # all options; square MX blocks differ from the others in their amax 
     if not format.name.startswith("mx") or format.block_rows == 1 or values[0] != "ceil"
     if (made := with_values(format, values)) is not None
 ]
-
-
-def changed_options(format) -> int:
-    """Return how many options of a format are not those of its name alone."""
-    plain = FORMATS[format.name]
-    return sum(getattr(format, option) != getattr(plain, option) for option in format.OPTIONS)
-
-
-def with_others_slow(formats):
-    """Return parameters of a test: in `make test`, formats with one option changed, or none."""
-    return [pytest.param(f, marks=[pytest.mark.slow] * (changed_options(f) > 1)) for f in formats]
-
-
+# An option at a time shows what it does.
+PLAIN = [format for format in EVERY if len(format.options) < 2]
 SQUARE = [format for format in EVERY if format.square]
 # Without a scale of the tensor, UE5M3 scales reach from 2**-17 to 114688.
 ONE_LEVEL = [format for format in EVERY if "tensor_scaled" in format.options]
@@ -74,7 +64,7 @@ def test_what_is_covered():
     assert len(SQUARE) == nvfp4 + 2 * 5 * 6 + 2 * 4 * 2 + 2 * 2 + 2
 
 
-@pytest.mark.parametrize("format", with_others_slow(EVERY), ids=str)
+@pytest.mark.parametrize("format", others_slow(EVERY, PLAIN), ids=str)
 def test_zeros(format):
     x = torch.zeros(40, 300)
     x[3, 5] = x[20, 130] = -0.0
@@ -116,7 +106,7 @@ def largest_error(format) -> float:
     return share * (2 if format.options.get("scale_format") == "pow2" else 1) + rounding
 
 
-@pytest.mark.parametrize("format", with_others_slow(EVERY), ids=str)
+@pytest.mark.parametrize("format", others_slow(EVERY, PLAIN), ids=str)
 def test_error_of_dequantization(format):
     """Each element within half a step of its block's scale, and a third of that is met."""
     x = randn(256, 384, seed=99) * (1.0 if format in ONE_LEVEL else 1e-30)
@@ -136,7 +126,7 @@ def test_error_of_dequantization(format):
     assert (q.dequantize() * x >= 0).all()
 
 
-@pytest.mark.parametrize("format", with_others_slow(EVERY), ids=str)
+@pytest.mark.parametrize("format", others_slow(EVERY, PLAIN), ids=str)
 def test_both_ends_of_fp32(format):
     """Nothing becomes NaN; the largest element keeps its sign and, above underflow, its size."""
     for amax in (1e-45, 1e-42, 1.1754942e-38, 1e-30, 1e30, 2e38, FLT_MAX):
@@ -170,7 +160,7 @@ def check_amax(format, amax):
 
 # Options change scales, which are made before codes are rounded.
 ROUNDED = [
-    pytest.param(f, rounding, marks=[pytest.mark.slow] * (changed_options(f) > 1))
+    pytest.param(f, rounding, marks=[pytest.mark.slow] * (f not in PLAIN))
     for rounding, formats in (
         (Rounding.NEAREST_EVEN, EVERY),
         (Rounding.STOCHASTIC, FORMATS.values()),
@@ -198,7 +188,7 @@ def test_an_infinity_or_nan_makes_nan_of_what_shares_its_scale(format, rounding)
         assert torch.equal(values[~spoilt], finite.dequantize()[~spoilt])
 
 
-@pytest.mark.parametrize("format", with_others_slow(EVERY), ids=str)
+@pytest.mark.parametrize("format", others_slow(EVERY, PLAIN), ids=str)
 @pytest.mark.parametrize("rows, columns", [(1, 1), (130, 257)])
 def test_ragged_is_the_zero_padded_tensor_sliced(format, rows, columns):
     shape = rows, columns
@@ -216,7 +206,7 @@ def test_ragged_is_the_zero_padded_tensor_sliced(format, rows, columns):
 WITHOUT_SUMS = [f for f in SQUARE if f.options.get("four_over_six", "abs_max") == "abs_max"]
 
 
-@pytest.mark.parametrize("format", with_others_slow(WITHOUT_SUMS), ids=str)
+@pytest.mark.parametrize("format", others_slow(WITHOUT_SUMS, PLAIN), ids=str)
 @pytest.mark.parametrize("shape", [(128, 256), (5, 17), (130, 257)])
 def test_square_blocks_transpose_to_the_quantized_transpose(format, shape):
     """Same codes, same scales, same layout, and back again."""
@@ -236,7 +226,7 @@ def test_other_blocks_do_not_transpose(format):
 ONE_SCALE = [f for f in EVERY if f.block_rows > 1 and "four_over_six" not in f.options]
 
 
-@pytest.mark.parametrize("format", with_others_slow(ONE_SCALE), ids=str)
+@pytest.mark.parametrize("format", others_slow(ONE_SCALE, PLAIN), ids=str)
 def test_a_square_block_has_one_scale(format):
     """That of its largest element, wherever it is in the block: as one row of all its elements."""
     side = format.block
@@ -253,7 +243,7 @@ def test_a_square_block_has_one_scale(format):
         assert torch.equal(bits(q.scales), bits(expected.repeat_interleave(side, dim=0)))
 
 
-@pytest.mark.parametrize("format", with_others_slow(EVERY), ids=str)
+@pytest.mark.parametrize("format", others_slow(EVERY, PLAIN), ids=str)
 def test_codes_do_not_depend_on_a_power_of_two(format):
     """Small tensors, 2**-98 and 2**-108: nothing underflows before it is scaled."""
     x = (randn(32, 256, seed=5) * 2.0**-100).clamp(-(2.0**-98), 2.0**-98)

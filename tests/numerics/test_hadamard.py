@@ -11,6 +11,7 @@ from megatron_lowbit.numerics.hadamard import (
     hadamard_transform,
 )
 from megatron_lowbit.numerics.randomness import derive_key, philox4x32
+from tests.marks import others_slow
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 
@@ -155,10 +156,7 @@ def test_an_integer_seeds_one_vector():
     assert vectors[1] == Hadamard(64, signs=1).sign_vector(key=99)
 
 
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(s, marks=[pytest.mark.slow] * (s not in (2, 16, 128, 256))) for s in SIZES],
-)
+@pytest.mark.parametrize("size", others_slow(SIZES, (2, 16, 128, 256)))
 def test_signs_are_balanced(size):
     """Each point, and each pair of neighbours, is + in half of 400 vectors: 4.5 standard errors.
 
