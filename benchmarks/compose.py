@@ -1,8 +1,8 @@
 """Pairs of features against one process, under kinds of layers and recipes.
 
     python benchmarks/compose.py --output benchmarks/results/compose.json --jobs 2
-    python benchmarks/compose.py --output benchmarks/results/compose-2xh100.json --jobs 12 \\
-        --layers te --seconds 400
+    python benchmarks/compose.py --output benchmarks/results/compose-2xh100.json --jobs 14 \\
+        --layers te
 
 A tiny model is trained for a few steps with each pair of ``compose_features.FEATURES``, and alone
 with each feature; a feature with itself is the feature alone. Losses and gradient norms are
@@ -21,21 +21,20 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import count
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
 from compose_features import FEATURES, LAYERS, RECIPES, Run, runs_of
-from compose_runs import Outcome, read_steps, run, start_server
+from compose_runs import Crews, Outcome, kind_of, read_steps, start_server
 
 from megatron_lowbit.analysis.machine import machine
 
@@ -48,7 +47,7 @@ class Results:
 
     def __init__(self, file: Path, head: dict[str, Any]) -> None:
         known = json.loads(file.read_text()) if file.is_file() else {}
-        self._file, self._head, self._lock = file, head, threading.Lock()
+        self._file, self._head, self._lock = file, head, Lock()
         self.cells: dict[str, Cell] = {cell["key"]: cell for cell in known.get("cells", ())}
         self.references: dict[str, Cell] = {
             x["key"]: x for x in known.get("references", ()) if x["outcome"] == "ended"
@@ -87,7 +86,7 @@ class Composer:
     ) -> None:  # fmt: skip
         self._context, self._results, self._work = context, results, work
         self._gpus, self._timeout, self._end = gpus, timeout, end
-        self._numbers = count()
+        self._crews = Crews(context, gpus)
         self._no_start: dict[str, Outcome] = {}
 
     def compose(self, runs: Sequence[Run], jobs: int) -> None:
@@ -106,9 +105,10 @@ class Composer:
         with ThreadPoolExecutor(jobs) as pool:
             for function, part in (
                 (self._make_start, starts), (self._add_reference, references),
-                (self._add_cell, runnable),
+                (self._add_cell, sorted(runnable, key=kind_of)),
             ):  # fmt: skip
                 list(pool.map(self._in_time(function), part))
+        self._crews.end()
 
     def _in_time(self, function: Callable[[Run], None]) -> Callable[[Run], None]:
         return lambda one: function(one) if time.monotonic() < self._end else None
@@ -175,20 +175,19 @@ class Composer:
         """
         if not one.from_seed and one.start().key in self._no_start:
             return self._no_start[one.start().key], []
-        number, logs = next(self._numbers), self._work / "logs"
+        logs = self._work / "logs"
         logs.mkdir(exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=logs, prefix=one.key.replace(" ", "-") + "-"))
         recipe = folder / "recipe.yaml"
         recipe.write_text(one.recipe_text())
-        environment = {}
-        if self._gpus:
-            if "FSDP" not in one.features:
-                environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-            if one.ranks == 1:
-                environment["CUDA_VISIBLE_DEVICES"] = str(number % self._gpus)
         lines = [[*one.arguments(recipe), *phase] for phase in phases]
-        timeout = self._timeout * len(phases)
-        outcome = run(self._context, one.ranks, lines, folder, timeout, environment)
+        with self._crews.crew(one) as crew:
+            outcome = crew.make(lines, folder, self._timeout * len(phases))
+            tried_before = crew.runs > 1
+        if outcome.kind != "ended" and tried_before:
+            # What earlier runs may have left behind is not this one's.
+            with self._crews.crew(one, new=True) as crew:
+                outcome = crew.make(lines, folder, self._timeout * len(phases))
         steps = []
         if outcome.kind == "ended":
             folders = (_folder_of(line, folder / str(i)) for i, line in enumerate(lines))

@@ -107,10 +107,6 @@ PAIRS = [*combinations_with_replacement(FEATURES, 2)]
 AMPLIFIED = Bounds(2e-3, 5e-3)
 # BF16 activations are rounded after other partial sums: 2^-9 of an element.
 BF16_SUMS = Bounds(5e-4, 1e-2)
-# Tensor scales of what a rank holds. One process's own losses of four steps move by up to 8.8e-3,
-# with experts by 2.6e-2, and its first gradient norm by 5.8e-2, where each tensor scale is up to
-# half as large again (8 and 6 draws on a CPU); two ranks' own scales alone move it by 9.8e-2.
-SHARDS, SHARDS_OF_EXPERTS = Bounds(1e-2, 2e-1), Bounds(3e-2, 2e-1)
 # The fourth step of experts amplifies: under fp8-tile, on GPUs, a first gradient norm that differs
 # by 7e-8 (EP2) moves the fourth loss by 1.1e-3; on a CPU other partial sums in BF16 by 1.3e-3 (10
 # draws).
@@ -171,7 +167,7 @@ class Run(NamedTuple):
         """True for a run that is resumed."""
         return any(FEATURES[name].saves for name in self.features)
 
-    def reference(self) -> "Run | None":
+    def reference(self) -> "Run":
         """Return the run that it is compared with."""
         if any(FEATURES[name].partner for name in self.features):
             others = {name for name in self.features if not FEATURES[name].partner}
@@ -196,8 +192,6 @@ class Run(NamedTuple):
         experts = "experts" in self.models
         if not quantized:
             found = SUMS
-        elif names & SPREAD and self.layers == "te" and self.recipe == "nvfp4":
-            found = SHARDS_OF_EXPERTS if experts else SHARDS
         elif names & SPREAD and self.on_gpu and experts:
             found = EXPERTS_ON_GPU
         elif names & {"EP2", "ETP2", "CP2"} or (names & {"TP2", "SP"} and "hybrid" in names):
@@ -205,7 +199,6 @@ class Run(NamedTuple):
         elif names & {"TP2", "SP"}:
             tile = LARGE_FLIPS if names & {"delayed", "switch"} else FLIPS
             found = AMPLIFIED if self.recipe == "nvfp4" else tile
-            found = OTHER if self.layers == "te" else found
         else:
             found = WHOLE
         return Bounds(*map(max, found, floor))
@@ -234,16 +227,14 @@ class Run(NamedTuple):
     def recipe_text(self) -> str:
         """Return the recipe as YAML: in all blocks, with delayed scaling or a switch if asked."""
         raw = read_recipe(self.recipe)
-        # On one device and on several the same bits; TE's layers have scales of the local shard.
-        scale = "shard" if self.layers == "te" else "group"
         configs, matchers = raw["configs"], raw["matchers"]
         matchers.pop("bf16_blocks", None)
         if self.recipe == "nvfp4":
-            configs["nvfp4"]["tensor_scale"] = scale
+            configs["nvfp4"]["tensor_scale"] = "group"  # on one device and on several the same bits
         if "delayed" in self.models:
             delayed = read_recipe("fp8-delayed")["configs"]["fp8"]
             delayed["amax_history"]["length"] = 1
-            configs["delayed"] = delayed | {"tensor_scale": scale}
+            configs["delayed"] = delayed | {"tensor_scale": "group"}
             first = {"type": "glob", "pattern": "*self_attention*", "config": "delayed"}
             raw["matchers"] = {"attention": first | {"enabled": True}, **matchers}
         if "switch" in self.models:

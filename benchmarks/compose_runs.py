@@ -1,6 +1,7 @@
-"""Runs in processes that are forked from a server which has everything imported.
+"""Runs in processes that have made others before, and are forked from a server.
 
-A process that is started anew would import torch and Megatron-LM for longer than it trains.
+A process that is started anew would import torch and Megatron-LM, and then compile its functions,
+for longer than it trains.
 """
 
 import gc
@@ -10,13 +11,17 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import count
 from multiprocessing import connection, forkserver
 from multiprocessing.context import BaseContext
 from pathlib import Path
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
+from compose_features import Run
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = (
@@ -59,45 +64,150 @@ def start_server(on_gpu: bool) -> BaseContext:
     return context
 
 
-def run(
-    context: BaseContext, ranks: int, phases: Sequence[Sequence[str]], folder: Path,
-    timeout: float, environment: Mapping[str, str],
-) -> Outcome:  # fmt: skip
-    """Make runs one after another in the same ranks; the metrics of phase N are in folder/N.
+class Crew:
+    """Ranks that make runs one after another; they end with the first run that fails.
 
     Args:
         context: of ``start_server``.
         ranks: number of processes.
-        phases: the command line of each run, without the program's name.
-        folder: gets metrics, errors and each rank's output.
-        timeout: seconds for all phases, after which the processes are killed.
         environment: variables of the processes.
     """
-    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    common = {} if ranks == 1 else {
-        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "compose",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    processes = []
-    for rank in range(ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-        arguments = (phases, str(folder), rank, ranks, {**common, **own, **environment})
-        processes.append(context.Process(target=_rank, args=arguments))
-        processes[-1].start()
-    codes = _finish(processes, timeout)
-    errors = [json.loads(file.read_text()) for file in sorted(folder.glob(ERROR.format("*")))]
-    if errors:
-        kinds = [error["kind"] for error in errors]
-        # Other ranks fail because they lost the first one's connection.
-        first = min(errors, key=lambda error: (error["kind"] == "failed", error["time"]))
-        return Outcome("refused" if "refused" in kinds else "failed", first["message"])
-    if any(code is None for code in codes):
-        return Outcome("did not end", f"did not end within {timeout:.0f} s")
-    if any(codes):
-        return Outcome("failed", f"exit codes {codes}")
-    return Outcome("ended")
+
+    def __init__(self, context: BaseContext, ranks: int, environment: Mapping[str, str]) -> None:
+        self.runs = 0
+        self._store = store = torch.distributed.TCPStore(
+            "localhost", 0, is_master=True, wait_for_workers=False
+        )
+        common = {} if ranks == 1 else {
+            "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "compose",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }  # fmt: skip
+        self._ranks = []
+        for rank in range(ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            ours, theirs = context.Pipe()
+            variables = {**common, **own, **environment}
+            process = context.Process(target=_rank, args=(theirs, rank, ranks, variables))
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def make(self, phases: Sequence[Sequence[str]], folder: Path, timeout: float) -> Outcome:
+        """Make runs; the metrics of phase N are in folder/N.
+
+        Args:
+            phases: the command line of each run, without the program's name.
+            folder: gets metrics, errors and each rank's output.
+            timeout: seconds for all phases, after which the processes are killed.
+        """
+        self.runs += 1
+        folder.mkdir(parents=True, exist_ok=True)
+        for _, pipe in self._ranks:
+            pipe.send((phases, str(folder)))
+        codes = self._codes(timeout)
+        if any(code != 0 for code in codes):
+            self.end()
+        errors = [json.loads(file.read_text()) for file in sorted(folder.glob(ERROR.format("*")))]
+        if errors:
+            kinds = [error["kind"] for error in errors]
+            # Other ranks fail because they lost the first one's connection.
+            first = min(errors, key=lambda error: (error["kind"] == "failed", error["time"]))
+            return Outcome("refused" if "refused" in kinds else "failed", first["message"])
+        if any(codes):
+            return Outcome("failed", f"exit codes {codes}")
+        if None in codes:
+            return Outcome("did not end", f"did not end within {timeout:.0f} s")
+        return Outcome("ended")
+
+    def end(self) -> None:
+        """Kill the processes."""
+        for process, pipe in self._ranks:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._ranks.clear()
+
+    @property
+    def alive(self) -> bool:
+        """True until a run fails."""
+        return bool(self._ranks)
+
+    def _codes(self, timeout: float) -> list[int | None]:
+        """Wait for all ranks; return 0, a process's exit code, or None for one that did not end."""
+        deadline = time.monotonic() + timeout
+        codes: list[int | None] = [None] * len(self._ranks)
+        while None in codes:
+            # A process that has forked others may leave its pipe open when it ends.
+            ends = {end: number for number, (process, pipe) in enumerate(self._ranks)
+                    for end in (process.sentinel, pipe) if codes[number] is None}  # fmt: skip
+            ready = connection.wait(ends, max(0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for number in {ends[one] for one in ready}:
+                codes[number] = self._code(number)
+            if any(codes):
+                deadline = min(deadline, time.monotonic() + GRACE)
+        return codes
+
+    def _code(self, number: int) -> int:
+        """Return 0 for a rank that has told its end, else the exit code of its process."""
+        process, pipe = self._ranks[number]
+        with suppress(EOFError):
+            if pipe.poll():
+                return pipe.recv()
+        process.join()
+        return process.exitcode or 1
+
+
+def kind_of(one: Run) -> tuple[int, bool]:
+    """Return what a run asks of its processes: their number, and Megatron-FSDP's environment."""
+    return one.ranks, "FSDP" in one.features
+
+
+class Crews:
+    """Crews that wait for a run of their kind, on this many GPUs."""
+
+    def __init__(self, context: BaseContext, gpus: int) -> None:
+        self._context, self._gpus, self._lock, self._numbers = context, gpus, Lock(), count()
+        self._idle: list[tuple[tuple[int, bool], Crew]] = []
+
+    @contextmanager
+    def crew(self, one: Run, new: bool = False) -> Iterator[Crew]:
+        """Lend a crew for a run; one that has made no run if ``new``.
+
+        A crew that is started takes the place of an idle one, if there is any.
+        """
+        kind = kind_of(one)
+        with self._lock:
+            fitting = [pair for pair in self._idle if pair[0] == kind and not new]
+            taken = (fitting or self._idle)[:1]
+            self._idle = [pair for pair in self._idle if pair not in taken]
+        if fitting:
+            crew = fitting[0][1]
+        else:
+            for _, other in taken:
+                other.end()
+            crew = Crew(self._context, one.ranks, self._environment(kind))
+        yield crew
+        if crew.alive:
+            with self._lock:
+                self._idle.append((kind, crew))
+
+    def end(self) -> None:
+        """End all crews."""
+        for _, crew in self._idle:
+            crew.end()
+        self._idle.clear()
+
+    def _environment(self, kind: tuple[int, bool]) -> dict[str, str]:
+        ranks, under_fsdp = kind
+        environment = {}
+        if self._gpus and not under_fsdp:
+            environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+        if self._gpus and ranks == 1:
+            environment["CUDA_VISIBLE_DEVICES"] = str(next(self._numbers) % self._gpus)
+        return environment
 
 
 def read_steps(folder: Path) -> dict[int, tuple[float, float]]:
@@ -111,47 +221,37 @@ def read_steps(folder: Path) -> dict[int, tuple[float, float]]:
     }
 
 
-def _finish(processes: Sequence[Any], timeout: float) -> list[int | None]:
-    """Return exit codes, None for a process that was killed at the end of the time."""
-    end, running = time.monotonic() + timeout, {p.sentinel: p for p in processes}
-    late = False
-    while running:
-        ended = connection.wait(running, max(0, end - time.monotonic()))
-        if not ended:
-            late = True
-            break
-        # All that have ended leave the dictionary, before any of them counts as failed.
-        if any([running.pop(sentinel).exitcode for sentinel in ended]):
-            end = min(end, time.monotonic() + GRACE)
-    for process in running.values():
-        process.kill()
-    for process in processes:
-        process.join()
-    failed = [p.exitcode for p in processes if p not in running.values() and p.exitcode]
-    hung = late and not failed
-    return [None if hung and p in running.values() else p.exitcode for p in processes]
-
-
 def _rank(
-    phases: Sequence[Sequence[str]], folder: str, rank: int, ranks: int, environment: dict[str, str]
+    tasks: connection.Connection, rank: int, ranks: int, environment: Mapping[str, str]
 ) -> None:
-    """Make all runs as one rank; a child process's main function."""
+    """Make runs as one rank, each in a folder of its own; a child process's main function."""
     os.environ.update(environment)
-    descriptor = os.open(Path(folder) / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(descriptor, stream.fileno())
+    # The code of a new shape is that of a process which has met no other.
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.recompile_limit = 1000
     gc.freeze()
-    began: list[bool] = []
-    try:
-        for number, phase in enumerate(phases):
-            began.clear()
-            _train(phase, Path(folder) / str(number), rank == ranks - 1, began)
-    except BaseException as error:
-        traceback.print_exc()
-        entry = {**_describe(error, bool(began)), "time": time.time()}
-        (Path(folder) / ERROR.format(rank)).write_text(json.dumps(entry))
-        sys.stdout.flush()
-        os._exit(1)
+    while True:
+        try:
+            phases, folder = tasks.recv()
+        except EOFError:
+            return
+        descriptor = os.open(Path(folder) / f"{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+            os.dup2(descriptor, stream.fileno())
+        os.close(descriptor)
+        began: list[bool] = []
+        try:
+            for number, phase in enumerate(phases):
+                began.clear()
+                _train(phase, Path(folder) / str(number), rank == ranks - 1, began)
+        except BaseException as error:
+            traceback.print_exc()
+            entry = {**_describe(error, bool(began)), "time": time.time()}
+            (Path(folder) / ERROR.format(rank)).write_text(json.dumps(entry))
+            sys.stdout.flush()
+            os._exit(1)
+        tasks.send(0)
 
 
 def _train(arguments: Sequence[str], folder: Path, logs: bool, began: list[bool]) -> None:

@@ -34,7 +34,9 @@ TEXT = """# Every pair of features
 
     python benchmarks/compose.py --output benchmarks/results/compose.json --jobs 2 --timeout 240
     python benchmarks/compose.py --output benchmarks/results/compose-2xh100.json --jobs 14 \\
-        --layers te --seconds 540
+        --layers te
+    python benchmarks/compose.py --output benchmarks/results/compose-2xh100.json --jobs 14 \\
+        --layers local --features FSDP graphs async-save
     python docs/generate/composition.py
 
 trains a tiny model with every pair of features, under kinds of layers and recipes, and writes this
@@ -44,8 +46,7 @@ Losses of all steps and the first gradient norm are compared with those of one p
 model and recipe, from the same weights. Megatron-FSDP and quantized parameters are compared with
 the distributed optimizer on the same ranks. Runs with `resume` or `async-save` save in the middle;
 what is resumed from there must be equal to the bit on a CPU. A CPU computes in FP32, except with
-quantized parameters; GPUs have BF16 weights. Transformer Engine's layers under recipes ran before
-their product became a local layer's (commit 45b6c57), and were not run again.
+quantized parameters; GPUs have BF16 weights.
 
 {summary}
 
@@ -68,7 +69,7 @@ the middle. `VPP` has a layer in each virtual stage
 experts.
 With `EP2` and without `ETP2`, experts are not split
 (`--expert-tensor-parallel-size 1`). `nvfp4` is without blocks in BF16, and with `tensor_scale:
-group` in local layers. All arguments: `benchmarks/compose_features.py`.
+group`. All arguments: `benchmarks/compose_features.py`.
 
 ## Bounds
 
@@ -79,10 +80,8 @@ recipe amplifies this: a value near a rounding threshold takes the other side, w
 step. Layers that are spread have other scales and random numbers by design. See
 [parallelism](parallelism.md#measured). Under `nvfp4`, moving one process's own norm weights by 1e-7
 moves the second loss by up to 1.7e-3 and the first gradient norm by up to 2.7e-3 (12 draws, with
-MTP and without): smaller errors do not show where layers are split. Transformer Engine's layers
-have tensor scales of what a rank holds: scales up to half as large again move one process's losses
-by up to 8.8e-3, with experts by 2.6e-2, and its first gradient norm by 5.8e-2 (8 and 6 draws).
-Experts' fourth step amplifies more than the others.
+MTP and without): smaller errors do not show where layers are split. Experts' fourth step amplifies
+more than the others.
 
 ## Pairs
 
@@ -178,25 +177,20 @@ def summary(cells: Cells) -> str:
 def bounds() -> str:
     """Tabulate the bounds of parity, each with features that have it."""
     spread = "layers are spread: `EP2`, `ETP2`, `CP2`, a hybrid under `TP2` or `SP`"
-    experts = ("CP2", "MoE")
     examples = [
-        ("no layer is split", "local", ("DP2",)),
-        ("layers are split: `TP2`, `SP`", "local", ("TP2",)),
-        ("the same in Transformer Engine's layers", "te", ("TP2",)),
-        (spread, "local", ("CP2",)),
-        ("the same in Transformer Engine's layers", "te", ("CP2",)),
-        ("experts, split or spread", "local", experts),
-        ("the same in Transformer Engine's layers", "te", experts),
-        ("quantized parameters, BF16 on a CPU", "local", ("quantized-params",)),
+        ("no layer is split", ("DP2",)),
+        ("layers are split: `TP2`, `SP`", ("TP2",)),
+        (spread, ("CP2",)),
+        ("experts, split or spread", ("CP2", "MoE")),
+        ("quantized parameters, BF16 on a CPU", ("quantized-params",)),
     ]
     rows = []
-    for what, layers, features in examples:
+    for what, features in examples:
         row = [what]
         for gpu in (False, True):
             for recipe in RECIPES:
-                one = Run(features, layers, recipe, gpu, gpu or "quantized-params" in features)
-                shown = gpu or layers == "local"
-                row.append(" / ".join(map(_short, one.bounds())) if shown else "")
+                one = Run(features, "local", recipe, gpu, gpu or "quantized-params" in features)
+                row.append(" / ".join(map(_short, one.bounds())))
         rows.append(row)
     headings = [f"{where}, `{recipe}`" for where in ("CPU", "GPU") for recipe in RECIPES]
     return table(["", *headings], rows)
