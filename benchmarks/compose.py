@@ -176,21 +176,23 @@ class Composer:
         if not one.from_seed and one.start().key in self._no_start:
             return self._no_start[one.start().key], []
         logs = self._work / "logs"
-        logs.mkdir(exist_ok=True)
+        logs.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(dir=logs, prefix=one.key.replace(" ", "-") + "-"))
         recipe = folder / "recipe.yaml"
         recipe.write_text(one.recipe_text())
         lines = [[*one.arguments(recipe), *phase] for phase in phases]
+        timeout, place = self._timeout * len(phases), folder / "first"
         with self._crews.crew(one) as crew:
-            outcome = crew.make(lines, folder, self._timeout * len(phases))
-            tried_before = crew.runs > 1
-        if outcome.kind != "ended" and tried_before:
-            # What earlier runs may have left behind is not this one's.
+            outcome = crew.make(lines, place, timeout)
+            made_others = crew.runs > 1
+        if outcome.kind != "ended" and made_others:
+            # Something that earlier runs left behind may be the reason.
+            place = folder / "again"
             with self._crews.crew(one, new=True) as crew:
-                outcome = crew.make(lines, folder, self._timeout * len(phases))
+                outcome = crew.make(lines, place, timeout)
         steps = []
         if outcome.kind == "ended":
-            folders = (_folder_of(line, folder / str(i)) for i, line in enumerate(lines))
+            folders = (_folder_of(line, place / str(i)) for i, line in enumerate(lines))
             steps = [read_steps(place) for place in folders]
             shutil.rmtree(folder)
         return outcome, steps

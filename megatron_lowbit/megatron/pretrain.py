@@ -189,6 +189,7 @@ def free_cuda_graphs() -> None:
 @contextmanager
 def teardown() -> Iterator[None]:
     """Remove process groups and Megatron-LM's global state on exit."""
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.training.training import destroy_global_state
 
@@ -204,6 +205,7 @@ def teardown() -> Iterator[None]:
             stop_data_workers()
         destroy_global_state()
         destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # CUDA graphs need one of another class.
         if torch.distributed.is_initialized():
             is_nccl = torch.distributed.get_backend() == "nccl"
             if is_nccl:

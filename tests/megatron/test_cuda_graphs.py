@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 from megatron.core.transformer.cuda_graphs import _CudagraphGlobalRecord
 
 from megatron_lowbit.errors import UserError
@@ -16,7 +17,7 @@ from megatron_lowbit.layers.keys import key_table
 from megatron_lowbit.megatron import cuda_graphs, graph_weights, layer_state
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
-from megatron_lowbit.megatron.pretrain import free_cuda_graphs
+from megatron_lowbit.megatron.pretrain import free_cuda_graphs, teardown
 from megatron_lowbit.numerics import FORMATS
 from megatron_lowbit.numerics.randomness import microbatch_key
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
@@ -55,6 +56,13 @@ def test_the_next_run_in_a_process_has_no_graphs_yet(monkeypatch):
     monkeypatch.setattr(_CudagraphGlobalRecord, "cudagraph_created", True)
     free_cuda_graphs()
     assert not _CudagraphGlobalRecord.cudagraph_created
+
+
+def test_the_next_run_in_a_process_chooses_its_own_generators(monkeypatch):
+    monkeypatch.setattr(random, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", True)
+    with teardown():
+        pass
+    assert not random._CUDA_RNG_STATE_TRACKER_INITIALIZED
 
 
 def test_signs_that_no_kernel_draws_are_refused():
