@@ -5,10 +5,11 @@
         --layers te
 
 A tiny model is trained for a few steps with each pair of ``compose_features.FEATURES``, and alone
-with each feature; a feature with itself is the feature alone. Losses and gradient norms are
-compared with those of one process that has the same model and recipe, from the same weights.
-Megatron-FSDP, which does not load them, and quantized parameters are compared with the distributed
-optimizer on the same ranks. A run with a save is also resumed from it, and compared with itself.
+with each feature; a feature with itself is the feature alone. Two losses and the first gradient
+norm are compared with those of one process that has the same model and recipe, from the same
+weights. Megatron-FSDP, which does not load them, and quantized parameters are compared with the
+distributed optimizer on the same ranks. A run with a save is also resumed from it, and compared
+with itself.
 
 On a machine without GPUs local layers are examined, with FP32 compute and gloo, and pairs that need
 a GPU are said to need one. On GPUs the model has BF16 weights. Cells that ``--output`` holds are
@@ -37,6 +38,9 @@ from compose_features import FEATURES, LAYERS, RECIPES, Run, runs_of
 from compose_runs import Crews, Outcome, kind_of, read_steps, start_server
 
 from megatron_lowbit.analysis.machine import machine
+
+JUDGED = 2
+"""First steps whose losses are compared: what runs differ by grows from step to step."""
 
 Cell = dict[str, Any]
 Steps = dict[int, tuple[float, float]]
@@ -205,7 +209,8 @@ class Composer:
             return {"outcome": "no reference", "message": f"{one.reference().key}: {reason}"}
         whole = steps[0]
         known = {int(step): values for step, values in reference["steps"].items()}
-        loss = _gap([whole[step][0] for step in known], [x for x, _ in known.values()])
+        judged = [step for step in known if step <= JUDGED]
+        loss = _gap([whole[step][0] for step in judged], [known[step][0] for step in judged])
         norm = _gap([whole[1][1]], [known[1][1]])
         found: Cell = {"loss": loss, "norm": norm, "bounds": one.bounds(), "steps": whole}
         gaps, bounds = [loss, norm], [*one.bounds()]

@@ -153,7 +153,7 @@ class Crew:
     def _code(self, number: int) -> int:
         """Return 0 for a rank that has told its end, else the exit code of its process."""
         process, pipe = self._ranks[number]
-        with suppress(EOFError):
+        with suppress(EOFError, ConnectionError):  # it ended without a word
             if pipe.poll():
                 return pipe.recv()
         process.join()

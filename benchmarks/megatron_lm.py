@@ -39,14 +39,14 @@ LARGE = """
 SMALL = """
     --num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --seq-length 32 --max-position-embeddings 32
-    --global-batch-size 8 --vocab-size 500 --no-gradient-accumulation-fusion
+    --global-batch-size 8 --vocab-size 500
 """
 COMMON = """
     --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
     --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
     --lr 1e-3 --min-lr 1e-3 --lr-decay-iters 100 --clip-grad 1.0 --mock-data
     --tokenizer-type NullTokenizer --eval-iters 0 --eval-interval 1000 --log-interval 1
-    --no-create-attention-mask-in-dataloader
+    --no-create-attention-mask-in-dataloader --no-gradient-accumulation-fusion
 """
 ONE = "--micro-batch-size 8"
 TP = "--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8"
@@ -56,7 +56,6 @@ CP = "--context-parallel-size 2 --micro-batch-size 8"
 FSDP = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
     --ckpt-format fsdp_dtensor --micro-batch-size 4 --use-distributed-optimizer
-    --no-gradient-accumulation-fusion
 """
 EXPERTS = """
     --micro-batch-size 8 --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 1792
