@@ -225,10 +225,12 @@ def _rank(
     tasks: connection.Connection, rank: int, ranks: int, environment: Mapping[str, str]
 ) -> None:
     """Make runs as one rank, each in a folder of its own; a child process's main function."""
+    from torch._dynamo import config
+
     os.environ.update(environment)
     # The code of a new shape is that of a process which has met no other.
-    torch._dynamo.config.automatic_dynamic_shapes = False
-    torch._dynamo.config.recompile_limit = 1000
+    config.automatic_dynamic_shapes = False
+    config.recompile_limit = 1000
     gc.freeze()
     while True:
         try:
