@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -133,29 +133,36 @@ def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
 
 
 def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
-    """Return a function that allocates the outputs of a side.
+    """Return a function that allocates the outputs of a side, on the current device.
 
     What is the same in every operand is allocated once: scales of no elements, and the tensor scale
     of a format that has none, to which all kernels write 1.
     """
     codes, scales = memory_of(layout)
-    unit = None if has_tensor_scale(layout.stored) else _unit(device)
-    nothing = None
-    if scales is not None and not math.prod(scales.shape):
-        nothing = torch.empty(scales.shape, dtype=scales.dtype, device=device)
+    new_codes, new_scales = _allocation(codes, device), lambda: None
+    if scales is not None:
+        new_scales = _allocation(scales, device)
+        if not math.prod(scales.shape):
+            new_scales = partial(_same, new_scales())
+    new_tensor_scale = _allocation(Memory((), torch.float32), device)
+    if not has_tensor_scale(layout.stored):
+        new_tensor_scale = partial(_same, _unit(device))
     made = output_of(layout)
+    return lambda: made(new_codes(), new_scales(), new_tensor_scale())
 
-    def allocate() -> Output:
-        stored = nothing
-        if nothing is None and scales is not None:
-            stored = torch.empty(scales.shape, dtype=scales.dtype, device=device)
-        return made(
-            torch.empty(codes.shape, dtype=codes.dtype, device=device),
-            stored,
-            torch.empty((), dtype=torch.float32, device=device) if unit is None else unit,
-        )
 
-    return allocate
+def _allocation(memory: Memory, device: torch.device) -> Callable[[], Tensor]:
+    """Return a function that allocates as torch's compiler does: in a third of torch.empty's time.
+
+    It takes the current device of the type.
+    """
+    strides = torch.empty(memory.shape, device="meta").stride()
+    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+    return partial(allocate, memory.shape, strides, memory.dtype)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @cache
