@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.kernels.split import Split
 from megatron_lowbit.layers import operands
+from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.group_context import GroupContext
@@ -59,6 +60,7 @@ def lowbit_grouped_linear(
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any, x: Tensor, tokens: list[int], group: GroupContext, *weights: Tensor
     ) -> Tensor:
@@ -78,6 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, tokens, weights = ctx.group, ctx.tokens, ctx.weights
         tensors = iter(ctx.saved_tensors)

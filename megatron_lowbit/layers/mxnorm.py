@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_lowbit.layers import operands
+from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.eager import eager
@@ -30,6 +31,7 @@ from megatron_lowbit.recipes.precision import LinearPrecision
 
 class _MXNormLinear(torch.autograd.Function):
     @staticmethod
+    @without_autocast
     def forward(
         ctx: Any,
         x: Tensor,
@@ -57,6 +59,7 @@ class _MXNormLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
         x, rho, gain, *tensors = ctx.saved_tensors

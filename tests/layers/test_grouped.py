@@ -155,3 +155,19 @@ def test_experts_that_differ_are_called_one_by_one(mixed):
             assert torch.equal(own, part @ weight.t())
         elif len(part):
             assert torch.equal(own, lowbit_linear(part, weight, context, bias))
+
+
+def test_autocast_has_no_effect():
+    """Backward is inside as well: it would round what its FP32 GEMMs multiply."""
+    x, weights = draws()
+    grad = torch.randn(len(x), 48, generator=torch.Generator().manual_seed(6))
+
+    def run():
+        contexts = group_of(contexts_of("nvfp4"))
+        y = lowbit_grouped_linear(x, weights, contexts, TOKENS, [None] * len(TOKENS))
+        return y.detach(), *torch.autograd.grad(y, [x, *weights], grad)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        for one, other in zip(run(), expected, strict=True):
+            assert torch.equal(one, other)

@@ -155,3 +155,18 @@ def test_an_input_without_blocks_is_refused(recipe, named):
     (x, gain, weight, _), _ = leaves()
     with pytest.raises(ValueError, match=named):
         mxnorm_linear(x, gain, weight, precision(recipe))
+
+
+def test_autocast_has_no_effect():
+    tensors, grad = leaves()
+
+    def run():
+        function = lambda x, gain, weight, bias: mxnorm_linear(  # noqa: E731
+            x, gain, weight, precision("mxfp8"), bias=bias
+        )
+        return gradients(function, tensors, grad)
+
+    expected = run()
+    with torch.autocast("cpu", torch.bfloat16):
+        for one, other in zip(run(), expected, strict=True):
+            assert torch.equal(one, other)
