@@ -108,7 +108,12 @@ class Engine:
         raise NotImplementedError
 
     def add_product(self, out: Tensor, lhs: Any, rhs: Any, folding: bool = True) -> Tensor:
-        """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return it."""
+        """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return it.
+
+        It is rounded once, with the sum.
+        """
+        if are_bf16(lhs, rhs):
+            lhs, rhs = lhs.float(), rhs.float()
         return out.add_(self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding))
 
     def gemm_all(
@@ -169,3 +174,8 @@ class ReferenceEngine(Engine):
     def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
         """Describe the product, which is the same for all formats."""
         return "dequantized to FP32, FP32 sums"
+
+
+def are_bf16(lhs: Any, rhs: Any) -> bool:
+    """Return True for two operands in high precision whose product would be rounded to BF16."""
+    return all(isinstance(one, Tensor) and one.dtype is torch.bfloat16 for one in (lhs, rhs))

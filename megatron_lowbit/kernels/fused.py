@@ -9,12 +9,14 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
-from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.kernels.engine import Engine, are_bf16
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import (
     PRODUCTS,
     PRODUCTS_TO,
     GpuOperand,
+    exact_product,
+    exact_product_to,
     folded_pair,
     plain,
     with_mean,
@@ -200,6 +202,11 @@ class FusedEngine(Engine):
         self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True
     ) -> Tensor:
         """Add the product inside the GEMM where its route can."""
+        if are_bf16(lhs, rhs):
+            if out.dtype is torch.float32 and out.is_contiguous():
+                exact_product_to(out, lhs, rhs, adds=True)
+                return out
+            return out.add_(exact_product(lhs, rhs, None, torch.float32))
         if self._write_product(out, lhs, rhs, True, folding):
             return out
         return super().add_product(out, lhs, rhs, folding)

@@ -4,27 +4,31 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.recipes import HIGH_PRECISION, load_recipe
 
 ENGINE = ReferenceEngine("test")
+MXFP8 = load_recipe("mxfp8").configs["mxfp8"]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_microbatches_add_with_one_rounding_each(dtype):
+@pytest.mark.parametrize("precision", [MXFP8, HIGH_PRECISION], ids=["mxfp8", "high precision"])
+def test_microbatches_add_with_one_rounding_each(precision, dtype, device):
     """Small integers, exact in E4M3 and in FP32 sums; their sums have more bits than BF16."""
-    precision = load_recipe("mxfp8").configs["mxfp8"]
     generator = torch.Generator().manual_seed(1)
 
     def integers(*shape):
-        return torch.randint(-8, 9, shape, generator=generator).bfloat16()
+        return torch.randint(-8, 9, shape, generator=generator).bfloat16().to(device)
 
     weight = integers(64, 32).requires_grad_()
-    weight.main_grad = torch.zeros(64, 32, dtype=dtype)
+    weight.main_grad = torch.zeros(64, 32, dtype=dtype, device=device)
+    engine = ENGINE if device == "cpu" else select_engine(weight.device)
     expected, twice = torch.zeros_like(weight.main_grad), torch.zeros_like(weight.main_grad)
     for _ in range(4):
         x, grad = integers(64, 32), integers(64, 64)
-        y = lowbit_linear(x, weight, LinearContext(precision, ENGINE, 0, accumulate_main_grad=True))
+        y = lowbit_linear(x, weight, LinearContext(precision, engine, 0, accumulate_main_grad=True))
         y.backward(grad)
         dw = grad.double().t() @ x.double()
         expected = (expected.double() + dw).to(dtype)
