@@ -188,6 +188,19 @@ def test_the_same_blocks_however_a_recipe_is_named(choose, named, name):
     assert high == [False, False, True, True]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--precision-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
+        "--num-layers-at-end-in-bf16 0",
+        "--fp4-format e2m1",
+    ],
+)
+def test_blocks_that_two_arguments_remove(choose, line):
+    recipe = load(choose(f"{line} --recipe-set bf16_blocks=none", CPU))
+    assert not any(precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4))
+
+
 def test_a_recipe_that_quantizes_nothing_needs_no_blocks(choose):
     assert choose("--precision-recipe bf16 --first-last-layers-bf16", CPU).overrides == ()
 

@@ -263,7 +263,9 @@ def _with_recipes(
     require("--te-precision-config-file" not in words, "--te-precision-config-file is for "
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
     recipes = tuple(recipe for recipe, _ in sides)
-    overrides = (*for_sides([changes for _, changes in sides]), *args.recipe_set)
+    made = for_sides([changes for _, changes in sides])
+    # A matcher that the user removes as well would not be found a second time.
+    overrides = (*(one for one in made if one not in args.recipe_set), *args.recipe_set)
     load_recipes(recipes, overrides)
     left_out = tuple(flag for flag in _DEPENDENT if flag in words)
     shown = f"recipe {recipes[0]}"
