@@ -6,7 +6,7 @@ them.
 
 import reprlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
@@ -107,6 +107,8 @@ class Family:
         more_entries: function that writes entries which are no argument of their own, and checks
             the model.
         left_out: function that returns the starts of the names of tensors that are not converted.
+        defaults: what transformers takes for entries that a config.json lacks, where it is not the
+            default of the entry itself.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Family:
     more_arguments: Callable[[Entries], dict[str, Any]] = lambda entries: {}
     more_entries: Callable[[Model], dict[str, Any]] = lambda model: {}
     left_out: Callable[[Entries], tuple[str, ...]] = lambda entries: ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def from_config(self, config: dict[str, Any]) -> ConvertibleModel:
         """Return the model that a config.json describes.
@@ -130,7 +133,7 @@ class Family:
             if config.get(key, value) != value:
                 shown = reprlib.repr(config[key])
                 raise UserError(f"{CONFIG}: {key} {shown}: only {value!r} is converted")
-        entries = Entries(config, CONFIG)
+        entries = Entries({**self.defaults, **config}, CONFIG)
         model = {name: entry.read(entries) for name, entry in self.entries.items()}
         model = {**self.arguments, **model, **self.more_arguments(entries)}
         left_out = self.left_out(entries)

@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -321,3 +322,26 @@ def converted_logits(
 
 if __name__ == "__main__":
     worker(Path(sys.argv[1]))
+
+
+OTHERS = {"nemotron_h": {"layers_block_type": ["mlp", "linear_attention", "full_attention"]}}
+"""Entries of a model type without which its default is not converted."""
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
+def test_entries_that_are_missing_have_transformers_defaults(family):
+    """Each entry of transformers' own default is left out by itself, with those inside of it."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family.model_type, **OTHERS.get(family.model_type, {}))
+    whole = {**config.to_dict(), **family.fixed}
+    expected = family.from_config(whole).model
+    for key, value in whole.items():
+        parts = [{k: v for k, v in whole.items() if k != key}]
+        for name in value if isinstance(value, dict) else ():
+            # Beside other entries of rotary embeddings transformers takes yarn's to be rounded.
+            if name != "truncate":
+                parts.append({**whole, key: {k: v for k, v in value.items() if k != name}})
+        for part in parts:
+            with suppress(UserError):  # refused, not guessed
+                assert family.from_config(part).model == expected, key

@@ -107,6 +107,7 @@ FAMILY = Family(
     name="Gemma-3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
+    defaults={"num_key_value_heads": 4},
     arguments={
         **llama.FAMILY.arguments,
         "swiglu": False,

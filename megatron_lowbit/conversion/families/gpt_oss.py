@@ -130,6 +130,7 @@ FAMILY = Family(
         "moe_router_pre_softmax": False,
     },
     fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+    defaults={"num_key_value_heads": 8, "rope_theta": 150_000},
     entries={
         **llama.FAMILY.entries,
         "kv_channels": integer("head_dim", 64),

@@ -26,6 +26,7 @@ FAMILY = replace(
     model_type="mixtral",
     arguments={**llama.FAMILY.arguments, "moe_layer_freq": 1, "moe_router_pre_softmax": False},
     fixed={**llama.FAMILY.fixed, "sliding_window": None},
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000},
     entries={
         **llama.FAMILY.entries,
         "num_experts": _COUNT,

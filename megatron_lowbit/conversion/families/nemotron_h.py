@@ -98,6 +98,7 @@ FAMILY = Family(
         "position_embedding_type": "none",
         "untie_embeddings_and_output_weights": True,
     },
+    defaults={"num_key_value_heads": 8},
     fixed={
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",

@@ -66,6 +66,7 @@ FAMILY = replace(
     name="Qwen3-MoE",
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
+    defaults={"num_key_value_heads": 4},
     entries={
         **llama.FAMILY.entries,
         "num_experts": _COUNT,
