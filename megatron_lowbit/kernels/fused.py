@@ -27,9 +27,10 @@ from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sec
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
-from megatron_lowbit.kernels.operand_group import TransposedGroup
+from megatron_lowbit.kernels.operand_group import TransposedGroup, one_to_look_at
 from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact
 from megatron_lowbit.kernels.routes import form_of_many, shares_values, written_form
+from megatron_lowbit.kernels.split import looked_at
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -40,6 +41,7 @@ from megatron_lowbit.numerics import (
 )
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
+from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
@@ -98,6 +100,7 @@ class FusedEngine(Engine):
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
     ) -> tuple[Sequence[GpuOperand] | None, Sequence[GpuOperand] | None]:
         """Quantize matrices of one kind by one launch where their formats have kernels for it."""
+        xs = looked_at(xs)
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
         dtype = xs[0].dtype
@@ -123,9 +126,9 @@ class FusedEngine(Engine):
         folding: bool = True,
     ) -> None:
         """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
-        pair = None
+        pair, outs = None, looked_at(outs)
         if accumulation is None and self.capability[0] == 9:
-            route = self.route_of(lhs[0], rhs[0], folding)
+            route = self.route_of(one_to_look_at(lhs), one_to_look_at(rhs), folding)
             pair = grouped_pair(route, lhs, rhs, outs)
         if pair is not None:
             multiply_groups(*pair, outs, adds)
@@ -233,8 +236,10 @@ class FusedEngine(Engine):
         found = self.route_of(lhs, rhs, folding)
         return found, (lhs, rhs) if found.form is Form.VALUES else (plain(lhs), plain(rhs))
 
-    def route_of(self, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True) -> routes.Route:
-        """Return the route of two operands, one of them at least quantized."""
+    def route_of(
+        self, lhs: GpuOperand | BlockFormat, rhs: GpuOperand | BlockFormat, folding: bool = True
+    ) -> routes.Route:
+        """Return the route of two operands or formats, one of them at least quantized."""
         if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
             return self.route(lhs.format, rhs.format, folding)
         formats = []
@@ -244,7 +249,8 @@ class FusedEngine(Engine):
             if isinstance(operand, Tensor) and operand.dtype is not torch.bfloat16:
                 return routes.DEQUANTIZED
             operand = operand.of if isinstance(operand, Transposed) else operand
-            formats.append(None if isinstance(operand, Tensor) else operand.format)
+            operand = operand.format if isinstance(operand, QuantizedTensor) else operand
+            formats.append(None if isinstance(operand, Tensor) else operand)
         return self.route(formats[0], formats[1], folding)
 
 

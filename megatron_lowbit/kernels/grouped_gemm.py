@@ -24,7 +24,7 @@ from megatron_lowbit.kernels.operand_group import (
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.sides import Numbers
-from megatron_lowbit.kernels.split import Split, addresses_of, columns_of, like, rows_of
+from megatron_lowbit.kernels.split import Apart, Split, columns_of, like
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
@@ -61,10 +61,10 @@ LOOP_FROM = 2**36
 
 
 def grouped_pair(
-    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Sequence[Tensor]
+    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Split | Apart
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
-    sizes = rows_of(outs) * like(outs).shape[1]
+    sizes = outs.rows * like(outs).shape[1]
     if (2 * sizes * _terms(lhs)).sum() >= LOOP_FROM * len(outs):
         return None
     pair = None
@@ -107,7 +107,7 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
     return matrices_of(side) if tensors else None
 
 
-def _takes(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor]) -> bool:
+def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
     """Return True if the kernel takes these matrices."""
     step = like(outs).shape[1] * like(outs).element_size()
     wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
@@ -116,11 +116,11 @@ def _takes(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor]) -> bool:
         and rhs.aligned
         and (wide or (lhs.by_rows and rhs.by_rows))
         and step % 16 == 0
-        and not (addresses_of(outs) % 16).any()
+        and not (outs.addresses % 16).any()
     )
 
 
-def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: bool) -> None:
+def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bool) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors and scales, to out_i, or add it to that.
 
     Sums are in FP32, those of FP8 tensor cores every 128 products, and rounded once.
@@ -139,7 +139,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Sequence[Tensor], adds: 
     tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[bool(few)]
     scaled = lhs.scales is not None
     fields = (
-        lhs.addresses, rhs.addresses, addresses_of(outs), lhs.rows, rhs.rows, terms,
+        lhs.addresses, rhs.addresses, outs.addresses, lhs.rows, rhs.rows, terms,
         lhs.steps, rhs.steps, lhs.factors, rhs.factors,
         lhs.scales if scaled else 0, rhs.scales if scaled else 0,
     )  # fmt: skip

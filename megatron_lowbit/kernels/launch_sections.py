@@ -24,20 +24,20 @@ from megatron_lowbit.kernels.sides import (
     signs_of,
     transform_of,
 )
-from megatron_lowbit.kernels.split import addresses_of, layouts_in_memory, like, rows_of
+from megatron_lowbit.kernels.split import Apart, Split, layouts_in_memory, like
 from megatron_lowbit.numerics import Requests
 
 
-def takes_sections(xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None) -> bool:
+def takes_sections(xs: Split | Apart, rows: Requests | None, cols: Requests | None) -> bool:
     """Return True if one launch quantizes these matrices."""
     requests = [side.like for side in (rows, cols) if side is not None]
     quantizers = [request.quantizer for request in requests]
     return (
         len(layouts_in_memory(xs)) == 1
         and like(xs).dtype in (torch.float32, torch.bfloat16)
-        and rows_of(xs).any()
+        and xs.rows.any()
         and like(xs).shape[1] > 0
-        and not (addresses_of(xs) % 16).any()
+        and not (xs.addresses % 16).any()
         and bool(requests)
         and all(q.has_kernel and not q.format.row_scaled for q in quantizers)
         and all(r.hadamard is None or r.hadamard.size <= LARGEST_TRANSFORM for r in requests)
@@ -45,7 +45,7 @@ def takes_sections(xs: Sequence[Tensor], rows: Requests | None, cols: Requests |
 
 
 def quantize_sections(
-    xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
+    xs: Split | Apart, rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
 ) -> tuple[OperandGroup | None, OperandGroup | None]:
     """Quantize each x (R, C) by its row request, and its transpose by its column request.
 
@@ -57,7 +57,7 @@ def quantize_sections(
     Returns:
         The operands that :func:`quantize_both` gives each by itself.
     """
-    first, sides, count, heights = like(xs), (rows, cols), len(xs), rows_of(xs)
+    first, sides, count, heights = like(xs), (rows, cols), len(xs), xs.rows
     groups: list[OperandGroup | None] = []
     for requests, form, transposed in zip(sides, forms, (False, True), strict=True):
         if requests is None:
@@ -81,7 +81,7 @@ def quantize_sections(
 
 def _launch(
     kernel: Any,
-    xs: Sequence[Tensor],
+    xs: Split | Apart,
     tile: tuple[int, int],
     sides: Sequence[Any],
     arguments: tuple,
@@ -90,7 +90,7 @@ def _launch(
 ) -> None:
     """Launch a kernel on all matrices of a table, in tiles of which each lies in one of them."""
     first, columns = like(xs), like(xs).shape[1]
-    even = not (rows_of(xs) % tile[0]).any() and columns % tile[1] == 0
+    even = not (xs.rows % tile[0]).any() and columns % tile[1] == 0
     constants = (*tile, *sides, even, table.count)
     kinds = first.dtype, first.stride(), columns, first.device
     given = (first, *first.stride(), OF_THE_TABLE, columns, *arguments)
@@ -141,7 +141,7 @@ def _arguments(requests: Requests | None, group: OperandGroup | None, amax: Tens
 
 
 def _amaxes(
-    xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
+    xs: Split | Apart, rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the amaxes, FP32 (count,), that tensor scales and folding of both sides need."""
     count = len(xs)

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from megatron_lowbit.kernels.operands import (
 )
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Numbers, memory_of, one_of, output_of
-from megatron_lowbit.kernels.split import addresses_of, columns_of, like, rows_of
+from megatron_lowbit.kernels.split import columns_of, like, looked_at
 from megatron_lowbit.numerics import QuantizedTensor
 
 _ALIGNMENT = 16
@@ -33,14 +32,15 @@ _ALIGNMENT = 16
 class OperandGroup:
     """Operands of one kind in common memory, as a sequence.
 
-    ``codes`` and ``scales`` (None where nothing is stored) hold one operand after another;
-    ``tensor_scales`` is FP32 (count,). ``layout`` is that of all.
+    ``codes`` and ``scales`` (None where nothing is stored) hold one operand after another, which
+    begin at ``places``, in elements; ``tensor_scales`` is FP32 (count,). ``layout`` is that of all.
     """
 
     codes: Tensor
     scales: Tensor | None
     tensor_scales: Tensor
     layout: Layout
+    places: tuple[np.ndarray, np.ndarray]
 
     def __len__(self) -> int:
         return len(self.tensor_scales)
@@ -57,19 +57,13 @@ class OperandGroup:
     def __iter__(self) -> Iterator[QuantizedTensor | Values]:
         return (self[number] for number in range(len(self)))
 
-    @cached_property
-    def places(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the operands' codes and scales begin, in elements."""
-        codes, scales = (ends[:-1] for ends in _ends(self.layout, len(self)))
-        return codes, scales
-
     def transpose(self) -> "OperandGroup":
         """Return the transposes of exact numbers, in the same memory."""
         rows, columns = self.layout.shape
         layout = self.layout._replace(
             shape=(columns, rows), columns=rows, transposed=not self.layout.transposed
         )
-        return OperandGroup(self.codes, self.scales, self.tensor_scales, layout)
+        return replace(self, layout=layout)
 
 
 @dataclass(frozen=True)
@@ -88,15 +82,24 @@ class TransposedGroup:
         return (self[number] for number in range(len(self)))
 
 
+def one_to_look_at(operands: Sequence[Any]) -> Any:
+    """Return an operand of the kind that all are; of codes in a group their format."""
+    group = operands.of if isinstance(operands, TransposedGroup) else operands
+    if isinstance(group, OperandGroup) and not group.layout.side.values:
+        return group.layout.stored
+    return operands[0]
+
+
 def allocate(layout: Layout, count: int, device: torch.device) -> OperandGroup:
     """Allocate so many operands."""
+    ends = _ends(layout, count)
     codes, scales = (
-        None if memory is None else torch.empty(int(ends[-1]), dtype=memory.dtype, device=device)
-        for memory, ends in zip(memory_of(layout), _ends(layout, count), strict=True)
+        None if memory is None else torch.empty(int(end[-1]), dtype=memory.dtype, device=device)
+        for memory, end in zip(memory_of(layout), ends, strict=True)
     )
     # No program writes that of an empty matrix.
     tensor_scales = torch.zeros(count, dtype=torch.float32, device=device)
-    return OperandGroup(codes, scales, tensor_scales, layout)
+    return OperandGroup(codes, scales, tensor_scales, layout, (ends[0][:-1], ends[1][:-1]))
 
 
 def _ends(layout: Layout, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -152,12 +155,12 @@ def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     """Return operands as matrices: FP8 codes, exact BF16 numbers, or BF16 tensors themselves."""
     count = len(operands)
     if not isinstance(operands, OperandGroup):
-        first = like(operands)
+        first, known = like(operands), looked_at(operands)
         by_rows = first.stride(1) == 1
         return Matrices(
             first,
-            addresses_of(operands),
-            rows_of(operands),
+            known.addresses,
+            known.rows,
             _each(first.shape[1], count) if by_rows else columns_of(operands),
             _each(first.stride(0 if by_rows else 1), count),
             by_rows,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.split import addresses_of, like, rows_of
+from megatron_lowbit.kernels.split import Apart, Split, like
 
 FIRST_TILE, X, ROWS, ROW_SIGNS, COL_SIGNS = (tl.constexpr(i) for i in range(5))
 ROW_KEY, ROW_CODES, ROW_SCALES = (tl.constexpr(i) for i in range(5, 8))
@@ -45,26 +45,28 @@ def table_of(
     ``tiles`` are the numbers of their tiles. Columns are a power of two, so that few numbers of
     matrices are compiled: how many experts there are differs from rank to rank and model to model.
     """
-    count = triton.next_power_of_2(len(tiles))
-    entries, ends = np.zeros((1 + len(fields), count), dtype=np.int64), np.cumsum(tiles)
-    for row, field in zip(entries, (ends - tiles, *fields), strict=True):
-        row[: len(tiles)] = field
-    matrices = np.repeat(np.arange(len(tiles)), tiles)
-    table = torch.from_numpy(np.concatenate((entries.ravel(), matrices)))
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
-    return Table(table, count, int(ends[-1]))
+    matrices, all_tiles = len(tiles), int(tiles.sum())
+    count = triton.next_power_of_2(matrices)
+    size = (1 + len(fields)) * count
+    table = torch.zeros(size + all_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
+    numbers = table.numpy()
+    entries = numbers[:size].reshape(-1, count)[:, :matrices]
+    entries[0] = np.cumsum(tiles) - tiles
+    for row, field in enumerate(fields, 1):
+        entries[row] = field
+    numbers[size:] = np.repeat(np.arange(matrices), tiles)
+    return Table(table.to(device, non_blocking=True), count, all_tiles)
 
 
 def section_table(
-    xs: Sequence[Tensor], tile: tuple[int, int], fields: Sequence[np.ndarray | Sequence[int]]
+    xs: Split | Apart, tile: tuple[int, int], fields: Sequence[np.ndarray | Sequence[int]]
 ) -> Table:
     """Return the table of matrices in tiles: addresses, rows, and more ``fields``.
 
     A program takes a tile of rows and columns; the table has their rows alone.
     """
-    rows, first = rows_of(xs), like(xs)
-    table = table_of(cdiv(rows, tile[0]), (addresses_of(xs), rows, *fields), first.device)
+    first = like(xs)
+    table = table_of(cdiv(xs.rows, tile[0]), (xs.addresses, xs.rows, *fields), first.device)
     return table._replace(programs=table.programs * cdiv(first.shape[1], tile[1]))
 
 

@@ -157,7 +157,9 @@ def _allocation(memory: Memory, device: torch.device) -> Callable[[], Tensor]:
     It takes the current device of the type.
     """
     strides = torch.empty(memory.shape, device="meta").stride()
-    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+    allocate = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}", None)
+    if allocate is None:  # a device without memory
+        return partial(torch.empty, memory.shape, dtype=memory.dtype, device=device)
     return partial(allocate, memory.shape, strides, memory.dtype)
 
 

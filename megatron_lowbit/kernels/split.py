@@ -1,10 +1,11 @@
-"""Matrices one under the other in one tensor, such as the tokens of a layer's experts.
+"""Matrices of one kind: parts of one tensor, such as the tokens of a layer's experts, or apart.
 
 What kernels need of many matrices is calculated here for all at once: asking each of a hundred
 tensors for its address takes the CPU longer than the GPU multiplies them.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -32,11 +33,43 @@ class Split(Sequence[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.whole.split(self.rows.tolist()))
 
-    @property
+    @cached_property
     def addresses(self) -> np.ndarray:
         """The address of each part, int64, also of one without rows."""
         row_bytes = self.whole.stride(0) * self.whole.element_size()
         return self.whole.data_ptr() + (np.cumsum(self.rows) - self.rows) * row_bytes
+
+
+class Apart(Sequence[Tensor]):
+    """Matrices in memory of their own, such as experts' weights, that are looked at once."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self.matrices = matrices
+
+    def __len__(self) -> int:
+        return len(self.matrices)
+
+    def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
+        """Return the matrix of that number."""
+        return self.matrices[number]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.matrices)
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """The number of rows of each, int64."""
+        return np.array([x.shape[0] for x in self.matrices], dtype=np.int64)
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """The address of each, int64."""
+        return np.array([x.data_ptr() for x in self.matrices], dtype=np.int64)
+
+
+def looked_at(matrices: Sequence[Tensor]) -> Split | Apart:
+    """Return matrices whose rows and addresses are known."""
+    return matrices if isinstance(matrices, Split | Apart) else Apart(matrices)
 
 
 def like(matrices: Sequence[Tensor]) -> Tensor:
@@ -44,23 +77,9 @@ def like(matrices: Sequence[Tensor]) -> Tensor:
     return matrices.whole if isinstance(matrices, Split) else matrices[0]
 
 
-def rows_of(matrices: Sequence[Tensor]) -> np.ndarray:
-    """Return the number of rows of each matrix, int64."""
-    if isinstance(matrices, Split):
-        return matrices.rows
-    return np.array([x.shape[0] for x in matrices], dtype=np.int64)
-
-
 def columns_of(matrices: Sequence[Tensor]) -> np.ndarray:
     """Return the number of columns of each matrix, int64."""
     return np.array([x.shape[1] for x in matrices], dtype=np.int64)
-
-
-def addresses_of(matrices: Sequence[Tensor]) -> np.ndarray:
-    """Return the address of each matrix, int64."""
-    if isinstance(matrices, Split):
-        return matrices.addresses
-    return np.array([x.data_ptr() for x in matrices], dtype=np.int64)
 
 
 def layouts_in_memory(matrices: Sequence[Tensor]) -> set[tuple]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Split
+from megatron_lowbit.kernels.split import Apart, Split
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -68,7 +68,7 @@ class _GroupedLinear(torch.autograd.Function):
         keeps = trains and any(weight.requires_grad for weight in weights)
         col = "wgrad" if keeps else None
         inputs, kept = group.quantize(Split(x, tokens), "input", "fprop", col, saved={"wgrad"})
-        by_row, by_col = _quantize_weights(group, weights)
+        by_row, by_col = _quantize_weights(group, Apart(weights))
         y = x.new_empty(len(x), len(weights[0]))
         group.multiply("fprop", inputs, by_row, Split(y, tokens))
         saved = kept if keeps else None, by_col if trains and x.requires_grad else None
@@ -91,7 +91,7 @@ class _GroupedLinear(torch.autograd.Function):
         dgrad = None
         if needs_dgrad:
             if dgrad_weights is None:
-                _, dgrad_weights = group.quantize(weights, "weight", None, "dgrad")
+                _, dgrad_weights = group.quantize(Apart(weights), "weight", None, "dgrad")
             dgrad = grad.new_empty(len(grad), weights[0].shape[1])
             group.multiply("dgrad", by_row, dgrad_weights, Split(dgrad, tokens))
             by_row = dgrad_weights = None

@@ -58,6 +58,7 @@ def main() -> None:
     from megatron_lowbit.kernels import amaxes, delayed, grouped_gemm, launch, launch_sections
     from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.kernels.operand_group import matrices_of
+    from megatron_lowbit.kernels.split import Apart
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -118,8 +119,9 @@ def main() -> None:
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)
         many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
-        if amax is None and launch_sections.takes_sections([x, x], *many):
-            launch_sections.quantize_sections([x, x], *many, sides)
+        both = Apart([x, x])
+        if amax is None and launch_sections.takes_sections(both, *many):
+            launch_sections.quantize_sections(both, *many, sides)
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
             assert reads[1] == reads[0], f"{name}: numbers of many matrices are read one by one"
         print(name)
@@ -136,7 +138,7 @@ def main() -> None:
         pair = [matrices_of([matrix] * 3) for matrix in (lhs, rhs)]
         if name.endswith("tiles"):
             pair = [matrices._replace(scales=[16] * 3) for matrices in pair]
-        grouped_gemm.multiply_groups(*pair, [out] * 3, adds)
+        grouped_gemm.multiply_groups(*pair, Apart([out] * 3), adds)
         print(name)
 
 

@@ -6,6 +6,7 @@ import torch
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair
 from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.kernels.split import Apart, looked_at
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
@@ -78,7 +79,7 @@ def test_products(case):
         for count in TOKENS
     ]
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
-    assert grouped_pair(route, lhs, rhs, outs) is not None
+    assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
     engine.gemm_all(lhs, rhs, outs, adds)
     for left, right, out in zip(lhs, rhs, outs, strict=True):
         a, b = exact(left), exact(right)
@@ -95,8 +96,8 @@ def test_what_takes_a_launch_each():
     lhs, rhs = operands_of(engine, "bf16")
     route = engine.route_of(lhs[0], rhs[0])
     outs = [torch.empty(OUT, IN, device=DEVICE) for _ in TOKENS]
-    assert grouped_pair(route, lhs, rhs, outs) is not None
+    assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
-    assert grouped_pair(route, lhs, [y[1:] for y in rhs], odd) is None
+    assert grouped_pair(route, lhs, [y[1:] for y in rhs], Apart(odd)) is None
     large = torch.empty(1, device="meta").expand(LOOP_FROM // (2 * 16), 1)
-    assert grouped_pair(route, lhs, rhs, [large] * len(TOKENS)) is None
+    assert grouped_pair(route, lhs, rhs, Apart([large] * len(TOKENS))) is None

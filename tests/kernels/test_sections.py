@@ -10,6 +10,7 @@ from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.operands import Transposed
+from megatron_lowbit.kernels.split import Apart, looked_at
 from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
@@ -77,8 +78,8 @@ def test_the_operands_of_a_launch_for_each(case):
     xs = values(sum(ROWS), 48, torch.bfloat16).to(DEVICE).split(ROWS)
     rows = requests_of(case, range(7, 10), left=True)
     cols = requests_of(case, range(17, 20))
-    assert takes_sections(xs, rows, cols)
-    left, right = quantize_sections(xs, rows, cols, forms)
+    assert takes_sections(looked_at(xs), rows, cols)
+    left, right = quantize_sections(looked_at(xs), rows, cols, forms)
     assert len(left) == len(right) == len(ROWS)
     for number, (x, by_row, by_col) in enumerate(zip(xs, left, right, strict=True)):
         if len(x):
@@ -94,7 +95,7 @@ def test_one_side(side):
     requests = requests_of("mxfp8", range(2))
     sides = [None, None]
     sides[side] = requests
-    made = quantize_sections(xs, *sides, (Form.CODES, Form.CODES))
+    made = quantize_sections(looked_at(xs), *sides, (Form.CODES, Form.CODES))
     assert made[1 - side] is None
     for number, (x, operand) in enumerate(zip(xs, made[side], strict=True)):
         pair = [None, None]
@@ -115,9 +116,9 @@ def test_square_blocks_that_serve_both_sides():
 
 def test_what_takes_a_launch_each():
     x, requests = torch.zeros(16, 32), Requests(request_of("mxfp8", 0))
-    assert takes_sections([x, x[:0]], requests, None)
+    assert takes_sections(Apart([x, x[:0]]), requests, None)
     for others in ([x, x[:, :16]], [x, x.bfloat16()], [x, x.t().contiguous().t()], [x[:0]]):
-        assert not takes_sections(others, requests, None)
-    assert not takes_sections([x.half()] * 2, requests, None)  # which is a TypeError
+        assert not takes_sections(Apart(others), requests, None)
+    assert not takes_sections(Apart([x.half()] * 2), requests, None)  # which is a TypeError
     rows = Requests(Request(Quantizer(format_by_name("fp8-row-e4m3"))))
-    assert not takes_sections([x, x], rows, None)
+    assert not takes_sections(Apart([x, x]), rows, None)
