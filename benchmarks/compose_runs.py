@@ -174,7 +174,7 @@ class Crews:
 
     @contextmanager
     def crew(self, one: Run, new: bool = False) -> Iterator[Crew]:
-        """Lend a crew for a run; one that has made no run if ``new``.
+        """Yield a crew for a run; one that has made no run if ``new``.
 
         A crew that is started takes the place of an idle one, if there is any.
         """
