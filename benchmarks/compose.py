@@ -106,13 +106,16 @@ class Composer:
         references = [r for r in references if r.key not in self._results.references]
         loading = [r for r in [*runnable, *references] if not r.from_seed]
         starts = [r for r in _unique(r.start() for r in loading) if not self._start(r).is_dir()]
-        with ThreadPoolExecutor(jobs) as pool:
-            for function, part in (
-                (self._make_start, starts), (self._add_reference, references),
-                (self._add_cell, sorted(runnable, key=kind_of)),
-            ):  # fmt: skip
-                list(pool.map(self._in_time(function), part))
-        self._crews.end()
+        parts = (
+            (self._make_start, starts), (self._add_reference, references),
+            (self._add_cell, sorted(runnable, key=kind_of)),
+        )  # fmt: skip
+        try:
+            with ThreadPoolExecutor(jobs) as pool:
+                for function, part in parts:
+                    list(pool.map(self._in_time(function), part))
+        finally:
+            self._crews.end()  # Python would wait for them
 
     def _in_time(self, function: Callable[[Run], None]) -> Callable[[Run], None]:
         return lambda one: function(one) if time.monotonic() < self._end else None
@@ -196,8 +199,7 @@ class Composer:
                 outcome = crew.make(lines, place, timeout)
         steps = []
         if outcome.kind == "ended":
-            folders = (_folder_of(line, place / str(i)) for i, line in enumerate(lines))
-            steps = [read_steps(place) for place in folders]
+            steps = [read_steps(_folder_of(line, place / str(i))) for i, line in enumerate(lines)]
             shutil.rmtree(folder)
         return outcome, steps
 

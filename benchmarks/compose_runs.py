@@ -30,7 +30,7 @@ PRELOADED = (
 )  # fmt: skip
 ERROR, STEPS = "error.{}.json", "metrics.jsonl"
 GRACE = 3
-"""Seconds that the other ranks have for their own message, once one has failed."""
+"""Seconds that ranks have for their own message once one has failed, and for their end."""
 
 
 class Outcome(NamedTuple):
@@ -107,6 +107,8 @@ class Crew:
             pipe.send((phases, str(folder)))
         codes = self._codes(timeout)
         if any(code != 0 for code in codes):
+            for process, _ in self._ranks:  # one that lost another does not look at its pipe
+                process.kill()
             self.end()
         errors = [json.loads(file.read_text()) for file in sorted(folder.glob(ERROR.format("*")))]
         if errors:
@@ -121,11 +123,13 @@ class Crew:
         return Outcome("ended")
 
     def end(self) -> None:
-        """Kill the processes."""
-        for process, pipe in self._ranks:
+        """End the processes: by themselves, so that they end what they have started."""
+        for _, pipe in self._ranks:
+            pipe.close()
+        for process, _ in self._ranks:
+            process.join(GRACE)
             process.kill()
             process.join()
-            pipe.close()
         self._ranks.clear()
 
     @property
@@ -189,7 +193,11 @@ class Crews:
             for _, other in taken:
                 other.end()
             crew = Crew(self._context, one.ranks, self._environment(kind))
-        yield crew
+        try:
+            yield crew
+        except BaseException:
+            crew.end()
+            raise
         if crew.alive:
             with self._lock:
                 self._idle.append((kind, crew))

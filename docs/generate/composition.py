@@ -80,7 +80,7 @@ recipe amplifies this: a value near a rounding threshold takes the other side, w
 step. Layers that are spread have other scales and random numbers by design. See
 [parallelism](parallelism.md#measured). Under `nvfp4`, moving one process's own norm weights by 1e-7
 moves the second loss by up to 1.7e-3 and the first gradient norm by up to 2.7e-3 (12 draws, with
-MTP and without); partial sums in BF16 move them by up to 1.4e-3 and 1.1e-2 (12 draws). Smaller
+MTP and without); partial sums in BF16 move them by up to 1.4e-3 and 1.1e-2 (18 draws). Smaller
 errors do not show where layers are split.
 
 ## Pairs

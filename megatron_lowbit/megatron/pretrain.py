@@ -205,7 +205,8 @@ def teardown() -> Iterator[None]:
             stop_data_workers()
         destroy_global_state()
         destroy_moe_metrics_tracker()  # Its number of layers is that of the first run.
-        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # CUDA graphs need one of another class.
+        # The next run may need generators of another class, as CUDA graphs do.
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
         if torch.distributed.is_initialized():
             is_nccl = torch.distributed.get_backend() == "nccl"
             if is_nccl:

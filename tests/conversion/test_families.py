@@ -320,10 +320,6 @@ def converted_logits(
         return output if last else None
 
 
-if __name__ == "__main__":
-    worker(Path(sys.argv[1]))
-
-
 OTHERS = {"nemotron_h": {"layers_block_type": ["mlp", "linear_attention", "full_attention"]}}
 """Entries of a model type without which its default is not converted."""
 
@@ -346,3 +342,7 @@ def test_entries_that_are_missing_have_transformers_defaults(family):
         for part in parts:
             with suppress(UserError):  # refused, not guessed
                 assert family.from_config(part).model == expected, key
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]))

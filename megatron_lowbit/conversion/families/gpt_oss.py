@@ -130,11 +130,14 @@ FAMILY = Family(
         "moe_router_pre_softmax": False,
     },
     fixed={"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
-    defaults={"num_key_value_heads": 8, "rope_theta": 150_000},
+    defaults={
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000,
+    },
     entries={
         **llama.FAMILY.entries,
-        "kv_channels": integer("head_dim", 64),
-        "layernorm_epsilon": positive_number("rms_norm_eps", 1e-5),
         "num_experts": _COUNT,
         "moe_router_topk": experts_of_a_token(_COUNT),
         "moe_ffn_hidden_size": integer("intermediate_size"),
