@@ -18,7 +18,7 @@ pretrain: .venv/installed data/stdlib.idx
 parity: .venv/installed data/stdlib.idx
 	$(BIN)/python benchmarks/parity.py --data-path data/stdlib --tokenizer-model data/tokenizer \
 	    --output benchmarks/results/parity.json
-	$(BIN)/python docs/generate/parity.py
+	$(BIN)/python docs/generate/parallelism.py
 
 performance-page: .venv/installed
 	$(BIN)/python docs/generate/performance.py

@@ -1,6 +1,6 @@
 """Write what parity.py measured on a CPU into docs/parallelism.md.
 
-python docs/generate/parity.py
+python docs/generate/parallelism.py
 """
 
 import json
