@@ -10,9 +10,9 @@ import triton.language as tl
 from megatron_lowbit.kernels.elements import abs_bits
 from megatron_lowbit.kernels.hadamard import butterfly_points, finish, transform_tile
 from megatron_lowbit.kernels.sections import (
-    AMAX_FIELDS,
     COL_SIGNS,
     FIRST_TILE,
+    QUANTIZE_FIELDS,
     ROW_SIGNS,
     ROWS,
     X,
@@ -42,7 +42,7 @@ def amax_kernel(
     tile = tl.program_id(0) // tiles
     col0 = (tl.program_id(0) % tiles) * TN
     if table is not None:
-        section = section_of(table, tile, AMAX_FIELDS, COUNT)
+        section = section_of(table, tile, QUANTIZE_FIELDS, COUNT)
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
         x = pointer(table, section, X, COUNT, x)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)

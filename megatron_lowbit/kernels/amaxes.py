@@ -15,6 +15,8 @@ from megatron_lowbit.kernels.sides import signs_of, transform_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
+_TILE = 8192
+"""Elements of a tile."""
 LARGEST_TRANSFORM = 128
 """Points of the largest transform that a tile holds in both directions."""
 
@@ -157,10 +159,14 @@ def _maxed(
     )
 
 
-def amax_tile(row: Hadamard | None, col: Hadamard | None) -> tuple[int, int]:
-    """Return rows and columns of a tile that holds both sides' transforms."""
+def amax_tile(row: Hadamard | None, col: Hadamard | None, height: int = 64) -> tuple[int, int]:
+    """Return rows and columns of a tile that holds both sides' transforms.
+
+    ``height`` is that of a tile without long transforms.
+    """
     across, down = (1 if one is None else one.size for one in (row, col))
-    least = (64, 128) if max(across, down) <= LARGEST_TRANSFORM else (32, 32)
+    small = max(across, down) <= LARGEST_TRANSFORM
+    least = (height, _TILE // height) if small else (32, 32)
     return max(least[0], down), max(least[1], across)
 
 

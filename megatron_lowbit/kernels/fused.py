@@ -28,7 +28,7 @@ from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operand_group import TransposedGroup, one_to_look_at
-from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact
+from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact, transposed
 from megatron_lowbit.kernels.routes import form_of_many, shares_values, written_form
 from megatron_lowbit.kernels.split import looked_at
 from megatron_lowbit.numerics import (
@@ -89,7 +89,7 @@ class FusedEngine(Engine):
             if shares_values(row.kind, col.kind, dtype, capability):
                 form = written_form(row.kind, dtype, capability)
                 _, by_col = quantize_both(x, None, col, amaxes, (form, form))
-                return _transposed(by_col), by_col
+                return transposed(by_col), by_col
         forms = (
             written_form(row and row.kind, dtype, capability),
             written_form(col and col.kind, dtype, capability),
@@ -103,15 +103,12 @@ class FusedEngine(Engine):
         xs = looked_at(xs)
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
-        dtype = xs[0].dtype
-        capability = self.capability
+        dtype, capability = xs.like.dtype, self.capability
         if rows is not None and cols is rows:
             cols = replace(rows, like=rows.like.of_transpose)
             if shares_values(rows.like.kind, cols.like.kind, dtype, capability):
                 form = written_form(rows.like.kind, dtype, capability)
                 _, by_col = quantize_sections(xs, None, cols, (form, form))
-                if form is Form.VALUES:
-                    return by_col.transpose(), by_col
                 return TransposedGroup(by_col), by_col
         forms = [form_of_many(side and side.like.kind, dtype, capability) for side in (rows, cols)]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
@@ -252,13 +249,6 @@ class FusedEngine(Engine):
             operand = operand.format if isinstance(operand, QuantizedTensor) else operand
             formats.append(None if isinstance(operand, Tensor) else operand)
         return self.route(formats[0], formats[1], folding)
-
-
-def _transposed(operand: QuantizedTensor | Values) -> Transposed | Values:
-    """Return the transpose of an operand in square blocks, in the same memory."""
-    if isinstance(operand, Values):
-        return Values(operand.values.t(), operand.tensor_scale)
-    return Transposed(operand)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

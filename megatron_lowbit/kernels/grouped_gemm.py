@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.launcher import cdiv, table_launcher
 from megatron_lowbit.kernels.operand_group import (
     Matrices,
+    Numbers,
     OperandGroup,
     TransposedGroup,
     decode,
@@ -23,8 +24,7 @@ from megatron_lowbit.kernels.operand_group import (
 )
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
-from megatron_lowbit.kernels.sides import Numbers
-from megatron_lowbit.kernels.split import Apart, Split, columns_of, like
+from megatron_lowbit.kernels.split import Apart, Split
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
@@ -64,8 +64,8 @@ def grouped_pair(
     route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Split | Apart
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
-    sizes = outs.rows * like(outs).shape[1]
-    if (2 * sizes * _terms(lhs)).sum() >= LOOP_FROM * len(outs):
+    flops = 2 * outs.rows.numbers * outs.like.shape[1] * _terms(lhs)
+    if flops.sum() >= LOOP_FROM * len(outs):
         return None
     pair = None
     if route is EXACT:
@@ -79,19 +79,21 @@ def grouped_pair(
 
 def _terms(side: Sequence[Any]) -> Numbers:
     if isinstance(side, OperandGroup):
-        return side.layout.columns
+        return side.layout.terms_of(side.rows)
     if isinstance(side, TransposedGroup):
-        return side.of.layout.shape[0]
+        return side.of.layout.across
     if isinstance(side, Split):
         return side.whole.shape[1]
-    return columns_of(side) if all(isinstance(x, Tensor) for x in side) else 0
+    if all(isinstance(x, Tensor) for x in side):
+        return np.array([x.shape[1] for x in side])
+    return 0
 
 
 def _fp8(side: Sequence[Any], route: Route, tile_rows: int) -> Matrices | None:
     """Return FP8 operands; None for those in another form, which are folded one by one."""
     if not isinstance(side, OperandGroup):
         return None
-    format = side.layout.stored
+    format = side.layout.format
     if route is TILES:
         return matrices_of(side) if format.block_rows == tile_rows else None
     return matrices_of(side) if isinstance(format, FP8Tensor) else None
@@ -100,23 +102,24 @@ def _fp8(side: Sequence[Any], route: Route, tile_rows: int) -> Matrices | None:
 def _exact(side: Sequence[Any]) -> Matrices | None:
     """Return exact operands as BF16 matrices, decoded if they are codes."""
     if isinstance(side, TransposedGroup):
-        return decode(side.of).transpose()
+        whole = _exact(side.of)
+        return whole and whole.transpose()
     if isinstance(side, OperandGroup):
-        return matrices_of(side) if side.layout.side.values else decode(side)
+        return matrices_of(side) if side.layout.values else decode(side)
     tensors = isinstance(side, Split) or all(isinstance(x, Tensor) for x in side)
     return matrices_of(side) if tensors else None
 
 
 def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
     """Return True if the kernel takes these matrices."""
-    step = like(outs).shape[1] * like(outs).element_size()
+    step = outs.like.shape[1] * outs.like.element_size()
     wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
     return (
         lhs.aligned
         and rhs.aligned
         and (wide or (lhs.by_rows and rhs.by_rows))
         and step % 16 == 0
-        and not (outs.addresses % 16).any()
+        and outs.aligned
     )
 
 
@@ -135,7 +138,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
     terms = np.minimum(lhs.terms, rhs.terms)
-    few = terms.sum() <= _FEW_TERMS * len(terms)
+    few = terms.mean() <= _FEW_TERMS
     tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[bool(few)]
     scaled = lhs.scales is not None
     fields = (
@@ -144,12 +147,13 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
         lhs.scales if scaled else 0, rhs.scales if scaled else 0,
     )  # fmt: skip
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
+    tiles = np.broadcast_to(tiles, len(outs))
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
         tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,
         scaled, adds, table.count,
     )  # fmt: skip
-    kinds = lhs.like, rhs.like, like(outs)
+    kinds = lhs.like, rhs.like, outs.like
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)
     dtypes = [kind.dtype for kind in kinds]
     device = table.entries.device

@@ -1,8 +1,10 @@
 """Quantization of many matrices of one kind, such as experts' tokens or weights, by one launch."""
 
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,37 +12,51 @@ from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import tile_of
-from megatron_lowbit.kernels.launcher import table_launcher, tensors_of
-from megatron_lowbit.kernels.operand_group import OperandGroup, allocate
+from megatron_lowbit.kernels.launcher import Launcher, cdiv
+from megatron_lowbit.kernels.operand_group import (
+    GroupLayout,
+    OperandGroup,
+    allocate,
+    group_layout,
+)
 from megatron_lowbit.kernels.quantize import quantize_kernel
-from megatron_lowbit.kernels.sections import OF_THE_TABLE, Table, section_table
+from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
 from megatron_lowbit.kernels.sides import (
     NOTHING,
-    Numbers,
-    layouts_of,
-    numbers_of,
     scale_pointer,
     signed,
     signs_of,
     transform_of,
 )
-from megatron_lowbit.kernels.split import Apart, Split, layouts_in_memory, like
-from megatron_lowbit.numerics import Requests
+from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.numerics import Request, Requests
+
+_SCALARS = 4
+"""Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
 
 def takes_sections(xs: Split | Apart, rows: Requests | None, cols: Requests | None) -> bool:
     """Return True if one launch quantizes these matrices."""
     requests = [side.like for side in (rows, cols) if side is not None]
-    quantizers = [request.quantizer for request in requests]
     return (
-        len(layouts_in_memory(xs)) == 1
-        and like(xs).dtype in (torch.float32, torch.bfloat16)
-        and xs.rows.any()
-        and like(xs).shape[1] > 0
-        and not (xs.addresses % 16).any()
+        xs.alike
+        and xs.like.dtype in (torch.float32, torch.bfloat16)
+        and xs.rows.in_units(1).total > 0
+        and xs.like.shape[1] > 0
+        and xs.aligned
         and bool(requests)
-        and all(q.has_kernel and not q.format.row_scaled for q in quantizers)
-        and all(r.hadamard is None or r.hadamard.size <= LARGEST_TRANSFORM for r in requests)
+        and all(map(_takes, requests))
+    )
+
+
+def _takes(request: Request) -> bool:
+    """Return True for what kernels quantize by amaxes of tensors, and numbers that begin at 0."""
+    quantizer, hadamard, draw = request.quantizer, request.hadamard, request.draw
+    return (
+        quantizer.has_kernel
+        and not quantizer.format.row_scaled
+        and (hadamard is None or hadamard.size <= LARGEST_TRANSFORM)
+        and (draw is None or (draw.rows is None and draw.groups is None))
     )
 
 
@@ -57,70 +73,122 @@ def quantize_sections(
     Returns:
         The operands that :func:`quantize_both` gives each by itself.
     """
-    first, sides, count, heights = like(xs), (rows, cols), len(xs), xs.rows
-    groups: list[OperandGroup | None] = []
-    for requests, form, transposed in zip(sides, forms, (False, True), strict=True):
-        if requests is None:
-            groups.append(None)
-            continue
-        size = (first.shape[1], heights) if transposed else (heights, first.shape[1])
-        layout = layouts_of(requests.like.kind, form, *size, transposed)
-        groups.append(allocate(layout, count, first.device))
-    amaxes = _amaxes(xs, rows, cols, forms)
-    constants = [None if group is None else group.layout.side for group in groups]
-    tile, options = tile_of(*constants)
-    fields, arguments = [], ()
-    for requests, group, amax in zip(sides, groups, amaxes, strict=True):
-        fields.append(_fields(requests, group))
-        arguments += _arguments(requests, group, amax)
-    (row_signs, row_fields), (col_signs, col_fields) = fields
-    table = section_table(xs, tile, (row_signs, col_signs, *row_fields[:3], *col_fields))
-    _launch(quantize_kernel, xs, tile, constants, (None, table.entries, *arguments), table, options)
+    first, heights, sides = xs.like, xs.rows, (rows, cols)
+    kinds = [side and side.like.kind for side in sides]
+    columns = columns_for(len(xs))
+    plan = _plan(*kinds, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns)
+    # Programs add maxima to amaxes, and write no tensor scale of an empty matrix.
+    size = 4, cdiv(len(xs), _SCALARS) * _SCALARS
+    scalars = torch.zeros(size, dtype=torch.float32, device=first.device).unbind()
+    groups = [
+        layout and allocate(layout, heights, mine)
+        for layout, mine in zip(plan.layouts, scalars[:2], strict=True)
+    ]
+    parts = [_fields(*side) for side in zip(sides, groups, strict=True)]
+    (row_signs, *row_fields, _), (col_signs, *col_fields) = parts
+    tiles = heights.in_units(plan.height)
+    fields = xs.addresses, heights.numbers, row_signs, col_signs, *row_fields, *col_fields
+    table = table_of(tiles.numbers, fields, first.device)
+    even = not (heights.numbers % plan.height).any()
+    amaxes = [
+        amax if measures else None
+        for amax, measures in zip(scalars[2:], plan.measures, strict=True)
+    ]
+    given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
+    if any(plan.measures):
+        bits = [None if amax is None else amax.view(torch.int32) for amax in amaxes]
+        arguments = (*given, table.entries, bits[0], 0, bits[1], 0)
+        plan.amax[even](arguments, tiles.total * plan.amax_tiles)
+    own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
+    arguments = (*given, None, table.entries, *own[0], *own[1])
+    plan.quantize[even](arguments, tiles.total * plan.quantize_tiles)
     return groups[0], groups[1]
 
 
-def _launch(
-    kernel: Any,
-    xs: Split | Apart,
-    tile: tuple[int, int],
-    sides: Sequence[Any],
-    arguments: tuple,
-    table: Table,
-    options: dict[str, int],
-) -> None:
-    """Launch a kernel on all matrices of a table, in tiles of which each lies in one of them."""
-    first, columns = like(xs), like(xs).shape[1]
-    even = not (xs.rows % tile[0]).any() and columns % tile[1] == 0
-    constants = (*tile, *sides, even, table.count)
-    kinds = first.dtype, first.stride(), columns, first.device
-    given = (first, *first.stride(), OF_THE_TABLE, columns, *arguments)
-    launch = table_launcher(
-        kernel,
-        constants,
-        (("enable_fp_fusion", False), *options.items()),
-        tensors_of(given),
-        *kinds,
-    )
-    launch(given, table.programs)
+class _Plan(NamedTuple):
+    """Quantization of matrices of one kind, whatever their rows.
+
+    ``measures``: of which side amaxes are taken. Tiles are ``height`` rows high, and so many cover
+    a row of them. Launchers are for matrices of any rows, and of whole tiles.
+    """
+
+    layouts: tuple[GroupLayout | None, GroupLayout | None]
+    measures: tuple[bool, bool]
+    height: int
+    amax: tuple[Launcher, Launcher]
+    amax_tiles: int
+    quantize: tuple[Launcher, Launcher]
+    quantize_tiles: int
 
 
-def _fields(
-    requests: Requests | None, group: OperandGroup | None
-) -> tuple[Numbers | list[int], list[Numbers | list[int]]]:
-    """Return a side's keys of signs; and keys of draws, places of codes and scales, columns."""
-    if requests is None or group is None:
-        return 0, [0] * 4
-    keys: Numbers | list[int] = 0
-    if group.layout.side.stochastic:
-        keys = [signed(key) for key in requests.draw_keys]
-    addresses = [
-        0 if memory is None else memory.data_ptr() + places * memory.element_size()
-        for memory, places in zip((group.codes, group.scales), group.places, strict=True)
+@lru_cache(maxsize=4096)
+def _plan(
+    row: Request | None,
+    col: Request | None,
+    row_form: Form,
+    col_form: Form,
+    across: int,
+    strides: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    count: int,
+) -> _Plan:
+    """Plan what matrices with ``across`` columns take, in a table of ``count`` columns."""
+    sides = (row, row_form), (col, col_form)
+    layouts = [
+        None if kind is None else group_layout(kind, form, across, transposed)
+        for (kind, form), transposed in zip(sides, (False, True), strict=True)
     ]
-    return _signs(requests), [keys, *addresses, group.layout.columns]
+    taken = [None if kind is None else measured(kind, form) for kind, form in sides]
+    hadamards = [None if one is None else one.hadamard for one in taken]
+    operands = [layout and layout.operand.side for layout in layouts]
+    tile, options = tile_of(*operands)
+    measuring = amax_tile(*hadamards, height=tile[0])
+
+    def launchers(
+        kernel: Any, tile: tuple[int, int], sides: Sequence[Any], options: dict[str, int]
+    ) -> tuple[Launcher, Launcher]:
+        whole = across % tile[1] == 0
+        first, second = (
+            # All that a launch gives is aligned, or in the table.
+            Launcher(kernel, 0, (*tile, *sides, even, count), (), enable_fp_fusion=False, **options)
+            for even in (False, whole)
+        )
+        return first, second
+
+    return _Plan(
+        (layouts[0], layouts[1]),
+        (taken[0] is not None, taken[1] is not None),
+        tile[0],
+        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], {"num_warps": 4}),
+        cdiv(across, measuring[1]),
+        launchers(quantize_kernel, tile, operands, options),
+        cdiv(across, tile[1]),
+    )
 
 
-def _signs(requests: Requests) -> int | list[int]:
+Entries = int | Sequence[int] | np.ndarray
+"""Entry of all matrices of a table, or of each."""
+
+
+def _fields(requests: Requests | None, group: OperandGroup | None) -> tuple[Entries, ...]:
+    """Return a side's keys of signs, keys of draws, places of codes and scales, and columns."""
+    if requests is None or group is None:
+        return (0,) * 5
+    keys: Entries = 0
+    if group.layout.operand.side.stochastic:
+        keys = [signed(key) for key in requests.draw_keys]
+    scales = group.scale_addresses
+    return (
+        _signs(requests),
+        keys,
+        group.code_addresses,
+        0 if scales is None else scales,
+        group.layout.columns_of(group.rows),
+    )
+
+
+def _signs(requests: Requests) -> Entries:
     """Return the keys that signs are drawn from, or one for all."""
     hadamard = requests.like.hadamard
     if not requests.sign_keys:
@@ -128,41 +196,11 @@ def _signs(requests: Requests) -> int | list[int]:
     return [signs_of(hadamard, key) for key in requests.sign_keys]
 
 
-def _arguments(requests: Requests | None, group: OperandGroup | None, amax: Tensor | None) -> tuple:
+def _arguments(group: OperandGroup | None, amax: Tensor | None) -> tuple:
     """Return a kernel's arguments for a side; keys and places are in the table."""
-    if requests is None:
+    if group is None:
         return NOTHING
-    layout, numbers = group.layout, (None, None)
-    if layout.side.stochastic:
-        numbers = numbers_of(requests.like, layout, group.codes.device)
-    scales = None if group.scales is None else scale_pointer(group.scales)
-    columns = OF_THE_TABLE if layout.transposed else layout.columns
-    return columns, amax, group.codes, scales, group.tensor_scales, 0, *numbers, 0
-
-
-def _amaxes(
-    xs: Split | Apart, rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the amaxes, FP32 (count,), that tensor scales and folding of both sides need."""
-    count = len(xs)
-    kinds = [
-        None if side is None else measured(side.like, form)
-        for side, form in zip((rows, cols), forms, strict=True)
-    ]
-    if kinds[0] is None and kinds[1] is None:
-        return None, None
-    hadamards = [None if kind is None else kind.hadamard for kind in kinds]
-    tile = amax_tile(*hadamards)
-    signs = [
-        0 if hadamard is None else _signs(side)
-        for side, hadamard in zip((rows, cols), hadamards, strict=True)
-    ]
-    found = [
-        None if kind is None else torch.zeros(count, dtype=torch.int32, device=like(xs).device)
-        for kind in kinds
-    ]
-    table = section_table(xs, tile, signs)
-    transforms = [transform_of(hadamard) for hadamard in hadamards]
-    arguments = (table.entries, found[0], 0, found[1], 0)
-    _launch(amax_kernel, xs, tile, transforms, arguments, table, {"num_warps": 4})
-    return tuple(None if bits is None else bits.view(torch.float32) for bits in found)
+    layout, scales = group.layout, group.scales
+    columns = OF_THE_TABLE if layout.transposed else layout.operand.columns
+    pointer = None if scales is None else scale_pointer(scales)
+    return columns, amax, group.codes, pointer, group.tensor_scales, 0, None, None, 0

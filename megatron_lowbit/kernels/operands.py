@@ -50,6 +50,13 @@ class Transposed:
     of: QuantizedTensor
 
 
+def transposed(operand: QuantizedTensor | Values) -> Transposed | Values:
+    """Return the transpose of an operand in square blocks, in the same memory."""
+    if isinstance(operand, Values):
+        return Values(operand.values.t(), operand.tensor_scale)
+    return Transposed(operand)
+
+
 def is_exact(operand: Tensor | QuantizedTensor | Transposed | Values) -> bool:
     """Return True for BF16 numbers, and for codes that :func:`exact_values` decodes exactly."""
     if isinstance(operand, Tensor):

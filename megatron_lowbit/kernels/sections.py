@@ -5,6 +5,7 @@ list of all tiles behind the table, and reads from the table what differs from m
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,17 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.split import Apart, Split, like
-
 FIRST_TILE, X, ROWS, ROW_SIGNS, COL_SIGNS = (tl.constexpr(i) for i in range(5))
 ROW_KEY, ROW_CODES, ROW_SCALES = (tl.constexpr(i) for i in range(5, 8))
 COL_KEY, COL_CODES, COL_SCALES, COL_COLUMNS = (tl.constexpr(i) for i in range(8, 12))
 """Rows of a table: an entry for each matrix."""
 OF_THE_TABLE = 16
 """Argument in whose place a kernel reads the table: Triton compiles anew for other kinds."""
-AMAX_FIELDS, QUANTIZE_FIELDS = tl.constexpr(5), tl.constexpr(12)
-"""Numbers of rows in the tables of two kernels."""
+QUANTIZE_FIELDS = tl.constexpr(12)
+"""Number of rows in the table of matrices to quantize, which the amaxes are taken by, too."""
 
 
 class Table(NamedTuple):
@@ -38,36 +36,35 @@ class Table(NamedTuple):
 
 
 def table_of(
-    tiles: np.ndarray, fields: Sequence[np.ndarray | Sequence[int]], device: torch.device
+    tiles: np.ndarray, fields: Sequence[np.ndarray | Sequence[int] | int], device: torch.device
 ) -> Table:
     """Return the table of matrices: their first tiles, and what else ``fields`` say.
 
     ``tiles`` are the numbers of their tiles. Columns are a power of two, so that few numbers of
     matrices are compiled: how many experts there are differs from rank to rank and model to model.
     """
-    matrices, all_tiles = len(tiles), int(tiles.sum())
-    count = triton.next_power_of_2(matrices)
+    ends = tiles.cumsum()
+    matrices, all_tiles = len(tiles), int(ends[-1])
+    count = columns_for(matrices)
     size = (1 + len(fields)) * count
-    table = torch.zeros(size + all_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = torch.empty(size + all_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
     numbers = table.numpy()
     entries = numbers[:size].reshape(-1, count)[:, :matrices]
-    entries[0] = np.cumsum(tiles) - tiles
+    entries[0] = ends - tiles
     for row, field in enumerate(fields, 1):
         entries[row] = field
-    numbers[size:] = np.repeat(np.arange(matrices), tiles)
+    numbers[size:] = np.repeat(_numbers(matrices), tiles)
     return Table(table.to(device, non_blocking=True), count, all_tiles)
 
 
-def section_table(
-    xs: Split | Apart, tile: tuple[int, int], fields: Sequence[np.ndarray | Sequence[int]]
-) -> Table:
-    """Return the table of matrices in tiles: addresses, rows, and more ``fields``.
+def columns_for(matrices: int) -> int:
+    """Return the number of columns of a table of so many matrices."""
+    return 1 << (matrices - 1).bit_length()
 
-    A program takes a tile of rows and columns; the table has their rows alone.
-    """
-    first = like(xs)
-    table = table_of(cdiv(xs.rows, tile[0]), (xs.addresses, xs.rows, *fields), first.device)
-    return table._replace(programs=table.programs * cdiv(first.shape[1], tile[1]))
+
+@lru_cache(maxsize=1024)
+def _numbers(count: int) -> np.ndarray:
+    return np.arange(count)
 
 
 @triton.jit

@@ -6,7 +6,6 @@ from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,8 +31,6 @@ from megatron_lowbit.numerics.randomness import GROUP
 
 POINTS = 32
 """Points of a group in longer blocks."""
-Numbers = int | np.ndarray
-"""A size, or that of each of many matrices."""
 NOTHING = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
 
@@ -42,24 +39,24 @@ class Layout(NamedTuple):
     """Layout of what a kernel writes of one side of a matrix, and the constexpr that it takes.
 
     ``columns`` are those of a row of codes, in elements: whole blocks and transforms. ``stored`` is
-    the format of the result, of size ``shape``. Of many matrices, sizes in which they differ are
-    arrays.
+    the format of the result, of size ``shape``.
     """
 
     side: Side
     stored: BlockFormat
-    shape: tuple[Any, Any]
-    columns: Any
-    code_shape: tuple[Any, Any]
-    scale_shape: tuple[Any, ...]
+    shape: tuple[int, int]
+    columns: int
+    code_shape: tuple[int, int]
+    scale_shape: tuple[int, ...]
     transposed: bool
 
 
-def layouts_of(
+@lru_cache(maxsize=4096)
+def layout_of(
     kind: Request,
     form: Form,
-    rows: Numbers,
-    columns: Numbers,
+    rows: int,
+    columns: int,
     transposed: bool,
     points: bool = True,
 ) -> Layout:
@@ -82,24 +79,6 @@ def layouts_of(
     code_shape = (rows, row_bytes // 4 if side.points else row_bytes)
     scale_shape = tuple(stored.scale_shape(rows, padded))
     return Layout(side, stored, (rows, columns), padded, code_shape, scale_shape, transposed)
-
-
-layout_of = lru_cache(maxsize=4096)(layouts_of)
-"""The same for one matrix."""
-
-
-def one_of(layouts: Layout, number: int) -> Layout:
-    """Return the layout of one of many matrices."""
-
-    def one(size: Numbers) -> int:
-        return int(size[number]) if isinstance(size, np.ndarray) else size
-
-    return layouts._replace(
-        shape=tuple(map(one, layouts.shape)),
-        columns=one(layouts.columns),
-        code_shape=tuple(map(one, layouts.code_shape)),
-        scale_shape=tuple(map(one, layouts.scale_shape)),
-    )
 
 
 class Output(NamedTuple):

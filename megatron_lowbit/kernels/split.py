@@ -1,14 +1,55 @@
 """Matrices of one kind: parts of one tensor, such as the tokens of a layer's experts, or apart.
 
-What kernels need of many matrices is calculated here for all at once: asking each of a hundred
-tensors for its address takes the CPU longer than the GPU multiplies them.
+What kernels need of many matrices is calculated here for all at once, and what follows from their
+numbers of rows only once: asking each of a hundred tensors for its address takes the CPU longer
+than the GPU multiplies them.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+
+class Rows:
+    """Numbers of rows of matrices, int64 (count,), and what they are in units of several rows."""
+
+    def __init__(self, numbers: Sequence[int] | np.ndarray) -> None:
+        self.numbers = np.asarray(numbers, dtype=np.int64)
+        self._units: dict[int, Units] = {}
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def in_units(self, unit: int) -> "Units":
+        """Return the matrices in units of so many rows."""
+        found = self._units.get(unit)
+        if found is None:
+            numbers = (self.numbers + (unit - 1)) // unit
+            ends = numbers.cumsum()
+            found = self._units[unit] = Units(numbers, ends - numbers, int(ends[-1]), unit)
+        return found
+
+
+class Units(NamedTuple):
+    """Units of several rows: those of each matrix, those before it, those of all."""
+
+    numbers: np.ndarray
+    before: np.ndarray
+    total: int
+    rows: int
+
+    def addresses(self, memory: Tensor, size: int) -> np.ndarray:
+        """Return the address of each matrix whose units take so many bytes in common memory."""
+        return self.before * size + memory.data_ptr()
+
+
+@lru_cache(maxsize=1024)
+def equal_rows(count: int, rows: int) -> Rows:
+    """Return the rows of so many matrices that have as many each."""
+    return Rows(np.full(count, rows))
 
 
 class Split(Sequence[Tensor]):
@@ -19,25 +60,43 @@ class Split(Sequence[Tensor]):
         rows: number of rows of each part, of sum T.
     """
 
-    def __init__(self, whole: Tensor, rows: Sequence[int]) -> None:
-        self.whole, self.rows = whole, np.asarray(rows, dtype=np.int64)
+    def __init__(self, whole: Tensor, rows: Rows) -> None:
+        self.whole, self.rows = whole, rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number):  # type: ignore[no-untyped-def]  # of an int: a sequence's own
         """Return the part of that number."""
-        first = int(self.rows[:number].sum())
-        return self.whole[first : first + int(self.rows[number])]
+        first = int(self.rows.in_units(1).before[number])
+        return self.whole[first : first + int(self.rows.numbers[number])]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.whole.split(self.rows.tolist()))
+        return iter(self.whole.split(self.rows.numbers.tolist()))
 
-    @cached_property
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the matrices' dtype, device, columns and strides."""
+        return self.whole
+
+    @property
     def addresses(self) -> np.ndarray:
         """The address of each part, int64, also of one without rows."""
-        row_bytes = self.whole.stride(0) * self.whole.element_size()
-        return self.whole.data_ptr() + (np.cumsum(self.rows) - self.rows) * row_bytes
+        return self.rows.in_units(1).addresses(self.whole, self._row_bytes)
+
+    @property
+    def aligned(self) -> bool:
+        """True if each begins at a multiple of 16 bytes, whatever their rows."""
+        return self.whole.data_ptr() % 16 == 0 and self._row_bytes % 16 == 0
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.whole.stride(0) * self.whole.element_size()
+
+    @property
+    def alike(self) -> bool:
+        """True: parts of one matrix are."""
+        return True
 
 
 class Apart(Sequence[Tensor]):
@@ -56,33 +115,36 @@ class Apart(Sequence[Tensor]):
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.matrices)
 
+    @property
+    def like(self) -> Tensor:
+        """The first."""
+        return self.matrices[0]
+
     @cached_property
-    def rows(self) -> np.ndarray:
-        """The number of rows of each, int64."""
-        return np.array([x.shape[0] for x in self.matrices], dtype=np.int64)
+    def rows(self) -> Rows:
+        """The number of rows of each."""
+        numbers = [x.shape[0] for x in self.matrices]
+        if numbers.count(numbers[0]) == len(numbers):
+            return equal_rows(len(numbers), numbers[0])
+        return Rows(numbers)
 
     @cached_property
     def addresses(self) -> np.ndarray:
         """The address of each, int64."""
         return np.array([x.data_ptr() for x in self.matrices], dtype=np.int64)
 
+    @property
+    def aligned(self) -> bool:
+        """True if each begins at a multiple of 16 bytes."""
+        return not (self.addresses & 15).any()
+
+    @cached_property
+    def alike(self) -> bool:
+        """True if they have the same columns, strides, dtype and device."""
+        first, *others = [(x.shape[1], x.stride(), x.dtype, x.device) for x in self.matrices]
+        return others.count(first) == len(others)
+
 
 def looked_at(matrices: Sequence[Tensor]) -> Split | Apart:
     """Return matrices whose rows and addresses are known."""
     return matrices if isinstance(matrices, Split | Apart) else Apart(matrices)
-
-
-def like(matrices: Sequence[Tensor]) -> Tensor:
-    """Return a tensor of the matrices' dtype, device, columns and strides."""
-    return matrices.whole if isinstance(matrices, Split) else matrices[0]
-
-
-def columns_of(matrices: Sequence[Tensor]) -> np.ndarray:
-    """Return the number of columns of each matrix, int64."""
-    return np.array([x.shape[1] for x in matrices], dtype=np.int64)
-
-
-def layouts_in_memory(matrices: Sequence[Tensor]) -> set[tuple]:
-    """Return what matrices have of columns, strides, dtypes and devices: one, if they are alike."""
-    alike = [matrices.whole] if isinstance(matrices, Split) else matrices
-    return {(x.shape[1], x.stride(), x.dtype, x.device) for x in alike}

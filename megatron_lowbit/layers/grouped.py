@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.split import Apart, Rows, Split
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -47,7 +47,7 @@ def lowbit_grouped_linear(
     tokens = list(tokens_per_expert)
     if isinstance(contexts, GroupContext):
         group = replace(contexts, context=context_of(contexts.context, x))
-        y: Tensor = _GroupedLinear.apply(x, tokens, group, *weights)  # type: ignore[no-untyped-call]
+        y: Tensor = _GroupedLinear.apply(x, Rows(tokens), group, *weights)  # type: ignore[no-untyped-call]
         return y
     products = []
     for part, weight, context, bias in zip(x.split(tokens), weights, contexts, biases, strict=True):
@@ -61,9 +61,7 @@ def lowbit_grouped_linear(
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     @without_autocast
-    def forward(
-        ctx: Any, x: Tensor, tokens: list[int], group: GroupContext, *weights: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tokens: Rows, group: GroupContext, *weights: Tensor) -> Tensor:
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
         col = "wgrad" if keeps else None
