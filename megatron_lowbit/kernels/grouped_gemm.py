@@ -16,7 +16,6 @@ from torch import Tensor
 from megatron_lowbit.kernels.launcher import cdiv, table_launcher
 from megatron_lowbit.kernels.operand_group import (
     Matrices,
-    Numbers,
     OperandGroup,
     TransposedGroup,
     decode,
@@ -64,8 +63,8 @@ def grouped_pair(
     route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Split | Apart
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
-    flops = 2 * outs.rows.numbers * outs.like.shape[1] * _terms(lhs)
-    if flops.sum() >= LOOP_FROM * len(outs):
+    products = int(outs.rows.numbers @ _terms(lhs))
+    if 2 * products * outs.like.shape[1] >= LOOP_FROM * len(outs):
         return None
     pair = None
     if route is EXACT:
@@ -77,16 +76,12 @@ def grouped_pair(
     return pair[0], pair[1]
 
 
-def _terms(side: Sequence[Any]) -> Numbers:
+def _terms(side: Sequence[Any]) -> np.ndarray:
     if isinstance(side, OperandGroup):
-        return side.layout.terms_of(side.rows)
+        return side.places.terms
     if isinstance(side, TransposedGroup):
-        return side.of.layout.across
-    if isinstance(side, Split):
-        return side.whole.shape[1]
-    if all(isinstance(x, Tensor) for x in side):
-        return np.array([x.shape[1] for x in side])
-    return 0
+        return side.of.places.rows
+    return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
 
 def _fp8(side: Sequence[Any], route: Route, tile_rows: int) -> Matrices | None:
@@ -138,7 +133,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
     terms = np.minimum(lhs.terms, rhs.terms)
-    few = terms.mean() <= _FEW_TERMS
+    few = terms.sum() <= _FEW_TERMS * len(terms)
     tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[bool(few)]
     scaled = lhs.scales is not None
     fields = (
@@ -147,7 +142,6 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
         lhs.scales if scaled else 0, rhs.scales if scaled else 0,
     )  # fmt: skip
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
-    tiles = np.broadcast_to(tiles, len(outs))
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
         tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,

@@ -45,19 +45,24 @@ def takes_sections(xs: Split | Apart, rows: Requests | None, cols: Requests | No
         and xs.like.shape[1] > 0
         and xs.aligned
         and bool(requests)
-        and all(map(_takes, requests))
+        and all(_takes(request.kind) and _counts_from_zero(request) for request in requests)
     )
 
 
-def _takes(request: Request) -> bool:
-    """Return True for what kernels quantize by amaxes of tensors, and numbers that begin at 0."""
-    quantizer, hadamard, draw = request.quantizer, request.hadamard, request.draw
+@lru_cache(maxsize=4096)
+def _takes(kind: Request) -> bool:
+    """Return True for a kind that kernels quantize by amaxes of tensors."""
+    quantizer, hadamard = kind.quantizer, kind.hadamard
     return (
         quantizer.has_kernel
         and not quantizer.format.row_scaled
         and (hadamard is None or hadamard.size <= LARGEST_TRANSFORM)
-        and (draw is None or (draw.rows is None and draw.groups is None))
     )
+
+
+def _counts_from_zero(request: Request) -> bool:
+    draw = request.draw
+    return draw is None or (draw.rows is None and draw.groups is None)
 
 
 def quantize_sections(
@@ -184,7 +189,7 @@ def _fields(requests: Requests | None, group: OperandGroup | None) -> tuple[Entr
         keys,
         group.code_addresses,
         0 if scales is None else scales,
-        group.layout.columns_of(group.rows),
+        group.places.columns,
     )
 
 

@@ -24,85 +24,85 @@ from megatron_lowbit.kernels.operands import (
 )
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of, memory_of, output_of
-from megatron_lowbit.kernels.split import Rows, Units, looked_at
+from megatron_lowbit.kernels.split import Rows, looked_at
 from megatron_lowbit.numerics import QuantizedTensor, Request
-from megatron_lowbit.numerics.block_format import BlockFormat
 
 _ALIGNMENT = 16
 """Bytes, at whose multiples an operand's codes and scales begin."""
-Numbers = int | np.ndarray
-"""A number, or that of each of many matrices."""
 
 
-class GroupLayout(NamedTuple):
+class GroupLayout:
     """Layout of operands that are made of matrices with ``across`` columns each, and any rows.
 
     Codes and scales begin at whole units of rows, for which ``codes`` and ``scales`` are the
     memory. ``operand`` is the layout of an operand of a unit's rows.
     """
 
-    kind: Request
-    form: Form
-    across: int
-    transposed: bool
-    unit: int
-    operand: Layout
-    codes: Memory
-    scales: Memory | None
+    def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
+        self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
+        format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
+        self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
+        """To which terms of a product are filled up, and columns in memory."""
+        unit = math.lcm(self.multiples[1] if transposed else format.block_rows, _ALIGNMENT)
+        while any(_bytes(one) % _ALIGNMENT for one in memory_of(self.of(unit)) if one):
+            unit *= 2
+        self.unit, self.operand = unit, self.of(unit)
+        self.codes, self.scales = memory_of(self.operand)
+        self.format, self.values = self.operand.stored, self.operand.side.values
+        self.filled = self.operand.shape[1], self.operand.columns
+        """Terms, and columns in memory, unless it is transposed."""
 
     def of(self, rows: int) -> Layout:
         """Return the layout of an operand of so many rows."""
-        return _layout(self.kind, self.form, self.across, rows, self.transposed)
-
-    @property
-    def format(self) -> BlockFormat:
-        """The format that is stored."""
-        return self.operand.stored
-
-    @property
-    def values(self) -> bool:
-        """True for exact numbers in place of codes."""
-        return self.operand.side.values
-
-    def terms_of(self, rows: Rows) -> Numbers:
-        """Return the terms of a product with each operand: whole transforms."""
-        points = _points(self.kind)
-        return _multiples(rows, points) if self.transposed else self.operand.shape[1]
-
-    def columns_of(self, rows: Rows) -> Numbers:
-        """Return the columns of each operand in memory: whole blocks of codes, too."""
-        if self.values or not self.transposed:
-            return self.terms_of(rows) if self.values else self.operand.columns
-        return _multiples(rows, _along(self.kind))
+        size = (self.across, rows) if self.transposed else (rows, self.across)
+        return layout_of(self.kind, self.form, *size, self.transposed)
 
 
-def _multiples(rows: Rows, unit: int) -> np.ndarray:
-    return rows.numbers if unit == 1 else rows.in_units(unit).numbers * unit
+group_layout = lru_cache(maxsize=4096)(GroupLayout)
+"""The one layout of operands of a request's kind."""
 
 
-def _along(kind: Request) -> int:
-    return math.lcm(kind.quantizer.format.block, _points(kind))
+class Places(NamedTuple):
+    """What the memory of operands of one layout depends on but its addresses, int64 (count,).
+
+    ``codes`` and ``scales`` are the bytes before each operand's, and ``units`` are all units.
+    ``rows`` and ``terms`` are its size, ``columns`` those of a row of codes, and ``steps`` are the
+    elements from one row, or column unless ``by_rows``, to the next. ``aligned``: steps are
+    multiples of 16 bytes.
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray | None
+    units: int
+    rows: np.ndarray
+    terms: np.ndarray
+    columns: np.ndarray
+    steps: np.ndarray
+    by_rows: bool
+    aligned: bool
 
 
-def _points(kind: Request) -> int:
-    return 1 if kind.hadamard is None else kind.hadamard.size
-
-
-def _layout(kind: Request, form: Form, across: int, rows: int, transposed: bool) -> Layout:
-    size = (across, rows) if transposed else (rows, across)
-    return layout_of(kind, form, *size, transposed)
-
-
-@lru_cache(maxsize=4096)
-def group_layout(kind: Request, form: Form, across: int, transposed: bool) -> GroupLayout:
-    """Return the layout of operands of a request's kind, or of those of transposed matrices."""
-    unit = math.lcm(_along(kind) if transposed else kind.quantizer.format.block_rows, _ALIGNMENT)
-    while True:
-        layout = _layout(kind, form, across, unit, transposed)
-        memories = memory_of(layout)
-        if not any(_bytes(one) % _ALIGNMENT for one in memories if one):
-            return GroupLayout(kind, form, across, transposed, unit, layout, *memories)
-        unit *= 2
+@lru_cache(maxsize=1024)
+def places_of(layout: GroupLayout, rows: Rows) -> Places:
+    """Return where operands of matrices of so many rows lie."""
+    units = rows.in_units(layout.unit)
+    has_scales = layout.scales is not None and math.prod(layout.scales.shape)
+    across = np.full(len(rows), layout.across)
+    sizes = rows.numbers, *(np.full(len(rows), one) for one in layout.filled)
+    if layout.transposed:
+        sizes = across, *(rows.in_units(one).numbers * one for one in layout.multiples)
+    by_rows = not (layout.values and layout.transposed)
+    steps = sizes[2] if by_rows else across
+    element = layout.codes.dtype if layout.values else layout.format.element.dtype
+    return Places(
+        units.before * _bytes(layout.codes),
+        units.before * _bytes(layout.scales) if has_scales else None,
+        units.total,
+        *sizes,
+        steps,
+        by_rows,
+        element is not None and not (steps * element.itemsize % _ALIGNMENT).any(),
+    )
 
 
 def _bytes(memory: Memory) -> int:
@@ -129,7 +129,8 @@ class OperandGroup:
     def __getitem__(self, number: int) -> QuantizedTensor | Values:
         if number >= len(self):
             raise IndexError(number)
-        layout, first = self.layout.of(int(self.rows.numbers[number])), self.units.before[number]
+        layout = self.layout.of(int(self.rows.numbers[number]))
+        first = self.rows.in_units(self.layout.unit).before[number]
         codes, scales = (
             None if whole is None else _part(whole, int(first), unit, memory)
             for whole, unit, memory in zip(
@@ -145,21 +146,20 @@ class OperandGroup:
         return (self[number] for number in range(len(self)))
 
     @property
-    def units(self) -> Units:
-        """The matrices in units of rows."""
-        return self.rows.in_units(self.layout.unit)
+    def places(self) -> Places:
+        """Where the operands lie."""
+        return places_of(self.layout, self.rows)
 
     @property
     def code_addresses(self) -> np.ndarray:
         """The address of each operand's codes."""
-        return self.units.addresses(self.codes, _bytes(self.layout.codes))
+        return self.places.codes + self.codes.data_ptr()
 
     @property
     def scale_addresses(self) -> np.ndarray | None:
         """The address of each operand's scales; None without any."""
-        if self.scales is None or not self.scales.numel():
-            return None
-        return self.units.addresses(self.scales, _bytes(self.layout.scales))
+        places = self.places.scales
+        return None if places is None else places + self.scales.data_ptr()
 
 
 def _part(whole: Tensor, first: int, unit: Memory, memory: Memory) -> Tensor:
@@ -193,7 +193,7 @@ def one_to_look_at(operands: Sequence[Any]) -> Any:
 
 def allocate(layout: GroupLayout, rows: Rows, tensor_scales: Tensor) -> OperandGroup:
     """Allocate the operands of matrices of so many rows; tensor scales are there."""
-    units, device = rows.in_units(layout.unit).total, tensor_scales.device
+    units, device = places_of(layout, rows).units, tensor_scales.device
     codes, scales = (
         None
         if memory is None
@@ -209,63 +209,58 @@ class Matrices(NamedTuple):
     ``like`` is a tensor of their dtype, which keeps their memory. ``terms`` are their K. ``steps``
     lead from row to row in elements, or from column to column unless ``by_rows``. ``factors`` are
     the addresses of FP32 scalars, 0 for 1; ``scales`` those of FP8 tiles' FP32 scales, or None:
-    of 1x128 tiles with rows fastest, of 128x128 tiles with columns fastest.
+    of 1x128 tiles with rows fastest, of 128x128 tiles with columns fastest. ``aligned``: addresses
+    and steps are multiples of 16 bytes.
     """
 
     like: Tensor
     addresses: np.ndarray
-    rows: Numbers
-    terms: Numbers
-    steps: Numbers
+    rows: np.ndarray
+    terms: np.ndarray
+    steps: np.ndarray
     by_rows: bool
-    factors: Numbers
+    factors: np.ndarray | int
     scales: np.ndarray | None
+    aligned: bool = True
 
     def transpose(self) -> "Matrices":
         """Return the transposes, in the same memory."""
         return self._replace(rows=self.terms, terms=self.rows, by_rows=not self.by_rows)
-
-    @property
-    def aligned(self) -> bool:
-        """Return True if addresses and steps are multiples of 16 bytes."""
-        steps = np.asarray(self.steps) * self.like.element_size()
-        return not ((self.addresses & 15).any() or (steps & 15).any())
 
 
 def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     """Return operands as matrices: FP8 codes, exact BF16 numbers, or BF16 tensors themselves."""
     if not isinstance(operands, OperandGroup):
         known = looked_at(operands)
-        first, rows = known.like, known.rows.numbers
+        first, rows, count = known.like, known.rows.numbers, len(known)
         by_rows = first.stride(1) == 1
-        if by_rows:
-            terms, steps = first.shape[1], first.stride(0)
-        else:
-            terms, steps = np.array([x.shape[1] for x in operands]), first.stride(1)
-        return Matrices(first, known.addresses, rows, terms, steps, by_rows, 0, None)
-    layout, rows = operands.layout, operands.rows
+        terms = np.full(count, first.shape[1])
+        if not by_rows:
+            terms = np.array([x.shape[1] for x in operands])
+        step = first.stride(0 if by_rows else 1)
+        steps = np.full(count, step)
+        aligned = known.aligned and step * first.element_size() % _ALIGNMENT == 0
+        return Matrices(first, known.addresses, rows, terms, steps, by_rows, 0, None, aligned)
+    layout, places = operands.layout, operands.places
     dtype = torch.bfloat16 if layout.values else layout.format.element.dtype
-    by_rows = not (layout.values and layout.transposed)
-    steps = layout.columns_of(rows) if by_rows else layout.across
     scaled = not layout.values or has_tensor_scale(layout.format)
     return Matrices(
         operands.codes.view(dtype),
         operands.code_addresses,
-        layout.across if layout.transposed else rows.numbers,
-        layout.terms_of(rows),
-        steps,
-        by_rows,
+        places.rows,
+        places.terms,
+        places.steps,
+        places.by_rows,
         _factors(operands) if scaled else 0,
         operands.scale_addresses,
+        places.aligned,
     )
 
 
 def decode(group: OperandGroup) -> Matrices:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
-    layout, codes, count = group.layout, group.codes.view(torch.uint8), len(group)
-    rows, columns = group.rows.numbers, np.broadcast_to(layout.columns_of(group.rows), count)
-    if layout.transposed:
-        rows = np.broadcast_to(layout.across, count)
+    layout, places, codes = group.layout, group.places, group.codes.view(torch.uint8)
+    rows, columns = places.rows, places.columns
     ends = (rows * columns).cumsum()
     values = torch.empty(int(ends[-1]), dtype=torch.bfloat16, device=codes.device)
     scales = group.scales.view(torch.uint8)
@@ -280,8 +275,7 @@ def decode(group: OperandGroup) -> Matrices:
         (codes, scales, values, None, None, None, None, OF_THE_TABLE, OF_THE_TABLE, table.entries),
         table.programs,
     )
-    terms = layout.terms_of(group.rows)
-    return Matrices(values, addresses, rows, terms, columns, True, _factors(group), None)
+    return Matrices(values, addresses, rows, places.terms, columns, True, _factors(group), None)
 
 
 def _factors(group: OperandGroup) -> np.ndarray:

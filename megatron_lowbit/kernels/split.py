@@ -47,9 +47,9 @@ class Units(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def equal_rows(count: int, rows: int) -> Rows:
-    """Return the rows of so many matrices that have as many each."""
-    return Rows(np.full(count, rows))
+def rows_of(numbers: tuple[int, ...]) -> Rows:
+    """Return the one object of these numbers of rows."""
+    return Rows(numbers)
 
 
 class Split(Sequence[Tensor]):
@@ -123,10 +123,7 @@ class Apart(Sequence[Tensor]):
     @cached_property
     def rows(self) -> Rows:
         """The number of rows of each."""
-        numbers = [x.shape[0] for x in self.matrices]
-        if numbers.count(numbers[0]) == len(numbers):
-            return equal_rows(len(numbers), numbers[0])
-        return Rows(numbers)
+        return rows_of(tuple([x.shape[0] for x in self.matrices]))
 
     @cached_property
     def addresses(self) -> np.ndarray:
@@ -141,8 +138,9 @@ class Apart(Sequence[Tensor]):
     @cached_property
     def alike(self) -> bool:
         """True if they have the same columns, strides, dtype and device."""
-        first, *others = [(x.shape[1], x.stride(), x.dtype, x.device) for x in self.matrices]
-        return others.count(first) == len(others)
+        first, *others = self.matrices
+        kind = first.shape[1], first.stride(), first.dtype, first.device
+        return all((x.shape[1], x.stride(), x.dtype, x.device) == kind for x in others)
 
 
 def looked_at(matrices: Sequence[Tensor]) -> Split | Apart:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Apart, Rows, Split
+from megatron_lowbit.kernels.split import Apart, Rows, Split, rows_of
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -47,7 +47,7 @@ def lowbit_grouped_linear(
     tokens = list(tokens_per_expert)
     if isinstance(contexts, GroupContext):
         group = replace(contexts, context=context_of(contexts.context, x))
-        y: Tensor = _GroupedLinear.apply(x, Rows(tokens), group, *weights)  # type: ignore[no-untyped-call]
+        y: Tensor = _GroupedLinear.apply(x, rows_of(tuple(tokens)), group, *weights)  # type: ignore[no-untyped-call]
         return y
     products = []
     for part, weight, context, bias in zip(x.split(tokens), weights, contexts, biases, strict=True):
