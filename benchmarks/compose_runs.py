@@ -8,6 +8,7 @@ import gc
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -123,13 +124,19 @@ class Crew:
         return Outcome("ended")
 
     def end(self) -> None:
-        """End the processes: by themselves, so that they end what they have started."""
+        """End the processes: by themselves, so that they end what they have started.
+
+        What is left of a process that was killed, such as a worker that saves, would keep a GPU's
+        memory.
+        """
         for _, pipe in self._ranks:
             pipe.close()
         for process, _ in self._ranks:
             process.join(GRACE)
             process.kill()
             process.join()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         self._ranks.clear()
 
     @property
@@ -235,6 +242,7 @@ def _rank(
     """Make runs as one rank, each in a folder of its own; a child process's main function."""
     from torch._dynamo import config
 
+    os.setsid()
     os.environ.update(environment)
     # The code of a new shape is that of a process which has met no other.
     config.automatic_dynamic_shapes = False

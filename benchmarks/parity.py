@@ -5,7 +5,8 @@
 One process trains 2 iterations in high precision. From that checkpoint every layout goes on under
 every recipe, and so does the single process; the losses of all iterations and the gradient norm of
 the first one are compared. A checkpoint, because layouts draw other initial weights. `make parity`
-keeps the figures in benchmarks/results/parity.json; docs/generate/parallelism.py makes a table of them.
+keeps the figures in benchmarks/results/parity.json; docs/generate/parallelism.py makes a table of
+them.
 
 On a GPU host `--against` compares the losses with those of such a file, cell by cell, if both began
 at the same checkpoints: copy the folder of `--start`.

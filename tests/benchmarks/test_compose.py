@@ -4,6 +4,7 @@ import json
 import math
 import multiprocessing
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -44,6 +45,25 @@ def test_the_cheapest_cells(start_script, tmp_path, parity):
         assert 0 < cells[pair.features]["loss"] < pair.bounds().loss
     assert "Context parallelism is only supported by" in cells[REFUSED.features]["message"]
     assert [entry["key"] for entry in document["references"]] == ["local fp8-tile switch"]
+
+
+def test_nothing_is_left_of_a_crew(tmp_path, monkeypatch):
+    """A run that fails leaves a process of its own behind, as an asynchronous save does."""
+
+    def train(arguments, folder, logs, began):
+        child = subprocess.Popen(["sleep", "600"])
+        (tmp_path / "pid").write_text(str(child.pid))
+        raise RuntimeError
+
+    monkeypatch.setattr(compose_runs, "_train", train)
+    crew = compose_runs.Crew(multiprocessing.get_context("fork"), 1, {})
+    assert crew.make([[]], tmp_path / "run", 60).kind == "failed"
+    crew.end()
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+    deadline = time.monotonic() + 10  # a signal takes its time
+    while status.exists() and "State:\tZ" not in status.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_known_cells_and_late_ones_are_not_run(tmp_path):
