@@ -23,7 +23,6 @@ def check(recipe: Recipe, args: Namespace) -> None:
     implementation = args.cuda_graph_impl
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
     evaluates = args.eval_iters or args.full_validation
-    is_interleaved = args.transformer_impl == "local" and args.virtual_pipeline_model_parallel_size
     refused = (
         (
             implementation == "full_iteration",
@@ -32,11 +31,6 @@ def check(recipe: Recipe, args: Namespace) -> None:
         (
             implementation == "transformer_engine" and recipe.switches,
             "it cannot capture again where the recipe switches; use local",
-        ),
-        (
-            implementation == "transformer_engine" and is_interleaved,
-            "losses of local layers in virtual pipeline stages differ from those without graphs; "
-            "leave the stages out",
         ),
         (
             implementation == "local" and evaluates and args.eval_precision != "recipe",

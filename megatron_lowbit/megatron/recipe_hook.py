@@ -64,6 +64,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     if args.gradient_accumulation_fusion:
         upstream_gaps.fuse_gradient_accumulation()
     upstream_gaps.check_local_layers(args)
+    upstream_gaps.check_saves(args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
         upstream_gaps.use_torch_rms_norm()

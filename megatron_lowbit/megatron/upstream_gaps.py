@@ -10,6 +10,7 @@
 - Gradient accumulation fusion, the default, needs Apex beside Transformer Engine as well.
 - Local experts with biases are not trained, or with a wrong gradient.
 - Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
+- Asynchronous saves of Megatron-FSDP fail; :func:`check_saves` refuses them.
 
 See docs/upstream-notes.md.
 """
@@ -88,6 +89,21 @@ def check_local_layers(args: Namespace) -> None:
         args.cuda_graph_impl != "local",
         "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
         "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
+    )
+    require(
+        args.cuda_graph_impl != "transformer_engine"
+        or args.virtual_pipeline_model_parallel_size is None,
+        "--cuda-graph-impl transformer_engine with --transformer-impl local: layers in virtual "
+        "pipeline stages have other losses than without graphs; leave out the stages",
+    )
+
+
+def check_saves(args: Namespace) -> None:
+    """Raise UserError for saves that end the run."""
+    require(
+        not (args.async_save and args.use_megatron_fsdp and args.async_strategy == "mcore"),
+        "--async-save --async-strategy mcore with --use-megatron-fsdp: the first save ends in an "
+        "error of Megatron-LM's; leave out --async-save",
     )
 
 

@@ -77,6 +77,16 @@ def test_a_cell_that_ran_is_shown(written):
     assert written(impossible)["FSDP"][0] == "needs a GPU"
 
 
+def test_open_pairs_are_told_apart(written):
+    found = written([
+        ("te", "bf16", "EP2 FSDP", "apart", ""),
+        ("te", "nvfp4", "EP2 FSDP", "parity", ""),
+        ("te", "bf16", "TP2 FSDP", "apart", ""),
+    ])  # fmt: skip
+    assert found["EP2 × FSDP"][3:] == ["[open](#open) 1e-4 / 0", "not run", "1e-4 / 0"]
+    assert found["TP2 × FSDP"][3].startswith("**apart**")
+
+
 def test_bugs_of_megatron_lm_are_linked(written, monkeypatch):
     monkeypatch.setattr(composition, "UPSTREAM", {"lost": "a-bug"})
     found = written([("local", "bf16", "VPP", "failed", "it is lost")])

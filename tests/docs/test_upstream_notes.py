@@ -23,6 +23,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 import megatron.core
 import megatron.training
 from megatron.core.datasets import utils
+from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 from megatron.core.tensor_parallel import layers
@@ -50,6 +51,7 @@ CITED = {
     "filesystem_async.py:65": "_results_queue = ctx.Manager().Queue()",
     "data_samplers.py:95": "DistributedSignalHandler(args.exit_signal).__enter__()",
     "checkpointing.py:767": "TODO Handle non-empty directories",
+    "checkpointing.py:882": "enable_cache=args.ckpt_assume_constant_structure",
     "checkpointing.py:1011": "open(tracker_filename, 'w')",
     "checkpointing.py:1697": "sys.exit()",
     "checkpointing.py:2254": "--ckpt-fully-parallel-save",
@@ -219,6 +221,11 @@ def test_a_recorded_layer_ends_no_pipeline_stage():
     output = _CudagraphRecordNode.apply(runner, torch.ones(4, requires_grad=True) * 2)
     with pytest.raises(AssertionError, match="free a view of another tensor"):
         deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+
+
+def test_a_plan_of_an_asynchronous_save_takes_no_cache():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'enable_cache'"):
+        inspect.signature(save_state_dict_async_plan).bind({}, None, enable_cache=False)
 
 
 def test_an_empty_tracker_file_ends_the_next_start(tmp_path, capsys):

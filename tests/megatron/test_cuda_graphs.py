@@ -25,7 +25,6 @@ from tests.megatron.test_recipe_hook import FINE
 
 ARGS = {
     **FINE, "cuda_graph_impl": "local", "eval_precision": "recipe", "eval_iters": 10,
-    "transformer_impl": "local", "virtual_pipeline_model_parallel_size": None,
 }  # fmt: skip
 CPU = torch.device("cpu")
 
@@ -34,10 +33,6 @@ CPU = torch.device("cpu")
     ("change", "reason"),
     [
         ({"cuda_graph_impl": "full_iteration"}, "which it replays as one; use local"),
-        (
-            {"cuda_graph_impl": "transformer_engine", "virtual_pipeline_model_parallel_size": 2},
-            "leave the stages out",
-        ),
         ({"eval_precision": "bf16"}, "use --eval-precision recipe"),
         (
             {"eval_precision": "bf16", "eval_iters": 0, "full_validation": True},

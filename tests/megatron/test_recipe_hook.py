@@ -17,7 +17,8 @@ FINE = {
     "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
     "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
     "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
-    "quantized_param_gather": False,
+    "quantized_param_gather": False, "virtual_pipeline_model_parallel_size": None,
+    "async_save": False, "use_megatron_fsdp": False,
 }  # fmt: skip
 
 
@@ -53,6 +54,10 @@ LATENT = {"multi_latent_attention": True, "tensor_model_parallel_size": 2}
 EXPERTS = {"num_experts": 2, "moe_grouped_gemm": True}
 WINDOW = {"window_size": (4, 0), "reset_attention_mask": True}
 
+INTERLEAVED = {
+    "cuda_graph_impl": "transformer_engine", "virtual_pipeline_model_parallel_size": 2,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize(
     ("model", "needed"),
@@ -61,6 +66,7 @@ WINDOW = {"window_size": (4, 0), "reset_attention_mask": True}
         (EXPERTS, "grouped experts have no biases; give --disable-bias-linear"),
         (WINDOW, "leave out --reset-attention-mask"),
         ({"cuda_graph_impl": "local"}, "give --cuda-graph-impl transformer_engine"),
+        (INTERLEAVED, "leave out the stages"),
     ],
 )
 @pytest.mark.parametrize("recipe", [None, ["nvfp4"]])
@@ -68,6 +74,14 @@ def test_local_layers_that_do_not_train_are_refused(recipe, model, needed):
     with pytest.raises(UserError, match=needed):
         hooks(recipe, **model)
     hooks(recipe, **model, transformer_impl="transformer_engine")
+
+
+def test_saves_that_end_a_run_are_refused():
+    saves = {"async_save": True, "use_megatron_fsdp": True, "async_strategy": "mcore"}
+    with pytest.raises(UserError, match="leave out --async-save"):
+        hooks(None, **saves)
+    for change in ({"async_save": False}, {"use_megatron_fsdp": False}):
+        hooks(None, **{**saves, **change})
 
 
 def test_a_recipe_is_one_hook_and_none_changes_nothing():
