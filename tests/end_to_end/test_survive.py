@@ -74,7 +74,10 @@ def wait_until(process: BaseProcess, save: Path, reached: Callable[[], bool]) ->
 
 def kill(process: BaseProcess) -> None:
     """Kill a run and the processes that it started, like the loss of a machine."""
-    os.killpg(process.pid, signal.SIGKILL)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it leads no group yet, and has started nothing
+        process.kill()
     process.join()
 
 
