@@ -7,10 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, scale_amaxes
+from megatron_lowbit.kernels.amaxes import (
+    LARGEST_TRANSFORM,
+    AmaxPass,
+    amax_pass,
+    measured,
+    scale_amaxes,
+)
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
@@ -21,7 +26,9 @@ from megatron_lowbit.kernels.sides import (
     Output,
     allocator,
     arguments,
+    draws_signs,
     layout_of,
+    taken_as,
 )
 from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, ScaleAmaxes
 from megatron_lowbit.numerics import quantize_both as reference
@@ -31,6 +38,8 @@ _OWN, _ROW = 5, 7
 """Places of the kernel's arguments: x's own amax, and the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
+_CODES = 2
+"""Place of a side's codes, which scales follow."""
 
 
 def quantize_both(
@@ -54,7 +63,8 @@ def quantize_both(
         raise TypeError(f"quantization takes float32 or bfloat16, not {x.dtype}")
     if not x.numel():
         return reference(x, row, col)
-    plan = _plan(x.shape, x.stride(), x.dtype, x.device, row and row.kind, col and col.kind, *forms)
+    kinds = row and row.kind, col and col.kind
+    plan = _plan(x.shape, x.stride(), x.dtype, x.device, *kinds, *forms, row is col)
     if plan is None:
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
@@ -64,7 +74,7 @@ def quantize_both(
         known = [None if amax is None else amax.earlier for amax in amaxes]
         own = own_amax(x, known)
     elif plan.takes_amax:
-        known = scale_amaxes(x, row, col, amaxes, forms)
+        known = scale_amaxes(x, row, col, amaxes, plan.measure)
     row_arguments, by_row = _outputs(plan.row, row, known[0])
     col_arguments, by_col = _outputs(plan.col, col, known[1])
     plan.launch((x, *x.stride(), *x.shape, own, None, *row_arguments, *col_arguments))
@@ -102,13 +112,15 @@ def _outputs(
 class _Plan(NamedTuple):
     """Plan of both sides, and the launcher.
 
-    ``casts``: both sides cast x itself, by scales of the tensor.
+    ``measure`` takes the amaxes of tensors. ``casts``: both sides cast x itself, by scales of the
+    tensor.
     """
 
     row: _SidePlan | None
     col: _SidePlan | None
     launch: Launcher
     takes_amax: bool
+    measure: AmaxPass | None
     casts: bool
 
 
@@ -120,25 +132,47 @@ def _plan(
     device: torch.device,
     row: Request | None,
     col: Request | None,
-    *forms: Form,
+    row_form: Form,
+    col_form: Form,
+    same: bool,
 ) -> _Plan | None:
-    """Plan the quantization of matrices of one shape, dtype and device; None for two passes."""
+    """Plan the quantization of matrices of one shape, dtype and device; None for two passes.
+
+    ``same``: both sides are of one request.
+    """
     if row and col and max(_points(row), _points(col)) > LARGEST_TRANSFORM:
         return None
-    by_row = None if row is None else _side_plan(row, forms[0], shape, device, False)
-    by_col = None if col is None else _side_plan(col, forms[1], shape[::-1], device, True)
+    by_row = None if row is None else _side_plan(row, row_form, shape, device, False)
+    by_col = None if col is None else _side_plan(col, col_form, shape[::-1], device, True)
     sides = [None if one is None else one.layout.side for one in (by_row, by_col)]
     tile, options = tile_of(*sides)
-    varying = (0, _OWN, *_varying(by_row, _ROW), *_varying(by_col, _ROW + len(NOTHING)))
-    launch = tile_launcher(quantize_kernel, shape, tile, *sides, 0, varying=varying, **options)
-    wanted = [(kind, form) for kind, form in zip((row, col), forms, strict=True) if kind]
+    wanted = [(kind, form) for kind, form in ((row, row_form), (col, col_form)) if kind]
+    casts = all(_casts(kind, form) for kind, form in wanted)
+    own = (_OWN,) if casts else ()
+    places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NOTHING))
+    views = views_of(by_row and by_row.layout, by_col and by_col.layout)
+    launch = tile_launcher(
+        quantize_kernel, shape, tile, *sides, 0, varying=(0, *own, *places), views=views, **options
+    )
+    taken = row and measured(row, row_form), col and measured(col, col_form)
     return _Plan(
         by_row,
         by_col,
         launch,
         takes_amax=any(one is not None and one.takes_amax for one in (by_row, by_col)),
-        casts=all(_casts(kind, form) for kind, form in wanted),
+        measure=amax_pass(shape, strides, dtype, device, *taken, same),
+        casts=casts,
     )
+
+
+def views_of(row: Layout | None, col: Layout | None) -> dict[int, torch.dtype]:
+    """Return as which dtypes the kernel takes codes and scales, by their places."""
+    found = {}
+    for layout, first in ((row, _ROW), (col, _ROW + len(NOTHING))):
+        for place, dtype in enumerate(() if layout is None else taken_as(layout), first + _CODES):
+            if dtype is not None:
+                found[place] = dtype
+    return found
 
 
 def _side_plan(
@@ -155,8 +189,8 @@ def _varying(plan: _SidePlan | None, first: int) -> tuple[int, ...]:
         return ()
     side = plan.layout.side
     amax = (_AMAX,) if plan.takes_amax else ()
-    drawn = side.transform is not None and side.transform.signs == DRAWN_SIGNS.value
-    places = amax + (_KEYS if side.stochastic else ()) + ((_SIGNS,) if drawn else ())
+    drawn = (_SIGNS,) if draws_signs(side.transform) else ()
+    places = amax + (_KEYS if side.stochastic else ()) + drawn
     return tuple(first + place for place in places)
 
 

@@ -1,5 +1,6 @@
 """Quantization of many matrices of one kind, such as experts' tokens or weights, by one launch."""
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.launch import tile_of
+from megatron_lowbit.kernels.launch import tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.operand_group import (
     GroupLayout,
@@ -23,7 +24,6 @@ from megatron_lowbit.kernels.quantize import quantize_kernel
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
 from megatron_lowbit.kernels.sides import (
     NOTHING,
-    scale_pointer,
     signed,
     signs_of,
     transform_of,
@@ -146,12 +146,13 @@ def _plan(
     ]
     taken = [None if kind is None else measured(kind, form) for kind, form in sides]
     hadamards = [None if one is None else one.hadamard for one in taken]
-    operands = [layout and layout.operand.side for layout in layouts]
+    written = [layout and layout.operand for layout in layouts]
+    operands = [layout and layout.side for layout in written]
     tile, options = tile_of(*operands)
     measuring = amax_tile(*hadamards, height=tile[0])
 
     def launchers(
-        kernel: Any, tile: tuple[int, int], sides: Sequence[Any], options: dict[str, int]
+        kernel: Any, tile: tuple[int, int], sides: Sequence[Any], **options: Any
     ) -> tuple[Launcher, Launcher]:
         whole = across % tile[1] == 0
         first, second = (
@@ -165,9 +166,9 @@ def _plan(
         (layouts[0], layouts[1]),
         (taken[0] is not None, taken[1] is not None),
         tile[0],
-        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], {"num_warps": 4}),
+        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], num_warps=4),
         cdiv(across, measuring[1]),
-        launchers(quantize_kernel, tile, operands, options),
+        launchers(quantize_kernel, tile, operands, views=views_of(*written), **options),
         cdiv(across, tile[1]),
     )
 
@@ -205,7 +206,7 @@ def _arguments(group: OperandGroup | None, amax: Tensor | None) -> tuple:
     """Return a kernel's arguments for a side; keys and places are in the table."""
     if group is None:
         return NOTHING
-    layout, scales = group.layout, group.scales
+    layout = group.layout
     columns = OF_THE_TABLE if layout.transposed else layout.operand.columns
-    pointer = None if scales is None else scale_pointer(scales)
-    return columns, amax, group.codes, pointer, group.tensor_scales, 0, None, None, 0
+    scales = None if layout.scales is None or not math.prod(layout.scales.shape) else group.scales
+    return columns, amax, group.codes, scales, group.tensor_scales, 0, None, None, 0

@@ -1,7 +1,8 @@
 """Launches without the inspection of arguments that each of Triton's own makes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -40,6 +41,15 @@ class Launcher:
     shape, dtype and device. A kernel that is compiled is launched as torch's compiler launches it,
     without the hooks of Triton's profiler, and is given addresses in place of tensors, which Triton
     would look up. Numbers whose places do not vary stay those of the first launch.
+
+    Args:
+        kernel: Triton's, also for its interpreter.
+        programs: their number.
+        constants: constexprs, behind the arguments.
+        varying: places of arguments whose kind may vary.
+        views: dtypes by the places of tensors that the kernel takes as another dtype; addresses
+            need no such view.
+        options: of the launch.
     """
 
     def __init__(
@@ -48,10 +58,11 @@ class Launcher:
         programs: int,
         constants: Sequence[Any],
         varying: Sequence[int],
+        views: Mapping[int, torch.dtype] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         self._kernel, self._programs, self._varying = kernel, programs, varying
-        self._constants, self._options = constants, options
+        self._constants, self._views, self._options = constants, views, options
         self._compiled: dict[tuple, _Compiled] = {}
 
     def __call__(self, arguments: Sequence[Any], programs: int | None = None) -> None:
@@ -63,7 +74,10 @@ class Launcher:
         kinds = tuple([_kind(arguments[place]) for place in self._varying])
         compiled = self._compiled.get(kinds)
         if compiled is None:
-            made = self._kernel[(programs,)](*arguments, *self._constants, **self._options)
+            given = list(arguments)
+            for place, dtype in self._views.items():
+                given[place] = None if given[place] is None else given[place].view(dtype)
+            made = self._kernel[(programs,)](*given, *self._constants, **self._options)
             if made is not None:  # Triton's interpreter compiles nothing
                 self._compiled[kinds] = self._by_address(made, arguments)
             return
@@ -121,6 +135,7 @@ def tile_launcher(
     col: Any,
     *more: Any,
     varying: Sequence[int],
+    views: Mapping[int, torch.dtype] = MappingProxyType({}),
     **options: Any,
 ) -> Launcher:
     """Return the launcher of a kernel whose programs take a tile each of a matrix.
@@ -131,7 +146,7 @@ def tile_launcher(
     even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
     programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
     constants = (*tile, row, col, even, *more)
-    return Launcher(kernel, programs, constants, varying, enable_fp_fusion=False, **options)
+    return Launcher(kernel, programs, constants, varying, views, enable_fp_fusion=False, **options)
 
 
 def _kind(argument: Tensor | int | None) -> int | str | None:

@@ -15,7 +15,7 @@ from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side
 from megatron_lowbit.kernels.quantize_tile import tile_side
-from megatron_lowbit.kernels.sides import allocator, layout_of, pointers
+from megatron_lowbit.kernels.sides import allocator, filled, layout_of, taken_as
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant, rounded_table
@@ -110,8 +110,12 @@ def row_side(
     That is ``out``, or new where none is given.
     """
     layout = layout_of(request.kind, form, *x.shape, False, points=False)
-    made, *outputs = allocator(layout, x.device)() if out is None else pointers(out, layout)
-    return layout.side, (amax, *outputs), made
+    output = allocator(layout, x.device)() if out is None else filled(out)
+    codes, scales = (
+        tensor if tensor is None or dtype is None else tensor.view(dtype)
+        for tensor, dtype in zip((output.codes, output.scales), taken_as(layout), strict=True)
+    )
+    return layout.side, (amax, codes, scales, output.tensor_scale), output.made
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:

@@ -93,7 +93,6 @@ def places_of(layout: GroupLayout, rows: Rows) -> Places:
         sizes = across, *(rows.in_units(one).numbers * one for one in layout.multiples)
     by_rows = not (layout.values and layout.transposed)
     steps = sizes[2] if by_rows else across
-    element = layout.codes.dtype if layout.values else layout.format.element.dtype
     return Places(
         units.before * _bytes(layout.codes),
         units.before * _bytes(layout.scales) if has_scales else None,
@@ -101,7 +100,7 @@ def places_of(layout: GroupLayout, rows: Rows) -> Places:
         *sizes,
         steps,
         by_rows,
-        element is not None and not (steps * element.itemsize % _ALIGNMENT).any(),
+        not (steps * layout.codes.dtype.itemsize % _ALIGNMENT).any(),
     )
 
 
@@ -242,10 +241,9 @@ def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
         aligned = known.aligned and step * first.element_size() % _ALIGNMENT == 0
         return Matrices(first, known.addresses, rows, terms, steps, by_rows, 0, None, aligned)
     layout, places = operands.layout, operands.places
-    dtype = torch.bfloat16 if layout.values else layout.format.element.dtype
     scaled = not layout.values or has_tensor_scale(layout.format)
     return Matrices(
-        operands.codes.view(dtype),
+        operands.codes,
         operands.code_addresses,
         places.rows,
         places.terms,

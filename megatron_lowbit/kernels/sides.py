@@ -75,14 +75,13 @@ def layout_of(
     if form is Form.VALUES:
         code_shape = (columns, rows) if transposed else (rows, columns)
         return Layout(side, stored, (rows, columns), columns, code_shape, (), transposed)
-    row_bytes = padded // 2 if stored.element.bits == 4 else padded
-    code_shape = (rows, row_bytes // 4 if side.points else row_bytes)
+    code_shape = (rows, padded // 2 if stored.element.bits == 4 else padded)
     scale_shape = tuple(stored.scale_shape(rows, padded))
     return Layout(side, stored, (rows, columns), padded, code_shape, scale_shape, transposed)
 
 
 class Output(NamedTuple):
-    """The operand that a kernel fills, and pointers to its codes, scales and tensor scale."""
+    """The operand that a kernel fills, and its codes, scales (None without any), tensor scale."""
 
     made: QuantizedTensor | Values
     codes: Tensor
@@ -107,8 +106,20 @@ def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
     if side.values:
         return Memory(layout.code_shape, torch.bfloat16), None
     shape = layout.scale_shape[::-1] if _has_rows_fastest(layout) else layout.scale_shape
-    codes = torch.int32 if side.points else torch.uint8
-    return Memory(layout.code_shape, codes), Memory(shape, format.scale_dtype)
+    codes = Memory(layout.code_shape, format.element.dtype or torch.uint8)
+    return codes, Memory(shape, format.scale_dtype)
+
+
+def taken_as(layout: Layout) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Return the dtypes as which a kernel takes codes and scales; None for their own.
+
+    It writes four bytes of codes at once where it quantizes on points.
+    """
+    _, scales = memory_of(layout)
+    if scales is None:
+        return None, None
+    is_byte = scales.dtype.itemsize == 1
+    return torch.int32 if layout.side.points else torch.uint8, torch.uint8 if is_byte else None
 
 
 def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
@@ -162,12 +173,12 @@ def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Outpu
             return Output(made, codes, None, tensor_scale)
 
         return exact
-    dtype, rows_fastest = format.element.dtype or torch.uint8, _has_rows_fastest(layout)
+    rows_fastest, has_scales = _has_rows_fastest(layout), math.prod(layout.scale_shape) > 0
 
     def quantized(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
         stored = scales.t() if rows_fastest else scales
-        made = QuantizedTensor(codes.view(dtype), stored, tensor_scale, format, shape)
-        return Output(made, codes, scale_pointer(scales), tensor_scale)
+        made = QuantizedTensor(codes, stored, tensor_scale, format, shape)
+        return Output(made, codes, scales if has_scales else None, tensor_scale)
 
     return quantized
 
@@ -177,17 +188,9 @@ def _has_rows_fastest(layout: Layout) -> bool:
     return bool(layout.side.points) and not format.repeats_scales and format.block_rows == 1
 
 
-def pointers(out: QuantizedTensor, layout: Layout) -> Output:
+def filled(out: QuantizedTensor) -> Output:
     """Return codes that are there already as the output of a side."""
-    codes = out.codes.view(torch.int32 if layout.side.points else torch.uint8)
-    return Output(out, codes, scale_pointer(out.scales), out.tensor_scale)
-
-
-def scale_pointer(scales: Tensor) -> Tensor | None:
-    """Return scales as a kernel takes them; None where there are none."""
-    if not scales.numel():
-        return None
-    return scales.view(torch.uint8) if scales.element_size() == 1 else scales
+    return Output(out, out.codes, out.scales if out.scales.numel() else None, out.tensor_scale)
 
 
 def arguments(layout: Layout, output: Output, request: Request, amax: Tensor | None) -> tuple:
@@ -258,6 +261,11 @@ def transform_of(hadamard: Hadamard | None) -> Transform | None:
         minus = sum(1 << i for i, sign in enumerate(FIXED_SIGNS_16) if sign < 0)
     factor = 1.0 / math.sqrt(hadamard.size)
     return Transform(hadamard.size, kind, minus, factor, int(hadamard.output == "bf16"))
+
+
+def draws_signs(transform: Transform | None) -> bool:
+    """Return True if a kernel draws the signs of a transform, from a key."""
+    return transform is not None and transform.signs == DRAWN_SIGNS.value
 
 
 def _has_known_signs(hadamard: Hadamard) -> bool:

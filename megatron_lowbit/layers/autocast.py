@@ -1,7 +1,7 @@
 """Autocast around functions that it must not change, since their precision is a recipe's."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -14,9 +14,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype to which autocast casts on a device; None where it is off."""
     kind = device.type
     # Devices without autocast, such as meta, raise an error at the second question.
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return None
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
 
 
 def without_autocast(function: _Function) -> _Function:

@@ -1,8 +1,9 @@
 """Operands as tensors, which autograd saves, and a description that restores them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,13 +22,22 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
         return _TENSOR
+    if value is None:
+        return None
     kind = type(value)
     if kind is list:
         return [flatten(part, tensors) for part in value]
-    names = _field_names(kind)  # type: ignore[arg-type]  # a type is hashable
-    if names is None:
+    parts_of = _fields(kind)  # type: ignore[arg-type]  # a type is hashable
+    if parts_of is None:
         return value
-    return _Dataclass(kind, [flatten(getattr(value, name), tensors) for name in names])
+    parts = []
+    for part in parts_of(value):  # most are tensors or None
+        if isinstance(part, Tensor):
+            tensors.append(part)
+            parts.append(_TENSOR)
+        else:
+            parts.append(None if part is None else flatten(part, tensors))
+    return _Dataclass(kind, parts)
 
 
 class _Dataclass(NamedTuple):
@@ -38,11 +48,12 @@ class _Dataclass(NamedTuple):
 
 
 @cache
-def _field_names(kind: type) -> tuple[str, ...] | None:
-    """Return the fields of a dataclass that may hold tensors; None for a type without any."""
+def _fields(kind: type) -> Callable[[Any], Iterable[Any]] | None:
+    """Return what gets all fields of a dataclass; None for a type that holds no tensors."""
     if not is_dataclass(kind) or issubclass(kind, BlockFormat):
         return None
-    return tuple(field.name for field in fields(kind))
+    names = [field.name for field in fields(kind)]
+    return attrgetter(*names) if len(names) > 1 else lambda value: [getattr(value, *names)]
 
 
 def unflatten(description: Any, tensors: Iterator[Tensor]) -> Any:
@@ -52,6 +63,10 @@ def unflatten(description: Any, tensors: Iterator[Tensor]) -> Any:
     kind = type(description)
     if kind is list:
         return [unflatten(part, tensors) for part in description]
-    if kind is _Dataclass:
-        return description.kind(*[unflatten(part, tensors) for part in description.fields])
-    return description
+    if kind is not _Dataclass:
+        return description
+    parts = [
+        next(tensors) if part is _TENSOR else None if part is None else unflatten(part, tensors)
+        for part in description.fields
+    ]
+    return description.kind(*parts)
