@@ -107,7 +107,9 @@ A feature beside itself is the feature alone.
 - **Sharded experts** (`EP2` or `ETP2` with `FSDP`): the first loss is the distributed optimizer's,
   the first gradient norm is 0.7% smaller and the second loss differs by 0.2%: in BF16 and under
   both recipes, whose bounds are wider. Experts that are on every rank are within 2e-5 (`FSDP` with
-  `MoE`). Megatron-LM alone was not run.
+  `MoE`). Where a data-parallel group of experts has one rank, Megatron-FSDP's code does not shard
+  their gradients, and scales what earlier microbatches have left there once more. A run with one
+  microbatch would show whether that is the reason: it was not made, nor one of Megatron-LM alone.
 - **Sharded graphs** (`FSDP` with `graphs`, Transformer Engine's layers): Megatron-FSDP does not
   find its own parameter (`KeyError`, in all recipes, BF16 as well). Megatron-LM alone was not run.
 - **Wide losses** (`nvfp4`, Transformer Engine's layers, `TP2` or `SP` with `MTP`, `ETP2` with
