@@ -63,7 +63,7 @@ group_layout = lru_cache(maxsize=4096)(GroupLayout)
 
 
 class Places(NamedTuple):
-    """What the memory of operands of one layout depends on but its addresses, int64 (count,).
+    """Sizes and offsets of operands of one layout in their memory, int64 (count,).
 
     ``codes`` and ``scales`` are the bytes before each operand's, and ``units`` are all units.
     ``rows`` and ``terms`` are its size, ``columns`` those of a row of codes, and ``steps`` are the
@@ -146,7 +146,7 @@ class OperandGroup:
 
     @property
     def places(self) -> Places:
-        """Where the operands lie."""
+        """Sizes and offsets of the operands."""
         return places_of(self.layout, self.rows)
 
     @property
