@@ -20,6 +20,7 @@ from megatron_lowbit.numerics import FORMATS
 PAGE = Path(__file__).parents[2] / "docs" / "fp8.md"
 
 
+@pytest.mark.slow
 def test_the_page_s_figures_are_the_script_s(tmp_path):
     text, copy = PAGE.read_text(), tmp_path / "fp8.md"
     copy.write_text(re.sub(r"^\|.*\n", "", text, flags=re.MULTILINE))

@@ -107,7 +107,6 @@ def name_of(q: Quantizer) -> str:
 
 
 BUILT = (
-    Quantizer(FORMATS["nvfp4"], NEAREST),
     Quantizer(FORMATS["nvfp4"], STOCHASTIC),
     Quantizer(format_by_name("mxfp4", scale_rounding="rceil"), NEAREST),
     Quantizer(FORMATS["fp8-tensor-e4m3"], NEAREST),
