@@ -29,7 +29,7 @@ from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operand_group import TransposedGroup, one_to_look_at
 from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact, transposed
-from megatron_lowbit.kernels.routes import form_of_many, shares_values, written_form
+from megatron_lowbit.kernels.routes import form_of_many, forms_of, written_form
 from megatron_lowbit.kernels.split import looked_at
 from megatron_lowbit.numerics import (
     Accumulation,
@@ -81,19 +81,16 @@ class FusedEngine(Engine):
         Codes of square blocks that serve both sides are made once. What has no kernel is quantized
         by the reference.
         """
-        if not all(r is None or r.quantizer.has_kernel for r in (row, col)):
+        kinds = row and row.kind, col and col.kind
+        found = forms_of(*kinds, row is col, x.dtype, self.capability)
+        if found is None:
             return reference_quantize(x, row, col, amaxes)
-        dtype, capability = x.dtype, self.capability
         if row is not None and col is row:
             col = row.of_transpose
-            if shares_values(row.kind, col.kind, dtype, capability):
-                form = written_form(row.kind, dtype, capability)
-                _, by_col = quantize_both(x, None, col, amaxes, (form, form))
-                return transposed(by_col), by_col
-        forms = (
-            written_form(row and row.kind, dtype, capability),
-            written_form(col and col.kind, dtype, capability),
-        )
+        forms = found.row, found.col
+        if found.shared:
+            _, by_col = quantize_both(x, None, col, amaxes, forms)
+            return transposed(by_col), by_col
         return quantize_both(x, row, col, amaxes, forms)
 
     def quantize_all(
@@ -106,9 +103,9 @@ class FusedEngine(Engine):
         dtype, capability = xs.like.dtype, self.capability
         if rows is not None and cols is rows:
             cols = replace(rows, like=rows.like.of_transpose)
-            if shares_values(rows.like.kind, cols.like.kind, dtype, capability):
-                form = written_form(rows.like.kind, dtype, capability)
-                _, by_col = quantize_sections(xs, None, cols, (form, form))
+            found = forms_of(rows.like.kind, rows.like.kind, True, dtype, capability)
+            if found is not None and found.shared:
+                _, by_col = quantize_sections(xs, None, cols, (found.row, found.col))
                 return TransposedGroup(by_col), by_col
         forms = [form_of_many(side and side.like.kind, dtype, capability) for side in (rows, cols)]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))

@@ -6,6 +6,7 @@ The first route that takes both formats on a device is the pair's; ``gemm.py`` c
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -103,17 +104,6 @@ def _form(kind: Request, dtype: torch.dtype, capability: tuple[int, int]) -> For
 
 
 @cache
-def shares_values(
-    row: Request, col: Request, dtype: torch.dtype, capability: tuple[int, int]
-) -> bool:
-    """Return True if square blocks are quantized once, for both sides.
-
-    It is done along columns, whose blocks stay within a thread.
-    """
-    return _form(row, dtype, capability) is _form(col, dtype, capability) is Form.VALUES
-
-
-@cache
 def written_form(kind: Request | None, dtype: torch.dtype, capability: tuple[int, int]) -> Form:
     """Return the form to write an operand in, for a request's kind and the matrix's dtype.
 
@@ -125,6 +115,42 @@ def written_form(kind: Request | None, dtype: torch.dtype, capability: tuple[int
     if form is Form.FOLDED and not format.folds:
         return Form.CODES  # it is FP8 with a scale a tensor already
     return Form.CODES if kind.saved and form.value > format.bits_per_element else form
+
+
+class Forms(NamedTuple):
+    """Forms of both sides' operands.
+
+    ``shared``: one operand serves both, which is quantized along columns, whose blocks stay within
+    a thread.
+    """
+
+    row: Form
+    col: Form
+    shared: bool
+
+
+@cache
+def forms_of(
+    row: Request | None,
+    col: Request | None,
+    same: bool,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+) -> Forms | None:
+    """Return the forms in which kernels write both sides of a matrix; None without kernels.
+
+    ``row`` and ``col`` are requests' kinds. ``same``: both sides are of one request, for square
+    blocks, whose column operand is that of the transpose.
+    """
+    if any(kind is not None and not kind.quantizer.has_kernel for kind in (row, col)):
+        return None
+    if same and row is not None:
+        col = row.of_transpose.kind
+        first, second = (_form(kind, dtype, capability) for kind in (row, col))
+        if first is second is Form.VALUES:
+            form = written_form(row, dtype, capability)
+            return Forms(form, form, True)
+    return Forms(written_form(row, dtype, capability), written_form(col, dtype, capability), False)
 
 
 @cache

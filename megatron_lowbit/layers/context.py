@@ -142,6 +142,8 @@ class LinearContext:
         requests: tuple[Request | None, Request | None],
     ) -> ScaleAmaxes:
         """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
+        if not self.shards.roles and not self.precision.history_length:
+            return None, None
         shared = [gemm for gemm in (row, col) if gemm and self.shares_amax(gemm, role)]
         if not shared:
             return None, None
