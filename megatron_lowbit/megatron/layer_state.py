@@ -49,7 +49,7 @@ class LayerState:
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
         self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
-        self._key = derive_key(plan.layer.path)
+        self.path_key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
 
     def set_precision(self, precision: LinearPrecision) -> None:
@@ -146,7 +146,7 @@ class LayerState:
 
     def microbatch_key(self) -> int:
         """Return the key of this layer's random numbers in the present microbatch."""
-        return layer_key(microbatch_key(self.is_expert), self._key)
+        return layer_key(microbatch_key(self.is_expert), self.path_key)
 
 
 def expert_contexts(
@@ -163,7 +163,10 @@ def expert_contexts(
     if not has_bias and all(state.plan.precision == precision for state in states):
         context = first.context(first.shards(), first.group_cache)
         if can_group(context):
-            keys = [s.microbatch_key() for s in states] if precision.stochastic else ()
+            keys: list[int] = []
+            if precision.stochastic:
+                microbatch = microbatch_key(first.is_expert)
+                keys = [layer_key(microbatch, state.path_key) for state in states]
             return GroupContext(context, keys)
     return [
         state.context(state.shards()) if state.plan.precision.quantized else None

@@ -17,8 +17,8 @@ that the same elements draw on one device. A second number for each element come
 """
 
 import hashlib
-import struct
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -35,15 +35,18 @@ _ROUNDS = 10
 
 def derive_key(*parts: int | str) -> int:
     """Derive a 64-bit key from integers (modulo 2**64) and names, by BLAKE2b of them in order."""
-    packed = []
-    for part in parts:
-        if isinstance(part, str):
-            text = part.encode()
-            packed.append(struct.pack("<q", len(text)) + text)
-        else:
-            packed.append(struct.pack("<Q", part & _MASK_64))
+    packed = [
+        _packed(part) if isinstance(part, str) else (part & _MASK_64).to_bytes(8, "little")
+        for part in parts
+    ]
     digest = hashlib.blake2b(b"".join(packed), digest_size=8).digest()
     return int.from_bytes(digest, "little")
+
+
+@lru_cache(maxsize=1024)
+def _packed(text: str) -> bytes:
+    encoded = text.encode()
+    return len(encoded).to_bytes(8, "little") + encoded
 
 
 def microbatch_key(seed: int, iteration: int, microbatch: int, context: int = 0) -> int:
