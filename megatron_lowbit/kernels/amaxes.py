@@ -15,6 +15,8 @@ from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
+BITS = {6: torch.int32, 8: torch.int32}
+"""Amaxes by their places in the kernel's arguments, and the dtype as which it takes them."""
 _TILE = 8192
 """Elements of a tile."""
 LARGEST_TRANSFORM = 128
@@ -47,13 +49,10 @@ class AmaxPass(NamedTuple):
 
     def __call__(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Take the amaxes of x, after the transforms of a call's requests; FP32 scalars."""
-        row_bits = by_row = col_bits = by_col = None
-        if self.row is not None:
-            row_bits, by_row = _zero(x.device)
-        if self.col is not None:
-            col_bits, by_col = _zero(x.device)
+        by_row = None if self.row is None else _zero(x.device)
+        by_col = None if self.col is None else _zero(x.device)
         signs = _sign(self.row, row), _sign(self.col, col)
-        self.launch((x, *x.stride(), *x.shape, None, row_bits, signs[0], col_bits, signs[1]))
+        self.launch((x, *x.stride(), *x.shape, None, by_row, signs[0], by_col, signs[1]))
         return by_row, by_row if self.shared else by_col
 
 
@@ -75,8 +74,9 @@ def amax_pass(
     hadamards = [one and one.hadamard for one in (row, col)]
     transforms, tile = [*map(transform_of, hadamards)], amax_tile(*hadamards)
     drawn = [place for place, one in zip((7, 9), transforms, strict=True) if draws_signs(one)]
-    varying = (0, *drawn)
-    launch = tile_launcher(amax_kernel, shape, tile, *transforms, 0, varying=varying, num_warps=4)
+    launch = tile_launcher(
+        amax_kernel, shape, tile, *transforms, 0, varying=(0, *drawn), views=BITS, num_warps=4
+    )
     return AmaxPass(launch, row, col, shared)
 
 
@@ -130,28 +130,25 @@ def _known_or(known: Amaxes, found: Amaxes) -> Amaxes:
     return found[0] if known[0] is None else known[0], found[1] if known[1] is None else known[1]
 
 
-def _zero(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return zero () as int32 and as FP32, aligned, in memory that nothing else has or had.
+def _zero(device: torch.device) -> Tensor:
+    """Return FP32 zero (), aligned to 16 bytes, in memory that nothing else has or had.
 
     One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
     graph fills its own each time that it runs.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        bits = torch.zeros((), dtype=torch.int32, device=device)
-        return bits, bits.view(torch.float32)
+        return torch.zeros((), device=device)
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
     zero = next(_ZEROS.get(key, _NONE), None)
     if zero is None:
-        batch = torch.zeros((_BATCH, 4), dtype=torch.int32, device=device)
-        both = (one[:, 0].unbind() for one in (batch, batch.view(torch.float32)))
-        _ZEROS[key] = zip(*both, strict=True)
+        _ZEROS[key] = iter(torch.zeros((_BATCH, 4), device=device)[:, 0].unbind())
         zero = next(_ZEROS[key])
     return zero
 
 
 _BATCH = 1024
-_NONE: Iterator[tuple[Tensor, Tensor]] = iter(())
-_ZEROS: dict[tuple[torch.device, int], Iterator[tuple[Tensor, Tensor]]] = {}
+_NONE: Iterator[Tensor] = iter(())
+_ZEROS: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
 """Zeros that are left of the last fill, by device and stream."""
 
 

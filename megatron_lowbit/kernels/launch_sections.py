@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.amaxes import LARGEST_TRANSFORM, amax_tile, measured
+from megatron_lowbit.kernels.amaxes import BITS, LARGEST_TRANSFORM, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
@@ -101,8 +101,7 @@ def quantize_sections(
     ]
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
     if any(plan.measures):
-        bits = [None if amax is None else amax.view(torch.int32) for amax in amaxes]
-        arguments = (*given, table.entries, bits[0], 0, bits[1], 0)
+        arguments = (*given, table.entries, amaxes[0], 0, amaxes[1], 0)
         plan.amax[even](arguments, tiles.total * plan.amax_tiles)
     own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
     arguments = (*given, None, table.entries, *own[0], *own[1])
@@ -150,6 +149,7 @@ def _plan(
     operands = [layout and layout.side for layout in written]
     tile, options = tile_of(*operands)
     measuring = amax_tile(*hadamards, height=tile[0])
+    tile = measuring[0], tile[1]  # a table counts tiles of one height
 
     def launchers(
         kernel: Any, tile: tuple[int, int], sides: Sequence[Any], **options: Any
@@ -166,7 +166,7 @@ def _plan(
         (layouts[0], layouts[1]),
         (taken[0] is not None, taken[1] is not None),
         tile[0],
-        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], num_warps=4),
+        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
         launchers(quantize_kernel, tile, operands, views=views_of(*written), **options),
         cdiv(across, tile[1]),

@@ -1,6 +1,6 @@
 """Matrices that are quantized by one launch: the operands of a launch for each."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -122,3 +122,5 @@ def test_what_takes_a_launch_each():
     assert not takes_sections(Apart([x.half()] * 2), requests, None)  # which is a TypeError
     rows = Requests(Request(Quantizer(format_by_name("fp8-row-e4m3"))))
     assert not takes_sections(Apart([x, x]), rows, None)
+    draw = Draw(0, groups=torch.arange(2))
+    assert not takes_sections(Apart([x, x]), Requests(replace(requests.like, draw=draw)), None)
