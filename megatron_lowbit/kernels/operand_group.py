@@ -35,14 +35,15 @@ class GroupLayout:
     """Layout of operands that are made of matrices with ``across`` columns each, and any rows.
 
     Codes and scales begin at whole units of rows, for which ``codes`` and ``scales`` are the
-    memory. ``operand`` is the layout of an operand of a unit's rows.
+    memory. ``operand`` is the layout of an operand of a unit's rows. ``multiples`` are those to
+    which the terms of a product, and columns in memory, are filled up; ``filled`` are the two
+    numbers themselves of an operand that is not transposed.
     """
 
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
         self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
         format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
         self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
-        """To which terms of a product are filled up, and columns in memory."""
         unit = math.lcm(self.multiples[1] if transposed else format.block_rows, _ALIGNMENT)
         while any(_bytes(one) % _ALIGNMENT for one in memory_of(self.of(unit)) if one):
             unit *= 2
@@ -50,7 +51,6 @@ class GroupLayout:
         self.codes, self.scales = memory_of(self.operand)
         self.format, self.values = self.operand.stored, self.operand.side.values
         self.filled = self.operand.shape[1], self.operand.columns
-        """Terms, and columns in memory, unless it is transposed."""
 
     def of(self, rows: int) -> Layout:
         """Return the layout of an operand of so many rows."""
