@@ -9,7 +9,7 @@ with each feature; a feature with itself is the feature alone. Two losses and th
 norm are compared with those of one process that has the same model and recipe, from the same
 weights. Megatron-FSDP, which does not load them, and quantized parameters are compared with the
 distributed optimizer on the same ranks. A run with a save is also resumed from it, and compared
-with itself.
+with itself. With ``--seeds`` all are run with other weights and data, for the bounds.
 
 On a machine without GPUs local layers are examined, with FP32 compute and gloo, and pairs that need
 a GPU are said to need one. On GPUs the model has BF16 weights. Cells that ``--output`` holds are
@@ -261,6 +261,10 @@ def _parser() -> argparse.ArgumentParser:
         help="pairs with at least one of these",
     )  # fmt: skip
     parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[None], metavar="N",
+        help="of models and data: how far a pair's losses move by chance",
+    )  # fmt: skip
+    parser.add_argument(
         "--again", nargs="+", default=[], metavar="OUTCOME", help="run cells of these anew"
     )
     parser.add_argument("--jobs", type=int, default=1, help="runs at once")
@@ -278,9 +282,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     context = start_server(bool(gpus))
     if "te" in args.layers and not gpus:
         parser.error("--layers te: Transformer Engine needs a GPU")
-    runs = [one for layers in args.layers for recipe in args.recipes
+    runs = [one._replace(seed=seed) for layers in args.layers for recipe in args.recipes
             for one in runs_of(layers, recipe, bool(gpus))
-            if set(args.features) & set(one.features)]  # fmt: skip
+            if set(args.features) & set(one.features) for seed in args.seeds]  # fmt: skip
     head = {"machine": machine(gpus=gpus, megatron_core=version("megatron-core"))}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     results = Results(args.output, head)

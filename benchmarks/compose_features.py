@@ -125,6 +125,7 @@ class Run(NamedTuple):
         on_gpu: True where it runs on GPUs.
         in_bf16: True for BF16 weights, which a CPU has with quantized parameters only.
         from_seed: True if it starts from random weights instead of a common checkpoint.
+        seed: of random weights and mock data; None for Megatron-LM's default.
     """
 
     features: tuple[str, ...]
@@ -133,11 +134,13 @@ class Run(NamedTuple):
     on_gpu: bool
     in_bf16: bool = False
     from_seed: bool = False
+    seed: int | None = None
 
     @property
     def key(self) -> str:
         """Name that no other run has."""
         extra = [name for name in ("in_bf16", "from_seed") if getattr(self, name)]
+        extra += [] if self.seed is None else [f"seed-{self.seed}"]
         return " ".join((self.layers, self.recipe, *self.features, *extra))
 
     @property
@@ -182,7 +185,7 @@ class Run(NamedTuple):
         """Return the run of one process whose weights it starts from."""
         kept = {"MoE": "experts", "hybrid": "hybrid", "MLA": "latent", "MTP": "mtp"}
         features = tuple(name for name, part in kept.items() if part in self.architecture)
-        return Run(features, self.layers, "bf16", self.on_gpu)
+        return Run(features, self.layers, "bf16", self.on_gpu, seed=self.seed)
 
     def bounds(self) -> Bounds:
         """Return the largest differences from its reference that count as parity."""
@@ -208,6 +211,8 @@ class Run(NamedTuple):
         words += [FEATURES[name].options for name in self.features]
         if self.in_bf16:
             words.append("--bf16")
+        if self.seed is not None:
+            words.append(f"--seed {self.seed}")
         if "EP2" in self.features and "ETP2" not in self.features:
             words.append("--expert-tensor-parallel-size 1")
         if "VPP" in self.features and "hybrid" not in self.models:

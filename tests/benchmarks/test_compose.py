@@ -128,6 +128,17 @@ def test_ranks_and_references(features, ranks, reference):
     assert (one.ranks, one.reference().features) == (ranks, reference)
 
 
+def test_a_seed_is_that_of_all_runs_of_a_pair(tmp_path):
+    one = Run(("TP2", "MTP"), "te", "nvfp4", on_gpu=True, seed=3)
+    runs = [one, one.reference(), one.start()]
+    assert [run.key for run in runs] == [
+        "te nvfp4 TP2 MTP seed-3", "te nvfp4 MTP seed-3", "te bf16 MTP seed-3",
+    ]  # fmt: skip
+    for run in runs:
+        words = run.arguments(tmp_path)
+        assert words[words.index("--seed") + 1] == "3"
+
+
 def test_every_pair_has_a_run_of_its_own():
     runs = list(runs_of("te", "nvfp4", on_gpu=True))
     assert len(runs) == len({one.key for one in runs}) == len(PAIRS) == 21 * 22 // 2
