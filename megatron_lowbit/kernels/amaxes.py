@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,13 +71,18 @@ def amax_pass(
         return None
     shared = row is not None and col is not None and (same or row == col == _AS_IT_IS)
     col = None if shared else col
-    hadamards = [one and one.hadamard for one in (row, col)]
-    transforms, tile = [*map(transform_of, hadamards)], amax_tile(*hadamards)
+    tile, *transforms = _tile_and_transforms(row, col)
     drawn = [place for place, one in zip((7, 9), transforms, strict=True) if draws_signs(one)]
     launch = tile_launcher(
         amax_kernel, shape, tile, *transforms, 0, varying=(0, *drawn), views=BITS, num_warps=4
     )
     return AmaxPass(launch, row, col, shared)
+
+
+def _tile_and_transforms(row: Measured | None, col: Measured | None) -> tuple[Any, ...]:
+    """Return the tile that both sides' transforms fit, and the transforms as kernels take them."""
+    hadamards = [one and one.hadamard for one in (row, col)]
+    return amax_tile(*hadamards), *map(transform_of, hadamards)
 
 
 def _sign(side: Measured | None, request: Request | None) -> int | Tensor:
@@ -179,8 +184,7 @@ def _row_launcher(
     row: Measured | None,
     col: Measured | None,
 ) -> Launcher:
-    hadamards = [one and one.hadamard for one in (row, col)]
-    transforms, tile = map(transform_of, hadamards), amax_tile(*hadamards)
+    tile, *transforms = _tile_and_transforms(row, col)
     varying = (0, *range(5, 9))
     return tile_launcher(row_amax_kernel, shape, tile, *transforms, varying=varying, num_warps=8)
 

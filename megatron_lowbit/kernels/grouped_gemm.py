@@ -81,6 +81,8 @@ def _terms(side: Sequence[Any]) -> np.ndarray:
         return side.places.terms
     if isinstance(side, TransposedGroup):
         return side.of.places.rows
+    if isinstance(side, Split):
+        return np.full(len(side), side.whole.shape[1])
     return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
 

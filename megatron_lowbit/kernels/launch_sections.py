@@ -1,6 +1,5 @@
 """Quantization of many matrices of one kind, such as experts' tokens or weights, by one launch."""
 
-import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -208,5 +207,5 @@ def _arguments(group: OperandGroup | None, amax: Tensor | None) -> tuple:
         return NOTHING
     layout = group.layout
     columns = OF_THE_TABLE if layout.transposed else layout.operand.columns
-    scales = None if layout.scales is None or not math.prod(layout.scales.shape) else group.scales
+    scales = None if group.places.scales is None else group.scales
     return columns, amax, group.codes, scales, group.tensor_scales, 0, None, None, 0

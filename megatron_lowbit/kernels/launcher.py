@@ -135,7 +135,6 @@ def tile_launcher(
     col: Any,
     *more: Any,
     varying: Sequence[int],
-    views: Mapping[int, torch.dtype] = MappingProxyType({}),
     **options: Any,
 ) -> Launcher:
     """Return the launcher of a kernel whose programs take a tile each of a matrix.
@@ -146,7 +145,7 @@ def tile_launcher(
     even = shape[0] % tile[0] == 0 and shape[1] % tile[1] == 0
     programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
     constants = (*tile, row, col, even, *more)
-    return Launcher(kernel, programs, constants, varying, views, enable_fp_fusion=False, **options)
+    return Launcher(kernel, programs, constants, varying, enable_fp_fusion=False, **options)
 
 
 def _kind(argument: Tensor | int | None) -> int | str | None:

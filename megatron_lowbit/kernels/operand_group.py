@@ -233,10 +233,10 @@ def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
         known = looked_at(operands)
         first, rows, count = known.like, known.rows.numbers, len(known)
         by_rows = first.stride(1) == 1
-        terms = np.full(count, first.shape[1])
-        if not by_rows:
-            terms = np.array([x.shape[1] for x in operands])
-        step = first.stride(0 if by_rows else 1)
+        if by_rows:
+            step, terms = first.stride(0), np.full(count, first.shape[1])
+        else:
+            step, terms = first.stride(1), np.array([x.shape[1] for x in operands])
         steps = np.full(count, step)
         aligned = known.aligned and step * first.element_size() % _ALIGNMENT == 0
         return Matrices(first, known.addresses, rows, terms, steps, by_rows, 0, None, aligned)

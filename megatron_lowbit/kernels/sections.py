@@ -59,7 +59,7 @@ def table_of(
 
 def columns_for(matrices: int) -> int:
     """Return the number of columns of a table of so many matrices."""
-    return 1 << (matrices - 1).bit_length()
+    return int(triton.next_power_of_2(matrices))
 
 
 @lru_cache(maxsize=1024)

@@ -29,7 +29,7 @@ class Rows:
         if found is None:
             numbers = (self.numbers + (unit - 1)) // unit
             ends = numbers.cumsum()
-            found = self._units[unit] = Units(numbers, ends - numbers, int(ends[-1]), unit)
+            found = self._units[unit] = Units(numbers, ends - numbers, int(ends[-1]))
         return found
 
 
@@ -39,11 +39,6 @@ class Units(NamedTuple):
     numbers: np.ndarray
     before: np.ndarray
     total: int
-    rows: int
-
-    def addresses(self, memory: Tensor, size: int) -> np.ndarray:
-        """Return the address of each matrix whose units take so many bytes in common memory."""
-        return self.before * size + memory.data_ptr()
 
 
 @lru_cache(maxsize=1024)
@@ -82,7 +77,7 @@ class Split(Sequence[Tensor]):
     @property
     def addresses(self) -> np.ndarray:
         """The address of each part, int64, also of one without rows."""
-        return self.rows.in_units(1).addresses(self.whole, self._row_bytes)
+        return self.rows.in_units(1).before * self._row_bytes + self.whole.data_ptr()
 
     @property
     def aligned(self) -> bool:
@@ -95,7 +90,7 @@ class Split(Sequence[Tensor]):
 
     @property
     def alike(self) -> bool:
-        """True: parts of one matrix are."""
+        """True, since parts of one matrix have the same columns, strides, dtype and device."""
         return True
 
 
@@ -117,7 +112,7 @@ class Apart(Sequence[Tensor]):
 
     @property
     def like(self) -> Tensor:
-        """The first."""
+        """The first matrix, which stands for the dtype, device, columns and strides of all."""
         return self.matrices[0]
 
     @cached_property

@@ -27,8 +27,8 @@ class LayerState:
     Modules hold it as ``layer_state``, or one for each of their experts as ``expert_states``.
     ``group`` are the tensor-parallel ranks of a column- or row-parallel layer (``is_column``), and
     ``features`` the global numbers (int64) of the features that they split, None where they split
-    none. ``graph_keys`` has the layer's random keys where calls are captured in
-    CUDA graphs. ``saves_input``: as a context's.
+    none. Random keys derive from ``path_key``, that of the layer's path. ``graph_keys`` has them
+    where calls are captured in CUDA graphs. ``saves_input``: as a context's.
     """
 
     saves_input = False
