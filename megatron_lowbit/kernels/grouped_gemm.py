@@ -1,7 +1,8 @@
 """Products of many pairs of matrices by one launch, such as those of all experts of a layer.
 
-A program computes a tile of one product, which it finds in a table (``sections.py``). Operands and
-results go through Hopper's tensor memory accelerator, which cuts off what lies outside of a matrix.
+A program computes a tile of one product, which it finds in a table (``sections.py``). Large
+operands and results go through Hopper's tensor memory accelerator, which cuts off what lies outside
+of a matrix; its descriptors cost more than they save where a program reads little.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,8 @@ _SCALED = tl.constexpr(128)
 class Tile(NamedTuple):
     """Rows, columns and terms that a program computes at a time, and its launch.
 
-    ``promoted``: products that FP8 tensor cores add up before an addition in FP32.
+    ``promoted``: products that FP8 tensor cores add up before an addition in FP32. ``described``:
+    operands are read by descriptors, which a program writes first, and not by addresses.
     """
 
     rows: int
@@ -48,13 +50,19 @@ class Tile(NamedTuple):
     promoted: int
     warps: int
     stages: int
+    described: bool = True
 
 
-_WIDE = {False: Tile(128, 256, 64, 0, 8, 3), True: Tile(128, 128, 64, 0, 4, 2)}
-_FP8 = {False: Tile(128, 128, 128, 128, 4, 3), True: Tile(128, 128, 128, 128, 4, 2)}
-"""Tiles of BF16 and FP8; where products have few terms, so small that an SM holds three programs,
-which hide one another's beginning and end. Found by trying on an H100."""
-_FEW_TERMS = 512
+_BF16 = {False: Tile(128, 256, 64, 0, 8, 3), True: Tile(128, 128, 64, 0, 4, 2)}
+_FP8 = {False: Tile(128, 128, 128, 128, 4, 3), True: Tile(128, 128, 128, 128, 4, 3, False)}
+_FP8_ADDED = {False: Tile(128, 128, 128, 128, 4, 3), True: Tile(128, 128, 128, 128, 4, 2, False)}
+_FP8_TILES = Tile(64, 128, 128, 128, 4, 3, False)
+"""Tiles of BF16, of FP8, where its products are added to what is there, and of FP8 tiles with
+scales, whose products take registers beside their sums. Where products have few terms, programs end
+soon: several on a multiprocessor hide one another's beginning and end, and descriptors do not pay.
+Found by trying on an H100 and an H200."""
+_FEW_TERMS = {1: 1024, 2: 512}
+"""By the bytes of an element."""
 LOOP_FROM = 2**36
 """FLOPs of a product from which cuBLAS computes it faster by itself."""
 
@@ -135,8 +143,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
     terms = np.minimum(lhs.terms, rhs.terms)
-    few = terms.sum() <= _FEW_TERMS * len(terms)
-    tile = (_FP8 if lhs.like.element_size() == 1 else _WIDE)[bool(few)]
+    tile = _tile_of(lhs, terms, adds)
     scaled = lhs.scales is not None
     fields = (
         lhs.addresses, rhs.addresses, outs.addresses, lhs.rows, rhs.rows, terms,
@@ -147,7 +154,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
         tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,
-        scaled, adds, table.count,
+        scaled, adds, tile.described, table.count,
     )  # fmt: skip
     kinds = lhs.like, rhs.like, outs.like
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)
@@ -155,6 +162,14 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     device = table.entries.device
     launch = table_launcher(grouped_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)
     launch((table.entries, *kinds), table.programs)
+
+
+def _tile_of(lhs: Matrices, terms: np.ndarray, adds: bool) -> Tile:
+    if lhs.scales is not None:
+        return _FP8_TILES
+    size = lhs.like.element_size()
+    few = bool(terms.sum() <= _FEW_TERMS[size] * len(terms))
+    return (_BF16 if size == 2 else _FP8_ADDED if adds else _FP8)[few]
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -166,7 +181,7 @@ def grouped_gemm_kernel(
     table, a_like, b_like, out_like,
     TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, PROMOTED: tl.constexpr,
     A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
-    COUNT: tl.constexpr,
+    DESCRIBED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of one of the products of a table in COUNT columns.
 
@@ -183,8 +198,12 @@ def grouped_gemm_kernel(
     height = tl.minimum(tl.cdiv(rows, TM) - first, _NEIGHBOURS)
     row0 = (first + tile % band % height) * TM
     col0 = tile % band // height * TN
-    a = _descriptor(table, i, A, A_STEP, a_like, rows, terms, TM, TK, A_BY_ROWS, COUNT)
-    b = _descriptor(table, i, B, B_STEP, b_like, columns, terms, TN, TK, B_BY_ROWS, COUNT)
+    if DESCRIBED:
+        a = _descriptor(table, i, A, A_STEP, a_like, rows, terms, TM, TK, A_BY_ROWS, COUNT)
+        b = _descriptor(table, i, B, B_STEP, b_like, columns, terms, TN, TK, B_BY_ROWS, COUNT)
+    else:
+        a = _addresses(table, i, A, A_STEP, a_like, row0, TM, TK, COUNT)
+        b = _addresses(table, i, B, B_STEP, b_like, col0, TN, TK, COUNT)
     sums = tl.zeros((TM, TN), dtype=tl.float32)
     if SCALED:
         row = row0 + tl.arange(0, TM)
@@ -197,19 +216,27 @@ def grouped_gemm_kernel(
             left_scales += rows
             right_scales += 1
             following = _scale(left_scales, right_scales, row < rows, k0 + TK < terms)
-            product = tl.dot(_load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS).T)
-            sums += product * scale[:, None]
+            left = _load(a, row0, k0, rows, terms, TM, TK, A_BY_ROWS)
+            right = _load(b, col0, k0, columns, terms, TN, TK, B_BY_ROWS)
+            sums += tl.dot(left, right.T) * scale[:, None]
             scale = following
     else:
         for k0 in tl.range(0, terms, TK):
-            left, right = _load(a, row0, k0, A_BY_ROWS), _load(b, col0, k0, B_BY_ROWS)
+            left = _load(a, row0, k0, rows, terms, TM, TK, A_BY_ROWS)
+            right = _load(b, col0, k0, columns, terms, TN, TK, B_BY_ROWS)
             sums = tl.dot(left, right.T, sums, max_num_imprecise_acc=PROMOTED)
         sums *= _factor(table, i, A_FACTOR, COUNT) * _factor(table, i, B_FACTOR, COUNT)
     start = pointer(table, i, OUT, COUNT, out_like)
-    out = tl.make_tensor_descriptor(start, [rows, columns], [columns.to(tl.int64), 1], [TM, TN])
-    if ADDS:
-        sums += out.load([row0, col0]).to(tl.float32)
-    out.store([row0, col0], sums.to(out_like.dtype.element_ty))
+    if DESCRIBED or ADDS:
+        out = tl.make_tensor_descriptor(start, [rows, columns], [columns.to(tl.int64), 1], [TM, TN])
+        if ADDS:
+            sums += out.load([row0, col0]).to(tl.float32)
+        out.store([row0, col0], sums.to(out_like.dtype.element_ty))
+    else:
+        row, column = row0 + tl.arange(0, TM), col0 + tl.arange(0, TN)
+        places = row.to(tl.int64)[:, None] * _in_16_bytes(columns, out_like) + column[None, :]
+        inside = (row < rows)[:, None] & (column < _in_16_bytes(columns, out_like))[None, :]
+        tl.store(start + places, sums.to(out_like.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -226,12 +253,34 @@ def _descriptor(
 
 
 @triton.jit
-def _load(matrix, row0, k0, BY_ROWS: tl.constexpr):
-    """Load a tile (TR, TK)."""
-    if BY_ROWS:
+def _addresses(
+    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, like, row0, TR: tl.constexpr,
+    TK: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Return the addresses of the first tile (TR, TK) of some rows."""
+    start, step = pointer(table, i, PLACE, COUNT, like), entry(table, i, STEP, COUNT)
+    row = (row0 + tl.arange(0, TR)).to(tl.int64)
+    return start + row[:, None] * _in_16_bytes(step, like) + tl.arange(0, TK)[None, :]
+
+
+@triton.jit
+def _load(matrix, row0, k0, rows, terms, TR: tl.constexpr, TK: tl.constexpr, BY_ROWS: tl.constexpr):
+    """Load a tile (TR, TK) by its descriptor, or by addresses: terms are zero up to 16."""
+    if matrix.dtype.is_ptr():
+        row, term = row0 + tl.arange(0, TR), k0 + tl.arange(0, TK)
+        inside = (row < rows)[:, None] & (term < tl.cdiv(terms, 16) * 16)[None, :]
+        return tl.load(matrix + k0, mask=inside, other=0.0)
+    elif BY_ROWS:
         return matrix.load([row0, k0])
     else:
         return matrix.load([k0, row0]).T
+
+
+@triton.jit
+def _in_16_bytes(step, like):
+    """Return a number of elements, which are whole 16 bytes, so that Triton knows it."""
+    elements: tl.constexpr = 128 // like.dtype.element_ty.primitive_bitwidth
+    return step // elements * elements
 
 
 @triton.jit

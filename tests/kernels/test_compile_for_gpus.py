@@ -126,7 +126,7 @@ def main() -> None:
             assert reads[1] == reads[0], f"{name}: numbers of many matrices are read one by one"
         print(name)
     for name in PRODUCTS:
-        wide, adds, terms = name.startswith("bf16"), name.endswith("added"), 1024
+        wide, adds, terms = name.startswith("bf16"), name.endswith("added"), 2048
         if name.startswith("few"):
             terms = 256
         lhs_type = torch.bfloat16 if wide else torch.float8_e5m2
