@@ -135,7 +135,8 @@ STEPS = {
         "DP2 bf16", "DP2 fp8-tile", "DP2 nvfp4", "TP2 bf16", "TP2 nvfp4", "PP2 nvfp4",
     ],
     "megatron_lm-graphs-h100": None, "megatron_lm-graphs-2xh100": None,
-    "megatron_lm-graphs-h200": None, "megatron_lm-experts-h200": None,
+    "megatron_lm-graphs-h200": None, "megatron_lm-graphs-2xh200": None,
+    "megatron_lm-experts-h200": None,
 }  # fmt: skip
 """Cases of megatron_lm.py whose layouts plans cover, by file; None for all."""
 
