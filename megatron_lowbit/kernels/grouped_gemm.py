@@ -62,7 +62,7 @@ scales, whose products take registers beside their sums. Where products have few
 soon: several on a multiprocessor hide one another's beginning and end, and descriptors do not pay.
 Found by trying on an H100 and an H200."""
 _FEW_TERMS = {1: 1024, 2: 512}
-"""By the bytes of an element."""
+"""Terms up to which they are few, on average over products, by the bytes of an element."""
 LOOP_FROM = 2**36
 """FLOPs of a product from which cuBLAS computes it faster by itself."""
 
