@@ -53,16 +53,15 @@ class Tile(NamedTuple):
     described: bool = True
 
 
-_BF16 = {False: Tile(128, 256, 64, 0, 8, 3), True: Tile(128, 128, 64, 0, 4, 2)}
-_FP8 = {False: Tile(128, 128, 128, 128, 4, 3), True: Tile(128, 128, 128, 128, 4, 3, False)}
-_FP8_ADDED = {False: Tile(128, 128, 128, 128, 4, 3), True: Tile(128, 128, 128, 128, 4, 2, False)}
+_BF16, _BF16_FEW = Tile(128, 256, 64, 0, 8, 3), Tile(128, 128, 64, 0, 4, 2)
+_FP8, _FP8_FEW = Tile(128, 128, 128, 128, 4, 3), Tile(128, 128, 128, 128, 4, 3, False)
+_FP8_FEW_ADDED = Tile(128, 128, 128, 128, 4, 2, False)
 _FP8_TILES = Tile(64, 128, 128, 128, 4, 3, False)
-"""Tiles of BF16, of FP8, where its products are added to what is there, and of FP8 tiles with
-scales, whose products take registers beside their sums. Where products have few terms, programs end
-soon: several on a multiprocessor hide one another's beginning and end, and descriptors do not pay.
-Found by trying on an H100 and an H200."""
+"""Tiles by operands: BF16, FP8, and FP8 tiles with scales, whose products take registers beside
+their sums. Where products have few terms, programs end soon: several on a multiprocessor hide one
+another's beginning and end, and descriptors do not pay. Found by trying on an H100 and an H200."""
 _FEW_TERMS = {1: 1024, 2: 512}
-"""Terms up to which they are few, on average over products, by the bytes of an element."""
+"""Mean terms up to which products have few, by the bytes of an element."""
 LOOP_FROM = 2**36
 """FLOPs of a product from which cuBLAS computes it faster by itself."""
 
@@ -168,8 +167,12 @@ def _tile_of(lhs: Matrices, terms: np.ndarray, adds: bool) -> Tile:
     if lhs.scales is not None:
         return _FP8_TILES
     size = lhs.like.element_size()
-    few = bool(terms.sum() <= _FEW_TERMS[size] * len(terms))
-    return (_BF16 if size == 2 else _FP8_ADDED if adds else _FP8)[few]
+    few = terms.sum() <= _FEW_TERMS[size] * len(terms)
+    if size == 2:
+        return _BF16_FEW if few else _BF16
+    if few:
+        return _FP8_FEW_ADDED if adds else _FP8_FEW
+    return _FP8
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -234,9 +237,10 @@ def grouped_gemm_kernel(
         out.store([row0, col0], sums.to(out_like.dtype.element_ty))
     else:
         row, column = row0 + tl.arange(0, TM), col0 + tl.arange(0, TN)
-        places = row.to(tl.int64)[:, None] * _in_16_bytes(columns, out_like) + column[None, :]
-        inside = (row < rows)[:, None] & (column < _in_16_bytes(columns, out_like))[None, :]
-        tl.store(start + places, sums.to(out_like.dtype.element_ty), mask=inside)
+        step = _in_16_bytes(columns, out_like)
+        places = start + row.to(tl.int64)[:, None] * step + column[None, :]
+        inside = (row < rows)[:, None] & (column < step)[None, :]
+        tl.store(places, sums.to(out_like.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -265,7 +269,10 @@ def _addresses(
 
 @triton.jit
 def _load(matrix, row0, k0, rows, terms, TR: tl.constexpr, TK: tl.constexpr, BY_ROWS: tl.constexpr):
-    """Load a tile (TR, TK) by its descriptor, or by addresses: terms are zero up to 16."""
+    """Load a tile (TR, TK) by its descriptor or its addresses.
+
+    By addresses 16 bytes are read at once: codes behind the last term are zero up to there.
+    """
     if matrix.dtype.is_ptr():
         row, term = row0 + tl.arange(0, TR), k0 + tl.arange(0, TK)
         inside = (row < rows)[:, None] & (term < tl.cdiv(terms, 16) * 16)[None, :]
@@ -278,7 +285,7 @@ def _load(matrix, row0, k0, rows, terms, TR: tl.constexpr, TK: tl.constexpr, BY_
 
 @triton.jit
 def _in_16_bytes(step, like):
-    """Return a number of elements, which are whole 16 bytes, so that Triton knows it."""
+    """Return a number of elements, which fill whole 16 bytes, in a form that tells Triton so."""
     elements: tl.constexpr = 128 // like.dtype.element_ty.primitive_bitwidth
     return step // elements * elements
 

@@ -33,7 +33,7 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
 }
 
-PRODUCTS = ["fp8", "fp8 tiles", "fp8 added", "bf16", "bf16 added", "few terms"]
+PRODUCTS = ["fp8", "fp8 tiles", "fp8 added", "bf16", "bf16 added", "few terms", "few terms added"]
 
 
 @pytest.mark.slow

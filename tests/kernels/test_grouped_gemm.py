@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair
 from megatron_lowbit.kernels.operands import Transposed, Values
@@ -68,6 +69,28 @@ def exact(operand) -> torch.Tensor:
     return operand.dequantize().double()
 
 
+@pytest.fixture(params=[False, True], ids=["few terms", "many terms"])
+def many_terms(request, monkeypatch):
+    """Take all products for those with many terms, which are read by descriptors."""
+    if request.param:
+        monkeypatch.setattr(grouped_gemm, "_FEW_TERMS", {1: 0, 2: 0})
+
+
+@pytest.fixture
+def not_a_number_in_free_memory(monkeypatch):
+    """Fill memory for codes with what is no number in FP8."""
+    empty = torch.empty
+
+    def filled(*size, **options):
+        memory = empty(*size, **options)
+        if memory.element_size() == 1:
+            memory.view(torch.uint8).fill_(0xFF)
+        return memory
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+@pytest.mark.usefixtures("many_terms", "not_a_number_in_free_memory")
 @pytest.mark.parametrize("case", CASES)
 def test_products(case):
     *_, wgrad, adds = CASES[case]
