@@ -38,16 +38,21 @@ def test_arguments_and_recipes(file, monkeypatch):
         assert one not in found[:number]
 
 
+STUDIES = "leaderboard", "leaderboard-more"
+
+
 def test_methods_of_the_leaderboard_quantize_every_layer():
     """In graphs, without validation; the model has 60M parameters and 100M tokens."""
-    study = read_study(ROOT / "examples" / "studies" / "leaderboard.yaml")
+    folder = ROOT / "examples" / "studies"
+    study, more = (read_study(folder / f"{name}.yaml") for name in STUDIES)
+    assert (study.arguments, study.seeds) == (more.arguments, more.seeds)
     layers, quantized = model_layers(None, 10), {}
     graphs = Namespace(
         cuda_graph_impl="local", eval_iters=0, full_validation=False, eval_precision="bf16",
         recompute_granularity=None, pipeline_model_parallel_size=1, num_experts=None,
         fused_allreduce_norm=False,
     )  # fmt: skip
-    for name, arguments in study.runs.items():
+    for name, arguments in (study.runs | more.runs).items():
         words = shlex.split(arguments)
         assert words[0] == "--precision-recipe" and set(words[2::2]) <= {"--recipe-set"}
         recipe = load_recipes(words[1:2], words[3::2])
