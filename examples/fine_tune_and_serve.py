@@ -9,13 +9,16 @@ trainer's. It needs llama.cpp: pip install 'megatron-lowbit[serve]'
 """
 
 import argparse
+import json
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import torch
-import xllamacpp
 from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor
 from transformers import (
@@ -40,6 +43,20 @@ lowbit-pretrain @start/model.args --load start --finetune --precision-recipe REC
 lowbit-convert to-hugging-face tuned served --quantized compressed-tensors \
     --carry start/hugging_face
 lowbit-convert to-gguf served served.gguf
+"""
+SERVER = """
+import os, sys
+from xllamacpp import CommonParams, Server, ggml_type, llama_flash_attn_type
+parameters = CommonParams()
+parameters.model.path, parameters.n_ctx = sys.argv[1], 256
+parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
+parameters.n_parallel, parameters.verbosity = 1, 0
+parameters.cache_type_k = parameters.cache_type_v = ggml_type.GGML_TYPE_F32
+parameters.flash_attn_type = llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+server = Server(parameters)
+print(server.listening_address, flush=True)
+sys.stdin.read()
+os._exit(0)
 """
 TEXT = Path(__file__).parents[1] / "docs" / "recipe-files.md"
 PROMPT = "A recipe is a file that says how each operand is quantized."
@@ -98,28 +115,45 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
         return model(tokens).logits.float()[0]
 
 
+@contextmanager
+def llama_cpp_server(file: Path) -> Iterator[str]:
+    """Serve a file on one thread, and yield the server's address.
+
+    Keys and values are kept in FP32. The server is a process of its own, killed or left by
+    ``os._exit``: its destructor may wait for its thread without end.
+    """
+    command = [sys.executable, "-c", SERVER, str(file)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def answer(address: str, path: str, question: dict) -> dict:
+    """Return what a server answers."""
+    with urlopen(Request(f"{address}/{path}", json.dumps(question).encode()), timeout=60) as reply:
+        return json.load(reply)
+
+
 def llama_cpp_logits(file: Path, tokens: list[int], size: int, visible: int) -> Tensor:
     """Return the logarithms of llama.cpp's probabilities (tokens, size), of each prefix of a text.
 
-    Keys and values are kept in FP32. ``visible`` is any token that is text by itself: it is chosen
-    as the answer, since llama.cpp gives no probabilities with half a character, and leaves the
-    probabilities as they are.
+    ``visible`` is any token that is text by itself: it is chosen as the answer, since llama.cpp
+    gives no probabilities with half a character, and leaves the probabilities as they are.
     """
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path = str(file)
-    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = 1
-    parameters.n_ctx, parameters.n_parallel, parameters.verbosity = 256, 1, 0
-    parameters.cache_type_k = parameters.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-    parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(parameters)
     result = torch.empty(len(tokens), size)
-    for last in range(len(tokens)):
-        answer = server.handle_completions({
-            "prompt": tokens[: last + 1], "n_predict": 1, "n_probs": size, "temperature": 0,
-            "logit_bias": [[visible, 1000.0]], "cache_prompt": False,
-        })  # fmt: skip
-        for entry in answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]:
-            result[last, entry["id"]] = entry["logprob"]
+    with llama_cpp_server(file) as address:
+        for last in range(len(tokens)):
+            question = {
+                "prompt": tokens[: last + 1], "n_predict": 1, "n_probs": size, "temperature": 0,
+                "logit_bias": [[visible, 1000.0]], "cache_prompt": False,
+            }  # fmt: skip
+            (chosen,) = answer(address, "completions", question)["completion_probabilities"]
+            for entry in chosen["top_logprobs"]:
+                result[last, entry["id"]] = entry["logprob"]
     return result
 
 

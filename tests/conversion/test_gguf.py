@@ -3,7 +3,6 @@
 import json
 import runpy
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import pytest
 import torch
@@ -252,21 +251,17 @@ def plain_folder(folder: Path, **changes) -> Path:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_llama_cpp_has_the_tokenizer_s_tokens(pattern, tmp_path):
     """A text with digits, contractions, white space, other alphabets and added tokens."""
-    xllamacpp = pytest.importorskip("xllamacpp")
+    pytest.importorskip("xllamacpp")
     from transformers import AutoTokenizer
 
     folder = plain_folder(tmp_path / "model")
     tokenizer(folder, PATTERNS[pattern])
     to_gguf(folder, tmp_path / "model.gguf")
-    parameters = xllamacpp.CommonParams()
-    parameters.model.path, parameters.verbosity = str(tmp_path / "model.gguf"), 0
-    parameters.cpuparams.n_threads, parameters.n_ctx = 1, 64
-    server = xllamacpp.Server(parameters)
     text = f"{TEXT}<|end|>{TEXT}<|user|>words[[name]]"
-    body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
-    request = Request(f"{server.listening_address}/tokenize", body)
-    with urlopen(request, timeout=30) as answer:
-        tokens = json.load(answer)["tokens"]
+    example = runpy.run_path(str(EXAMPLE))
+    with example["llama_cpp_server"](tmp_path / "model.gguf") as address:
+        question = {"content": text, "add_special": True, "parse_special": True}
+        tokens = example["answer"](address, "tokenize", question)["tokens"]
     assert tokens == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
     assert len(set(tokens)) > 20
 
