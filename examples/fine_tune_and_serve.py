@@ -117,7 +117,7 @@ def transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def llama_cpp_server(file: Path) -> Iterator[str]:
-    """Serve a file on one thread, and yield the server's address.
+    """Start a server of a file on one thread, and yield its address.
 
     Keys and values are kept in FP32. The server is a process of its own, killed or left by
     ``os._exit``: its destructor may wait for its thread without end.
