@@ -2,7 +2,8 @@
 
 A program computes a tile of one product, which it finds in a table (``sections.py``). Large
 operands and results go through Hopper's tensor memory accelerator, which cuts off what lies outside
-of a matrix; its descriptors cost more than they save where a program reads little.
+of a matrix; its descriptors cost more than they save where a program reads little. FP8 without
+block scales, whose operands are parts of one matrix a side, is multiplied by ``stacked_gemm.py``.
 """
 
 from collections.abc import Sequence
@@ -25,14 +26,13 @@ from megatron_lowbit.kernels.operand_group import (
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.stacked_gemm import factor_of, multiply_stacked, place_of_tile
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
 A_STEP, B_STEP, A_FACTOR, B_FACTOR, A_SCALES, B_SCALES = (tl.constexpr(i) for i in range(7, 13))
 _FIELDS = tl.constexpr(13)
 """Rows of the table of products, after the first tiles; their number."""
-_NEIGHBOURS = tl.constexpr(8)
-"""Row tiles computed one after another with the same columns, which stay in the cache."""
 _SCALED = tl.constexpr(128)
 """Products to a scale of FP8 tiles."""
 
@@ -40,28 +40,25 @@ _SCALED = tl.constexpr(128)
 class Tile(NamedTuple):
     """Rows, columns and terms that a program computes at a time, and its launch.
 
-    ``promoted``: products that FP8 tensor cores add up before an addition in FP32. ``described``:
-    operands are read by descriptors, which a program writes first, and not by addresses.
+    ``described``: operands are read by descriptors, which a program writes first, and not by
+    addresses.
     """
 
     rows: int
     columns: int
     terms: int
-    promoted: int
     warps: int
     stages: int
     described: bool = True
 
 
-_BF16, _BF16_FEW = Tile(128, 256, 64, 0, 8, 3), Tile(128, 128, 64, 0, 4, 2)
-_FP8, _FP8_FEW = Tile(128, 128, 128, 128, 4, 3), Tile(128, 128, 128, 128, 4, 3, False)
-_FP8_FEW_ADDED = Tile(128, 128, 128, 128, 4, 2, False)
-_FP8_TILES = Tile(64, 128, 128, 128, 4, 3, False)
-"""Tiles by operands: BF16, FP8, and FP8 tiles with scales, whose products take registers beside
-their sums. Where products have few terms, programs end soon: several on a multiprocessor hide one
-another's beginning and end, and descriptors do not pay. Found by trying on an H100 and an H200."""
-_FEW_TERMS = {1: 1024, 2: 512}
-"""Mean terms up to which products have few, by the bytes of an element."""
+_BF16, _BF16_FEW = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 2)
+_FP8_TILES = Tile(64, 128, 128, 4, 3, described=False)
+"""Tiles of BF16, and of FP8 tiles with scales, whose products take registers beside their sums.
+Where products have few terms, programs end soon: several on a multiprocessor hide one another's
+beginning and end. Found by trying on an H100 and an H200."""
+_FEW_TERMS = 512
+"""Mean terms up to which products of BF16 have few."""
 LOOP_FROM = 2**36
 """FLOPs of a product from which cuBLAS computes it faster by itself."""
 
@@ -141,9 +138,13 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
+    if lhs.stack is not None and rhs.stack is not None and _is_fp8(lhs) and _is_fp8(rhs):
+        multiply_stacked(lhs, rhs, outs, adds)
+        return
     terms = np.minimum(lhs.terms, rhs.terms)
-    tile = _tile_of(lhs, terms, adds)
     scaled = lhs.scales is not None
+    few = terms.sum() <= _FEW_TERMS * len(terms)
+    tile = _FP8_TILES if scaled else _BF16_FEW if few else _BF16
     fields = (
         lhs.addresses, rhs.addresses, outs.addresses, lhs.rows, rhs.rows, terms,
         lhs.steps, rhs.steps, lhs.factors, rhs.factors,
@@ -152,7 +153,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
-        tile.rows, tile.columns, tile.terms, tile.promoted, lhs.by_rows, rhs.by_rows,
+        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows,
         scaled, adds, tile.described, table.count,
     )  # fmt: skip
     kinds = lhs.like, rhs.like, outs.like
@@ -163,16 +164,9 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     launch((table.entries, *kinds), table.programs)
 
 
-def _tile_of(lhs: Matrices, terms: np.ndarray, adds: bool) -> Tile:
-    if lhs.scales is not None:
-        return _FP8_TILES
-    size = lhs.like.element_size()
-    few = terms.sum() <= _FEW_TERMS[size] * len(terms)
-    if size == 2:
-        return _BF16_FEW if few else _BF16
-    if few:
-        return _FP8_FEW_ADDED if adds else _FP8_FEW
-    return _FP8
+def _is_fp8(side: Matrices) -> bool:
+    """Return True for FP8 without block scales."""
+    return side.scales is None and side.like.element_size() == 1
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
@@ -182,7 +176,7 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 @triton.jit
 def grouped_gemm_kernel(
     table, a_like, b_like, out_like,
-    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, PROMOTED: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
     A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
     DESCRIBED: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
@@ -196,11 +190,7 @@ def grouped_gemm_kernel(
     rows = entry(table, i, ROWS, COUNT).to(tl.int32)
     columns = entry(table, i, COLUMNS, COUNT).to(tl.int32)
     terms = entry(table, i, TERMS, COUNT).to(tl.int32)
-    band = _NEIGHBOURS * tl.cdiv(columns, TN)
-    first = tile // band * _NEIGHBOURS
-    height = tl.minimum(tl.cdiv(rows, TM) - first, _NEIGHBOURS)
-    row0 = (first + tile % band % height) * TM
-    col0 = tile % band // height * TN
+    row0, col0 = place_of_tile(tile, rows, columns, TM, TN)
     if DESCRIBED:
         a = _descriptor(table, i, A, A_STEP, a_like, rows, terms, TM, TK, A_BY_ROWS, COUNT)
         b = _descriptor(table, i, B, B_STEP, b_like, columns, terms, TN, TK, B_BY_ROWS, COUNT)
@@ -227,8 +217,8 @@ def grouped_gemm_kernel(
         for k0 in tl.range(0, terms, TK):
             left = _load(a, row0, k0, rows, terms, TM, TK, A_BY_ROWS)
             right = _load(b, col0, k0, columns, terms, TN, TK, B_BY_ROWS)
-            sums = tl.dot(left, right.T, sums, max_num_imprecise_acc=PROMOTED)
-        sums *= _factor(table, i, A_FACTOR, COUNT) * _factor(table, i, B_FACTOR, COUNT)
+            sums = tl.dot(left, right.T, sums)
+        sums *= factor_of(table, i, A_FACTOR, COUNT) * factor_of(table, i, B_FACTOR, COUNT)
     start = pointer(table, i, OUT, COUNT, out_like)
     if DESCRIBED or ADDS:
         out = tl.make_tensor_descriptor(start, [rows, columns], [columns.to(tl.int64), 1], [TM, TN])
@@ -295,10 +285,3 @@ def _scale(left, right, row_inside, inside):
     """Return the scales (TM) of products of 1x128 and 128x128 tiles."""
     left_scale = tl.load(left, mask=row_inside & inside, other=0.0)
     return left_scale * tl.load(right, mask=inside, other=0.0)
-
-
-@triton.jit
-def _factor(table, i, PLACE: tl.constexpr, COUNT: tl.constexpr):
-    """Return a factor in FP32; 1 without an address."""
-    at = entry(table, i, PLACE, COUNT)
-    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=1.0)

@@ -14,6 +14,7 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.operand_group import (
+    STACKED_TERMS,
     GroupLayout,
     OperandGroup,
     allocate,
@@ -90,10 +91,11 @@ def quantize_sections(
     ]
     parts = [_fields(*side) for side in zip(sides, groups, strict=True)]
     (row_signs, *row_fields, _), (col_signs, *col_fields) = parts
-    tiles = heights.in_units(plan.height)
+    filled = heights.in_units(plan.filled)
+    tiles = plan.filled // plan.height
     fields = xs.addresses, heights.numbers, row_signs, col_signs, *row_fields, *col_fields
-    table = table_of(tiles.numbers, fields, first.device)
-    even = not (heights.numbers % plan.height).any()
+    table = table_of(tiles * filled.numbers, fields, first.device)
+    even = not (heights.numbers % plan.filled).any()
     amaxes = [
         amax if measures else None
         for amax, measures in zip(scalars[2:], plan.measures, strict=True)
@@ -101,10 +103,10 @@ def quantize_sections(
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
     if any(plan.measures):
         arguments = (*given, table.entries, amaxes[0], 0, amaxes[1], 0)
-        plan.amax[even](arguments, tiles.total * plan.amax_tiles)
+        plan.amax[even](arguments, table.programs * plan.amax_tiles)
     own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
     arguments = (*given, None, table.entries, *own[0], *own[1])
-    plan.quantize[even](arguments, tiles.total * plan.quantize_tiles)
+    plan.quantize[even](arguments, table.programs * plan.quantize_tiles)
     return groups[0], groups[1]
 
 
@@ -112,12 +114,14 @@ class _Plan(NamedTuple):
     """Quantization of matrices of one kind, whatever their rows.
 
     ``measures``: of which side amaxes are taken. Tiles are ``height`` rows high, and so many cover
-    a row of them. Launchers are for matrices of any rows, and of whole tiles.
+    a row of them; they cover ``filled`` rows, as many as are filled up. Launchers are for matrices
+    of any rows, and of whole tiles.
     """
 
     layouts: tuple[GroupLayout | None, GroupLayout | None]
     measures: tuple[bool, bool]
     height: int
+    filled: int
     amax: tuple[Launcher, Launcher]
     amax_tiles: int
     quantize: tuple[Launcher, Launcher]
@@ -165,6 +169,7 @@ def _plan(
         (layouts[0], layouts[1]),
         (taken[0] is not None, taken[1] is not None),
         tile[0],
+        STACKED_TERMS if layouts[1] is not None and layouts[1].beside else tile[0],
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
         launchers(quantize_kernel, tile, operands, views=views_of(*written), **options),

@@ -26,9 +26,12 @@ from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of, memory_of, output_of
 from megatron_lowbit.kernels.split import Rows, looked_at
 from megatron_lowbit.numerics import QuantizedTensor, Request
+from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
 _ALIGNMENT = 16
 """Bytes, at whose multiples an operand's codes and scales begin."""
+STACKED_TERMS = 128
+"""Terms to whose multiple zeros fill up an operand that lies beside others."""
 
 
 class GroupLayout:
@@ -37,13 +40,18 @@ class GroupLayout:
     Codes and scales begin at whole units of rows, for which ``codes`` and ``scales`` are the
     memory. ``operand`` is the layout of an operand of a unit's rows. ``multiples`` are those to
     which the terms of a product, and columns in memory, are filled up; ``filled`` are the two
-    numbers themselves of an operand that is not transposed.
+    numbers themselves of an operand that is not transposed. ``beside``: FP8 operands (across,
+    terms) lie beside each other in one matrix, so that a GEMM reads all of them alike.
     """
 
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
         self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
         format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
         self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
+        self.beside = transposed and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
+        self.beside = self.beside and form is not Form.VALUES
+        if self.beside:
+            self.multiples = STACKED_TERMS, STACKED_TERMS
         unit = math.lcm(self.multiples[1] if transposed else format.block_rows, _ALIGNMENT)
         while any(_bytes(one) % _ALIGNMENT for one in memory_of(self.of(unit)) if one):
             unit *= 2
@@ -62,13 +70,25 @@ group_layout = lru_cache(maxsize=4096)(GroupLayout)
 """The one layout of operands of a request's kind."""
 
 
+class Stack(NamedTuple):
+    """The matrix (rows, columns) that operands of one layout are parts of, each (R, K).
+
+    They begin at these rows and columns, int64 (count,).
+    """
+
+    rows: int
+    columns: int
+    first_rows: np.ndarray
+    first_columns: np.ndarray
+
+
 class Places(NamedTuple):
     """Sizes and offsets of operands of one layout in their memory, int64 (count,).
 
     ``codes`` and ``scales`` are the bytes before each operand's, and ``units`` are all units.
     ``rows`` and ``terms`` are its size, ``columns`` those of a row of codes, and ``steps`` are the
     elements from one row, or column unless ``by_rows``, to the next. ``aligned``: steps are
-    multiples of 16 bytes.
+    multiples of 16 bytes. ``stack``: the whole memory, None unless ``by_rows``.
     """
 
     codes: np.ndarray
@@ -80,6 +100,7 @@ class Places(NamedTuple):
     steps: np.ndarray
     by_rows: bool
     aligned: bool
+    stack: Stack | None
 
 
 @lru_cache(maxsize=1024)
@@ -87,21 +108,23 @@ def places_of(layout: GroupLayout, rows: Rows) -> Places:
     """Return where operands of matrices of so many rows lie."""
     units = rows.in_units(layout.unit)
     has_scales = layout.scales is not None and math.prod(layout.scales.shape)
-    across = np.full(len(rows), layout.across)
-    sizes = rows.numbers, *(np.full(len(rows), one) for one in layout.filled)
+    zeros, across = np.zeros(len(rows), np.int64), np.full(len(rows), layout.across)
+    codes, by_rows = units.before * _bytes(layout.codes), not (layout.values and layout.transposed)
     if layout.transposed:
-        sizes = across, *(rows.in_units(one).numbers * one for one in layout.multiples)
-    by_rows = not (layout.values and layout.transposed)
-    steps = sizes[2] if by_rows else across
-    return Places(
-        units.before * _bytes(layout.codes),
-        units.before * _bytes(layout.scales) if has_scales else None,
-        units.total,
-        *sizes,
-        steps,
-        by_rows,
-        not (steps * layout.codes.dtype.itemsize % _ALIGNMENT).any(),
-    )
+        own, filled = across, [rows.in_units(one).numbers * one for one in layout.multiples]
+    else:
+        own, filled = rows.numbers, [np.full(len(rows), one) for one in layout.filled]
+    terms, columns, stack = *filled, None
+    if layout.beside:
+        codes, whole = units.before * layout.unit, units.total * layout.unit
+        columns, stack = np.full(len(rows), whole), Stack(layout.across, whole, zeros, codes)
+    elif not layout.transposed:
+        first, whole = units.before * layout.unit, units.total * layout.unit
+        stack = Stack(whole, layout.filled[1], first, zeros)
+    steps = columns if by_rows else across
+    aligned = not (steps * layout.codes.dtype.itemsize % _ALIGNMENT).any()
+    scales = units.before * _bytes(layout.scales) if has_scales else None
+    return Places(codes, scales, units.total, own, terms, columns, steps, by_rows, aligned, stack)
 
 
 def _bytes(memory: Memory) -> int:
@@ -128,17 +151,16 @@ class OperandGroup:
     def __getitem__(self, number: int) -> QuantizedTensor | Values:
         if number >= len(self):
             raise IndexError(number)
-        layout = self.layout.of(int(self.rows.numbers[number]))
-        first = self.rows.in_units(self.layout.unit).before[number]
-        codes, scales = (
-            None if whole is None else _part(whole, int(first), unit, memory)
-            for whole, unit, memory in zip(
-                (self.codes, self.scales),
-                (self.layout.codes, self.layout.scales),
-                memory_of(layout),
-                strict=True,
-            )
-        )
+        whole, layout = self.layout, self.layout.of(int(self.rows.numbers[number]))
+        first = int(self.rows.in_units(whole.unit).before[number])
+        memory, scales = memory_of(layout)[0], None
+        if whole.beside:
+            begin, columns = first * whole.unit, memory.shape[1]
+            codes = self.codes.view(whole.across, -1)[:, begin : begin + columns]
+        else:
+            codes = _part(self.codes, first, whole.codes, memory)
+        if self.scales is not None:
+            scales = _part(self.scales, first, whole.scales, memory_of(layout)[1])
         return output_of(layout)(codes, scales, self.tensor_scales[number]).made
 
     def __iter__(self) -> Iterator[QuantizedTensor | Values]:
@@ -209,7 +231,7 @@ class Matrices(NamedTuple):
     lead from row to row in elements, or from column to column unless ``by_rows``. ``factors`` are
     the addresses of FP32 scalars, 0 for 1; ``scales`` those of FP8 tiles' FP32 scales, or None:
     of 1x128 tiles with rows fastest, of 128x128 tiles with columns fastest. ``aligned``: addresses
-    and steps are multiples of 16 bytes.
+    and steps are multiples of 16 bytes. ``stack``: where they are parts of one matrix, ``like``.
     """
 
     like: Tensor
@@ -221,6 +243,7 @@ class Matrices(NamedTuple):
     factors: np.ndarray | int
     scales: np.ndarray | None
     aligned: bool = True
+    stack: Stack | None = None
 
     def transpose(self) -> "Matrices":
         """Return the transposes, in the same memory."""
@@ -252,6 +275,7 @@ def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
         _factors(operands) if scaled else 0,
         operands.scale_addresses,
         places.aligned,
+        places.stack,
     )
 
 

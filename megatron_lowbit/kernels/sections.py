@@ -36,24 +36,30 @@ class Table(NamedTuple):
 
 
 def table_of(
-    tiles: np.ndarray, fields: Sequence[np.ndarray | Sequence[int] | int], device: torch.device
+    tiles: np.ndarray,
+    fields: Sequence[np.ndarray | Sequence[int] | int],
+    device: torch.device,
+    ahead: Sequence[int] | np.ndarray = (),
 ) -> Table:
     """Return the table of matrices: their first tiles, and what else ``fields`` say.
 
-    ``tiles`` are the numbers of their tiles. Columns are a power of two, so that few numbers of
-    matrices are compiled: how many experts there are differs from rank to rank and model to model.
+    ``tiles`` are the numbers of their tiles; numbers ``ahead`` come before the list of tiles.
+    Columns are a power of two, so that few numbers of matrices are compiled: how many experts there
+    are differs from rank to rank and model to model.
     """
     ends = tiles.cumsum()
     matrices, all_tiles = len(tiles), int(ends[-1])
     count = columns_for(matrices)
     size = (1 + len(fields)) * count
-    table = torch.empty(size + all_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
+    begin = size + len(ahead)
+    table = torch.empty(begin + all_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
     numbers = table.numpy()
     entries = numbers[:size].reshape(-1, count)[:, :matrices]
     entries[0] = ends - tiles
     for row, field in enumerate(fields, 1):
         entries[row] = field
-    numbers[size:] = np.repeat(_numbers(matrices), tiles)
+    numbers[size:begin] = ahead
+    numbers[begin:] = np.repeat(_numbers(matrices), tiles)
     return Table(table.to(device, non_blocking=True), count, all_tiles)
 
 

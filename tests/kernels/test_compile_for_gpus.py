@@ -33,7 +33,9 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
 }
 
-PRODUCTS = ["fp8", "fp8 tiles", "fp8 added", "bf16", "bf16 added", "few terms", "few terms added"]
+PRODUCTS = ["fp8", "fp8 added", "fp8 tiles", "fp8 tiles added", "bf16", "bf16 added", "few terms"]
+SHARED_MEMORY = 227 * 1024
+"""Bytes of a multiprocessor of compute capability 9.0 that a program can have."""
 
 
 @pytest.mark.slow
@@ -50,14 +52,22 @@ def main() -> None:
     """Compile what each case launches; print its name."""
     from dataclasses import replace
 
+    import numpy as np
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_lowbit.kernels import amaxes, delayed, grouped_gemm, launch, launch_sections
+    from megatron_lowbit.kernels import (
+        amaxes,
+        delayed,
+        grouped_gemm,
+        launch,
+        launch_sections,
+        stacked_gemm,
+    )
     from megatron_lowbit.kernels.forms import Form
-    from megatron_lowbit.kernels.operand_group import matrices_of
+    from megatron_lowbit.kernels.operand_group import Stack, matrices_of
     from megatron_lowbit.kernels.split import Apart
     from megatron_lowbit.numerics import (
         DelayedAmax,
@@ -97,6 +107,7 @@ def main() -> None:
                     signature[name] = "i64" if is_key else "i32"
             source = ASTSource(self.kernel, signature, constants, aligned)
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            assert compiled.metadata.shared <= SHARED_MEMORY
             self.single_reads = compiled.asm["ptx"].count("ld.global.b16")
 
     for module, names in (
@@ -105,6 +116,7 @@ def main() -> None:
         (amaxes, ["amax_kernel", "row_amax_kernel"]),
         (delayed, ["_own_amax_kernel", "_record_kernel"]),
         (grouped_gemm, ["grouped_gemm_kernel"]),
+        (stacked_gemm, ["stacked_gemm_kernel"]),
     ):
         for name in names:
             setattr(module, name, Compiler(getattr(module, name)))
@@ -125,19 +137,23 @@ def main() -> None:
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
             assert reads[1] == reads[0], f"{name}: numbers of many matrices are read one by one"
         print(name)
+    stacked_gemm._multiprocessors = lambda device: 132
     for name in PRODUCTS:
-        wide, adds, terms = name.startswith("bf16"), name.endswith("added"), 2048
+        fp8, adds, terms = name.startswith("fp8"), name.endswith("added"), 2048
         if name.startswith("few"):
             terms = 256
-        lhs_type = torch.bfloat16 if wide else torch.float8_e5m2
+        lhs_type = torch.float8_e5m2 if fp8 else torch.bfloat16
         lhs = torch.empty(terms, 256, dtype=lhs_type, device="meta").t()
-        lhs = lhs if wide else lhs.contiguous()
-        rhs_type = torch.bfloat16 if wide else torch.float8_e4m3fn
+        lhs = lhs.contiguous() if fp8 else lhs
+        rhs_type = torch.float8_e4m3fn if fp8 else torch.bfloat16
         rhs = torch.empty(384, terms, dtype=rhs_type, device="meta")
         out = torch.empty(256, 384, dtype=torch.float32 if adds else torch.bfloat16, device="meta")
         pair = [matrices_of([matrix] * 3) for matrix in (lhs, rhs)]
-        if name.endswith("tiles"):
+        if "tiles" in name:
             pair = [matrices._replace(scales=[16] * 3) for matrices in pair]
+        elif fp8:
+            begin = np.zeros(3, np.int64)
+            pair = [m._replace(stack=Stack(3 * m.rows[0], terms, begin, begin)) for m in pair]
         grouped_gemm.multiply_groups(*pair, Apart([out] * 3), adds)
         print(name)
 

@@ -73,21 +73,7 @@ def exact(operand) -> torch.Tensor:
 def many_terms(request, monkeypatch):
     """Take all products for those with many terms, which are read by descriptors."""
     if request.param:
-        monkeypatch.setattr(grouped_gemm, "_FEW_TERMS", {1: 0, 2: 0})
-
-
-@pytest.fixture
-def not_a_number_in_free_memory(monkeypatch):
-    """Fill memory for codes with what is no number in FP8."""
-    empty = torch.empty
-
-    def filled(*size, **options):
-        memory = empty(*size, **options)
-        if memory.element_size() == 1:
-            memory.view(torch.uint8).fill_(0xFF)
-        return memory
-
-    monkeypatch.setattr(torch, "empty", filled)
+        monkeypatch.setattr(grouped_gemm, "_FEW_TERMS", -1)
 
 
 @pytest.mark.usefixtures("many_terms", "not_a_number_in_free_memory")

@@ -9,6 +9,7 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
+from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Transposed
 from megatron_lowbit.kernels.split import Apart, looked_at
 from megatron_lowbit.numerics import (
@@ -63,7 +64,9 @@ def check_same(made, expected) -> None:
         if not isinstance(other, torch.Tensor):
             assert mine == other
             continue
-        assert (mine.shape, mine.dtype, mine.stride()) == (other.shape, other.dtype, other.stride())
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        # FP8 codes along tokens lie beside those of other matrices.
+        assert mine.stride()[field.name == "codes" :] == other.stride()[field.name == "codes" :]
         bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (mine, other)]
         assert torch.equal(*bits)
 
@@ -86,6 +89,24 @@ def test_the_operands_of_a_launch_for_each(case):
             expected = quantize_both(x, rows[number], cols[number], forms=forms)
             check_same(by_row, expected[0])
             check_same(by_col, expected[1])
+
+
+FORMS = {"mxfp8": "FOLDED", "fp8 tensor": "CODES"}
+
+
+@pytest.mark.usefixtures("not_a_number_in_free_memory")
+@pytest.mark.parametrize("case", FORMS)
+@pytest.mark.parametrize("rows", [(24, 0, 16), (128, 256), (64, 128)])
+def test_zeros_fill_up_codes_that_lie_beside_others(rows, case):
+    """GEMMs read whole steps of 128 terms, and a row of all matrices' codes as one."""
+    xs = looked_at(values(sum(rows), 48, torch.bfloat16).to(DEVICE).split(rows))
+    cols, form = requests_of(case, range(len(rows))), Form[FORMS[case]]
+    _, group = quantize_sections(xs, None, cols, (Form.CODES, form))
+    parts = group.codes.view(torch.uint8).view(48, -1).split([cdiv(n, 128) * 128 for n in rows], 1)
+    for part, operand, count in zip(parts, group, rows, strict=True):
+        if count:
+            assert torch.equal(part[:, :count], operand.codes.view(torch.uint8)[:, :count])
+        assert not part[:, count:].any()
 
 
 @pytest.mark.parametrize("side", [0, 1])
