@@ -120,12 +120,18 @@ def tensor_product(
 
 
 def tensor_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
-    """Write the product of FP8 with a scale a tensor to ``out`` (FP32 or BF16), or add it."""
+    """Write the product of FP8 with a scale a tensor to ``out`` (FP32 or BF16), or add it.
+
+    ``torch._scaled_mm`` would be given the scales themselves. Those of a group lie beside each
+    other, and cuBLAS refuses them where they are not aligned.
+    """
     a, b = _aligned_pair(lhs, rhs)
+    factor = lhs.tensor_scale * rhs.tensor_scale
     if out.shape == (a.shape[0], b.shape[0]):
-        scaled_matmul(a, b, lhs.tensor_scale * rhs.tensor_scale, out.dtype, out, adds)
+        scaled_matmul(a, b, factor, out.dtype, out, adds)
     else:
-        _deliver(out, tensor_product(lhs, rhs, None, torch.float32 if adds else out.dtype), adds)
+        product = scaled_matmul(a, b, factor, torch.float32 if adds else out.dtype)
+        _deliver(out, product[: out.shape[0], : out.shape[1]], adds)
 
 
 def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:

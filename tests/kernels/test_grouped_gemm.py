@@ -5,7 +5,7 @@ import torch
 
 from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.grouped_gemm import LOOP_FROM, grouped_pair
+from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.kernels.split import Apart, looked_at
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
@@ -88,7 +88,8 @@ def test_products(case):
         for count in TOKENS
     ]
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
-    assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
+    together = grouped_pair(route, lhs, rhs, looked_at(outs))
+    assert (together is None) == (grouped_gemm.LOOP_FROM == 0)
     engine.gemm_all(lhs, rhs, outs, adds)
     for left, right, out in zip(lhs, rhs, outs, strict=True):
         a, b = exact(left), exact(right)
@@ -100,6 +101,15 @@ def test_products(case):
         assert ((out.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ["mxfp8", "fp8 gradients", "fp8 tensors", "fp8 tiles", "nvfp4"])
+def test_large_products_one_by_one(case, monkeypatch):
+    """By cuBLAS, of any numbers of tokens: scales of a group are not aligned."""
+    monkeypatch.setattr(grouped_gemm, "LOOP_FROM", 0)
+    monkeypatch.setitem(globals(), "TOKENS", [72, 0, 40, 17, 24])
+    test_products(case)
+
+
 def test_what_takes_a_launch_each():
     engine = FusedEngine((9, 0))
     lhs, rhs = operands_of(engine, "bf16")
@@ -108,5 +118,5 @@ def test_what_takes_a_launch_each():
     assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
     assert grouped_pair(route, lhs, [y[1:] for y in rhs], Apart(odd)) is None
-    large = torch.empty(1, device="meta").expand(LOOP_FROM // (2 * 16), 1)
+    large = torch.empty(1, device="meta").expand(grouped_gemm.LOOP_FROM // (2 * 16), 1)
     assert grouped_pair(route, lhs, rhs, Apart([large] * len(TOKENS))) is None
