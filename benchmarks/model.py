@@ -62,6 +62,10 @@ OWN_RECIPES = {
     "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
     "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
     "nvfp4-fold": ("--precision-recipe", "nvfp4-fold", "--recipe-set", "bf16_blocks=none"),
+    "nvfp4-4over6": ("--precision-recipe", "nvfp4-4over6", "--recipe-set", "bf16_blocks=none"),
+    "nvfp4-ue5m3": ("--precision-recipe", "nvfp4-ue5m3"),
+    "quartet2": ("--precision-recipe", "quartet2"),
+    "torchao-v2": ("--precision-recipe", "torchao-v2"),
 }
 SQUARE = ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT)
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe")
