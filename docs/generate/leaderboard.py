@@ -38,7 +38,8 @@ TEXT = """# FP4 methods, ranked by what they lose
 writes this page from the finished runs of [the study](../examples/studies/leaderboard.yaml):
 {model}, {tokens} tokens, {seeds} seeds a row. A loss is the mean of the last tenth of a run. Gaps
 are relative to `{baseline}`, paired seed by seed, with their standard error; the noise of all rows
-is pooled. {power} Rows that are closer to each other are not told apart.
+is pooled. {power} Rows that are closer to each other are not told apart. A row that a study left
+out has fewer seeds: its gap is of those alone.
 
 {table}
 
@@ -124,7 +125,7 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
     """Return the baseline's name, the least gap that shows, and the table's rows, best first.
 
     Raises:
-        SystemExit: no row is in BF16, or one lacks seeds that the baseline has.
+        SystemExit: no row is in BF16, or one has a seed that the baseline lacks.
     """
     by_name: dict[str, dict[int, dict]] = {}
     for run in runs:
@@ -134,14 +135,15 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
     if baseline is None:
         raise SystemExit("error: no run of a recipe that quantizes nothing, to compare with")
     names = [baseline, *(name for name in by_name if name != baseline)]
-    seeds = sorted(by_name[baseline])
-    for name in names:
-        if sorted(by_name[name]) != seeds:
-            raise SystemExit(f"error: {name}: seeds {sorted(by_name[name])}, {baseline}'s {seeds}")
-    losses = [[by_name[name][seed]["loss"] for seed in seeds] for name in names]
+    seeds = [sorted(by_name[name]) for name in names]
+    for name, own in zip(names, seeds, strict=True):
+        if not set(own) <= set(seeds[0]):
+            raise SystemExit(f"error: {name}: seeds {own}, {baseline}'s {seeds[0]}")
+    losses = [[by_name[name][seed]["loss"] for seed in own]
+              for name, own in zip(names, seeds, strict=True)]  # fmt: skip
     found = {}
-    for name, own, (gap, error) in zip(names, losses, gaps(losses), strict=True):
-        run = by_name[name][seeds[0]]
+    for name, own, (gap, error) in zip(names, losses, gaps(losses, seeds), strict=True):
+        run = next(iter(by_name[name].values()))
         shown = "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}% ± {100 * error:.2f}"
         found[name] = (
             math.inf if math.isnan(gap) else gap if name != baseline else -math.inf,
@@ -149,6 +151,7 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
             [
                 name,
                 _source(run["recipe"]),
+                str(len(own)),
                 f"{statistics.fmean(own):.4f}",
                 "" if name == baseline else shown,
                 _speed(run["recipe"], speeds),
@@ -156,9 +159,10 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
                 f"`{shlex.join(run['recipe'])}`",
             ],
         )
-    error = max((error for gap, error, _ in found.values() if abs(gap) < math.inf), default=0.0)
+    whole = [error for (gap, error, _), own in zip(found.values(), seeds, strict=True)
+             if abs(gap) < math.inf and len(own) == len(seeds[0])]  # fmt: skip
     ordered = [cells for _, _, cells in sorted(found.values(), key=lambda one: one[0])]
-    return baseline, visible_gap(error, len(seeds), len(seeds)), ordered
+    return baseline, visible_gap(max(whole, default=0.0), 1, 1), ordered
 
 
 def _recipe(run: dict) -> Recipe:
@@ -227,7 +231,7 @@ def page(runs: Sequence[dict], speeds_file: Path) -> str:
         f"A gap of {100 * visible:.2g}% shows beyond two standard errors in four of five studies."
     )
     power = power if visible > 0 else "Without noise known, no gap can be judged."
-    headings = ("", "recipe", "loss", "gap", "speed", "bits", "arguments")
+    headings = ("", "recipe", "seeds", "loss", "gap", "speed", "bits", "arguments")
     machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
     model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
     return TEXT.format(

@@ -19,10 +19,11 @@ FINAL_SHARE = 1 / 20
 
 
 class Contender(NamedTuple):
-    """The runs of one name, one for each seed."""
+    """The runs of one name, one for each seed; ``seeds`` where they are known."""
 
     name: str
     curves: tuple[LossCurve, ...]
+    seeds: tuple[int, ...] = ()
 
 
 class Row(NamedTuple):
@@ -46,18 +47,21 @@ class Row(NamedTuple):
     speed: float
 
 
-def read_contenders(runs: Sequence[tuple[str, Path]]) -> list[Contender]:
+def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ()) -> list[Contender]:
     """Read named runs, each a metrics.jsonl or the folder that holds one; equal names are seeds.
 
-    Raises UserError for a file that cannot be read.
+    ``seeds`` are those of all runs, where they are known. Raises UserError for a file that cannot
+    be read.
     """
-    found: dict[str, list[LossCurve]] = {}
-    for name, path in runs:
+    found: dict[str, Contender] = {}
+    for number, (name, path) in enumerate(runs):
         file = path / "metrics.jsonl" if path.is_dir() else path
-        found.setdefault(name, []).append(read_losses(file))
+        _, curves, own = found.get(name, Contender(name, ()))
+        more = tuple(seeds[number : number + 1])
+        found[name] = Contender(name, (*curves, read_losses(file)), own + more)
     if not found:
         raise UserError("give at least one run")
-    return [Contender(name, tuple(curves)) for name, curves in found.items()]
+    return list(found.values())
 
 
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
@@ -97,23 +101,38 @@ def spikes(curve: LossCurve) -> float:
 def compare(contenders: Sequence[Contender]) -> list[Row]:
     """Compute a row for each; the first is the baseline. Gaps and errors are those of ``gaps``."""
     losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
-    found = zip(contenders, losses, gaps(losses), strict=True)
+    found = zip(contenders, losses, gaps(losses, _seeds(contenders)), strict=True)
     return [_row(contender, own, *gap) for contender, own, gap in found]
 
 
-def gaps(values: Sequence[ArrayLike]) -> list[tuple[np.ndarray, np.ndarray]]:
+def _seeds(contenders: Sequence[Contender]) -> list[tuple[int, ...]] | None:
+    known = [contender.seeds for contender in contenders]
+    return known if all(known) else None
+
+
+def gaps(
+    values: Sequence[ArrayLike], seeds: Sequence[Sequence[int]] | None = None
+) -> list[tuple[np.ndarray, np.ndarray]]:
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
-    A gap is the mean over seeds, seed by seed where there are as many on both sides, since a seed
-    draws the same weights and data for both; else that of two independent means. The noise is taken
-    to be the same for all and pooled, since a few seeds of one say little about it.
+    A gap is the mean over seeds, seed by seed where the first has them all, since a seed draws the
+    same weights and data for both; else that of two independent means. The noise is taken to be the
+    same for all and pooled, since a few seeds of one say little about it.
 
     Args:
         values: of each name; the first axis is that of seeds, others, such as steps, are kept.
+        seeds: of each name's values; None: names with as many values have the same seeds.
     """
     arrays = [np.asarray(own) for own in values]
+    if seeds is None:
+        count = len(arrays[0])
+        seeds = [range(count) if len(own) == count else [-1] * len(own) for own in arrays]
+    places = {seed: place for place, seed in enumerate(seeds[0])}
     baseline, mean = arrays[0], np.mean(arrays[0], axis=0)
-    paired = [own / baseline if len(own) == len(baseline) else None for own in arrays[1:]]
+    paired = [
+        own / baseline[[places[seed] for seed in drawn]] if set(drawn) <= places.keys() else None
+        for own, drawn in zip(arrays[1:], seeds[1:], strict=True)
+    ]
     noise = _pooled_deviation([own / mean for own in arrays])
     paired_noise = _pooled_deviation([ratios for ratios in paired if ratios is not None])
     found = [(np.zeros_like(mean), np.zeros_like(mean))]
@@ -201,7 +220,7 @@ def gap_curves(contenders: Sequence[Contender]) -> list[GapCurve]:
     iterations = reduce(np.intersect1d, (curve.iterations for curve in baseline))
     tokens = baseline[0].tokens[np.isin(baseline[0].iterations, iterations)]
     losses = [[_losses_at(iterations, curve) for curve in one.curves] for one in contenders]
-    return [GapCurve(tokens, *found) for found in gaps(losses)]
+    return [GapCurve(tokens, *found) for found in gaps(losses, _seeds(contenders))]
 
 
 def _losses_at(iterations: np.ndarray, curve: LossCurve) -> np.ndarray:

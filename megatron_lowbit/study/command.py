@@ -80,10 +80,9 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
-    from megatron_lowbit.analysis.comparison import read_contenders
     from megatron_lowbit.study.definition import jobs_of
     from megatron_lowbit.study.runner import run
-    from megatron_lowbit.study.standing import described, far_behind, standing
+    from megatron_lowbit.study.standing import contenders_of, described, far_behind, standing
 
     study = _study_of(args)
 
@@ -97,7 +96,7 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
     jobs = run(jobs, places, args.keep_checkpoints, judge, args.minutes)
     if not jobs:
         return
-    contenders = read_contenders([(job.name, job.folder) for job in jobs])
+    contenders = contenders_of(jobs)
     contenders.sort(key=lambda contender: study.names.index(contender.name))
     _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from megatron_lowbit.analysis.comparison import Row, compare, read_contenders
+from megatron_lowbit.analysis.comparison import Contender, Row, compare, read_contenders
 from megatron_lowbit.analysis.comparison_picture import gap_text
 from megatron_lowbit.study.definition import Job
 
@@ -13,7 +13,12 @@ def standing(finished: Sequence[Job], names: Sequence[str]) -> list[Row]:
     jobs = sorted(finished, key=lambda job: names.index(job.name))
     if not jobs or jobs[0].name != names[0]:
         return []
-    return compare(read_contenders([(job.name, job.folder) for job in jobs]))
+    return compare(contenders_of(jobs))
+
+
+def contenders_of(jobs: Sequence[Job]) -> list[Contender]:
+    """Read the runs of jobs."""
+    return read_contenders([(job.name, job.folder) for job in jobs], [job.seed for job in jobs])
 
 
 def described(rows: Sequence[Row]) -> str:

@@ -72,6 +72,22 @@ def test_gaps_of_means(write_run):
     assert np.isnan(alone[1].gap_error)
 
 
+def test_gaps_of_known_seeds(write_run):
+    """Some of the baseline's: seed by seed, with the noise of all; none of them: two means."""
+    scales = {1: 1.0, 2: 1.1, 3: 1.3}
+    runs = [("base", write_run(f"b{seed}", scale)) for seed, scale in scales.items()]
+    more = {2: 1.1 * 1.010, 3: 1.3 * 1.014}
+    runs += [("two", write_run(f"t{seed}", scale)) for seed, scale in more.items()]
+    runs += [("one", write_run("one", 1.3 * 1.020)), ("other", write_run("other", 1.2))]
+    _, two, one, other = compare(read_contenders(runs, [1, 2, 3, 2, 3, 3, 4]))
+    noise = statistics.stdev((0.010, 0.014))
+    assert (two.gap, one.gap) == (pytest.approx(0.012), pytest.approx(0.020))
+    assert two.gap_error == pytest.approx(noise / 2**0.5)
+    assert one.gap_error == pytest.approx(noise)
+    assert other.gap == pytest.approx(1.2 / statistics.fmean(scales.values()) - 1)
+    assert other.gap_error > 0.1
+
+
 def with_validation(folder: Path, *losses: float | None) -> Path:
     """Add validations to a run, one an iteration."""
     file = folder / "metrics.jsonl"

@@ -71,17 +71,17 @@ def test_the_table(write, tmp_path):
     ratios = {"nvfp4": (0.02, 0.01), "mine": (0.01, 0.005)}
     variances = [statistics.variance(own) for own in ratios.values()]
     error = 100 * math.sqrt(statistics.fmean(variances) / 2)
-    assert base[:4] == ["bf16", "[bf16](recipes/bf16.md)", "2.1000", ""]
-    assert nvfp4[0] == "nvfp4" and nvfp4[3] == f"+1.50% ± {error:.2f}"
-    assert mine[0] == "mine" and mine[3] == f"+0.75% ± {error:.2f}"
+    assert base[:5] == ["bf16", "[bf16](recipes/bf16.md)", "2", "2.1000", ""]
+    assert nvfp4[0] == "nvfp4" and nvfp4[4] == f"+1.50% ± {error:.2f}"
+    assert mine[0] == "mine" and mine[4] == f"+0.75% ± {error:.2f}"
     rows = json.loads((ROOT / "benchmarks/results/model-te-h200.json").read_text())["rows"]
     times = {row["contender"]: row["both"]["median_ms"] for row in rows}
-    assert base[4] == f"{times['nvfp4 in TE'] / times['TE BF16']:.2f}"
-    assert (nvfp4[4], mine[4]) == ("1.00", "not measured")
+    assert base[5] == f"{times['nvfp4 in TE'] / times['TE BF16']:.2f}"
+    assert (nvfp4[5], mine[5]) == ("1.00", "not measured")
     # fprop's two operands have 16 bits, the others 4 and 8 for 32 elements.
-    assert base[5] == "16" and nvfp4[5] == "4.5"
-    assert float(mine[5]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
-    assert nvfp4[6] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
+    assert base[6] == "16" and nvfp4[6] == "4.5"
+    assert float(mine[6]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
+    assert nvfp4[7] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
     text = (tmp_path / "page.md").read_text()
     assert f"A gap of {2.8416 * error:.2g}% shows" in text and "1M tokens, 2 seeds a row" in text
     assert "[examples/gpt-60m.args](../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text
@@ -100,6 +100,18 @@ def test_runs_are_kept(write, tmp_path):
     assert built(tmp_path) == both
 
 
+def test_a_row_with_fewer_seeds(write, tmp_path):
+    """Its gap is of its own seeds, its error of the noise of all rows."""
+    folder = bf16(write, 2.0, 2.2)
+    write("mine", 2, 2.211, "--precision-recipe", "quartet2")
+    for seed, loss in enumerate((2.04, 2.222), 1):
+        write("nvfp4", seed, loss, *NVFP4)
+    _, mine, nvfp4 = built(tmp_path, folder)
+    deviation = 100 * statistics.stdev((0.02, 0.01))
+    assert mine[2:5] == ["1", "2.2110", f"+0.50% ± {deviation:.2f}"]
+    assert nvfp4[4] == f"+1.50% ± {deviation / math.sqrt(2):.2f}"
+
+
 def test_a_run_that_diverged_is_last(write, tmp_path):
     folder = bf16(write, 2.0, 2.2)
     for seed, loss in enumerate((math.nan, 2.3), 1):
@@ -113,8 +125,8 @@ def test_a_run_that_diverged_is_last(write, tmp_path):
 
 def test_what_cannot_be_compared(write, tmp_path):
     folder = bf16(write, 2.0, 2.2)
-    write("nvfp4", 1, 2.3, *NVFP4)
-    with pytest.raises(SystemExit, match=r"nvfp4: seeds \[1\], bf16's \[1, 2\]"):
+    write("nvfp4", 3, 2.3, *NVFP4)
+    with pytest.raises(SystemExit, match=r"nvfp4: seeds \[3\], bf16's \[1, 2\]"):
         built(tmp_path, folder)
     write("nvfp4", 2, 2.3, *NVFP4, more=("--lr", "1"))
     with pytest.raises(SystemExit, match="nvfp4, seed 2: other arguments or tokens than bf16"):
