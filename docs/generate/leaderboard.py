@@ -144,7 +144,8 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
     found = {}
     for name, own, (gap, error) in zip(names, losses, gaps(losses, seeds), strict=True):
         run = next(iter(by_name[name].values()))
-        shown = "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}% ± {100 * error:.2f}"
+        known = "" if math.isnan(error) else f" ± {100 * error:.2f}"
+        shown = "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}%{known}"
         found[name] = (
             math.inf if math.isnan(gap) else gap if name != baseline else -math.inf,
             error,

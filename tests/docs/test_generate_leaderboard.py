@@ -112,6 +112,13 @@ def test_a_row_with_fewer_seeds(write, tmp_path):
     assert nvfp4[4] == f"+1.50% ± {deviation / math.sqrt(2):.2f}"
 
 
+def test_one_seed_says_nothing_of_noise(write, tmp_path):
+    folder = bf16(write, 2.0)
+    write("nvfp4", 1, 2.04, *NVFP4)
+    assert built(tmp_path, folder)[1][4] == "+2.00%"
+    assert "Without noise known, no gap can be judged." in (tmp_path / "page.md").read_text()
+
+
 def test_a_run_that_diverged_is_last(write, tmp_path):
     folder = bf16(write, 2.0, 2.2)
     for seed, loss in enumerate((math.nan, 2.3), 1):
