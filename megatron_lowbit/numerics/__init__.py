@@ -1,6 +1,7 @@
 """Definition of the bits: formats, rounding, transforms and the reference GEMM, on torch alone."""
 
 from megatron_lowbit.numerics.block_formats import FORMATS
+from megatron_lowbit.numerics.by_name import format_by_name, quantize
 from megatron_lowbit.numerics.delayed_scaling import AmaxHistory, DelayedAmax, DelayedScaling
 from megatron_lowbit.numerics.gemm import Accumulation, gemm
 from megatron_lowbit.numerics.hadamard import Hadamard, hadamard_transform
@@ -13,8 +14,6 @@ from megatron_lowbit.numerics.quantizer import (
     Requests,
     Rounding,
     ScaleAmaxes,
-    format_by_name,
-    quantize,
     quantize_both,
     tensor_amaxes,
 )
