@@ -19,11 +19,12 @@ from megatron_lowbit.kernels.gemm import (
     exact_product_to,
     folded_pair,
     plain,
-    with_mean,
+    with_means,
 )
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
+from megatron_lowbit.kernels.means import residual_request
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
@@ -34,6 +35,7 @@ from megatron_lowbit.kernels.split import looked_at
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
+    DelayedAmax,
     QuantizedTensor,
     Request,
     Requests,
@@ -42,6 +44,7 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
 from megatron_lowbit.numerics.block_format import BlockFormat
+from megatron_lowbit.numerics.mean_residual import split_mean
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
@@ -53,6 +56,10 @@ class FusedEngine(Engine):
     def __init__(self, capability: tuple[int, int]) -> None:
         super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
         self.capability = capability
+
+    @property
+    def _has_tensor_cores(self) -> bool:
+        return self.capability >= routes.MIN_CAPABILITY
 
     def route(self, lhs: routes.Format, rhs: routes.Format, folding: bool = True) -> routes.Route:
         """Return the route of a pair of formats, one of them at least quantized, in any order."""
@@ -81,6 +88,9 @@ class FusedEngine(Engine):
         Codes of square blocks that serve both sides are made once. What has no kernel is quantized
         by the reference.
         """
+        if any(r is not None and r.quantizer.splits_mean for r in (row, col)):
+            by_row = None if row is None else self._quantize_side(x, row, amaxes[0])
+            return by_row, None if col is None else self._quantize_side(x.t(), col, amaxes[1])
         kinds = row and row.kind, col and col.kind
         found = forms_of(*kinds, row is col, x.dtype, self.capability)
         if found is None:
@@ -92,6 +102,16 @@ class FusedEngine(Engine):
             _, by_col = quantize_both(x, None, col, amaxes, forms)
             return transposed(by_col), by_col
         return quantize_both(x, row, col, amaxes, forms)
+
+    def _quantize_side(
+        self, x: Tensor, request: Request, amax: Tensor | DelayedAmax | None
+    ) -> GpuOperand | None:
+        """Quantize x along its rows, or its residual from their mean, which the operand gets."""
+        if not request.quantizer.splits_mean:
+            return self.quantize(x, request, None, (amax, None))[0]
+        mean, residual = split_mean(x.float())
+        made, _ = self.quantize(residual, residual_request(request), None, (amax, None))
+        return replace(made, mean=mean[None] if isinstance(made, Values) else mean)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
@@ -172,11 +192,10 @@ class FusedEngine(Engine):
 
     def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> Values | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
-        exact = is_exact(operand) and is_exact(lhs) and self.capability >= routes.MIN_CAPABILITY
+        exact = is_exact(operand) and is_exact(lhs) and self._has_tensor_cores
         if not exact or not operand.codes.numel():
             return super().transpose(operand, lhs)
-        whole = exact_values(operand)
-        return Values(whole.values.t(), whole.tensor_scale)
+        return exact_values(operand).t()
 
     def gemm(
         self,
@@ -188,7 +207,7 @@ class FusedEngine(Engine):
         folding: bool = True,
     ) -> Tensor:
         """Multiply on tensor cores; an accumulation is emulated."""
-        lhs, rhs = with_mean(lhs), with_mean(rhs)
+        lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
         high_precision = isinstance(lhs, Tensor) and isinstance(rhs, Tensor)
         if accumulation is not None or high_precision or _are_empty_codes(lhs, rhs):
             return reference_gemm(plain(lhs), plain(rhs), bias, accumulation, out_dtype)
@@ -212,7 +231,7 @@ class FusedEngine(Engine):
         self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool, folding: bool
     ) -> bool:
         """Write the product to ``out`` or add it, where the route can; else return False."""
-        lhs, rhs = with_mean(lhs), with_mean(rhs)
+        lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         quantized = quantized and not _are_empty_codes(lhs, rhs)
         dtypes = (torch.float32,) if adds else (torch.float32, torch.bfloat16)
@@ -236,12 +255,12 @@ class FusedEngine(Engine):
         """Return the route of two operands or formats, one of them at least quantized."""
         if isinstance(lhs, QuantizedTensor) and isinstance(rhs, QuantizedTensor):
             return self.route(lhs.format, rhs.format, folding)
-        formats = []
-        for operand in (lhs, rhs):
+        pair, formats = (lhs, rhs), []
+        if any(isinstance(one, Tensor) and one.dtype is not torch.bfloat16 for one in pair):
+            return routes.DEQUANTIZED
+        for operand in pair:
             if isinstance(operand, Values):
                 return routes.EXACT
-            if isinstance(operand, Tensor) and operand.dtype is not torch.bfloat16:
-                return routes.DEQUANTIZED
             operand = operand.of if isinstance(operand, Transposed) else operand
             operand = operand.format if isinstance(operand, QuantizedTensor) else operand
             formats.append(None if isinstance(operand, Tensor) else operand)

@@ -7,7 +7,8 @@ from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
-from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold
+from megatron_lowbit.kernels.means import add_means, without_mean
+from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold, is_exact
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -23,8 +24,12 @@ _ALIGNMENT = 16
 def exact_product(
     lhs: GpuOperand, rhs: GpuOperand, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """Multiply exact operands in BF16; tensor scales multiply the sums."""
+    """Multiply exact operands in BF16; tensor scales multiply the sums, means are added to them."""
     left, right = _as_values(lhs), _as_values(rhs)
+    if left.mean is not None or right.mean is not None:
+        y = exact_product(without_mean(left), without_mean(right), None, torch.float32)
+        y = add_means(y, left, right)
+        return (y if bias is None else y + bias).to(out_dtype)
     factor, fp32 = _factor(left, right), out_dtype is torch.float32
     if factor is not None:
         product_dtype = torch.float32 if fp32 else torch.bfloat16
@@ -39,7 +44,10 @@ def exact_product(
 def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool) -> None:
     """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that."""
     left, right = _as_values(lhs), _as_values(rhs)
-    scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, adds)
+    if left.mean is not None or right.mean is not None:
+        _deliver(out, exact_product(left, right, None, torch.float32), adds)
+    else:
+        scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, adds)
 
 
 def _factor(left: Values, right: Values) -> Tensor | None:
@@ -189,18 +197,31 @@ def dequantized_product(
     return reference(plain(lhs), plain(rhs), bias, out_dtype=out_dtype)
 
 
-def with_mean(operand: GpuOperand) -> GpuOperand:
-    """Return the FP32 values of codes whose mean of rows was split off, any other as it is."""
-    if isinstance(operand, QuantizedTensor) and operand.mean is not None:
-        return operand.dequantize()
-    return operand
+def with_means(
+    lhs: GpuOperand, rhs: GpuOperand, has_tensor_cores: bool
+) -> tuple[GpuOperand, GpuOperand]:
+    """Return operands, decoded where the mean of their rows was split off.
+
+    Both are exact in BF16 then, or one becomes FP32 values.
+    """
+    if not _lacks_mean(lhs) and not _lacks_mean(rhs):
+        return lhs, rhs
+    exact = has_tensor_cores and is_exact(lhs) and is_exact(rhs)
+    decode = exact_values if exact else QuantizedTensor.dequantize
+    return (
+        decode(lhs) if _lacks_mean(lhs) else lhs,  # type: ignore[arg-type]
+        decode(rhs) if _lacks_mean(rhs) else rhs,  # type: ignore[arg-type]
+    )
+
+
+def _lacks_mean(operand: GpuOperand) -> bool:
+    return isinstance(operand, QuantizedTensor) and operand.mean is not None
 
 
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
     """Return the operand as the reference takes it."""
     if isinstance(operand, Values):
-        values = operand.values.float()
-        return values if operand.tensor_scale is None else values * operand.tensor_scale
+        return operand.dequantize()
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 
 

@@ -36,11 +36,24 @@ DECODED_TILE = 16, 256
 class Values:
     """An operand as BF16 numbers (R, K), any strides: times ``tensor_scale`` they are exact.
 
-    ``tensor_scale`` is an FP32 scalar, or None for 1.
+    ``tensor_scale`` is an FP32 scalar, or None for 1. ``mean``, FP32, is what was split off: (1, K)
+    is added to each row, (R, 1) to each column of the transpose.
     """
 
     values: Tensor
     tensor_scale: Tensor | None
+    mean: Tensor | None = None
+
+    def t(self) -> "Values":
+        """Return the transpose, in the same memory."""
+        mean = None if self.mean is None else self.mean.t()
+        return Values(self.values.t(), self.tensor_scale, mean)
+
+    def dequantize(self) -> Tensor:
+        """Return the FP32 values."""
+        values = self.values.float()
+        values = values if self.tensor_scale is None else values * self.tensor_scale
+        return values if self.mean is None else values + self.mean
 
 
 @dataclass(frozen=True)
@@ -52,9 +65,7 @@ class Transposed:
 
 def transposed(operand: QuantizedTensor | Values) -> Transposed | Values:
     """Return the transpose of an operand in square blocks, in the same memory."""
-    if isinstance(operand, Values):
-        return Values(operand.values.t(), operand.tensor_scale)
-    return Transposed(operand)
+    return operand.t() if isinstance(operand, Values) else Transposed(operand)
 
 
 def is_exact(operand: Tensor | QuantizedTensor | Transposed | Values) -> bool:
@@ -65,7 +76,7 @@ def is_exact(operand: Tensor | QuantizedTensor | Transposed | Values) -> bool:
         return operand.of.format.exact_in_bf16
     if isinstance(operand, Values):
         return True
-    return operand.format.exact_in_bf16 and operand.mean is None
+    return operand.format.exact_in_bf16
 
 
 def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
@@ -73,16 +84,16 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
     if isinstance(operand, Values):
         return operand
     if isinstance(operand, Transposed):
-        whole = exact_values(operand.of)
-        return Values(whole.values.t(), whole.tensor_scale)
+        return exact_values(operand.of).t()
     rows, columns = operand.codes.shape[0], _columns(operand)
     values = torch.empty((rows, columns), dtype=torch.bfloat16, device=operand.codes.device)
     if operand.scales.shape[1]:
         _launch(operand, _scale_bytes(operand), values)
     else:
         values.copy_(operand.codes)
-    values = values[:, : operand.shape[-1]]
-    return Values(values, operand.tensor_scale if has_tensor_scale(operand.format) else None)
+    scale = operand.tensor_scale if has_tensor_scale(operand.format) else None
+    mean = None if operand.mean is None else operand.mean[None]
+    return Values(values[:, : operand.shape[-1]], scale, mean)
 
 
 def fold(

@@ -185,7 +185,7 @@ def quantize_grad(
     """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
     if needs_wgrad and context.precision.wgrad.lhs_of_dgrad:
         by_row, _ = context.quantize(grad, "grad", "dgrad", None, needs_codes={"dgrad"})
-        return by_row, by_row.dequantize().t()
+        return by_row, context.engine.transpose(by_row, by_row)
     row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
     return context.quantize(grad, "grad", row, col)
 

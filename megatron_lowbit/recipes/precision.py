@@ -87,9 +87,13 @@ class GemmPrecision:
 
     @property
     def dequantizes(self) -> bool:
-        """True if an operand is multiplied as FP32 values, which no tensor cores take."""
+        """True if an operand is multiplied as FP32 values, which no tensor cores take.
+
+        Values of another GEMM's operand, and those with a mean, are, unless they are exact in BF16.
+        """
         split = any(side.splits_mean for side in self.sides if side)
-        return self.rhs_of_fprop or self.lhs_of_dgrad or split
+        exact = all(side is None or side.format.exact_in_bf16 for side in self.sides)
+        return (self.rhs_of_fprop or self.lhs_of_dgrad or split) and not exact
 
     @property
     def redraws_rhs(self) -> bool:

@@ -1,16 +1,21 @@
 """A linear layer whose input and gradient are quantized as residuals from their means."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels import gemm
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.kernels.gemm import with_mean
+from megatron_lowbit.kernels.fused import FusedEngine
+from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.layers.keys import operand_key
-from megatron_lowbit.numerics import Draw, Quantizer, Rounding, format_by_name
+from megatron_lowbit.numerics import Draw, Quantizer, Request, Rounding, format_by_name
 from megatron_lowbit.numerics.mean_residual import split_mean
 from megatron_lowbit.recipes import load_recipe
+from tests.kernels.test_quantize import DEVICE
 
 KEY = 77
 AVERIS = [
@@ -76,10 +81,63 @@ def test_refused(override, parts):
     assert all(part in str(caught.value) for part in parts), caught.value
 
 
-def test_kernels_leave_it_to_the_reference():
-    """A GPU multiplies the FP32 values, mean included, and no codes without it."""
-    quantizer = Quantizer(format_by_name("nvfp4"), splits_mean=True)
-    assert NEAREST.has_kernel and not quantizer.has_kernel
-    q = quantizer(torch.randn(8, 32) + 3)
-    assert torch.equal(with_mean(q), q.dequantize())
-    assert with_mean(NEAREST(torch.randn(8, 32))).mean is None
+@pytest.mark.parametrize("rounding", list(Rounding))
+def test_kernels_quantize_residuals(rounding):
+    """A GPU's operand has the reference's bits, and the mean of its rows."""
+    format = format_by_name("nvfp4")
+    quantizer, draw = Quantizer(format, rounding, splits_mean=True), Draw(3)
+    x = (torch.randn(40, 96, generator=torch.Generator().manual_seed(2)) + 3).to(DEVICE)
+    request = Request(quantizer, draw=draw, partner=format, needs_codes=True)
+    made, _ = FusedEngine((9, 0)).quantize(x, request, None)
+    expected = quantizer(x, draw=draw)
+    for name in ("codes", "scales", "tensor_scale", "mean"):
+        seen, known = (getattr(one, name) for one in (made, expected))
+        assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (seen, known))), name
+    values, _ = FusedEngine((9, 0)).quantize(x, replace(request, needs_codes=False), None)
+    assert isinstance(values, Values) and torch.equal(values.dequantize(), made.dequantize())
+
+
+@pytest.fixture
+def exact_products(monkeypatch):
+    """Take cuBLAS's place without a GPU, and forbid products of FP32 values."""
+
+    def multiply(a, b, factor, out_dtype, out=None, adds=True):
+        assert a.dtype is b.dtype is torch.bfloat16
+        product = a.float() @ b.float().t() * (1.0 if factor is None else factor)
+        if out is None:
+            return product.to(out_dtype)
+        return out.add_(product) if adds else out.copy_(product)
+
+    if DEVICE == "cpu":
+        monkeypatch.setattr(gemm, "scaled_matmul", multiply)
+    monkeypatch.setattr(gemm, "reference", None)
+
+
+@pytest.mark.usefixtures("exact_products")
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_products_are_exact_and_have_the_means(main_grad):
+    """Those of the reference layer, but for the order of FP32 sums."""
+    results = []
+    for engine in (ReferenceEngine("tests"), FusedEngine((9, 0))):
+        x, weight, dy = (t.to(DEVICE).detach() for t in leaves())
+        x.requires_grad_()
+        weight.requires_grad_()
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+        context = LinearContext(precision(), engine, KEY, accumulate_main_grad=main_grad)
+        y = lowbit_linear(x, weight, context)
+        dx, dw = torch.autograd.grad(y, [x, weight], dy)
+        results.append((y, dx, weight.main_grad if main_grad else dw))
+    for seen, expected in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_not_exact_is_dequantized():
+    """Blocks of FP8 and FP32 scales have no BF16 numbers."""
+    codes = Quantizer(format_by_name("fp8-1x128-e4m3"), splits_mean=True)(torch.randn(8, 32) + 3)
+    other = NEAREST(torch.randn(8, 32))
+    left, right = gemm.with_means(codes, other, True)
+    assert torch.equal(left, codes.dequantize()) and right is other
+    assert gemm.with_means(other, other, True) == (other, other)
+    exact = Quantizer(format_by_name("nvfp4"), splits_mean=True)(torch.randn(8, 32) + 3)
+    assert torch.equal(gemm.with_means(exact, other, False)[0], exact.dequantize())
+    assert torch.equal(gemm.with_means(exact, other, True)[0].dequantize(), exact.dequantize())
