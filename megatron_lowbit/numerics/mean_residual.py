@@ -21,5 +21,5 @@ def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
 
     The mean of no rows is 0.
     """
-    mean = (x.double().sum(dim=0) / max(len(x), 1)).to(torch.float32)
+    mean = (x.sum(dim=0, dtype=torch.float64) / max(len(x), 1)).to(torch.float32)
     return mean, x - mean
