@@ -57,7 +57,8 @@ class Run:
         original = operands.quantize_weight
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(operands, "quantize_weight", recording)
-            train(*MODEL, "--train-iters", 4, "--save", folder, "--save-interval", 3,
+            # A larger step makes the model so uneven that rounding inputs to BF16 shows.
+            train(*MODEL, "--train-iters", 4, "--lr", 1e-3, "--save", folder, "--save-interval", 3,
                   "--precision-recipe", recipe)  # fmt: skip
         self.checkpoint = folder / "iter_0000003"
         self.weights: list[QuantizedTensor] = seen[-2 * len(PARTS) :]  # a microbatch's
@@ -241,6 +242,7 @@ def logits_of_transformers(folder: Path, dtype: torch.dtype) -> torch.Tensor:
 def test_transformers_has_training_s_logits(recipe, run_of, tmp_path):
     """Logits agree but for BF16, 2**-8, in two blocks, and for inputs that it rounds otherwise.
 
+    Inputs in BF16 take other codes here and there, a step of FP4 being up to a third of a number.
     Rounding that transformers left out, or made by other scales, would show: its logits are nearer
     to training's than those of the model without quantization. On a CPU it quantizes no input of
     FP8 blocks, and has these weights in FP32.
@@ -251,7 +253,8 @@ def test_transformers_has_training_s_logits(recipe, run_of, tmp_path):
     theirs = logits_of_transformers(tmp_path / "out", None if is_blocks else torch.bfloat16)
     ours, plain = (logits_of_training(run, name) for name in (trained, "bf16"))
     difference = (theirs - ours).norm() / ours.norm()
-    assert difference <= (2**-20 if is_blocks else 2**-4 if recipe in INPUTS else 2**-6)
+    inputs = 2**-3 if "fp4" in recipe else 2**-4
+    assert difference <= (2**-20 if is_blocks else inputs if recipe in INPUTS else 2**-6)
     assert difference <= 0.7 * (theirs - plain).norm() / ours.norm()
 
 
