@@ -116,6 +116,10 @@ def run(
             raise KeyboardInterrupt("interrupted; the same command resumes the study") from None
         finally:
             _stop(running)
+    for one in [one for one in running if _is_complete(one)]:
+        running.remove(one)
+        _finish(one, keep_checkpoints or one.job.folder in trunks)
+        finished.append(one.job)
     unfinished = len(left) + len(running) if minutes else 0
     if unfinished:
         print(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
@@ -156,6 +160,11 @@ def _finish(one: _Running, keep_checkpoints: bool) -> str | None:
     if not keep_checkpoints:
         _remove_checkpoints(one.job.folder)
     return None
+
+
+def _is_complete(one: _Running) -> bool:
+    """Return True for a run that was stopped behind its last iteration."""
+    return not one.process.returncode and _iteration(one.job) == planned_iterations(one.job)
 
 
 def _stop(running: Sequence[_Running]) -> None:

@@ -133,6 +133,23 @@ def test_no_run_is_started_that_would_not_end_in_time(study, tmp_path, capsys, m
     assert "3 runs are left" in capsys.readouterr().err
 
 
+def test_a_run_that_is_stopped_at_its_end_is_finished(study, tmp_path, monkeypatch):
+    """The time is up after its last iteration, while it still saves."""
+    file, output = study(sleep=0.0), tmp_path / "out"
+    text = (tmp_path / "train.py").read_text()
+    (tmp_path / "train.py").write_text(text + "time.sleep(60)\n")
+    log = output / "base-1" / "metrics.jsonl"
+
+    def now() -> float:
+        return 0.05 * len(log.read_text().splitlines()) if log.is_file() else 0.0
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
+    words = ["--output", str(output), "--minutes", str(1 / 60), "--", "--train-iters", "20"]
+    main(["run", str(file), *words])
+    assert json.loads((output / "base-1" / "study.json").read_text())["finished"]
+    assert not list(output.glob("base-1/latest*"))
+
+
 def test_the_plan(tmp_path, capsys):
     """Finished runs are left out; times are those of the planner and the start-up."""
     file = tmp_path / "study.yaml"
