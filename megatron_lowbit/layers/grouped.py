@@ -124,7 +124,7 @@ def _deliver_wgrads(
     main_grads = [total for total in sums if total is not None]
     if len(main_grads) == len(weights):
         group.multiply("wgrad", lhs, rhs, main_grads, adds=True)
-        return [operands.added_to_main_grad(weight) for weight in weights]
+        return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
     group.multiply("wgrad", lhs, rhs, wgrads)
     return wgrads

@@ -1,6 +1,6 @@
 """Operands of a linear layer's GEMMs: input, weight and gradient, quantized for each GEMM."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -232,3 +232,12 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     stand_in = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
     return stand_in(weight)
+
+
+def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
+    """Do so for experts' weights, all of one shape, whose stand-ins share memory nobody reads."""
+    stand_in = added_to_main_grad(weights[0])
+    for weight in weights[1:]:
+        weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    # Tensors of their own: autograd copies one that others hold.
+    return [stand_in.detach() for _ in weights]

@@ -137,6 +137,8 @@ def test_gradients_are_added_to_main_gradients():
         assert weight.grad_added_to_main_grad
         added = torch.zeros_like(weight) if same.grad is None else same.grad
         assert torch.equal(weight.main_grad, 1 + added)
+    # Autograd has copied none of the tensors that stand for the gradients.
+    assert len({weight.grad.data_ptr() for weight in weights}) == 1
 
 
 @pytest.mark.parametrize("mixed", ["high precision", "another recipe", "bias"])
