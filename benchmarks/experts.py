@@ -6,7 +6,8 @@ All experts of a layer in one call: 16384 tokens of 8 large experts, or 32768 of
 each with as many tokens as the others, or (``skewed``) the first with half of all and a quarter of
 them with none. "BF16" is torch's grouped GEMM, ``torch._grouped_mm``. Weights are quantized in each
 call, as with one microbatch a step, or were before ("kept"), as in all but the first of several.
-The CPU's time of a call is measured apart.
+The CPU's time of a call is measured apart, and so is the GPU's by kernel, in the order of a call,
+unless there are very many: ``kernels_us`` in the JSON.
 """
 
 import statistics
@@ -34,7 +35,8 @@ from megatron_lowbit.layers import (
 BYTES_WRITTEN_BETWEEN = 3 * timing.FLUSH_BYTES
 """Long enough for the CPU to launch the layers of 128 experts meanwhile."""
 CALLS = 3
-"""Calls whose CPU time is measured together."""
+"""Calls whose CPU time is measured together, and which the profiler sees."""
+MOST_KERNELS = 40
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -169,7 +171,7 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
             {"contender": name, **size._asdict(), **total}
             | {phase: round(statistics.median(lap), 4) for phase, lap in phases.items()}
             | {"tflop_per_s": round(flops / total["median_ms"] / 1e9, 1)}
-            | {"cpu_ms": round(_cpu_ms(steps[name]), 3)}
+            | {"cpu_ms": round(_cpu_ms(steps[name]), 3), "kernels_us": _kernels(steps[name])}
         )
     times = {row["contender"]: row["median_ms"] for row in rows}
     for row in rows:
@@ -190,6 +192,34 @@ def _cpu_ms(step: Step) -> float:
             step(lambda: None)
         found.append(1e3 * (time.perf_counter() - begin) / CALLS)
     return min(found)
+
+
+def _kernels(step: Step) -> list[tuple[str, float]]:
+    """Return the GPU's microseconds of each kernel of a call; nothing on a CPU."""
+    if timing.device().type == "cpu":
+        return []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiled:
+        for _ in range(CALLS):
+            step(lambda: None)
+        timing.synchronize()
+    events = sorted(profiled.events(), key=lambda event: event.time_range.start)
+    return in_order([(event.name, event.device_time) for event in events if event.device_time])
+
+
+def in_order(kernels: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Return the medians of the kernels of ``CALLS`` equal calls; nothing if there are too many.
+
+    Args:
+        kernels: name and microseconds of all, one call after another.
+    """
+    each = len(kernels) // CALLS
+    calls = [kernels[first : first + each] for first in range(0, CALLS * each, each or 1)]
+    if each > MOST_KERNELS:
+        return []
+    return [
+        (places[0][0][:60], round(statistics.median(us for _, us in places), 1))
+        for places in zip(*calls, strict=True)
+    ]
 
 
 def table(rows: Sequence[dict]) -> Table:

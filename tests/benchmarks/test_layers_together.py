@@ -17,6 +17,13 @@ def test_skewed_tokens():
     assert tokens[0] >= 32768 // 2 and tokens.count(0) == 32
 
 
+def test_kernels_in_the_order_of_a_call():
+    calls = [[("a", 1.0), ("b", 5.0)], [("a", 2.0), ("b", 4.0)], [("a", 9.0), ("b", 3.0)]]
+    assert experts.in_order([one for call in calls for one in call]) == [("a", 2.0), ("b", 4.0)]
+    assert experts.in_order([("a", 1.0)] * 3 * (experts.MOST_KERNELS + 1)) == []
+    assert experts.in_order([]) == []
+
+
 @pytest.mark.slow
 def test_experts_and_their_ratios():
     limits = timing.Ceilings(1.0, {}, {})
