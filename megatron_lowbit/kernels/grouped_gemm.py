@@ -138,11 +138,11 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
-    if lhs.stack is not None and rhs.stack is not None and _is_fp8(lhs) and _is_fp8(rhs):
+    scaled = lhs.scales is not None
+    if lhs.like.element_size() == 1 and not scaled:
         multiply_stacked(lhs, rhs, outs, adds)
         return
     terms = np.minimum(lhs.terms, rhs.terms)
-    scaled = lhs.scales is not None
     few = terms.sum() <= _FEW_TERMS * len(terms)
     tile = _FP8_TILES if scaled else _BF16_FEW if few else _BF16
     fields = (
@@ -162,11 +162,6 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     device = table.entries.device
     launch = table_launcher(grouped_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)
     launch((table.entries, *kinds), table.programs)
-
-
-def _is_fp8(side: Matrices) -> bool:
-    """Return True for FP8 without block scales."""
-    return side.scales is None and side.like.element_size() == 1
 
 
 def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
