@@ -5,6 +5,7 @@ As a script this file is one rank of a torchrun job: it makes the runs of :func:
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -198,7 +199,10 @@ def test_the_feature_that_is_largest_over_tokens():
 def test_two_ranks(tmp_path, model, layout):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *torchrun, __file__, str(tmp_path), model, *layout.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    root = {"PYTHONPATH": str(Path(__file__).parents[2])}  # of the module tests
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | root
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     check(tmp_path, model)
 
