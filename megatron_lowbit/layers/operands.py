@@ -235,7 +235,10 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
 
 
 def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Do so for experts' weights, all of one shape, whose stand-ins share memory nobody reads."""
+    """Mark experts' weights of one shape in the same way; what is returned shares its memory.
+
+    Nobody reads it.
+    """
     stand_in = added_to_main_grad(weights[0])
     for weight in weights[1:]:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
