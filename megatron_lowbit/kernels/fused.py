@@ -72,7 +72,7 @@ class FusedEngine(Engine):
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of both sides, from one pass over x."""
-        if any(r is not None and r.quantizer.splits_mean for r in (row, col)):
+        if _any_splits_mean(row, col):
             return super().amaxes(x, row, col)
         return tensor_amaxes(x, row, col)
 
@@ -88,7 +88,7 @@ class FusedEngine(Engine):
         Codes of square blocks that serve both sides are made once. What has no kernel is quantized
         by the reference.
         """
-        if any(r is not None and r.quantizer.splits_mean for r in (row, col)):
+        if _any_splits_mean(row, col):
             by_row = None if row is None else self._quantize_side(x, row, amaxes[0])
             return by_row, None if col is None else self._quantize_side(x.t(), col, amaxes[1])
         kinds = row and row.kind, col and col.kind
@@ -265,6 +265,11 @@ class FusedEngine(Engine):
             operand = operand.format if isinstance(operand, QuantizedTensor) else operand
             formats.append(None if isinstance(operand, Tensor) else operand)
         return self.route(formats[0], formats[1], folding)
+
+
+def _any_splits_mean(*requests: Request | None) -> bool:
+    """Return True if one of the requests splits the mean of rows off."""
+    return any(one is not None and one.quantizer.splits_mean for one in requests)
 
 
 def _are_empty_codes(lhs: GpuOperand, rhs: GpuOperand) -> bool:

@@ -2,12 +2,13 @@
 
 A program computes a tile of one product, which it finds in a table (``sections.py``). Large
 operands and results go through Hopper's tensor memory accelerator, which cuts off what lies outside
-of a matrix; its descriptors cost more than they save where a program reads little. FP8 without
-block scales, whose operands are parts of one matrix a side, is multiplied by ``stacked_gemm.py``.
+of a matrix. FP8 tiles with scales are read by addresses: a program reads so little of them that
+descriptors cost more than they save. FP8 without block scales, whose operands are parts of one
+matrix a side, is multiplied by ``stacked_gemm.py``.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,10 +24,11 @@ from megatron_lowbit.kernels.operand_group import (
     decode,
     matrices_of,
 )
+from megatron_lowbit.kernels.product_tiles import Tile, factor_of, place_of_tile
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.split import Apart, Split
-from megatron_lowbit.kernels.stacked_gemm import factor_of, multiply_stacked, place_of_tile
+from megatron_lowbit.kernels.stacked_gemm import multiply_stacked
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
@@ -37,23 +39,8 @@ _SCALED = tl.constexpr(128)
 """Products to a scale of FP8 tiles."""
 
 
-class Tile(NamedTuple):
-    """Rows, columns and terms that a program computes at a time, and its launch.
-
-    ``described``: operands are read by descriptors, which a program writes first, and not by
-    addresses.
-    """
-
-    rows: int
-    columns: int
-    terms: int
-    warps: int
-    stages: int
-    described: bool = True
-
-
 _BF16, _BF16_FEW = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 2)
-_FP8_TILES = Tile(64, 128, 128, 4, 3, described=False)
+_FP8_TILES = Tile(64, 128, 128, 4, 3)
 """Tiles of BF16, and of FP8 tiles with scales, whose products take registers beside their sums.
 Where products have few terms, programs end soon: several on a multiprocessor hide one another's
 beginning and end. Found by trying on an H100 and an H200."""
@@ -153,8 +140,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
-        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows,
-        scaled, adds, tile.described, table.count,
+        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows, scaled, adds, table.count,
     )  # fmt: skip
     kinds = lhs.like, rhs.like, outs.like
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)
@@ -171,9 +157,8 @@ def _scratch(size: int, alignment: int, stream: int | None) -> Tensor:
 @triton.jit
 def grouped_gemm_kernel(
     table, a_like, b_like, out_like,
-    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr,
-    A_BY_ROWS: tl.constexpr, B_BY_ROWS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr,
-    DESCRIBED: tl.constexpr, COUNT: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, A_BY_ROWS: tl.constexpr,
+    B_BY_ROWS: tl.constexpr, SCALED: tl.constexpr, ADDS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute a tile of one of the products of a table in COUNT columns.
 
@@ -186,12 +171,12 @@ def grouped_gemm_kernel(
     columns = entry(table, i, COLUMNS, COUNT).to(tl.int32)
     terms = entry(table, i, TERMS, COUNT).to(tl.int32)
     row0, col0 = place_of_tile(tile, rows, columns, TM, TN)
-    if DESCRIBED:
-        a = _descriptor(table, i, A, A_STEP, a_like, rows, terms, TM, TK, A_BY_ROWS, COUNT)
-        b = _descriptor(table, i, B, B_STEP, b_like, columns, terms, TN, TK, B_BY_ROWS, COUNT)
-    else:
+    if SCALED:
         a = _addresses(table, i, A, A_STEP, a_like, row0, TM, TK, COUNT)
         b = _addresses(table, i, B, B_STEP, b_like, col0, TN, TK, COUNT)
+    else:
+        a = _descriptor(table, i, A, A_STEP, a_like, rows, terms, TM, TK, A_BY_ROWS, COUNT)
+        b = _descriptor(table, i, B, B_STEP, b_like, columns, terms, TN, TK, B_BY_ROWS, COUNT)
     sums = tl.zeros((TM, TN), dtype=tl.float32)
     if SCALED:
         row = row0 + tl.arange(0, TM)
@@ -215,7 +200,7 @@ def grouped_gemm_kernel(
             sums = tl.dot(left, right.T, sums)
         sums *= factor_of(table, i, A_FACTOR, COUNT) * factor_of(table, i, B_FACTOR, COUNT)
     start = pointer(table, i, OUT, COUNT, out_like)
-    if DESCRIBED or ADDS:
+    if ADDS or not SCALED:
         out = tl.make_tensor_descriptor(start, [rows, columns], [columns.to(tl.int64), 1], [TM, TN])
         if ADDS:
             sums += out.load([row0, col0]).to(tl.float32)

@@ -48,8 +48,8 @@ class GroupLayout:
         self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
         format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
         self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
-        self.beside = transposed and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
-        self.beside = self.beside and form is not Form.VALUES
+        is_fp8 = form is not Form.VALUES and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
+        self.beside = transposed and is_fp8
         if self.beside:
             self.multiples = STACKED_TERMS, STACKED_TERMS
         unit = math.lcm(self.multiples[1] if transposed else format.block_rows, _ALIGNMENT)
@@ -88,7 +88,8 @@ class Places(NamedTuple):
     ``codes`` and ``scales`` are the bytes before each operand's, and ``units`` are all units.
     ``rows`` and ``terms`` are its size, ``columns`` those of a row of codes, and ``steps`` are the
     elements from one row, or column unless ``by_rows``, to the next. ``aligned``: steps are
-    multiples of 16 bytes. ``stack``: the whole memory, None unless ``by_rows``.
+    multiples of 16 bytes. ``stack``: the one matrix that all are parts of, or
+    None.
     """
 
     codes: np.ndarray

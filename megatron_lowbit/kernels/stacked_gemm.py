@@ -6,7 +6,6 @@ descriptors are always the same, while it finishes one.
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.launcher import cdiv, table_launcher
 from megatron_lowbit.kernels.operand_group import Matrices
+from megatron_lowbit.kernels.product_tiles import Tile, factor_of, place_of_tile
 from megatron_lowbit.kernels.sections import FIRST_TILE, entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.split import Apart, Split
 
@@ -23,21 +23,7 @@ B, B_ROWS, B_COLUMNS, B_ROW, B_COLUMN, B_FACTOR = (tl.constexpr(i) for i in rang
 OUT, ROWS, COLUMNS, STEPS = (tl.constexpr(i) for i in range(13, 17))
 _FIELDS = tl.constexpr(17)
 """Rows of the table of products, after the first tiles; their number."""
-_NEIGHBOURS = tl.constexpr(8)
-"""Row tiles computed one after another with the same columns, which stay in the cache."""
-
-
-class _Tile(NamedTuple):
-    """Rows, columns and terms that a program computes at a time, and its launch."""
-
-    rows: int
-    columns: int
-    terms: int
-    warps: int
-    stages: int
-
-
-_TILES = {torch.bfloat16: _Tile(256, 128, 128, 8, 3), torch.float32: _Tile(128, 128, 128, 8, 3)}
+_TILES = {torch.bfloat16: Tile(256, 128, 128, 8, 3), torch.float32: Tile(128, 128, 128, 8, 3)}
 """Tiles by the result's dtype: results lie beside the operands of ``stages`` steps."""
 
 
@@ -148,19 +134,3 @@ def _whole(
 def _number(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr):
     """Return an entry as int32."""
     return entry(table, section, FIELD, COUNT).to(tl.int32)
-
-
-@triton.jit
-def place_of_tile(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
-    """Return the first row and column of a tile of a product (rows, columns)."""
-    band = _NEIGHBOURS * tl.cdiv(columns, TN)
-    first = tile // band * _NEIGHBOURS
-    height = tl.minimum(tl.cdiv(rows, TM) - first, _NEIGHBOURS)
-    return (first + tile % band % height) * TM, tile % band // height * TN
-
-
-@triton.jit
-def factor_of(table, section, PLACE: tl.constexpr, COUNT: tl.constexpr):
-    """Return a factor in FP32; 1 without an address."""
-    at = entry(table, section, PLACE, COUNT)
-    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=1.0)

@@ -71,7 +71,7 @@ def exact(operand) -> torch.Tensor:
 
 @pytest.fixture(params=[False, True], ids=["few terms", "many terms"])
 def many_terms(request, monkeypatch):
-    """Take all products for those with many terms, which are read by descriptors."""
+    """Take all products for those with many terms, which have larger tiles."""
     if request.param:
         monkeypatch.setattr(grouped_gemm, "_FEW_TERMS", -1)
 
