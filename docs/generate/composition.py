@@ -87,8 +87,8 @@ step. Layers that are spread have other scales and random numbers by design. See
 moves the second loss by up to 1.7e-3 and the first gradient norm by up to 2.7e-3 (12 draws, with
 MTP and without); partial sums in BF16 move them by up to 1.4e-3 and 1.1e-2 (18 draws), and with
 `MTP` or `MLA` by up to 4.8e-3 and 1.9e-2 (48 draws on a CPU; with `MTP` by 1.6e-3 and 1.4e-2 in 8
-draws on two H200s). The bound is twice that; cells with up to 5.7e-3 are above all draws. Smaller
-errors do not show where layers are split.
+draws on two H200s). The bound of losses is twice that; cells with up to 5.7e-3 are above all
+draws. Smaller errors do not show where layers are split.
 
 ## Pairs
 

@@ -125,7 +125,7 @@ def gaps(
     """
     arrays = [np.asarray(own) for own in values]
     if seeds is None:
-        count = len(arrays[0])
+        count = len(arrays[0])  # -1: a seed that the first lacks
         seeds = [range(count) if len(own) == count else [-1] * len(own) for own in arrays]
     places = {seed: place for place, seed in enumerate(seeds[0])}
     baseline, mean = arrays[0], np.mean(arrays[0], axis=0)

@@ -163,7 +163,7 @@ def _finish(one: _Running, keep_checkpoints: bool) -> str | None:
 
 
 def _is_complete(one: _Running) -> bool:
-    """Return True for a run that was stopped behind its last iteration."""
+    """Return True for a run that was stopped after its last iteration."""
     return not one.process.returncode and _iteration(one.job) == planned_iterations(one.job)
 
 
