@@ -15,7 +15,7 @@ from megatron_lowbit.analysis.spike_score import spike_score
 from megatron_lowbit.errors import UserError
 
 FINAL_SHARE = 1 / 20
-"""Share of the logged iterations that the final loss is the mean of."""
+"""Share of a run's iterations, the last, that the final loss is the mean of."""
 
 
 class Contender(NamedTuple):
@@ -65,7 +65,11 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
 
 
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
-    """Return the mean over the last part of the logged iterations, at least one."""
+    """Return the mean over the last share of a run's iterations, of at least one that is logged.
+
+    A run that began from another's checkpoint has logged its own iterations alone: the share is
+    that of the whole run.
+    """
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):
         return math.nan
@@ -73,7 +77,8 @@ def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
 
 
 def _final_count(curve: LossCurve, share: float = FINAL_SHARE) -> int:
-    return max(1, round(len(curve.losses) * share))
+    last = curve.iterations.max(initial=0)
+    return max(1, int((curve.iterations > round((1 - share) * last)).sum()))
 
 
 def perplexity(curve: LossCurve) -> float:
@@ -213,8 +218,8 @@ class GapCurve(NamedTuple):
 def gap_curves(contenders: Sequence[Contender]) -> list[GapCurve]:
     """Compute the gap of each name over training; the first is the baseline.
 
-    As for a final loss, a seed's loss at an iteration is the mean over a share of the logged
-    iterations, those that end there: the curve of a whole run ends at the gap of its row.
+    As for a final loss, a seed's loss at an iteration is the mean over as many logged iterations,
+    those that end there: the curve of a whole run ends at the gap of its row.
     """
     baseline = contenders[0].curves
     iterations = reduce(np.intersect1d, (curve.iterations for curve in baseline))
