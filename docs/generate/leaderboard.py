@@ -5,7 +5,7 @@
 
 Finished runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the
 same name and seed; without folders the page is written from that file alone. A row's loss is the
-mean of the last tenth of a run. Speeds are those of benchmarks/results/model-te-h200.json.
+mean of the last tenth of a run. Speeds are those of benchmarks/results/model-fp4-h100.json.
 """
 
 import argparse
@@ -25,9 +25,11 @@ from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 KEPT = RESULTS / "leaderboard.json"
-SPEEDS = RESULTS / "model-te-h200.json"
+SPEEDS = RESULTS / "model-fp4-h100.json"
 PAGE = ROOT / "docs" / "leaderboard.md"
 SHARE = 1 / 10
+REFERENCE = "nvfp4"
+"""The row that all other rows are compared with, beside the baseline."""
 RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
 PLACES = ("--data-path", "--tokenizer-model", "--save-interval")
 """Arguments that say where a machine has the data, and when it saves: they change no loss."""
@@ -37,9 +39,10 @@ TEXT = """# FP4 methods, ranked by what they lose
 
 writes this page from the finished runs of [the study](../examples/studies/leaderboard.yaml):
 {model}, {tokens} tokens, {seeds} seeds a row. A loss is the mean of the last tenth of a run. Gaps
-are relative to `{baseline}`, paired seed by seed, with their standard error; the noise of all rows
-is pooled. {power} Rows that are closer to each other are not told apart. A row that a study left
-out has fewer seeds: its gap is of those alone.
+are relative to `{baseline}`, and to `nvfp4`, paired seed by seed, with their standard error; the
+noise of all rows is pooled. {power} A row with fewer seeds than others has the gap of those alone.
+A seed stands for initial weights and data. Beyond these runs differ by chance, the same run on two
+kinds of GPU as well, which sum products in different orders.
 
 {table}
 
@@ -141,11 +144,11 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
             raise SystemExit(f"error: {name}: seeds {own}, {baseline}'s {seeds[0]}")
     losses = [[by_name[name][seed]["loss"] for seed in own]
               for name, own in zip(names, seeds, strict=True)]  # fmt: skip
+    from_baseline = gaps(losses, seeds)
+    from_reference = _from_reference(names, losses, seeds)
     found = {}
-    for name, own, (gap, error) in zip(names, losses, gaps(losses, seeds), strict=True):
+    for name, own, (gap, error) in zip(names, losses, from_baseline, strict=True):
         run = next(iter(by_name[name].values()))
-        known = "" if math.isnan(error) else f" ± {100 * error:.2f}"
-        shown = "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}%{known}"
         found[name] = (
             math.inf if math.isnan(gap) else gap if name != baseline else -math.inf,
             error,
@@ -154,7 +157,8 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
                 _source(run["recipe"]),
                 str(len(own)),
                 f"{statistics.fmean(own):.4f}",
-                "" if name == baseline else shown,
+                "" if name == baseline else _shown(gap, error),
+                _shown(*from_reference[name]) if name in from_reference else "",
                 _speed(run["recipe"], speeds),
                 f"{_bits(recipes[name]):.3g}",
                 f"`{shlex.join(run['recipe'])}`",
@@ -164,6 +168,24 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
              if abs(gap) < math.inf and len(own) == len(seeds[0])]  # fmt: skip
     ordered = [cells for _, _, cells in sorted(found.values(), key=lambda one: one[0])]
     return baseline, visible_gap(max(whole, default=0.0), 1, 1), ordered
+
+
+def _from_reference(
+    names: Sequence[str], losses: Sequence[list[float]], seeds: Sequence[list[int]]
+) -> dict[str, tuple[float, float]]:
+    """Return the gaps to REFERENCE and their errors, of all names but it and the baseline."""
+    if REFERENCE not in names:
+        return {}
+    first = names.index(REFERENCE)
+    order = [first, *(i for i in range(1, len(names)) if i != first)]
+    found = gaps([losses[i] for i in order], [seeds[i] for i in order])
+    return {names[i]: found[place] for place, i in enumerate(order) if i != first}
+
+
+def _shown(gap: float, error: float) -> str:
+    """Return a gap in percent, with its error where that is known."""
+    known = "" if math.isnan(error) else f" ± {100 * error:.2f}"
+    return "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}%{known}"
 
 
 def _recipe(run: dict) -> Recipe:
@@ -232,7 +254,7 @@ def page(runs: Sequence[dict], speeds_file: Path) -> str:
         f"A gap of {100 * visible:.2g}% shows beyond two standard errors in four of five studies."
     )
     power = power if visible > 0 else "Without noise known, no gap can be judged."
-    headings = ("", "recipe", "seeds", "loss", "gap", "speed", "bits", "arguments")
+    headings = ("", "recipe", "seeds", "loss", "gap", "to nvfp4", "speed", "bits", "arguments")
     machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
     model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
     return TEXT.format(

@@ -71,17 +71,20 @@ def test_the_table(write, tmp_path):
     ratios = {"nvfp4": (0.02, 0.01), "mine": (0.01, 0.005)}
     variances = [statistics.variance(own) for own in ratios.values()]
     error = 100 * math.sqrt(statistics.fmean(variances) / 2)
-    assert base[:5] == ["bf16", "[bf16](recipes/bf16.md)", "2", "2.1000", ""]
+    assert base[:6] == ["bf16", "[bf16](recipes/bf16.md)", "2", "2.1000", "", ""]
     assert nvfp4[0] == "nvfp4" and nvfp4[4] == f"+1.50% ± {error:.2f}"
     assert mine[0] == "mine" and mine[4] == f"+0.75% ± {error:.2f}"
-    rows = json.loads((ROOT / "benchmarks/results/model-te-h200.json").read_text())["rows"]
+    rows = json.loads((ROOT / "benchmarks/results/model-fp4-h100.json").read_text())["rows"]
     times = {row["contender"]: row["both"]["median_ms"] for row in rows}
-    assert base[5] == f"{times['nvfp4 in TE'] / times['TE BF16']:.2f}"
-    assert (nvfp4[5], mine[5]) == ("1.00", "not measured")
+    to_nvfp4 = [100 * (2.02 / 2.04 - 1), 100 * (2.211 / 2.222 - 1)]
+    found = statistics.fmean(to_nvfp4), statistics.stdev(to_nvfp4) / math.sqrt(2)
+    assert mine[5] == "{:+.2f}% ± {:.2f}".format(*found) and nvfp4[5] == ""
+    assert base[6] == f"{times['nvfp4 in TE'] / times['TE BF16']:.2f}"
+    assert (nvfp4[6], mine[6]) == ("1.00", "not measured")
     # fprop's two operands have 16 bits, the others 4 and 8 for 32 elements.
-    assert base[6] == "16" and nvfp4[6] == "4.5"
-    assert float(mine[6]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
-    assert nvfp4[7] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
+    assert base[7] == "16" and nvfp4[7] == "4.5"
+    assert float(mine[7]) == pytest.approx((2 * 16 + 4 * 4.25) / 6, abs=0.005)
+    assert nvfp4[8] == "`--precision-recipe nvfp4 --recipe-set bf16_blocks=none`"
     text = (tmp_path / "page.md").read_text()
     assert f"A gap of {2.8416 * error:.2g}% shows" in text and "1M tokens, 2 seeds a row" in text
     assert "[examples/gpt-60m.args](../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text

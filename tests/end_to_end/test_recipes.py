@@ -33,6 +33,7 @@ ROWS = {
     ),
     "mxfp4": ("--fp4-recipe mxfp4", 8, "RHT-32"),
     "nvfp4": ("--fp4-recipe nvfp4", 8, "RHT-16"),
+    "nvfp4-late-bf16": ("--fp4-recipe nvfp4-late-bf16", 8, "RHT-16"),
     "nvfp4-fold": ("--fp4-recipe nvfp4-fold", 8, "nvfp4 foldable-up"),
     "nvfp4-4over6": (
         "--fp4-recipe nvfp4-4over6", 12, "nvfp4 4/6 mse max 256 x nvfp4 4/6 mse max 256: ",

@@ -133,11 +133,12 @@ def test_products_are_exact_and_have_the_means(main_grad):
 
 def test_what_is_not_exact_is_dequantized():
     """Blocks of FP8 and FP32 scales have no BF16 numbers."""
-    codes = Quantizer(format_by_name("fp8-1x128-e4m3"), splits_mean=True)(torch.randn(8, 32) + 3)
-    other = NEAREST(torch.randn(8, 32))
+    x = torch.randn(8, 32, device=DEVICE) + 3
+    codes = Quantizer(format_by_name("fp8-1x128-e4m3"), splits_mean=True)(x)
+    other = NEAREST(torch.randn(8, 32, device=DEVICE))
     left, right = gemm.with_means(codes, other, True)
     assert torch.equal(left, codes.dequantize()) and right is other
     assert gemm.with_means(other, other, True) == (other, other)
-    exact = Quantizer(format_by_name("nvfp4"), splits_mean=True)(torch.randn(8, 32) + 3)
+    exact = Quantizer(format_by_name("nvfp4"), splits_mean=True)(x)
     assert torch.equal(gemm.with_means(exact, other, False)[0], exact.dequantize())
     assert torch.equal(gemm.with_means(exact, other, True)[0].dequantize(), exact.dequantize())

@@ -8,6 +8,7 @@ from megatron_lowbit.recipes import (
     GemmPrecision,
     Layer,
     LinearPrecision,
+    Progress,
     Recipe,
     load_combined,
     load_recipe,
@@ -139,7 +140,7 @@ NAMES = {  # formats whose blocks look like NVFP4's
         "wgrad": ["ms-eden", "nvfp4"],
     },
 }
-OPERANDS["nemotron3-super"] = OPERANDS["nvfp4"]
+OPERANDS["nemotron3-super"] = OPERANDS["nvfp4-late-bf16"] = OPERANDS["nvfp4"]
 REUSED = {  # what GEMMs have of others: everything that is not named is False
     "averis": {"dgrad": {"rhs_of_fprop"}, "wgrad": {"rhs_of_fprop", "lhs_of_dgrad"}},
     "quartet2": {"dgrad": {"requantizes_rhs"}, "wgrad": {"requantizes_rhs"}},
@@ -175,6 +176,7 @@ HADAMARDS = {
 }
 
 HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4-4over6"] = HADAMARDS["nvfp4"]
+HADAMARDS["nvfp4-late-bf16"] = HADAMARDS["nvfp4"]
 HADAMARDS["quartet2"] = HADAMARDS["torchao-v2"] = {
     "fprop": None,
     "dgrad": FRESH_128,
@@ -186,6 +188,7 @@ KEPT = {  # blocks of the published model -> what stays in high precision, from 
     "fp8-tile-e4m3": (10, {0, 8, 9}),
     "mxfp4": (62, {0, 1, *range(54, 62)}),
     "nvfp4": (62, {0, 1, *range(54, 62)}),
+    "nvfp4-late-bf16": (62, {0, 1, *range(54, 62)}),
     "nvfp4-fold": (62, {0, 1, *range(54, 62)}),
     "nvfp4-4over6": (24, {20, 21, 22, 23}),
     "nvfp4-4over6-te": (62, {0, 1, *range(54, 62)}),
@@ -293,6 +296,17 @@ def test_layers_of_nemotron3_super():
     assert operands(recipe.configs["mxfp8"]) == OPERANDS["mxfp8"]
     assert recipe.configs["nvfp4"] == load_recipe("nvfp4").configs["nvfp4"]
     recipe.check_matchers(model_layers("M-M*-", 1))
+
+
+def test_nvfp4_with_bf16_at_the_end():
+    """nvfp4 until four fifths of a run; fprop in high precision after that."""
+    recipe, nvfp4 = load_recipe("nvfp4-late-bf16"), load_recipe("nvfp4")
+    assert recipe.configs == nvfp4.configs and recipe.matchers == nvfp4.matchers
+    before, after = Progress(999, 0, 0.7999), Progress(1000, 0, 0.8)
+    (low,) = quantized(recipe.at(before), 62)[1]
+    assert low == nvfp4.configs["nvfp4"]
+    (low,) = quantized(recipe.at(after), 62)[1]
+    assert operands(low) == OPERANDS["nvfp4"] | {"fprop": HIGH}
 
 
 def test_fp8_tile_with_e4m3_gradients():

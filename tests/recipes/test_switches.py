@@ -97,8 +97,8 @@ def test_a_disabled_switch_is_none():
 
 
 def test_recipes_without_switches_stay_as_they_are():
-    for name in shipped_recipes():
-        recipe = load_recipe(name)
+    recipes = [load_recipe(name) for name in shipped_recipes()]
+    for recipe in [recipe for recipe in recipes if not recipe.switches]:
         assert recipe.at(Progress(10**6, 10**13, 0.99)) == recipe
 
 
