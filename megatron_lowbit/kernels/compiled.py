@@ -125,6 +125,10 @@ class CompiledEngine(ReferenceEngine):
         """Dequantize by the fused functions."""
         return _dense(operand).t()
 
+    def rounded(self, operand: QuantizedTensor) -> Tensor:
+        """Dequantize by the fused functions, and round."""
+        return _dense(operand).to(torch.bfloat16)
+
     def gemm(
         self,
         lhs: Tensor | QuantizedTensor,

@@ -84,6 +84,10 @@ class Engine:
         """Return the transpose of codes (R, C) with their values, to be multiplied by ``lhs``."""
         return operand.dequantize().t()
 
+    def rounded(self, operand: QuantizedTensor) -> Tensor:
+        """Decode codes (R, C) to BF16, rounded to nearest."""
+        return operand.dequantize().to(torch.bfloat16)
+
     def transposed(self, operand: QuantizedTensor) -> Any:
         """Return the transpose of square blocks as :meth:`quantize` gives it for both sides."""
         return operand.transpose()

@@ -29,7 +29,14 @@ from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operand_group import TransposedGroup, one_to_look_at
-from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, is_exact, transposed
+from megatron_lowbit.kernels.operands import (
+    Transposed,
+    Values,
+    exact_values,
+    is_exact,
+    rounded_values,
+    transposed,
+)
 from megatron_lowbit.kernels.routes import form_of_many, forms_of, written_form
 from megatron_lowbit.kernels.split import looked_at
 from megatron_lowbit.numerics import (
@@ -196,6 +203,11 @@ class FusedEngine(Engine):
         if not exact or not operand.codes.numel():
             return super().transpose(operand, lhs)
         return exact_values(operand).t()
+
+    def rounded(self, operand: QuantizedTensor) -> Tensor:
+        """Decode by one kernel what has BF16 numbers in blocks, with one scale of the tensor."""
+        taken = is_exact(operand) and operand.scales.numel() and operand.mean is None
+        return rounded_values(operand) if taken else super().rounded(operand)
 
     def gemm(
         self,

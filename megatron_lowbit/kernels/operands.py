@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.elements import (
     Element,
+    bf16_values,
     code_values,
     encode,
     on_grid,
@@ -85,15 +86,27 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
         return operand
     if isinstance(operand, Transposed):
         return exact_values(operand.of).t()
-    rows, columns = operand.codes.shape[0], _columns(operand)
-    values = torch.empty((rows, columns), dtype=torch.bfloat16, device=operand.codes.device)
     if operand.scales.shape[1]:
-        _launch(operand, _scale_bytes(operand), values)
+        values = _decoded(operand, None)
     else:
-        values.copy_(operand.codes)
+        values = operand.codes.to(torch.bfloat16)[:, : operand.shape[-1]]
     scale = operand.tensor_scale if has_tensor_scale(operand.format) else None
     mean = None if operand.mean is None else operand.mean[None]
-    return Values(values[:, : operand.shape[-1]], scale, mean)
+    return Values(values, scale, mean)
+
+
+def rounded_values(operand: QuantizedTensor) -> Tensor:
+    """Decode what :func:`exact_values` takes, with block scales, and round it to BF16 (R, K)."""
+    scaled = has_tensor_scale(operand.format)
+    return _decoded(operand, operand.tensor_scale if scaled else None)
+
+
+def _decoded(operand: QuantizedTensor, tensor_scale: Tensor | None) -> Tensor:
+    """Decode codes times block scales, and a tensor scale if one is given, to BF16 (R, K)."""
+    shape = operand.codes.shape[0], _columns(operand)
+    values = torch.empty(shape, dtype=torch.bfloat16, device=operand.codes.device)
+    _launch(operand, _scale_bytes(operand), values, tensor_scale=tensor_scale)
+    return values[:, : operand.shape[-1]]
 
 
 def fold(
@@ -174,10 +187,10 @@ def decoding_programs(rows: int, columns: int) -> int:
     return cdiv(rows, DECODED_TILE[0]) * cdiv(columns, DECODED_TILE[1])
 
 
-def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None]:
-    """Return a format's block, its elements, and its scales' elements, as the kernel takes them."""
-    scale = format.scale_element
-    return format.block, element(format.element), None if scale is None else element(scale)
+def elements_of(format: BlockFormat) -> tuple[int, Element, Element | None, bool]:
+    """Return a format's block, elements, scales' elements, and ``multiplies_scales``."""
+    scale = None if format.scale_element is None else element(format.scale_element)
+    return format.block, element(format.element), scale, format.multiplies_scales
 
 
 def _scale_bytes(operand: QuantizedTensor) -> Tensor:
@@ -205,11 +218,12 @@ def element(format: ElementFormat) -> Element:
 def decode_kernel(
     codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K, table,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
-    TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr, COUNT: tl.constexpr,
+    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
-    SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0
+    With a ``tensor_scale`` numbers are rounded to BF16, scales first if it MULTIPLIES them. SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0
     scales are divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the
     logarithm of the lift. A ``table`` (see ``sections.py``) has operands to decode in place of one.
     """
@@ -237,8 +251,12 @@ def decode_kernel(
             scale = _power(stored + 0)
         else:
             scale = _decode(stored, SCALE)
-        value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
-        store_tile(out, value.to(tl.bfloat16), row0, col0, R, K, EVEN)
+        whole = 1.0 if tensor_scale is None else tl.load(tensor_scale)
+        if MULTIPLIES:
+            value = _decode(code, E) * over_block(scale * whole, TM, TN, 1, BLOCK)
+        else:
+            value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK) * whole
+        store_tile(out, bf16_values(value), row0, col0, R, K, EVEN)
     else:
         top = 1.0
         if SCALE is None:

@@ -83,7 +83,7 @@ def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> 
     """Quantize the transpose of fprop's quantized weight or input, in BF16, along its own axis."""
     if role == "input":
         context = _without_split_tokens(context)
-    values = operand.dequantize().to(torch.bfloat16)
+    values = context.engine.rounded(operand)
     return context.quantize(values, role, None, "wgrad" if role == "input" else "dgrad")[1]
 
 

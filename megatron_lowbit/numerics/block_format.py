@@ -26,7 +26,8 @@ class BlockFormat(ABC):
     (``kernels/scales.py``) or, where ``scales_from_numbers``, a block (``kernels/block_codes.py``).
     ``scale_element`` is the element format of stored scales, None for powers of two and FP32.
     ``scale_dtype`` is then the dtype of stored scales; square blocks repeat theirs for each row if
-    ``repeats_scales``. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
+    ``repeats_scales``. Decoding multiplies block and tensor scale first where
+    ``multiplies_scales``, and rounds there. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
     others in FP32, where no faster route takes them (``kernels/routes.py``).
     """
 
@@ -42,6 +43,7 @@ class BlockFormat(ABC):
     scale_dtype: ClassVar[torch.dtype] = torch.uint8
     scale_element: ClassVar[ElementFormat | None] = None
     repeats_scales: ClassVar[bool] = True
+    multiplies_scales: ClassVar[bool] = False
 
     @abstractmethod
     def encode(

@@ -7,7 +7,7 @@ import torch
 
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import quantize_both
-from megatron_lowbit.kernels.operands import Transposed, exact_values, fold
+from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.folding import fold as reference_fold
 from megatron_lowbit.numerics.folding import folded_format
@@ -54,6 +54,13 @@ def test_bf16_numbers_are_exact(name):
         q = replace(q, tensor_scale=torch.ones_like(q.tensor_scale))
         seen = replace(seen, tensor_scale=q.tensor_scale)
     assert torch.equal(numbers(seen), q.dequantize())
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if "tensor" not in name])
+def test_numbers_rounded_to_bf16(name):
+    """Those of dequantize, in each format's order of products."""
+    q = Quantizer(EXACT[name])(values(spread=6.0))
+    assert torch.equal(rounded_values(q), q.dequantize().bfloat16())
 
 
 def test_bf16_numbers_of_tiles_at_both_ends_of_fp32():

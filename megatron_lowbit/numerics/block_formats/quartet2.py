@@ -42,6 +42,7 @@ class Quartet2(BlockFormat):
     scale_kernel = "megatron_lowbit.kernels.block_codes:quartet2"
     scales_from_numbers = True
     exact_in_bf16 = True
+    multiplies_scales = True
 
     @property
     def kernel_options(self) -> tuple[float, float]:
