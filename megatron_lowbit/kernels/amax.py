@@ -22,7 +22,7 @@ from megatron_lowbit.kernels.sections import (
 )
 from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
 
-MAX_POINTS = tl.constexpr(64)
+MAX_POINTS = tl.constexpr(128)
 """A longer transform is not taken apart into points: too much code."""
 
 

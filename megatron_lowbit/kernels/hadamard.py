@@ -33,12 +33,17 @@ class Transform(NamedTuple):
 
 
 @triton.jit
-def _minus_bits(key, H: tl.constexpr):
-    """Draw the signs of a transform as bits (int64), set where a sign is minus."""
-    quad = tl.arange(0, H.points // 4)
-    s0, s1, s2, s3 = philox(key, quad, tl.full((H.points // 4,), H.points, tl.int32))
+def _minus_words(key, H: tl.constexpr):
+    """Draw the signs of a transform as words of 32 bits, set where a sign is minus."""
+    QUADS: tl.constexpr = H.points // 4
+    quad = tl.arange(0, QUADS)
+    s0, s1, s2, s3 = philox(key, quad, tl.full((QUADS,), H.points, tl.int32))
     four = (s0 >> 31) | (s1 >> 31) << 1 | (s2 >> 31) << 2 | (s3 >> 31) << 3
-    return tl.sum(four.to(tl.int64) << (4 * quad), 0)
+    four = four.to(tl.int32) << (quad % 8 * 4)
+    words = ()
+    for i in tl.static_range((QUADS + 7) // 8):
+        words = words + (tl.sum(tl.where(quad // 8 == i, four, 0), 0),)
+    return words
 
 
 @triton.jit
@@ -69,11 +74,9 @@ def butterfly_points(points, signs, N: tl.constexpr, H: tl.constexpr):
     ys = points
     if H.signs == DRAWN_SIGNS:
         ys = ()
-        minus = _minus_bits(signs, H)
-        lower, upper = minus.to(tl.int32), (minus >> 32).to(tl.int32)
+        minus = _minus_words(signs, H)
         for i in tl.static_range(N):
-            bits = upper if i % H.points >= 32 else lower
-            minus_bit = (bits << (31 - i % H.points % 32)) & -0x80000000
+            minus_bit = (minus[i % H.points // 32] << (31 - i % H.points % 32)) & -0x80000000
             # x - 0, or 0 - x: a zero keeps its sign or is positive.
             sign = (0x3F800000 | minus_bit).to(tl.float32, bitcast=True)
             zero = (minus_bit ^ -0x80000000).to(tl.float32, bitcast=True)

@@ -38,6 +38,8 @@ _OWN, _ROW = 5, 7
 """Places of the kernel's arguments: x's own amax, and the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
+_REGISTERS = {64: 168, 128: 255}
+"""Registers of a thread by the points of a transform that it holds."""
 _CODES = 2
 """Place of a side's codes, which scales follow."""
 
@@ -210,10 +212,10 @@ def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[s
     height, width = 32 if col is None else 64, 128
     if any(side.transform and side.transform.points > LARGEST_TRANSFORM for side in sides):
         height = width = 32
-    points = all(side.points for side in sides)
+    points, most = all(side.points for side in sides), max(side.points for side in sides)
     if points and all(side.block <= POINTS for side in sides):
-        if any(side.points == 64 for side in sides):
-            return (64, 128), {"num_warps": 4, "maxnreg": 168}
+        if most > POINTS:
+            return (most, 128), {"num_warps": 4, "maxnreg": _REGISTERS[most]}
         # Fewer values a thread, so that more threads hide each other's waiting.
         if any(side.stochastic for side in sides):
             return (32, 128), {"num_warps": 4}
@@ -225,5 +227,6 @@ def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[s
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
     if points:
-        return (height, width), {"num_warps": max(4, height * width // 2048), "maxnreg": 80}
+        warps = 4 if most > POINTS else max(4, height * width // 2048)
+        return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(most, 80)}
     return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}

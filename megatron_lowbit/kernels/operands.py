@@ -223,9 +223,10 @@ def decode_kernel(
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
-    With a ``tensor_scale`` numbers are rounded to BF16, scales first if it MULTIPLIES them. SCALE is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0
-    scales are divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the
-    logarithm of the lift. A ``table`` (see ``sections.py``) has operands to decode in place of one.
+    With a ``tensor_scale`` numbers are rounded to BF16, scales first if it MULTIPLIES them. SCALE
+    is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0 scales are
+    divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the logarithm of
+    the lift. A ``table`` (see ``sections.py``) has operands to decode in place of one.
     """
     LOWERED: tl.constexpr = 2.0**-RAISED
     tile = tl.program_id(0)

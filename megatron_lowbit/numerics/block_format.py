@@ -27,8 +27,8 @@ class BlockFormat(ABC):
     ``scale_element`` is the element format of stored scales, None for powers of two and FP32.
     ``scale_dtype`` is then the dtype of stored scales; square blocks repeat theirs for each row if
     ``repeats_scales``. Decoding multiplies block and tensor scale first where
-    ``multiplies_scales``, and rounds there. Operands that are ``exact_in_bf16`` are multiplied by BF16 tensor cores,
-    others in FP32, where no faster route takes them (``kernels/routes.py``).
+    ``multiplies_scales``, and rounds there. Operands that are ``exact_in_bf16`` are multiplied by
+    BF16 tensor cores, others in FP32, where no faster route takes them (``kernels/routes.py``).
     """
 
     name: str
