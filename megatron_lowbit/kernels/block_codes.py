@@ -23,6 +23,7 @@ from megatron_lowbit.kernels.scales import (
     encode_scale,
     finite_or_nan,
     quotient,
+    quotient_by,
     scale_code,
 )
 
@@ -70,10 +71,14 @@ def _candidate(
         if i % 8 == 7:
             # A block that is not finite has codes of zero.
             words = words + (tl.where(scale == scale, word, 0),)
-        value = tl.div_rn(value * scale * amax, tl.zeros_like(scale) + OPTIONS.top)
-        term = tl.abs(value - tl.abs(points[i]))
+        value = value * scale * amax
         if SELECTION == MSE:
+            # Quotients that are subnormal may differ from IEEE's: their squares are zero.
+            term = quotient_by(value, OPTIONS.top) - tl.abs(points[i])
             term = term * term
+        else:
+            whole = tl.div_rn(value, tl.zeros_like(scale) + OPTIONS.top)
+            term = tl.abs(whole - tl.abs(points[i]))
         if i == 0:
             error = term
         elif SELECTION == ABS_MAX:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.elements import (
+    HARDWARE_CASTS,
     Element,
     abs_bits,
     fold_ratio,
@@ -48,6 +49,24 @@ def quotient(numerator, denominator):
     """Divide a number by a tensor or scalar as IEEE does, saturating; NaN stays NaN."""
     ratio = tl.div_rn(tl.zeros_like(denominator) + numerator, denominator)
     return tl.where(ratio > FLT_MAX, FLT_MAX, ratio)
+
+
+@triton.jit
+def quotient_by(x, TOP: tl.constexpr):
+    """Divide positive numbers by a constant, with IEEE's bits where the quotient is normal.
+
+    A quotient by the reciprocal, corrected by its remainder (Markstein, "Computation of elementary
+    functions on the IBM RISC System/6000 processor", 1990), is right for all significands of FP32
+    if the constant is 3 or 21 times a power of two, as 6 * 256 and 6 * 448 are.
+    """
+    if HARDWARE_CASTS:
+        ratio = x * (1.0 / TOP)
+        ratio = tl.fma(tl.fma(ratio, -TOP, x), tl.full((), 1.0 / TOP, tl.float32), ratio)
+        # The remainder of infinity is NaN, and the smaller of NaN and infinity is infinity.
+        return tl.minimum(ratio, float("inf"))
+    else:
+        # The interpreter's FMA rounds twice.
+        return tl.div_rn(x, tl.zeros_like(x) + TOP)
 
 
 @triton.jit
