@@ -66,7 +66,13 @@ OWN_RECIPES = {
     "nvfp4-ue5m3": ("--precision-recipe", "nvfp4-ue5m3"),
     "quartet2": ("--precision-recipe", "quartet2"),
     "torchao-v2": ("--precision-recipe", "torchao-v2"),
-}
+    "averis": ("--precision-recipe", "averis"),
+    # The last fifth of nvfp4-late-bf16.
+    "nvfp4 fprop=null": (
+        "--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none",
+        "--recipe-set", "fprop=null",
+    ),
+}  # fmt: skip
 SQUARE = ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT)
 FP8 = ("--fp8-format", "hybrid", "--fp8-recipe")
 CONTENDERS = {
