@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.elements import abs_bits
-from megatron_lowbit.kernels.hadamard import butterfly_points, finish, transform_tile
+from megatron_lowbit.kernels.hadamard import MAX_POINTS, butterfly_points, finish, transform_tile
 from megatron_lowbit.kernels.sections import (
     COL_SIGNS,
     FIRST_TILE,
@@ -21,9 +21,6 @@ from megatron_lowbit.kernels.sections import (
     section_of,
 )
 from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
-
-MAX_POINTS = tl.constexpr(128)
-"""A longer transform is not taken apart into points: too much code."""
 
 
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.hadamard import MAX_POINTS
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
@@ -17,10 +18,8 @@ from megatron_lowbit.numerics import tensor_amaxes as reference
 
 BITS = {6: torch.int32, 8: torch.int32}
 """Amaxes by their places in the kernel's arguments, and the dtype as which it takes them."""
-_TILE = 8192
-"""Elements of a tile."""
-LARGEST_TRANSFORM = 128
-"""Points of the largest transform that a tile holds in both directions."""
+_TILE, _THREADS = 8192, 128
+"""Elements of a tile; threads of a program, each of which takes whole transforms."""
 
 
 class Measured(NamedTuple):
@@ -195,6 +194,8 @@ def amax_tile(row: Hadamard | None, col: Hadamard | None, height: int = 64) -> t
     ``height`` is that of a tile without long transforms.
     """
     across, down = (1 if one is None else one.size for one in (row, col))
-    small = max(across, down) <= LARGEST_TRANSFORM
-    least = (height, _TILE // height) if small else (32, 32)
-    return max(least[0], down), max(least[1], across)
+    longest = max(across, down)
+    if longest > MAX_POINTS.value:
+        return max(32, down), max(32, across)
+    rows = max(height, down)
+    return rows, max(_TILE, _THREADS * longest) // rows

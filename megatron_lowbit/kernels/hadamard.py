@@ -17,6 +17,8 @@ from megatron_lowbit.kernels.random_words import philox
 NO_SIGNS = tl.constexpr(0)
 FIXED_SIGNS = tl.constexpr(1)
 DRAWN_SIGNS = tl.constexpr(2)
+MAX_POINTS = tl.constexpr(128)
+"""Points of the longest transform that a thread holds, and a tile in both directions."""
 
 
 class Transform(NamedTuple):

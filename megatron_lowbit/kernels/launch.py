@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amaxes import (
-    LARGEST_TRANSFORM,
     AmaxPass,
     amax_pass,
     measured,
@@ -16,6 +15,7 @@ from megatron_lowbit.kernels.amaxes import (
 )
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.hadamard import MAX_POINTS
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import Side, quantize_kernel
@@ -142,7 +142,7 @@ def _plan(
 
     ``same``: both sides are of one request.
     """
-    if row and col and max(_points(row), _points(col)) > LARGEST_TRANSFORM:
+    if row and col and max(_points(row), _points(col)) > MAX_POINTS.value:
         return None
     by_row = None if row is None else _side_plan(row, row_form, shape, device, False)
     by_col = None if col is None else _side_plan(col, col_form, shape[::-1], device, True)
@@ -210,7 +210,7 @@ def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[s
     """Return rows and columns of the tile, and the launch's options: found by trying on an H200."""
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
-    if any(side.transform and side.transform.points > LARGEST_TRANSFORM for side in sides):
+    if any(side.transform and side.transform.points > MAX_POINTS.value for side in sides):
         height = width = 32
     points, most = all(side.points for side in sides), max(side.points for side in sides)
     if points and all(side.block <= POINTS for side in sides):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.amaxes import BITS, LARGEST_TRANSFORM, amax_tile, measured
+from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.hadamard import MAX_POINTS
 from megatron_lowbit.kernels.launch import tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.operand_group import (
@@ -56,7 +57,7 @@ def _takes(kind: Request) -> bool:
     return (
         quantizer.has_kernel
         and not quantizer.format.row_scaled
-        and (hadamard is None or hadamard.size <= LARGEST_TRANSFORM)
+        and (hadamard is None or hadamard.size <= MAX_POINTS.value)
     )
 
 

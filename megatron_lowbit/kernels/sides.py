@@ -10,9 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.kernels.amax import MAX_POINTS
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import DRAWN_SIGNS, FIXED_SIGNS, NO_SIGNS, Transform
+from megatron_lowbit.kernels.hadamard import (
+    DRAWN_SIGNS,
+    FIXED_SIGNS,
+    MAX_POINTS,
+    NO_SIGNS,
+    Transform,
+)
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import Side
