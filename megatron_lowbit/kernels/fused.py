@@ -24,7 +24,7 @@ from megatron_lowbit.kernels.gemm import (
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair, multiply_groups
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
-from megatron_lowbit.kernels.means import residual_request
+from megatron_lowbit.kernels.means import residual_request, split_mean
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
@@ -51,7 +51,6 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics import gemm as reference_gemm
 from megatron_lowbit.numerics import quantize_both as reference_quantize
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.mean_residual import split_mean
 from megatron_lowbit.numerics.mxnorm import MXNorm
 
 
@@ -116,7 +115,7 @@ class FusedEngine(Engine):
         """Quantize x along its rows, or its residual from their mean, which the operand gets."""
         if not request.quantizer.splits_mean:
             return self.quantize(x, request, None, (amax, None))[0]
-        mean, residual = split_mean(x.float())
+        mean, residual = split_mean(x)
         made, _ = self.quantize(residual, residual_request(request), None, (amax, None))
         return replace(made, mean=mean[None] if isinstance(made, Values) else mean)
 

@@ -9,10 +9,50 @@ product with the sums of the other operand.
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
+from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.tiles import load_raw
 from megatron_lowbit.numerics import Request
+from megatron_lowbit.numerics import mean_residual as reference
+
+_TILE = 16, 128
+"""Rows and columns that a program sums at a time."""
+_PARTS = 64
+"""Parts of the rows, each summed by programs of its own."""
+
+
+def split_mean(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Split x (M, K), FP32 or BF16, as the reference does, from one pass over it for the sums.
+
+    In torch a sum in FP64 is that of a copy in FP64.
+    """
+    rows, columns = x.shape
+    if not x.numel():
+        return reference.split_mean(x.float())
+    parts = min(_PARTS, cdiv(rows, _TILE[0]))
+    sums = torch.empty((parts, columns), dtype=torch.float64, device=x.device)
+    programs = parts * cdiv(columns, _TILE[1])
+    _sums_kernel[(programs,)](x, *x.stride(), rows, columns, sums, parts, *_TILE)
+    mean = (sums.sum(dim=0) / rows).to(torch.float32)
+    return mean, x - mean
+
+
+@triton.jit
+def _sums_kernel(
+    x, stride_r, stride_c, R, C, sums, parts, TM: tl.constexpr, TN: tl.constexpr
+):  # fmt: skip
+    """Sum every so many tiles of x (R, C) to a row of ``sums`` (parts, C), FP64."""
+    part, col0 = tl.program_id(0) % parts, tl.program_id(0) // parts * TN
+    row0, tile = part * TM, tl.zeros((TM, TN), tl.float64)
+    for _ in tl.range(0, tl.cdiv(R - row0, parts * TM)):
+        tile += load_raw(x, stride_r, stride_c, row0, col0, R, C, TM, TN, False).to(tl.float64)
+        row0 += parts * TM
+    column = col0 + tl.arange(0, TN)
+    tl.store(sums + part.to(tl.int64) * C + column, tl.sum(tile, 0), mask=column < C)
 
 
 def residual_request(request: Request) -> Request:
