@@ -40,28 +40,40 @@ def load_column_points(
     r, c = place // TN * P, place % TN
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
-    if P <= 32:
-        return _column_points(at, stride_r, r, c, R, C, P, EVEN)
+    CHUNK: tl.constexpr = P if P <= 32 else 16
+    points, places = (), ()
+    for i in tl.static_range(CHUNK):
+        places = places + (at + i * stride_r,)
+    if P == CHUNK:
+        return _column_points(places, r, c, R, C, P, EVEN)
     else:
-        # A loop, not P loads: Triton takes the longer to place a load the more code there is.
-        CHUNK: tl.constexpr = 16
-        points = ()
         for _ in tl.static_range(P):
             points = points + (tl.zeros((TM // P * TN,), tl.float32),)
+        # A loop that carries the addresses: of others Triton looks for all loads and stores that
+        # the whole of the code connects with each, which takes it longer than all the rest.
         for i in range(0, P, CHUNK):
-            chunk = _column_points(at + i * stride_r, stride_r, r + i, c, R, C, CHUNK, EVEN)
-            points = points[CHUNK:] + chunk
+            points = points[CHUNK:] + _column_points(places, r + i, c, R, C, CHUNK, EVEN)
+            places = _further(places, CHUNK * stride_r, CHUNK)
         return points
 
 
 @triton.jit
-def _column_points(at, stride_r, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
+def _further(places, step, N: tl.constexpr):
+    """Return N tensors of addresses, each a step on."""
+    moved = ()
+    for i in tl.static_range(N):
+        moved = moved + (places[i] + step,)
+    return moved
+
+
+@triton.jit
+def _column_points(places, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
     points = ()
     for i in tl.static_range(P):
         if EVEN:
-            point = tl.load(at + i * stride_r)
+            point = tl.load(places[i])
         else:
-            point = tl.load(at + i * stride_r, mask=(r + i < R) & (c < C), other=0.0)
+            point = tl.load(places[i], mask=(r + i < R) & (c < C), other=0.0)
         points = points + (point.to(tl.float32),)
     return points
 
@@ -76,30 +88,32 @@ def load_row_points(
     place = tl.arange(0, N)[:, None]
     r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
-    if P <= 32:
-        return _row_points(at, stride_c, row0 + r, col0 + c, R, C, P, EVEN)
+    r, c = row0 + r, col0 + c
+    CHUNK: tl.constexpr = P if P <= 32 else 16
+    points, places = (), ()
+    for i in tl.static_range(0, CHUNK, 8):
+        places = places + (at + i * stride_c,)
+    if P == CHUNK:
+        return _row_points(places, r, c, R, C, P, EVEN)
     else:
-        CHUNK: tl.constexpr = 16
-        points = ()
         for _ in tl.static_range(P):
             points = points + (tl.zeros((N,), tl.float32),)
         for i in range(0, P, CHUNK):
-            chunk = _row_points(at + i * stride_c, stride_c, row0 + r, col0 + c + i, R, C, CHUNK,
-                                EVEN)  # fmt: skip
-            points = points[CHUNK:] + chunk
+            points = points[CHUNK:] + _row_points(places, r, c + i, R, C, CHUNK, EVEN)
+            places = _further(places, CHUNK * stride_c, CHUNK // 8)
         return points
 
 
 @triton.jit
-def _row_points(at, stride_c, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
-    N: tl.constexpr = at.shape[0]
+def _row_points(places, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
+    N: tl.constexpr = places[0].shape[0]
     points = ()
     for chunk in tl.static_range(0, P, 8):
         if EVEN:
-            eight = tl.load(at + chunk * stride_c)
+            eight = tl.load(places[chunk // 8])
         else:
             inside = (r < R) & (c + chunk < C)
-            eight = tl.load(at + chunk * stride_c, mask=inside, other=0.0)
+            eight = tl.load(places[chunk // 8], mask=inside, other=0.0)
         even, odd = tl.split(tl.reshape(eight.to(tl.float32), (N, 4, 2)))
         p04, p26 = tl.split(tl.reshape(even, (N, 2, 2)))
         p15, p37 = tl.split(tl.reshape(odd, (N, 2, 2)))
