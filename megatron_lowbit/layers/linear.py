@@ -11,6 +11,7 @@ is quantized once for all microbatches of a step.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -46,7 +47,7 @@ class _LowbitLinear(torch.autograd.Function):
         plain = None
         if context.precision.fprop.fallback:
             plain = operands.gather_input(context, x), weight
-        y = context.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias, plain)
+        y = context.gemm("fprop", fprop_input(), fprop_weight, x.dtype, bias, plain)
         if not (context.training and x.requires_grad):
             dgrad_weight = None
         tensors: list[Tensor] = []
@@ -62,6 +63,9 @@ class _LowbitLinear(torch.autograd.Function):
         context, weight = ctx.context, ctx.weight
         tensors = iter(ctx.saved_tensors)
         kept_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
+        wgrad_input = None
+        if ctx.needs_input_grad[1] and not context.precision.wgrad.fallback:
+            wgrad_input = operands.start_wgrad_input(context, kept_input)
         by_row, by_col = operands.quantize_grad(context, grad, *ctx.needs_input_grad[:2])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
@@ -74,7 +78,7 @@ class _LowbitLinear(torch.autograd.Function):
             dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
         if ctx.needs_input_grad[1]:
             wgrad = operands.deliver_wgrad(
-                context, weight, partial(_wgrad, context, by_col, kept_input, grad)
+                context, weight, partial(_wgrad, context, by_col, wgrad_input, kept_input, grad)
             )
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if handle is not None:
@@ -85,17 +89,21 @@ class _LowbitLinear(torch.autograd.Function):
 def _wgrad(
     context: LinearContext,
     lhs: Any,
+    rhs: Callable[[], Any] | None,
     saved: Any,
     grad: Tensor,
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
-    """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision."""
-    if context.precision.wgrad.fallback:
+    """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
+
+    ``rhs`` gives the right operand; with a fallback it is made from what was saved.
+    """
+    if rhs is None:
         x = operands.gather_input(context, saved)
         rhs = operands.quantize_all_tokens(context, "wgrad", x)
         return context.gemm("wgrad", lhs, rhs, dtype, high_precision=(grad.t(), x.t()), out=out)
-    return context.gemm("wgrad", lhs, operands.wgrad_input(context, saved), dtype, out=out)
+    return context.gemm("wgrad", lhs, rhs(), dtype, out=out)
 
 
 @eager

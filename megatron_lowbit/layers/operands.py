@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.sharding import Shards, gather_columns, gather_rows
+from megatron_lowbit.layers.sharding import Shards, gather_rows, start_columns, start_rows
 from megatron_lowbit.numerics import Operand, QuantizedTensor
 
 
 def quantize_input(
     context: LinearContext, x: Tensor, operand: Operand | None, keep: bool
-) -> tuple[Any, Any]:
+) -> tuple[Callable[[], Any], Any]:
     """Quantize an input for fprop, and for wgrad if ``keep``.
 
     Tokens that sequence parallelism splits are gathered as codes where blocks stay whole, else in
@@ -28,10 +28,10 @@ def quantize_input(
         keep: True if wgrad follows.
 
     Returns:
-        fprop's input of all tokens, and what wgrad keeps of this rank's: its transpose (K, R)
-        quantized; fprop's codes (R, K) where wgrad is made from them; x itself where the context
-        says so, and where wgrad is in high precision, has a fallback, or quantizes the tokens of
-        all ranks; else None.
+        What gives fprop's input of all tokens, which are gathered meanwhile; and what wgrad keeps
+        of this rank's: its transpose (K, R) quantized; fprop's codes (R, K) where wgrad is made
+        from them; x itself where the context says so, and where wgrad is in high precision, has a
+        fallback, or quantizes the tokens of all ranks; else None.
     """
     precision, tokens = context.precision, x.shape[0]
     split = context.shards.sequence_parallel
@@ -58,25 +58,32 @@ def quantize_input(
     else:
         saved = x if keep else None
     if not split:
-        return by_row, saved
+        return lambda: by_row, saved
     if given_row is None and not makes_row:
-        return quantize_gathered(context, "fprop", x), saved
-    return gather_rows(by_row, context.shards.group), saved
+        whole = start_rows(x, context.shards.group)
+        return lambda: quantize_all_tokens(context, "fprop", whole()), saved
+    return start_rows(by_row, context.shards.group), saved
 
 
-def wgrad_input(context: LinearContext, saved: Any) -> Any:
-    """Return wgrad's right operand from what :func:`quantize_input` saved.
+def start_wgrad_input(context: LinearContext, saved: Any) -> Callable[[], Any]:
+    """Start gathering what :func:`quantize_input` saved; return what gives wgrad's right operand.
 
     It is transposed, (K, M); fprop's own (M, K) where wgrad takes its values.
     """
     precision, shards = context.precision.wgrad, context.shards
-    if precision.rhs_of_fprop:
-        return _fprop_input(context, saved)
-    if precision.requantizes_rhs:
-        return requantized(context, "input", _fprop_input(context, saved))
-    if isinstance(saved, Tensor):
-        return quantize_gathered(context, "wgrad", saved)
-    return gather_columns(saved, shards.group) if shards.sequence_parallel else saved
+    if not shards.sequence_parallel:
+        return lambda: _wgrad_input(context, saved)
+    by_rows = isinstance(saved, Tensor) or precision.uses_fprop
+    whole = (start_rows if by_rows else start_columns)(saved, shards.group)
+    return lambda: _wgrad_input(context, whole())
+
+
+def _wgrad_input(context: LinearContext, x: Any) -> Any:
+    """Return wgrad's right operand from what was saved of all tokens."""
+    precision = context.precision.wgrad
+    if isinstance(x, Tensor):
+        x = quantize_all_tokens(context, "fprop" if precision.uses_fprop else "wgrad", x)
+    return requantized(context, "input", x) if precision.requantizes_rhs else x
 
 
 def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
@@ -85,12 +92,6 @@ def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> 
         context = _without_split_tokens(context)
     values = context.engine.rounded(operand)
     return context.quantize(values, role, None, "wgrad" if role == "input" else "dgrad")[1]
-
-
-def _fprop_input(context: LinearContext, saved: Any) -> Any:
-    if isinstance(saved, Tensor):
-        return quantize_gathered(context, "fprop", saved)
-    return gather_rows(saved, context.shards.group) if context.shards.sequence_parallel else saved
 
 
 def gather_input(context: LinearContext, x: Tensor) -> Tensor:

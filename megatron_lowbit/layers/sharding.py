@@ -1,5 +1,6 @@
 """Tensor parallelism of one linear layer's operands: shards, global numbers, collectives."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -78,27 +79,48 @@ _Rows = TypeVar("_Rows", Tensor, QuantizedTensor)
 
 def gather_rows(x: _Rows, group: dist.ProcessGroup | None) -> _Rows:
     """Concatenate the ranks' rows: (R, K) to (ranks * R, K). Codes travel as codes."""
-    if isinstance(x, QuantizedTensor):
-        shape = (x.shape[0] * dist.get_world_size(group), x.shape[1])
-        codes, scales = (_all_gather(t, group).flatten(0, 1) for t in (x.codes, x.scales))
-        return QuantizedTensor(codes, scales, x.tensor_scale, x.format, shape)
-    return _all_gather(x, group).flatten(0, 1)
+    return start_rows(x, group)()
 
 
-def gather_columns(x: QuantizedTensor, group: dist.ProcessGroup | None) -> QuantizedTensor:
-    """Concatenate the ranks' columns, whole blocks each: (R, K) to (R, ranks * K)."""
+def start_rows(x: _Rows, group: dist.ProcessGroup | None) -> Callable[[], _Rows]:
+    """Start :func:`gather_rows`; return what waits for its result."""
+    if not isinstance(x, QuantizedTensor):
+        whole = _all_gather(x, group)
+        return lambda: whole().flatten(0, 1)
+    shape = (x.shape[0] * dist.get_world_size(group), x.shape[1])
+    return _codes_in(shape, x, group, lambda parts: parts.flatten(0, 1))
+
+
+def start_columns(
+    x: QuantizedTensor, group: dist.ProcessGroup | None
+) -> Callable[[], QuantizedTensor]:
+    """Start concatenating the ranks' columns, whole blocks each: (R, K) to (R, ranks * K)."""
     shape = (x.shape[0], x.shape[1] * dist.get_world_size(group))
-    codes, scales = (_all_gather(t, group).transpose(0, 1).flatten(1) for t in (x.codes, x.scales))
-    return QuantizedTensor(codes, scales, x.tensor_scale, x.format, shape)
+    return _codes_in(shape, x, group, lambda parts: parts.transpose(0, 1).flatten(1))
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Gather x as (ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
+def _codes_in(
+    shape: tuple[int, int],
+    x: QuantizedTensor,
+    group: dist.ProcessGroup | None,
+    join: Callable[[Tensor], Tensor],
+) -> Callable[[], QuantizedTensor]:
+    codes, scales = (_all_gather(t, group) for t in (x.codes, x.scales))
+    return lambda: QuantizedTensor(join(codes()), join(scales()), x.tensor_scale, x.format, shape)
+
+
+def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+    """Start gathering x as (ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
     sent = x.contiguous()
     if x.element_size() == 1:
         sent = sent.view(torch.uint8)
     ranks = dist.get_world_size(group)
     received = sent.new_empty((ranks * sent.shape[0], *sent.shape[1:]))
-    dist.all_gather_into_tensor(received, sent, group=group)
-    gathered: Tensor = received.view(x.dtype).unflatten(0, (ranks, -1))
-    return gathered
+    handle = dist.all_gather_into_tensor(received, sent, group=group, async_op=True)
+
+    def wait() -> Tensor:
+        handle.wait()
+        gathered: Tensor = received.view(x.dtype).unflatten(0, (ranks, -1))
+        return gathered
+
+    return wait
