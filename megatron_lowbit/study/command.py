@@ -54,6 +54,10 @@ def _add_study(parser: argparse.ArgumentParser) -> None:
         "runs, compared with its baseline",
     )  # fmt: skip
     parser.add_argument(
+        "--only", nargs="+", metavar="NAME",
+        help="runs of the study file, in place of all; its baseline is always one",
+    )  # fmt: skip
+    parser.add_argument(
         "--seeds", nargs="+", type=int, metavar="N",
         help="seeds of each run (default: those of the study file; of --recipes 1 and 2)",
     )  # fmt: skip
@@ -132,14 +136,19 @@ def _plan(args: argparse.Namespace, training: list[str]) -> None:
 
 def _study_of(args: argparse.Namespace) -> "Study":
     from megatron_lowbit.recipes import load_recipes
-    from megatron_lowbit.study.definition import read_study, study_of, with_recipes
+    from megatron_lowbit.study.definition import read_study, study_of, with_recipes, with_runs
 
     require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")
+    require(
+        not args.only or (args.study and not args.recipes),
+        "--only names runs of STUDY.yaml: not with --recipes",
+    )
     for recipe in args.recipes or ():
         load_recipes([recipe])
     if args.study:
         study = read_study(args.study)
         study = with_recipes(study, args.recipes) if args.recipes else study
+        study = with_runs(study, args.only) if args.only else study
         return study.model_copy(update={"seeds": args.seeds}) if args.seeds else study
     return study_of(args.recipes, args.seeds or DEFAULT_SEEDS)
 

@@ -118,6 +118,23 @@ def with_recipes(study: Study, recipes: Sequence[str]) -> Study:
     return study.model_copy(update={"runs": {baseline: own, **runs}, "branch": None})
 
 
+def with_runs(study: Study, names: Sequence[str]) -> Study:
+    """Return a study of its baseline and some of its runs; a branch's run brings its trunk.
+
+    Raises UserError for a name that no run has.
+    """
+    for name in names:
+        require(name in study.names, f"--only: no run {name!r}; use some of {list(study.names)}")
+    wanted, changes = {next(iter(study.runs)), *names}, {}
+    if study.branch is not None:
+        runs = {name: own for name, own in study.branch.runs.items() if name in wanted}
+        wanted |= {study.branch.trunk} if runs else set()
+        # Without runs as well: a trunk's arguments are the same in any part of a study.
+        changes["branch"] = study.branch.model_copy(update={"runs": runs})
+    changes["runs"] = {name: own for name, own in study.runs.items() if name in wanted}
+    return study.model_copy(update=changes)
+
+
 def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
     runs = {Path(recipe).stem: shlex.join(["--precision-recipe", recipe]) for recipe in recipes}
     require(len(runs) == len(recipes), f"--recipes {' '.join(recipes)}: two have the same name")
@@ -192,13 +209,18 @@ def mark(job: Job, finished: bool) -> None:
     (job.folder / _STATE).write_text(json.dumps(state, indent=1) + "\n")
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Return True if a run's folder holds a checkpoint."""
+    return (folder / _TRACKER).is_file()
+
+
 def launch_command(job: Job) -> list[str]:
     """Return a job's command with where it saves, and where it goes on if it has begun.
 
     Megatron-LM saves a checkpoint when it is told to end only with ``--exit-signal-handler``.
     """
     load: list[str] = []
-    if (job.folder / _TRACKER).is_file():
+    if has_checkpoint(job.folder):
         load = ["--load", str(job.folder)]
     elif job.start:
         load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration)]

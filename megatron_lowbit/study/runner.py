@@ -19,6 +19,7 @@ from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.json_files import Entries, parse_json
 from megatron_lowbit.study.definition import (
     Job,
+    has_checkpoint,
     is_finished,
     launch_command,
     mark,
@@ -54,14 +55,17 @@ def run(
 
     A place is the number of the GPU that a job sees, or None. A checkpoint is removed when its run,
     and those that begin from it, have ended, unless it is to be kept. Interrupted, all runs stop as
-    they do by themselves, with a checkpoint to go on from. ``judge`` is asked whenever a run has
-    finished; names that others begin from are not left out. After ``minutes`` all runs stop in the
-    same way; none is started that, taking as long as the longest so far, would not end before.
+    they do by themselves, with a checkpoint to go on from. A run whose checkpoint is gone begins
+    anew where another is to begin from it. ``judge`` is asked whenever a run has finished; names
+    that others begin from are not left out. After ``minutes`` all runs stop in the same way; none
+    is started that, taking as long as the longest so far, would not end before.
 
     Raises TrainingError, after all others have ended, where a run failed. A run that begins from
     another's checkpoint fails with it.
     """
     finished = [job for job in jobs if is_finished(job)]
+    starts = {job.start.folder for job in jobs if job.start and job not in finished}
+    finished = [one for one in finished if one.folder not in starts or has_checkpoint(one.folder)]
     left = [job for job in jobs if job not in finished]
     unready = {job.folder for job in left}
     trunks = {job.start.folder for job in jobs if job.start}

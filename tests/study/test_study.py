@@ -234,6 +234,29 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
     assert shown.index("base") < shown.index("changed")
 
 
+def test_some_runs_of_a_study(study, tmp_path):
+    """Beside the baseline; a branch's run with its trunk, whose arguments stay as they are."""
+    file = study(base="--scale 2", other="--scale 3", last="--scale 4",
+                 branch=BRANCH.replace("base", "last"))  # fmt: skip
+    command = ["run", str(file), "--output", str(tmp_path / "out"), "--seeds", "1", "--only"]
+
+    def folders() -> set[str]:
+        return {path.name for path in (tmp_path / "out").iterdir() if path.is_dir()}
+
+    main([*command, "last"])
+    assert folders() == {"base-1", "last-1"}
+    main([*command, "changed", "--keep-checkpoints"])
+    assert folders() == {"base-1", "last-1", "changed-1"}
+    # Its checkpoint was gone: a second time, from the beginning.
+    assert [line["began"] for line in lines(tmp_path / "out" / "last-1")] == [0] * 80
+    main([*command, "changed"])
+    assert len(lines(tmp_path / "out" / "last-1")) == 80
+    with pytest.raises(UserError, match=r"--only: no run 'mine'; use some of \['base', 'other'"):
+        main([*command, "mine"])
+    with pytest.raises(UserError, match=r"--only names runs of STUDY\.yaml: not with --recipes"):
+        main([*command, "last", "--recipes", "nvfp4"])
+
+
 def test_a_branch_fails_with_its_trunk(study, tmp_path):
     file, output = study(base="--scale 2 --code 3", branch=BRANCH), tmp_path / "out"
     with pytest.raises(TrainingError, match="4 of 4 runs failed"):
