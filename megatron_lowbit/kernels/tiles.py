@@ -36,45 +36,27 @@ def load_column_points(
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Load the tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
+    CHUNK: tl.constexpr = min(P, 8)
     place = tl.arange(0, TM // P * TN)
     r, c = place // TN * P, place % TN
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
-    CHUNK: tl.constexpr = P if P <= 32 else 16
-    points, places = (), ()
+    points, places = _zeros(TM // P * TN, P), ()
     for i in tl.static_range(CHUNK):
         places = places + (at + i * stride_r,)
-    if P == CHUNK:
-        return _column_points(places, r, c, R, C, P, EVEN)
-    else:
-        for _ in tl.static_range(P):
-            points = points + (tl.zeros((TM // P * TN,), tl.float32),)
-        # A loop that carries the addresses: of others Triton looks for all loads and stores that
-        # the whole of the code connects with each, which takes it longer than all the rest.
-        for i in range(0, P, CHUNK):
-            points = points[CHUNK:] + _column_points(places, r + i, c, R, C, CHUNK, EVEN)
-            places = _further(places, CHUNK * stride_r, CHUNK)
-        return points
-
-
-@triton.jit
-def _further(places, step, N: tl.constexpr):
-    """Return N tensors of addresses, each a step on."""
-    moved = ()
-    for i in tl.static_range(N):
-        moved = moved + (places[i] + step,)
-    return moved
-
-
-@triton.jit
-def _column_points(places, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
-    points = ()
-    for i in tl.static_range(P):
-        if EVEN:
-            point = tl.load(places[i])
-        else:
-            point = tl.load(places[i], mask=(r + i < R) & (c < C), other=0.0)
-        points = points + (point.to(tl.float32),)
+    # A loop that carries the addresses: of one that an operation makes Triton looks for all loads
+    # and stores which code connects with it, and that takes longer than all the rest.
+    for i in range(0, P, CHUNK):
+        chunk, further = (), ()
+        for j in tl.static_range(CHUNK):
+            if EVEN:
+                point = tl.load(places[j])
+            else:
+                point = tl.load(places[j], mask=(r + i + j < R) & (c < C), other=0.0)
+            chunk = chunk + (point.to(tl.float32),)
+            further = further + (places[j] + CHUNK * stride_r,)
+        points = points[CHUNK:] + chunk
+        places = further
     return points
 
 
@@ -89,31 +71,12 @@ def load_row_points(
     r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
-    CHUNK: tl.constexpr = P if P <= 32 else 16
-    points, places = (), ()
-    for i in tl.static_range(0, CHUNK, 8):
-        places = places + (at + i * stride_c,)
-    if P == CHUNK:
-        return _row_points(places, r, c, R, C, P, EVEN)
-    else:
-        for _ in tl.static_range(P):
-            points = points + (tl.zeros((N,), tl.float32),)
-        for i in range(0, P, CHUNK):
-            points = points[CHUNK:] + _row_points(places, r, c + i, R, C, CHUNK, EVEN)
-            places = _further(places, CHUNK * stride_c, CHUNK // 8)
-        return points
-
-
-@triton.jit
-def _row_points(places, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
-    N: tl.constexpr = places[0].shape[0]
-    points = ()
-    for chunk in tl.static_range(0, P, 8):
+    points = _zeros(N, P)
+    for i in range(0, P, 8):
         if EVEN:
-            eight = tl.load(places[chunk // 8])
+            eight = tl.load(at)
         else:
-            inside = (r < R) & (c + chunk < C)
-            eight = tl.load(places[chunk // 8], mask=inside, other=0.0)
+            eight = tl.load(at, mask=(r < R) & (c + i < C), other=0.0)
         even, odd = tl.split(tl.reshape(eight.to(tl.float32), (N, 4, 2)))
         p04, p26 = tl.split(tl.reshape(even, (N, 2, 2)))
         p15, p37 = tl.split(tl.reshape(odd, (N, 2, 2)))
@@ -121,7 +84,17 @@ def _row_points(places, r, c, R, C, P: tl.constexpr, EVEN: tl.constexpr):
         p1, p5 = tl.split(p15)
         p2, p6 = tl.split(p26)
         p3, p7 = tl.split(p37)
-        points = points + (p0, p1, p2, p3, p4, p5, p6, p7)
+        points = points[8:] + (p0, p1, p2, p3, p4, p5, p6, p7)
+        at += 8 * stride_c
+    return points
+
+
+@triton.jit
+def _zeros(N: tl.constexpr, P: tl.constexpr):
+    """Return P tensors [N] of zeros."""
+    points = ()
+    for _ in tl.static_range(P):
+        points = points + (tl.zeros((N,), tl.float32),)
     return points
 
 
