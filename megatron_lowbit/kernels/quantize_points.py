@@ -84,8 +84,10 @@ def quantize_block(
         at = group * S.points + first
         outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
     if S.values and TRANSPOSED:
-        for i in tl.static_range(LENGTH):
-            store_groups(codes, outs[i][:, None], at + i, r, columns, R, EVEN)
+        # One store in a loop, which is placed sooner than many: see load_column_points.
+        for i in range(0, LENGTH):
+            store_groups(codes, outs[0][:, None], at + i, r, columns, R, EVEN)
+            outs = outs[1:] + outs[:1]
     elif S.values:
         store_groups(codes, side_by_side(outs, LENGTH), r, at, R, columns, EVEN)
     else:

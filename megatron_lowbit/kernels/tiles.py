@@ -36,27 +36,20 @@ def load_column_points(
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Load the tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
-    CHUNK: tl.constexpr = min(P, 8)
     place = tl.arange(0, TM // P * TN)
     r, c = place // TN * P, place % TN
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
-    points, places = _zeros(TM // P * TN, P), ()
-    for i in tl.static_range(CHUNK):
-        places = places + (at + i * stride_r,)
-    # A loop that carries the addresses: of one that an operation makes Triton looks for all loads
+    points = _zeros(TM // P * TN, P)
+    # A loop that carries the address: of one that an operation makes Triton looks for all loads
     # and stores which code connects with it, and that takes longer than all the rest.
-    for i in range(0, P, CHUNK):
-        chunk, further = (), ()
-        for j in tl.static_range(CHUNK):
-            if EVEN:
-                point = tl.load(places[j])
-            else:
-                point = tl.load(places[j], mask=(r + i + j < R) & (c < C), other=0.0)
-            chunk = chunk + (point.to(tl.float32),)
-            further = further + (places[j] + CHUNK * stride_r,)
-        points = points[CHUNK:] + chunk
-        places = further
+    for i in range(0, P):
+        if EVEN:
+            point = tl.load(at)
+        else:
+            point = tl.load(at, mask=(r + i < R) & (c < C), other=0.0)
+        points = points[1:] + (point.to(tl.float32),)
+        at += stride_r
     return points
 
 
