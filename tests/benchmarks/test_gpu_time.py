@@ -78,11 +78,11 @@ def test_cases_are_profiled_once(monkeypatch, tmp_path, capsys):
         return {"median_ms": 9.0}
 
     monkeypatch.setattr(gpu_time, "train", train)
-    arguments = ["--only", "llama-8b fp8-tile", "llama-8b nvfp4", "--output", f"{tmp_path}/a.json"]
+    arguments = ["--only", "llama-8b fp8-tile", "llama-8b mxfp8", "--output", f"{tmp_path}/a.json"]
     gpu_time.main(arguments)
     gpu_time.main(arguments)
     rows = json.loads((tmp_path / "a.json").read_text())["rows"]
-    assert [row["case"] for row in rows] == ["llama-8b nvfp4", "llama-8b fp8-tile"]
+    assert [row["case"] for row in rows] == ["llama-8b mxfp8", "llama-8b fp8-tile"]
     assert len(trained) == 3 and all(row["milliseconds"]["GEMMs"] == 2.0 for row in rows)
     assert all(next(iter(row["longest"])) == "nvjet_qqtst_128x256" for row in rows)
     assert "--use-pytorch-profiler" in trained[0] and "3.48" in capsys.readouterr().out
