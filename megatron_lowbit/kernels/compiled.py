@@ -121,13 +121,9 @@ class CompiledEngine(ReferenceEngine):
             return by_row, self.quantize(x, None, col, amaxes)[1]
         return quantize_both(x, row, col, amaxes, arithmetic(classes.pop()))
 
-    def transpose(self, operand: QuantizedTensor, lhs: Any) -> Tensor:
-        """Dequantize by the fused functions."""
-        return _dense(operand).t()
-
-    def rounded(self, operand: QuantizedTensor) -> Tensor:
-        """Dequantize by the fused functions, and round."""
-        return _dense(operand).to(torch.bfloat16)
+    def dequantize(self, operand: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        """Decode by the fused functions."""
+        return _dense(operand).to(dtype)
 
     def gemm(
         self,

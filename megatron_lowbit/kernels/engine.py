@@ -82,11 +82,11 @@ class Engine:
 
     def transpose(self, operand: QuantizedTensor, lhs: Any) -> Any:
         """Return the transpose of codes (R, C) with their values, to be multiplied by ``lhs``."""
-        return operand.dequantize().t()
+        return self.dequantize(operand, torch.float32).t()
 
-    def rounded(self, operand: QuantizedTensor) -> Tensor:
-        """Decode codes (R, C) to BF16, rounded to nearest."""
-        return operand.dequantize().to(torch.bfloat16)
+    def dequantize(self, operand: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        """Decode codes (R, C) to FP32, or round that to BF16."""
+        return operand.dequantize().to(dtype)
 
     def transposed(self, operand: QuantizedTensor) -> Any:
         """Return the transpose of square blocks as :meth:`quantize` gives it for both sides."""

@@ -203,10 +203,12 @@ class FusedEngine(Engine):
             return super().transpose(operand, lhs)
         return exact_values(operand).t()
 
-    def rounded(self, operand: QuantizedTensor) -> Tensor:
-        """Decode by one kernel what has BF16 numbers in blocks, with one scale of the tensor."""
+    def dequantize(self, operand: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        """Decode to BF16 by one kernel where blocks have BF16 numbers, and the tensor one scale."""
         taken = is_exact(operand) and operand.scales.numel() and operand.mean is None
-        return rounded_values(operand) if taken else super().rounded(operand)
+        if taken and dtype is torch.bfloat16:
+            return rounded_values(operand)
+        return super().dequantize(operand, dtype)
 
     def gemm(
         self,

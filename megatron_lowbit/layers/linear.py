@@ -63,9 +63,8 @@ class _LowbitLinear(torch.autograd.Function):
         context, weight = ctx.context, ctx.weight
         tensors = iter(ctx.saved_tensors)
         kept_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
-        wgrad_input = None
-        if ctx.needs_input_grad[1] and not context.precision.wgrad.fallback:
-            wgrad_input = operands.start_wgrad_input(context, kept_input)
+        if ctx.needs_input_grad[1]:
+            gathered = operands.start_saved(context, kept_input)
         by_row, by_col = operands.quantize_grad(context, grad, *ctx.needs_input_grad[:2])
         dgrad = handle = wgrad = None
         if ctx.needs_input_grad[0]:
@@ -78,7 +77,7 @@ class _LowbitLinear(torch.autograd.Function):
             dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
         if ctx.needs_input_grad[1]:
             wgrad = operands.deliver_wgrad(
-                context, weight, partial(_wgrad, context, by_col, wgrad_input, kept_input, grad)
+                context, weight, partial(_wgrad, context, by_col, gathered, grad)
             )
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         if handle is not None:
@@ -89,21 +88,19 @@ class _LowbitLinear(torch.autograd.Function):
 def _wgrad(
     context: LinearContext,
     lhs: Any,
-    rhs: Callable[[], Any] | None,
-    saved: Any,
+    gathered: Callable[[], Any],
     grad: Tensor,
     dtype: torch.dtype,
     out: Tensor | None,
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
 
-    ``rhs`` gives the right operand; with a fallback it is made from what was saved.
+    ``gathered`` returns what forward saved, of all tokens: the input itself for a fallback.
     """
-    if rhs is None:
-        x = operands.gather_input(context, saved)
-        rhs = operands.quantize_all_tokens(context, "wgrad", x)
-        return context.gemm("wgrad", lhs, rhs, dtype, high_precision=(grad.t(), x.t()), out=out)
-    return context.gemm("wgrad", lhs, rhs(), dtype, out=out)
+    saved = gathered()
+    rhs = operands.wgrad_input(context, saved)
+    plain = (grad.t(), saved.t()) if context.precision.wgrad.fallback else None
+    return context.gemm("wgrad", lhs, rhs, dtype, high_precision=plain, out=out)
 
 
 @eager

@@ -28,10 +28,10 @@ def quantize_input(
         keep: True if wgrad follows.
 
     Returns:
-        What gives fprop's input of all tokens, which are gathered meanwhile; and what wgrad keeps
-        of this rank's: its transpose (K, R) quantized; fprop's codes (R, K) where wgrad is made
-        from them; x itself where the context says so, and where wgrad is in high precision, has a
-        fallback, or quantizes the tokens of all ranks; else None.
+        A function that returns fprop's input of all tokens, which are gathered until it is called;
+        and what wgrad keeps of this rank's: its transpose (K, R) quantized; fprop's codes (R, K)
+        where wgrad is made from them; x itself where the context says so, and where wgrad is in
+        high precision, has a fallback, or quantizes the tokens of all ranks; else None.
     """
     precision, tokens = context.precision, x.shape[0]
     split = context.shards.sequence_parallel
@@ -65,32 +65,31 @@ def quantize_input(
     return start_rows(by_row, context.shards.group), saved
 
 
-def start_wgrad_input(context: LinearContext, saved: Any) -> Callable[[], Any]:
-    """Start gathering what :func:`quantize_input` saved; return what gives wgrad's right operand.
+def start_saved(context: LinearContext, saved: Any) -> Callable[[], Any]:
+    """Start gathering what :func:`quantize_input` saved; return a function that waits for it."""
+    if not context.shards.sequence_parallel:
+        return lambda: saved
+    by_rows = isinstance(saved, Tensor) or context.precision.wgrad.uses_fprop
+    return (start_rows if by_rows else start_columns)(saved, context.shards.group)
+
+
+def wgrad_input(context: LinearContext, saved: Any) -> Any:
+    """Return wgrad's right operand from what :func:`quantize_input` saved, of all tokens.
 
     It is transposed, (K, M); fprop's own (M, K) where wgrad takes its values.
     """
-    precision, shards = context.precision.wgrad, context.shards
-    if not shards.sequence_parallel:
-        return lambda: _wgrad_input(context, saved)
-    by_rows = isinstance(saved, Tensor) or precision.uses_fprop
-    whole = (start_rows if by_rows else start_columns)(saved, shards.group)
-    return lambda: _wgrad_input(context, whole())
-
-
-def _wgrad_input(context: LinearContext, x: Any) -> Any:
-    """Return wgrad's right operand from what was saved of all tokens."""
     precision = context.precision.wgrad
-    if isinstance(x, Tensor):
-        x = quantize_all_tokens(context, "fprop" if precision.uses_fprop else "wgrad", x)
-    return requantized(context, "input", x) if precision.requantizes_rhs else x
+    if isinstance(saved, Tensor):
+        gemm = "fprop" if precision.uses_fprop else "wgrad"
+        saved = quantize_all_tokens(context, gemm, saved)
+    return requantized(context, "input", saved) if precision.requantizes_rhs else saved
 
 
 def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
     """Quantize the transpose of fprop's quantized weight or input, in BF16, along its own axis."""
     if role == "input":
         context = _without_split_tokens(context)
-    values = context.engine.rounded(operand)
+    values = context.engine.dequantize(operand, torch.bfloat16)
     return context.quantize(values, role, None, "wgrad" if role == "input" else "dgrad")[1]
 
 

@@ -83,12 +83,12 @@ def gather_rows(x: _Rows, group: dist.ProcessGroup | None) -> _Rows:
 
 
 def start_rows(x: _Rows, group: dist.ProcessGroup | None) -> Callable[[], _Rows]:
-    """Start :func:`gather_rows`; return what waits for its result."""
+    """Start :func:`gather_rows`; return a function that waits for its result."""
     if not isinstance(x, QuantizedTensor):
-        whole = _all_gather(x, group)
+        whole = _start_gather(x, group)
         return lambda: whole().flatten(0, 1)
     shape = (x.shape[0] * dist.get_world_size(group), x.shape[1])
-    return _codes_in(shape, x, group, lambda parts: parts.flatten(0, 1))
+    return _start_codes(x, group, shape, lambda parts: parts.flatten(0, 1))
 
 
 def start_columns(
@@ -96,20 +96,21 @@ def start_columns(
 ) -> Callable[[], QuantizedTensor]:
     """Start concatenating the ranks' columns, whole blocks each: (R, K) to (R, ranks * K)."""
     shape = (x.shape[0], x.shape[1] * dist.get_world_size(group))
-    return _codes_in(shape, x, group, lambda parts: parts.transpose(0, 1).flatten(1))
+    return _start_codes(x, group, shape, lambda parts: parts.transpose(0, 1).flatten(1))
 
 
-def _codes_in(
-    shape: tuple[int, int],
+def _start_codes(
     x: QuantizedTensor,
     group: dist.ProcessGroup | None,
+    shape: tuple[int, int],
     join: Callable[[Tensor], Tensor],
 ) -> Callable[[], QuantizedTensor]:
-    codes, scales = (_all_gather(t, group) for t in (x.codes, x.scales))
+    """Start gathering codes and scales; ``join`` makes a matrix of (ranks, rows, columns)."""
+    codes, scales = (_start_gather(t, group) for t in (x.codes, x.scales))
     return lambda: QuantizedTensor(join(codes()), join(scales()), x.tensor_scale, x.format, shape)
 
 
-def _all_gather(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
+def _start_gather(x: Tensor, group: dist.ProcessGroup | None) -> Callable[[], Tensor]:
     """Start gathering x as (ranks, *x.shape), in rank order; one-byte dtypes travel as uint8."""
     sent = x.contiguous()
     if x.element_size() == 1:
