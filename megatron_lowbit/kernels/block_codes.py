@@ -74,11 +74,12 @@ def _candidate(
         value = value * scale * amax
         if SELECTION == MSE:
             # Quotients that are subnormal may differ from IEEE's: their squares are zero.
-            term = quotient_by(value, OPTIONS.top) - tl.abs(points[i])
-            term = term * term
+            value = quotient_by(value, OPTIONS.top)
         else:
-            whole = tl.div_rn(value, tl.zeros_like(scale) + OPTIONS.top)
-            term = tl.abs(whole - tl.abs(points[i]))
+            value = tl.div_rn(value, tl.zeros_like(scale) + OPTIONS.top)
+        term = tl.abs(value - tl.abs(points[i]))
+        if SELECTION == MSE:
+            term = term * term
         if i == 0:
             error = term
         elif SELECTION == ABS_MAX:

@@ -38,10 +38,10 @@ _OWN, _ROW = 5, 7
 """Places of the kernel's arguments: x's own amax, and the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
-_REGISTERS = {64: 168, 128: 255}
-"""Registers of a thread by the points of a transform that it holds."""
 _CODES = 2
 """Place of a side's codes, which scales follow."""
+_REGISTERS = {64: 168, 128: 255}
+"""Registers of a thread by the points of a transform that it holds."""
 
 
 def quantize_both(
@@ -207,7 +207,10 @@ def _casts(kind: Request, form: Form) -> bool:
 
 
 def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return rows and columns of the tile, and the launch's options: found by trying on an H200."""
+    """Return rows and columns of the tile, and the launch's options.
+
+    They were found by trying on an H200; those of 128 points are the least that holds them.
+    """
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
     if any(side.transform and side.transform.points > MAX_POINTS.value for side in sides):

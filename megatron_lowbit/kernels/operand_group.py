@@ -88,8 +88,7 @@ class Places(NamedTuple):
     ``codes`` and ``scales`` are the bytes before each operand's, and ``units`` are all units.
     ``rows`` and ``terms`` are its size, ``columns`` those of a row of codes, and ``steps`` are the
     elements from one row, or column unless ``by_rows``, to the next. ``aligned``: steps are
-    multiples of 16 bytes. ``stack``: the one matrix that all are parts of, or
-    None.
+    multiples of 16 bytes. ``stack``: the one matrix that all are parts of, or None.
     """
 
     codes: np.ndarray

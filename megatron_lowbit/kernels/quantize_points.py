@@ -84,7 +84,7 @@ def quantize_block(
         at = group * S.points + first
         outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
     if S.values and TRANSPOSED:
-        # One store in a loop, which is placed sooner than many: see load_column_points.
+        # One store in a loop compiles sooner than many: see load_column_points.
         for i in range(0, LENGTH):
             store_groups(codes, outs[0][:, None], at + i, r, columns, R, EVEN)
             outs = outs[1:] + outs[:1]

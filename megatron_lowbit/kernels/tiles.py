@@ -41,8 +41,8 @@ def load_column_points(
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
     points = _zeros(TM // P * TN, P)
-    # A loop that carries the address: of one that an operation makes Triton looks for all loads
-    # and stores which code connects with it, and that takes longer than all the rest.
+    # A loop that carries the address. Where an operation makes it, Triton's coalescing walks all
+    # code that is connected with the load, which takes longer than the rest of the compilation.
     for i in range(0, P):
         if EVEN:
             point = tl.load(at)

@@ -206,6 +206,17 @@ def test_gap_curves_seed_by_seed(write_run):
     assert other.error == pytest.approx(statistics.stdev(more) / 2**0.5)
 
 
+def test_a_run_that_began_from_anothers_checkpoint(write_run):
+    """Its final loss is that of the same iterations as a whole run's."""
+    whole = write_run("whole", 1.5)
+    lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    begun = whole.with_name("begun.jsonl")
+    begun.write_text("".join(lines[160:]))
+    first, second = read_contenders([("whole", whole), ("begun", begun)])
+    assert len(second.curves[0].losses) == len(first.curves[0].losses) - 160
+    assert final_loss(second.curves[0]) == final_loss(first.curves[0])
+
+
 def test_a_shorter_run_has_no_gap_at_the_end(write_run):
     """Nor does it take the others' standard errors away."""
     runs = [(name, write_run(f"{name}{i}", 1.0 + i / 10)) for name in "ab" for i in range(2)]

@@ -31,6 +31,8 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "VALUES CODES"),
     "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
+    "longest transform": ("mxfp4", {}, "stochastic", 256, "CODES CODES"),
+    "nvfp4-4/6 longest": ("nvfp4", {"four_over_six": "mae"}, "nearest", 256, "VALUES CODES"),
 }
 
 PRODUCTS = ["fp8", "fp8 added", "fp8 tiles", "fp8 tiles added", "bf16", "bf16 added", "few terms"]

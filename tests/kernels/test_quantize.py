@@ -133,7 +133,7 @@ def test_with_a_transform(name, hadamard):
     check(values(*RAGGED, torch.bfloat16), Quantizer(ALL[name], Rounding.STOCHASTIC), hadamard)
 
 
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "fp8-row-e4m3"])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "nvfp4 mse", "ms-eden", "fp8-row-e4m3"])
 def test_with_the_largest_transform(name):
     """The sides are quantized apart: a tile of 256 x 256 would not fit into registers."""
     x = values(264 if DEVICE == "cuda" else 8, 264, torch.bfloat16)
