@@ -124,7 +124,7 @@ def with_runs(study: Study, names: Sequence[str]) -> Study:
     Raises UserError for a name that no run has.
     """
     for name in names:
-        require(name in study.names, f"--only: no run {name!r}; use some of {list(study.names)}")
+        require(name in study.names, f"--only: no run {name!r}; use some of {study.names}")
     wanted, changes = {next(iter(study.runs)), *names}, {}
     if study.branch is not None:
         runs = {name: own for name, own in study.branch.runs.items() if name in wanted}
