@@ -38,18 +38,23 @@ def load_column_points(
     """Load the tile as P tensors [TM // P * TN], columns fastest; the i-th: rows i, i + P, ..."""
     place = tl.arange(0, TM // P * TN)
     r, c = place // TN * P, place % TN
-    at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
-    r, c = row0 + r, col0 + c
+    N: tl.constexpr = min(P, 16)
     points = _zeros(TM // P * TN, P)
-    # A loop that carries the address. Where an operation makes it, Triton's coalescing walks all
-    # code that is connected with the load, which takes longer than the rest of the compilation.
-    for i in range(0, P):
-        if EVEN:
-            point = tl.load(at)
-        else:
-            point = tl.load(at, mask=(r + i < R) & (c < C), other=0.0)
-        points = points[1:] + (point.to(tl.float32),)
-        at += stride_r
+    # Loops that carry the address. Where an operation makes it, Triton's coalescing walks all code
+    # that is connected with the load, which takes longer than the rest of the compilation. A loop
+    # of more steps, or one that goes on from another, would stay a loop: its points would pass
+    # through local memory, which takes a hundred times as long.
+    for first in tl.static_range(0, P, N):
+        at = x + _offset(row0 + first, stride_r) + _offset(col0, stride_c)
+        at += r * stride_r + c * stride_c
+        for i in range(first, first + N):
+            if EVEN:
+                point = tl.load(at)
+            else:
+                inside = (row0 + r + i < R) & (col0 + c < C)
+                point = tl.load(at, mask=inside, other=0.0)
+            points = points[1:] + (point.to(tl.float32),)
+            at += stride_r
     return points
 
 

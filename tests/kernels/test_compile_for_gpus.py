@@ -7,6 +7,8 @@ meta device, and what it would launch is compiled.
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -38,6 +40,8 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
 PRODUCTS = ["fp8", "fp8 added", "fp8 tiles", "fp8 tiles added", "bf16", "bf16 added", "few terms"]
 SHARED_MEMORY = 227 * 1024
 """Bytes of a multiprocessor of compute capability 9.0 that a program can have."""
+STACK = 64
+"""Bytes of local memory of a thread: a few registers that are spilled, no numbers of a loop."""
 
 
 @pytest.mark.slow
@@ -48,6 +52,19 @@ def test_kernels_compile():
     )  # fmt: skip
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.split("\n")[:-1] == [*FORMATS, *PRODUCTS]
+
+
+def stack_of(cubin: bytes) -> int:
+    """Return the bytes of a kernel's stack, by the tool that Triton comes with."""
+    import triton
+
+    tool = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(cubin)
+        file.flush()
+        command = [tool, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(told.partition(" STACK:")[2].split()[0])
 
 
 def main() -> None:
@@ -110,6 +127,7 @@ def main() -> None:
             source = ASTSource(self.kernel, signature, constants, aligned)
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert compiled.metadata.shared <= SHARED_MEMORY
+            assert stack_of(compiled.asm["cubin"]) <= STACK, self.kernel.fn.__name__
             self.single_reads = compiled.asm["ptx"].count("ld.global.b16")
 
     for module, names in (
@@ -124,6 +142,7 @@ def main() -> None:
             setattr(module, name, Compiler(getattr(module, name)))
     earlier = torch.empty((), device="meta")
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
+    odd = torch.empty(272, 528, dtype=torch.bfloat16, device="meta")
     for name, (format, options, rounding, points, forms) in FORMATS.items():
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
         transform = None if points is None else Hadamard(points, "fresh", "fp32")
@@ -133,7 +152,7 @@ def main() -> None:
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)
         many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
-        both = Apart([x, x])
+        both = Apart([odd, odd])  # not of whole tiles
         if amax is None and launch_sections.takes_sections(both, *many):
             launch_sections.quantize_sections(both, *many, sides)
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
