@@ -1,11 +1,14 @@
 """Products of parts of one FP8 matrix with parts of another, such as all experts' of a layer.
 
-As many programs as the GPU has multiprocessors compute all tiles, each every so many of them. A
-program takes the steps of its tiles in one loop: it loads the operands of the next tiles, whose
-descriptors are always the same, while it finishes one.
+One or two programs a multiprocessor compute all tiles, each every so many of them. A program takes
+the steps of its tiles in one loop: it loads the operands of the next tiles, whose descriptors are
+always the same, while it finishes one. Of two programs one multiplies while the other adds up. They
+have half of the registers and of shared memory each, which hold the sums of a tile and its
+operands, but only half a tile's products and results: such a tile is computed in two parts.
 """
 
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +17,32 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.launcher import cdiv, table_launcher
 from megatron_lowbit.kernels.operand_group import Matrices
-from megatron_lowbit.kernels.product_tiles import Tile, factor_of, place_of_tile
+from megatron_lowbit.kernels.product_tiles import factor_of, place_of_tile
 from megatron_lowbit.kernels.sections import FIRST_TILE, entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.split import Apart, Split
 
 A, A_ROWS, A_COLUMNS, A_ROW, A_COLUMN, A_FACTOR = (tl.constexpr(i) for i in range(1, 7))
 B, B_ROWS, B_COLUMNS, B_ROW, B_COLUMN, B_FACTOR = (tl.constexpr(i) for i in range(7, 13))
-OUT, ROWS, COLUMNS, STEPS = (tl.constexpr(i) for i in range(13, 17))
-_FIELDS = tl.constexpr(17)
+OUTS, OUT, OUT_ROW, ROWS, COLUMNS, STEPS = (tl.constexpr(i) for i in range(13, 19))
+_FIELDS = tl.constexpr(19)
 """Rows of the table of products, after the first tiles; their number."""
-_TILES = {torch.bfloat16: Tile(256, 128, 128, 8, 3), torch.float32: Tile(128, 128, 128, 8, 3)}
-"""Tiles by the result's dtype: results lie beside the operands of ``stages`` steps."""
+_APART = tl.constexpr(2**31 - 1)
+"""First row of a result that is no part of one matrix with the others."""
+_ROWS, _COLUMNS, _TERMS = 128, 128, 128
+"""Rows and columns of a tile, and terms of a step."""
+
+
+class _Launch(NamedTuple):
+    """Programs of a multiprocessor, parts of a tile, and warps of a program."""
+
+    programs: int
+    parts: int
+    warps: int
+
+
+_LAUNCHES = {torch.bfloat16: _Launch(2, 2, 4), torch.float32: _Launch(1, 1, 8)}
+"""By the result's dtype, found by trying on an H200 and an H100: results in FP32, and what they are
+added to, leave no room for two programs."""
 
 
 def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bool) -> None:
@@ -39,32 +57,56 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
         adds: True to add to what is there.
     """
-    tile, device = _TILES[outs.like.dtype], lhs.like.device
+    kind, device = _LAUNCHES[outs.like.dtype], lhs.like.device
     terms = np.minimum(lhs.terms, rhs.terms)
-    tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
     # A product without terms is a step outside of both matrices, where zeros are read.
-    steps = np.maximum(cdiv(terms, tile.terms), 1)
-    programs = min(_multiprocessors(device), max(1, int(tiles.sum())))
+    steps = np.maximum(cdiv(terms, _TERMS), 1)
+    tiles = cdiv(lhs.rows, _ROWS) * cdiv(rhs.rows, _COLUMNS)
     fields = (
-        *_fields(lhs, terms), *_fields(rhs, terms), outs.addresses, lhs.rows, rhs.rows, steps,
+        *_operand(lhs, terms), *_operand(rhs, terms), *_results(outs), lhs.rows, rhs.rows, steps,
     )  # fmt: skip
-    each = np.repeat(steps, tiles)
-    rounds = np.pad(each, (0, -len(each) % programs)).reshape(-1, programs)
-    table = table_of(tiles, fields, device, ahead=rounds.sum(axis=0))
+    if (steps != steps[0]).any():
+        # The longest tiles first: the rest fills up what they leave.
+        order = np.argsort(-steps, kind="stable")
+        steps, tiles = steps[order], tiles[order]
+        fields = tuple(one[order] if isinstance(one, np.ndarray) else one for one in fields)
+    programs = min(kind.programs * _multiprocessors(device), max(1, int(tiles.sum())))
+    shares = _shares(np.repeat(steps, tiles), programs)
+    table = table_of(tiles, fields, device, ahead=shares)
     kinds = lhs.like, rhs.like, outs.like
-    constants = tile.rows, tile.columns, tile.terms, adds, table.count
-    options = ("num_warps", tile.warps), ("num_stages", tile.stages)
+    constants = _ROWS // kind.parts, _COLUMNS, _TERMS, kind.parts, adds, table.count
+    options = ("num_warps", kind.warps), ("num_stages", 3)
     dtypes = [kind.dtype for kind in kinds]
     launch = table_launcher(stacked_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)
     launch((table.entries, *kinds), programs)
 
 
-def _fields(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
+def _operand(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
     """Return a side's entries of the table."""
     assert side.stack is not None
     rows, columns, first_rows, first_columns = side.stack
     first_columns = np.where(terms > 0, first_columns, columns)
     return side.like.data_ptr(), rows, columns, first_rows, first_columns, side.factors
+
+
+def _results(outs: Split | Apart) -> tuple[int, np.ndarray, np.ndarray]:
+    """Return the first address of all results, each one's, and its first row behind the first."""
+    addresses, step = outs.addresses, outs.like.shape[1] * outs.like.itemsize
+    first = int(addresses.min())
+    rows, rest = np.divmod(addresses - first, step)
+    return first, addresses, np.where((rest == 0) & (rows < _APART.value), rows, _APART.value)
+
+
+def _shares(steps: np.ndarray, programs: int) -> list[int]:
+    """Return how far apart a program's tiles are, and the number of steps of each program.
+
+    ``steps`` are those of the tiles, the longest first. Tiles that are longer than a program's
+    share of all steps are the only ones of the first programs; the others take turns.
+    """
+    alone = int((steps * programs > steps.sum()).sum())
+    rest, others = steps[alone:], programs - alone
+    turns = np.pad(rest, (0, -len(rest) % others)).reshape(-1, others)
+    return [others, *steps[:alone], *turns.sum(axis=0)]
 
 
 @cache
@@ -78,45 +120,71 @@ def _multiprocessors(device: torch.device) -> int:
 @triton.jit
 def stacked_gemm_kernel(
     table, a_like, b_like, out_like,
-    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, ADDS: tl.constexpr, COUNT: tl.constexpr,
+    TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, PARTS: tl.constexpr,
+    ADDS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute every so many tiles of the products of a table in COUNT columns.
 
-    Before its list of tiles it has each program's number of steps. ``a_like``, ``b_like`` and
-    ``out_like`` tell dtypes.
+    A tile has one or two PARTS of (TM, TN). Before its list of tiles, the table has the distance of
+    a program's tiles and each program's number of steps. ``a_like``, ``b_like`` and ``out_like``
+    tell dtypes.
     """
-    programs, tile = tl.num_programs(0), tl.program_id(0)
-    steps = tl.load(table + _FIELDS * COUNT + tile).to(tl.int32)
+    tile, behind = tl.program_id(0), tl.num_programs(0) + 1
+    apart = tl.load(table + _FIELDS * COUNT).to(tl.int32)
+    steps = tl.load(table + _FIELDS * COUNT + 1 + tile).to(tl.int32)
     a = _whole(table, A, A_ROWS, A_COLUMNS, a_like, TM, TK, COUNT)
     b = _whole(table, B, B_ROWS, B_COLUMNS, b_like, TN, TK, COUNT)
-    sums = tl.zeros((TM, TN), dtype=tl.float32)
-    i, row0, col0, k0, left = tile, tile, tile, 0, 0
+    all_columns = entry(table, 0, COLUMNS, COUNT)
+    outs = tl.make_tensor_descriptor(
+        pointer(table, 0, OUTS, COUNT, out_like),
+        [_APART, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
+    )  # fmt: skip
+    upper, lower = tl.zeros((TM, TN), tl.float32), tl.zeros((TM, TN), tl.float32)
+    i, row0, col0, rows, k0, left = tile, tile, tile, tile, 0, 0
     a_row, a_column, b_row, b_column = tile, tile, tile, tile
-    tile -= programs
     for _ in tl.range(0, steps):
         # Triton loads ahead only where all of this comes before the loads.
         k0, left = k0 + TK, left - 1
         if left < 0:
-            tile += programs
-            i = section_of(table, programs + tile, _FIELDS, COUNT).to(tl.int32)
+            i = section_of(table, behind + tile, _FIELDS, COUNT).to(tl.int32)
             within = tile - _number(table, i, FIRST_TILE, COUNT)
+            tile += apart
             rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
-            row0, col0 = place_of_tile(within, rows, columns, TM, TN)
+            row0, col0 = place_of_tile(within, rows, columns, PARTS * TM, TN)
             a_row, a_column = _number(table, i, A_ROW, COUNT), _number(table, i, A_COLUMN, COUNT)
             b_row, b_column = _number(table, i, B_ROW, COUNT), _number(table, i, B_COLUMN, COUNT)
             k0, left = 0, _number(table, i, STEPS, COUNT) - 1
-        lhs = a.load([a_row + row0, a_column + k0])
         rhs = b.load([b_row + col0, b_column + k0])
-        sums = tl.dot(lhs, rhs.T, sums, max_num_imprecise_acc=TK)
+        lhs = a.load([a_row + row0, a_column + k0])
+        upper = tl.dot(lhs, rhs.T, upper, max_num_imprecise_acc=TK)
+        if PARTS == 2:
+            lhs = a.load([a_row + row0 + TM, a_column + k0])
+            lower = tl.dot(lhs, rhs.T, lower, max_num_imprecise_acc=TK)
         if left == 0:
-            sums *= factor_of(table, i, A_FACTOR, COUNT) * factor_of(table, i, B_FACTOR, COUNT)
-            rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)
-            start, step = pointer(table, i, OUT, COUNT, out_like), columns.to(tl.int64)
-            out = tl.make_tensor_descriptor(start, [rows, columns], [step, 1], [TM, TN])
-            if ADDS:
-                sums += out.load([row0, col0]).to(tl.float32)
-            out.store([row0, col0], sums.to(out_like.dtype.element_ty))
-            sums = tl.zeros((TM, TN), dtype=tl.float32)
+            factor = factor_of(table, i, A_FACTOR, COUNT) * factor_of(table, i, B_FACTOR, COUNT)
+            upper, lower = upper * factor, lower * factor
+            first = _number(table, i, OUT_ROW, COUNT)
+            if (first != _APART) & (row0 + PARTS * TM <= rows):
+                _store(outs, first + row0, col0, upper, lower, out_like, PARTS, ADDS)
+            else:
+                columns = _number(table, i, COLUMNS, COUNT)
+                start, step = pointer(table, i, OUT, COUNT, out_like), columns.to(tl.int64)
+                out = tl.make_tensor_descriptor(start, [rows, columns], [step, 1], [TM, TN])
+                _store(out, row0, col0, upper, lower, out_like, PARTS, ADDS)
+            upper, lower = tl.zeros((TM, TN), tl.float32), tl.zeros((TM, TN), tl.float32)
+
+
+@triton.jit
+def _store(out, row, col, upper, lower, out_like, PARTS: tl.constexpr, ADDS: tl.constexpr):
+    """Store the sums of a tile's PARTS, or add them to what is there."""
+    if ADDS:
+        upper += out.load([row, col]).to(tl.float32)
+    out.store([row, col], upper.to(out_like.dtype.element_ty))
+    if PARTS == 2:
+        row += upper.shape[0]
+        if ADDS:
+            lower += out.load([row, col]).to(tl.float32)
+        out.store([row, col], lower.to(out_like.dtype.element_ty))
 
 
 @triton.jit

@@ -1,5 +1,6 @@
 """Products of many matrices by one launch, against sums in FP64."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +9,7 @@ from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import Transposed, Values
 from megatron_lowbit.kernels.split import Apart, looked_at
+from megatron_lowbit.kernels.stacked_gemm import _shares
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
@@ -76,17 +78,23 @@ def many_terms(request, monkeypatch):
         monkeypatch.setattr(grouped_gemm, "_FEW_TERMS", -1)
 
 
+def results_of(case: str, together: bool) -> list[torch.Tensor]:
+    """Return memory for products, parts of one matrix or each apart, that holds 3."""
+    *_, wgrad, adds = CASES[case]
+    rows, columns = [OUT if wgrad else count for count in TOKENS], IN if wgrad else OUT
+    options = {"dtype": torch.float32 if adds else torch.bfloat16, "device": DEVICE}
+    if together:
+        return list(torch.full((sum(rows), columns), 3.0, **options).split(rows))
+    return [torch.full((count, columns), 3.0, **options) for count in rows]
+
+
 @pytest.mark.usefixtures("many_terms", "not_a_number_in_free_memory")
 @pytest.mark.parametrize("case", CASES)
-def test_products(case):
-    *_, wgrad, adds = CASES[case]
+def test_products(case, together=False):
+    *_, adds = CASES[case]
     engine = FusedEngine((9, 0))
     lhs, rhs = operands_of(engine, case)
-    dtype = torch.float32 if adds else torch.bfloat16
-    outs = [
-        torch.full((OUT, IN) if wgrad else (count, OUT), 3.0, dtype=dtype, device=DEVICE)
-        for count in TOKENS
-    ]
+    outs = results_of(case, together)
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
     together = grouped_pair(route, lhs, rhs, looked_at(outs))
     assert (together is None) == (grouped_gemm.LOOP_FROM == 0)
@@ -99,6 +107,22 @@ def test_products(case):
         bound = magnitude * BOUNDS[route.name](terms)
         bound += expected.abs() * (1e-5 if adds else BF16_ERROR) + 1e-30
         assert ((out.double() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("case", ["mxfp8", "fp8 gradients", "fp8 tensors", "fp8 tiles"])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
+    """Products of FP8 whose results are parts of one matrix, and not."""
+    monkeypatch.setitem(globals(), "TOKENS", [16, 900, 0, 128])
+    test_products(case, together)
+
+
+def test_programs_have_their_share_of_steps():
+    """A tile longer than a program's share is the only one of its program."""
+    steps = np.array([40, 9, 9, 2, 2, 2, 2, 2, 1, 1])
+    assert _shares(steps, 3) == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
+    assert _shares(np.full(5, 7), 2) == [2, 21, 14]
+    assert _shares(np.array([], dtype=np.int64), 1) == [1, 0]
 
 
 @pytest.mark.gpu
