@@ -5,7 +5,7 @@
 
 Finished runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the
 same name and seed; without folders the page is written from that file alone. A row's loss is the
-mean of the last tenth of a run. Speeds are those of benchmarks/results/model-fp4-h100.json.
+mean of the last tenth of a run. Speeds are those of benchmarks/results/model-fp4-h200.json.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
 from megatron_lowbit.recipes import Layer, Recipe, load_recipes
 
 KEPT = RESULTS / "leaderboard.json"
-SPEEDS = RESULTS / "model-fp4-h100.json"
+SPEEDS = RESULTS / "model-fp4-h200.json"
 PAGE = ROOT / "docs" / "leaderboard.md"
 SHARE = 1 / 10
 LATE, LAST_PART = "nvfp4-late-bf16", "nvfp4 fprop=null"
@@ -45,7 +45,8 @@ writes this page from the finished runs of [the study](../examples/studies/leade
 are relative to `{baseline}`, and to `nvfp4`, paired seed by seed, with their standard error; the
 noise of all rows is pooled. {power} A row with fewer seeds than others has the gap of those alone.
 A seed stands for initial weights and data. Beyond these runs differ by chance, the same run on two
-kinds of GPU as well, which sum products in different orders.
+kinds of GPU as well, which sum products in different orders. On one kind a run repeats to the bit:
+`nvfp4` with seeds 1 and 2 did so on another H100 host, with kernels that were rewritten in between.
 
 {table}
 
