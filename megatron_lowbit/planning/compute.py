@@ -212,10 +212,12 @@ def _packed(quantizer: Quantizer) -> float:
 
 
 def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: GPU) -> float:
-    """Return the ps an element that transform and random numbers of one side take."""
+    """Return the ps an element that one side takes beyond what it moves."""
     transform = precision.gemms[gemm].hadamard
     found = gpu["hadamard_ps"] * log2(transform.size) if transform is not None else 0.0
-    return found + gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
+    found += gpu["stochastic_ps"] * (quantizer.rounding is Rounding.STOCHASTIC)
+    found += gpu["chosen_scale_ps"] * quantizer.format.scales_from_numbers
+    return found + gpu["mean_ps"] * quantizer.splits_mean
 
 
 def _attention(args: Namespace, tokens: int, device: Device) -> tuple[float, float]:
