@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
@@ -315,6 +315,11 @@ class LinearPrecision:
     def uses_fprop(self) -> bool:
         """True if a backward GEMM takes an operand that is made from fprop's quantized one."""
         return any(precision.uses_fprop for precision in self.gemms.values())
+
+    def without_requantize(self) -> "LinearPrecision":
+        """Return the precision with weights and inputs quantized themselves in each GEMM."""
+        dgrad, wgrad = (replace(one, requantizes_rhs=False) for one in (self.dgrad, self.wgrad))
+        return replace(self, dgrad=dgrad, wgrad=wgrad)
 
     @property
     def shares_operands(self) -> bool:

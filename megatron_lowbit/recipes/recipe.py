@@ -157,12 +157,17 @@ class Recipe:
 def combine(forward: Recipe, backward: Recipe) -> Recipe:
     """Combine two recipes: fprop of ``forward``, dgrad and wgrad of ``backward``.
 
+    Where fprop quantizes nothing, what ``requantize`` quantizes are the weight and the input.
+
     Raises:
         UserError: one of two different recipes has switches: which of the two would they change?
             Or the backward one takes operands from its own fprop.
     """
     if forward == backward:
         return forward
+    if not any(config.fprop.quantized for config in forward.configs.values()):
+        own = {name: config.without_requantize() for name, config in backward.configs.items()}
+        backward = replace(backward, configs=own)
     if any(config.uses_fprop for config in backward.configs.values()):
         raise UserError(
             f"recipe {backward.name} has an operand with axis fprop or requantize, which takes the "

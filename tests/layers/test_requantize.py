@@ -8,7 +8,14 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
 from megatron_lowbit.layers.keys import operand_key, sign_key
 from megatron_lowbit.numerics import Draw, Hadamard, Quantizer, Rounding, format_by_name
-from megatron_lowbit.recipes import GemmPrecision, LinearPrecision, load_combined, load_recipe
+from megatron_lowbit.recipes import (
+    GemmPrecision,
+    Layer,
+    LinearPrecision,
+    Progress,
+    load_combined,
+    load_recipe,
+)
 
 KEY = 2**63 + 5
 FORWARD = Quantizer(format_by_name("quartet2"))
@@ -125,4 +132,12 @@ def test_refused(override, parts):
 
 def test_it_has_a_forward_of_its_own():
     with pytest.raises(UserError, match="requantize"):
-        load_combined("bf16", "nvfp4", [f"backward.{override}" for override in SET])
+        load_combined("mxfp8", "nvfp4", [f"backward.{override}" for override in SET])
+
+
+def test_after_a_forward_pass_in_high_precision_it_quantizes_the_tensors_themselves():
+    late = "switches.late={iteration: 5, to: bf16, part: forward}"
+    switched = load_recipe("nvfp4", [*SET, late]).at(Progress(5))
+    plain = load_recipe("nvfp4", ["weight.format=nvfp4", "fprop=null"])
+    layer = Layer("decoder.layers.15.mlp.linear_fc1", 15, 30)
+    assert switched.precision_for(layer) == plain.precision_for(layer)
