@@ -3,7 +3,7 @@
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -24,14 +24,13 @@ _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrai
 
 
 class Branch(BaseModel):
-    """Runs that begin from a checkpoint of another run of the same seed.
+    """Runs that begin from the checkpoint of an iteration of a trunk, a run of the same seed.
 
-    ``trunk`` is that run's name, ``iteration`` the checkpoint's; ``runs`` are as a study's.
+    ``runs`` are as a study's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    trunk: str
     iteration: int = Field(ge=1)
     runs: dict[str, str] = Field(min_length=1)
 
@@ -39,8 +38,9 @@ class Branch(BaseModel):
 class Study(BaseModel):
     """Study of a YAML file; arguments are as on a command line.
 
-    ``arguments`` are for all runs, ``runs`` name what each has beside them, the baseline first.
-    ``script`` is a training script of a user's own; None for ``lowbit-pretrain``.
+    ``arguments`` are for all runs, ``runs`` name what each has beside them, the baseline first;
+    ``branches`` go off some of these, their trunks. ``script`` is a training script of a user's
+    own; None for ``lowbit-pretrain``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -49,22 +49,22 @@ class Study(BaseModel):
     arguments: str
     seeds: list[int] = Field(min_length=1)
     runs: dict[str, str] = Field(min_length=1)
-    branch: Branch | None = None
+    branches: dict[str, Branch] = Field(default_factory=dict)
 
     @model_validator(mode="after")
-    def _has_the_trunk(self) -> "Study":
-        if self.branch is None:
-            return self
-        if self.branch.trunk not in self.runs:
-            raise ValueError(f"branch.trunk: no run {self.branch.trunk!r}")
-        if self.branch.runs.keys() & self.runs.keys():
-            raise ValueError("branch.runs: a name is already one of runs")
+    def _has_the_trunks(self) -> "Study":
+        for trunk in self.branches:
+            if trunk not in self.runs:
+                raise ValueError(f"branches: no run {trunk!r}")
+        for name in self.names:
+            if self.names.count(name) > 1:
+                raise ValueError(f"branches: two runs are named {name!r}")
         return self
 
     @property
     def names(self) -> list[str]:
-        """Names of all runs, those of the branch last."""
-        return [*self.runs, *(self.branch.runs if self.branch else ())]
+        """Names of all runs, those of branches last."""
+        return [*self.runs, *(name for branch in self.branches.values() for name in branch.runs)]
 
 
 class Start(NamedTuple):
@@ -115,7 +115,7 @@ def with_recipes(study: Study, recipes: Sequence[str]) -> Study:
     baseline, own = next(iter(study.runs.items()))
     runs = _runs_of(recipes)
     require(baseline not in runs, f"--recipes: {baseline!r} is the study's baseline already")
-    return study.model_copy(update={"runs": {baseline: own, **runs}, "branch": None})
+    return study.model_copy(update={"runs": {baseline: own, **runs}, "branches": {}})
 
 
 def with_runs(study: Study, names: Sequence[str]) -> Study:
@@ -125,14 +125,14 @@ def with_runs(study: Study, names: Sequence[str]) -> Study:
     """
     for name in names:
         require(name in study.names, f"--only: no run {name!r}; use some of {study.names}")
-    wanted, changes = {next(iter(study.runs)), *names}, {}
-    if study.branch is not None:
-        runs = {name: own for name, own in study.branch.runs.items() if name in wanted}
-        wanted |= {study.branch.trunk} if runs else set()
+    wanted, branches = {next(iter(study.runs)), *names}, {}
+    for trunk, branch in study.branches.items():
+        runs = {name: own for name, own in branch.runs.items() if name in wanted}
+        wanted |= {trunk} if runs else set()
         # Without runs as well: a trunk's arguments are the same in any part of a study.
-        changes["branch"] = study.branch.model_copy(update={"runs": runs})
-    changes["runs"] = {name: own for name, own in study.runs.items() if name in wanted}
-    return study.model_copy(update=changes)
+        branches[trunk] = branch.model_copy(update={"runs": runs})
+    runs = {name: own for name, own in study.runs.items() if name in wanted}
+    return study.model_copy(update={"runs": runs, "branches": branches})
 
 
 def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
@@ -143,16 +143,12 @@ def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
 
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
     """Return all runs, every name's first seed first; ``more`` are from the command line."""
-    branch, jobs = study.branch, []
+    jobs: list[Job] = []
     for seed in study.seeds:
-        for name in study.names:
-            own, start = study.runs.get(name), None
-            if branch and own is None:
-                own = branch.runs[name]
-                start = Start(output / f"{_slug(branch.trunk)}-{seed}", branch.iteration)
-            arguments = [*shlex.split(study.arguments), *shlex.split(own or ""), *more]
-            if branch and name == branch.trunk:
-                arguments += ["--save-interval", str(branch.iteration)]
+        for name, own, start in _runs(study, output, seed):
+            arguments = [*shlex.split(study.arguments), *shlex.split(own), *more]
+            if name in study.branches:
+                arguments += ["--save-interval", str(study.branches[name].iteration)]
             program = [study.script] if study.script else _PRETRAIN
             command = [sys.executable, *program, *arguments, "--seed", str(seed)]
             jobs.append(Job(name, seed, output / f"{_slug(name)}-{seed}", command, start))
@@ -161,6 +157,16 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
         if folders.count(job.folder) > 1:
             raise UserError(f"run {job.name!r}: another run's name is the same in a file's name")
     return jobs
+
+
+def _runs(study: Study, output: Path, seed: int) -> Iterator[tuple[str, str, Start | None]]:
+    """Yield each run's name, its own arguments and what it begins from."""
+    for name, own in study.runs.items():
+        yield name, own, None
+    for trunk, branch in study.branches.items():
+        start = Start(output / f"{_slug(trunk)}-{seed}", branch.iteration)
+        for name, own in branch.runs.items():
+            yield name, own, start
 
 
 def planned_iterations(job: Job) -> int | None:

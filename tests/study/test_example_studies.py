@@ -38,13 +38,10 @@ def test_arguments_and_recipes(file, monkeypatch):
         assert one not in found[:number]
 
 
-STUDIES = "leaderboard", "leaderboard-more"
-
-
 def test_methods_of_the_leaderboard_quantize_every_layer():
     """In graphs, without validation; the model has 60M parameters and 100M tokens."""
     folder = ROOT / "examples" / "studies"
-    study, more = (read_study(folder / f"{name}.yaml") for name in STUDIES)
+    study, more = (read_study(folder / f"{n}.yaml") for n in ("leaderboard", "leaderboard-more"))
     assert (study.arguments, study.seeds) == (more.arguments, more.seeds)
     layers, quantized = model_layers(None, 10), {}
     graphs = Namespace(
@@ -52,14 +49,15 @@ def test_methods_of_the_leaderboard_quantize_every_layer():
         recompute_granularity=None, pipeline_model_parallel_size=1, num_experts=None,
         fused_allreduce_norm=False,
     )  # fmt: skip
-    for name, arguments in (study.runs | more.runs).items():
+    parts = study.runs, more.runs, *(branch.runs for branch in study.branches.values())
+    for name, arguments in (pair for part in parts for pair in part.items()):
         words = shlex.split(arguments)
         assert words[0] == "--precision-recipe" and set(words[2::2]) <= {"--recipe-set"}
         recipe = load_recipes(words[1:2], words[3::2])
         cuda_graphs.check(recipe, graphs)
         quantized[name] = sum(recipe.precision_for(layer).quantized for layer in layers)
     assert quantized.pop("bf16") == 0
-    assert len(quantized) == 12 and set(quantized.values()) == {len(layers)}
+    assert len(quantized) == 14 and set(quantized.values()) == {len(layers)}
     words = shlex.split((ROOT / "examples" / "gpt-60m.args").read_text(), comments=True)
     width, inner, depth, length, batch, steps = (
         int(words[words.index(flag) + 1])

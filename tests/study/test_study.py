@@ -217,7 +217,7 @@ def test_recipes_that_do_not_fit(tmp_path, arguments, named):
     assert not (tmp_path / "out").exists()
 
 
-BRANCH = "branch: {trunk: base, iteration: 30, runs: {changed: --scale 2.2}}"
+BRANCH = "branches: {base: {iteration: 30, runs: {changed: --scale 2.2}}}"
 
 
 def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
@@ -236,8 +236,9 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
 
 def test_some_runs_of_a_study(study, tmp_path):
     """Beside the baseline; a branch's run with its trunk, whose arguments stay as they are."""
-    file = study(base="--scale 2", other="--scale 3", last="--scale 4",
-                 branch=BRANCH.replace("base", "last"))  # fmt: skip
+    branch = BRANCH[:-1].replace("base", "last")
+    branch += ", other: {iteration: 20, runs: {late: --scale 2.3}}}"
+    file = study(base="--scale 2", other="--scale 3", last="--scale 4", branch=branch)
     command = ["run", str(file), "--output", str(tmp_path / "out"), "--seeds", "1", "--only"]
 
     def folders() -> set[str]:
@@ -251,6 +252,9 @@ def test_some_runs_of_a_study(study, tmp_path):
     assert [line["began"] for line in lines(tmp_path / "out" / "last-1")] == [0] * 80
     main([*command, "changed"])
     assert len(lines(tmp_path / "out" / "last-1")) == 80
+    main([*command, "late"])
+    assert folders() == {"base-1", "last-1", "changed-1", "other-1", "late-1"}
+    assert lines(tmp_path / "out" / "late-1")[0]["iteration"] == 21
     with pytest.raises(UserError, match=r"--only: no run 'mine'; use some of \['base', 'other'"):
         main([*command, "mine"])
     with pytest.raises(UserError, match=r"--only names runs of STUDY\.yaml: not with --recipes"):
@@ -312,9 +316,13 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint(study, tmp_path):
         ("arguments: x\nseeds: [one]\nruns: {a: b}\n", "seeds.0: Input should be a valid integer"),
         ("arguments: x\nseeds: [1]\nruns: {a: b}\nsed: 3\n", "sed: Extra inputs"),
         (
-            "arguments: x\nseeds: [1]\nruns: {a: b}\n"
-            "branch: {trunk: c, iteration: 1, runs: {d: e}}\n",
-            "the file: branch.trunk: no run 'c'",
+            "arguments: x\nseeds: [1]\nruns: {a: b}\nbranches: {c: {iteration: 1, runs: {d: e}}}\n",
+            "the file: branches: no run 'c'",
+        ),
+        (
+            "arguments: x\nseeds: [1]\nruns: {a: b, c: d}\n"
+            "branches: {a: {iteration: 1, runs: {c: e}}}\n",
+            "the file: branches: two runs are named 'c'",
         ),
         ("- 1\n", "the file: Input should be a valid dictionary"),
         ("a: [\n", "while parsing"),
