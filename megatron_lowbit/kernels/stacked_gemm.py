@@ -32,7 +32,7 @@ _ROWS, _COLUMNS, _TERMS = 128, 128, 128
 """Rows and columns of a tile, and terms of a step."""
 
 
-class _Launch(NamedTuple):
+class _Occupancy(NamedTuple):
     """Programs of a multiprocessor, parts of a tile, and warps of a program."""
 
     programs: int
@@ -40,7 +40,7 @@ class _Launch(NamedTuple):
     warps: int
 
 
-_LAUNCHES = {torch.bfloat16: _Launch(2, 2, 4), torch.float32: _Launch(1, 1, 8)}
+_OCCUPANCY = {torch.bfloat16: _Occupancy(2, 2, 4), torch.float32: _Occupancy(1, 1, 8)}
 """By the result's dtype, found by trying on an H200 and an H100: results in FP32, and what they are
 added to, leave no room for two programs."""
 
@@ -57,7 +57,7 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
         adds: True to add to what is there.
     """
-    kind, device = _LAUNCHES[outs.like.dtype], lhs.like.device
+    occupancy, device = _OCCUPANCY[outs.like.dtype], lhs.like.device
     terms = np.minimum(lhs.terms, rhs.terms)
     # A product without terms is a step outside of both matrices, where zeros are read.
     steps = np.maximum(cdiv(terms, _TERMS), 1)
@@ -70,12 +70,13 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
         order = np.argsort(-steps, kind="stable")
         steps, tiles = steps[order], tiles[order]
         fields = tuple(one[order] if isinstance(one, np.ndarray) else one for one in fields)
-    programs = min(kind.programs * _multiprocessors(device), max(1, int(tiles.sum())))
+    programs = min(occupancy.programs * _multiprocessors(device), max(1, int(tiles.sum())))
     shares = _shares(np.repeat(steps, tiles), programs)
     table = table_of(tiles, fields, device, ahead=shares)
     kinds = lhs.like, rhs.like, outs.like
-    constants = _ROWS // kind.parts, _COLUMNS, _TERMS, kind.parts, adds, table.count
-    options = ("num_warps", kind.warps), ("num_stages", 3)
+    parts = occupancy.parts
+    constants = _ROWS // parts, _COLUMNS, _TERMS, parts, adds, table.count
+    options = ("num_warps", occupancy.warps), ("num_stages", 3)
     dtypes = [kind.dtype for kind in kinds]
     launch = table_launcher(stacked_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)
     launch((table.entries, *kinds), programs)
