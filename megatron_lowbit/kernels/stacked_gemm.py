@@ -98,7 +98,7 @@ def _results(outs: Split | Apart) -> tuple[int, np.ndarray, np.ndarray]:
     return first, addresses, np.where((rest == 0) & (rows < _APART.value), rows, _APART.value)
 
 
-def _shares(steps: np.ndarray, programs: int) -> list[int]:
+def _shares(steps: np.ndarray, programs: int) -> np.ndarray:
     """Return how far apart a program's tiles are, and the number of steps of each program.
 
     ``steps`` are those of the tiles, the longest first. Tiles that are longer than a program's
@@ -106,8 +106,10 @@ def _shares(steps: np.ndarray, programs: int) -> list[int]:
     """
     alone = int((steps * programs > steps.sum()).sum())
     rest, others = steps[alone:], programs - alone
-    turns = np.pad(rest, (0, -len(rest) % others)).reshape(-1, others)
-    return [others, *steps[:alone], *turns.sum(axis=0)]
+    even = len(rest) // others * others
+    turns = rest[:even].reshape(-1, others).sum(axis=0)
+    turns[: len(rest) - even] += rest[even:]
+    return np.concatenate([[others], steps[:alone], turns])
 
 
 @cache

@@ -120,9 +120,9 @@ def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
 def test_programs_have_their_share_of_steps():
     """A tile longer than a program's share is the only one of its program."""
     steps = np.array([40, 9, 9, 2, 2, 2, 2, 2, 1, 1])
-    assert _shares(steps, 3) == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
-    assert _shares(np.full(5, 7), 2) == [2, 21, 14]
-    assert _shares(np.array([], dtype=np.int64), 1) == [1, 0]
+    assert [*_shares(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
+    assert [*_shares(np.full(5, 7), 2)] == [2, 21, 14]
+    assert [*_shares(np.array([], dtype=np.int64), 1)] == [1, 0]
 
 
 @pytest.mark.gpu
