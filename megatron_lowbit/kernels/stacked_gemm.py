@@ -1,10 +1,11 @@
 """Products of parts of one FP8 matrix with parts of another, such as all experts' of a layer.
 
-One or two programs a multiprocessor compute all tiles, each every so many of them. A program takes
-the steps of its tiles in one loop: it loads the operands of the next tiles, whose descriptors are
-always the same, while it finishes one. Of two programs one multiplies while the other adds up. They
-have half of the registers and of shared memory each, which hold the sums of a tile and its
-operands, but only half a tile's products and results: such a tile is computed in two parts.
+A fixed number of programs, one or two for each multiprocessor, computes all tiles: of n programs,
+program p takes the tiles p, p + n, p + 2n and so on. It takes the steps of all its tiles in one
+loop and loads operands of the next tile, whose descriptors never change, while it finishes the
+current one. Of two programs on a multiprocessor, one multiplies while the other adds up. Each then
+has half of the registers and of the shared memory: enough for the sums and the operands of a tile,
+but for the products and results of only half of it, so that the tile is computed in two parts.
 """
 
 from functools import cache
@@ -33,7 +34,7 @@ _ROWS, _COLUMNS, _TERMS = 128, 128, 128
 
 
 class _Occupancy(NamedTuple):
-    """Programs of a multiprocessor, parts of a tile, and warps of a program."""
+    """Number of programs on a multiprocessor, of parts of a tile, and of warps of a program."""
 
     programs: int
     parts: int
@@ -41,7 +42,7 @@ class _Occupancy(NamedTuple):
 
 
 _OCCUPANCY = {torch.bfloat16: _Occupancy(2, 2, 4), torch.float32: _Occupancy(1, 1, 8)}
-"""By the result's dtype, found by trying on an H200 and an H100: results in FP32, and what they are
+"""By the result's dtype; found by trying on an H200 and an H100. Results in FP32, and what they are
 added to, leave no room for two programs."""
 
 
@@ -91,7 +92,7 @@ def _operand(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
 
 
 def _results(outs: Split | Apart) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return the first address of all results, each one's, and its first row behind the first."""
+    """Return the lowest address of all results, then each address and its row from there on."""
     addresses, step = outs.addresses, outs.like.shape[1] * outs.like.itemsize
     first = int(addresses.min())
     rows, rest = np.divmod(addresses - first, step)
@@ -99,10 +100,10 @@ def _results(outs: Split | Apart) -> tuple[int, np.ndarray, np.ndarray]:
 
 
 def _shares(steps: np.ndarray, programs: int) -> np.ndarray:
-    """Return how far apart a program's tiles are, and the number of steps of each program.
+    """Return the distance between a program's tiles, then each program's number of steps.
 
-    ``steps`` are those of the tiles, the longest first. Tiles that are longer than a program's
-    share of all steps are the only ones of the first programs; the others take turns.
+    ``steps`` are those of the tiles, the longest first. A tile longer than an even share of all
+    steps is the only one of its program; the other programs take turns at the rest.
     """
     alone = int((steps * programs > steps.sum()).sum())
     rest, others = steps[alone:], programs - alone
@@ -126,11 +127,10 @@ def stacked_gemm_kernel(
     TM: tl.constexpr, TN: tl.constexpr, TK: tl.constexpr, PARTS: tl.constexpr,
     ADDS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Compute every so many tiles of the products of a table in COUNT columns.
+    """Compute a program's tiles of the products of a table in COUNT columns.
 
-    A tile has one or two PARTS of (TM, TN). Before its list of tiles, the table has the distance of
-    a program's tiles and each program's number of steps. ``a_like``, ``b_like`` and ``out_like``
-    tell dtypes.
+    A tile has one or two PARTS of (TM, TN). The table begins its list of tiles with what
+    :func:`_shares` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
     """
     tile, behind = tl.program_id(0), tl.num_programs(0) + 1
     apart = tl.load(table + _FIELDS * COUNT).to(tl.int32)
