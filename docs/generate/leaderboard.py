@@ -3,9 +3,10 @@
     lowbit-study run examples/studies/leaderboard.yaml --output runs/leaderboard --gpus 0 -- ...
     python docs/generate/leaderboard.py runs/leaderboard
 
-Finished runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the
-same name and seed; without folders the page is written from that file alone. A row's loss is the
-mean of the last tenth of a run. Speeds are those of benchmarks/results/model-fp4-h200.json.
+Runs of a folder go into benchmarks/results/leaderboard.json, in the place of those of the same name
+and seed; without folders the page is written from that file alone. A row's loss is the mean of the
+last tenth of a finished run. Runs that were cut have a table of their own. Speeds are those of
+benchmarks/results/model-fp4-h200.json.
 """
 
 import argparse
@@ -49,7 +50,7 @@ kinds of GPU as well, which sum products in different orders. On one kind a run 
 `nvfp4` with seeds 1 and 2 did so on another H100 host, with kernels that were rewritten in between.
 
 {table}
-
+{cut}
 Speed: forward and backward of a model of four layers of width 4096 in Transformer Engine's layers,
 relative to `nvfp4`, where `benchmarks/results/{speeds}` has the recipe ({gpu}). Bits: of an
 element, its share of block scales included, the mean over the operands of all linear layers.
@@ -69,6 +70,13 @@ python docs/generate/leaderboard.py runs/leaderboard
 ```
 """
 
+CUT = """
+Runs that were cut, by the mean over a tenth of a whole run before their end, against the same
+iterations of `nvfp4`'s runs of the same seeds, with its standard error:
+
+{table}
+"""
+
 
 def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
     """Yield what a study's folder says about each finished run, and its curve.
@@ -83,6 +91,24 @@ def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
     for file, state in found:
         if state["finished"]:
             yield state, read_losses(file.with_name("metrics.jsonl"))
+
+
+def cut_runs(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield what is kept of each run that was cut after half of its iterations or later."""
+    whole = {state["seed"]: curve for state, curve in finished_runs(folder)
+             if state["name"] == REFERENCE}  # fmt: skip
+    for file in sorted(folder.glob("*/study.json")):
+        state, metrics = json.loads(file.read_text()), file.with_name("metrics.jsonl")
+        reference = whole.get(state["seed"])
+        if state["finished"] or reference is None or not metrics.is_file():
+            continue
+        curve, last = read_losses(metrics), reference.iterations[-1]
+        end = curve.iterations[-1]
+        if end >= last / 2:
+            parts = [one.losses[(one.iterations > end - SHARE * last) & (one.iterations <= end)]
+                     for one in (curve, reference)]  # fmt: skip
+            gap = float(parts[0].mean() / parts[1].mean() - 1)
+            yield {"name": state["name"], "seed": state["seed"], "cut": end / last, "gap": gap}
 
 
 def kept_of(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:
@@ -113,13 +139,17 @@ def split(command: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
-    """Return runs by name and seed, the new ones in the place of the old.
+    """Return runs by name and seed, the new ones in the place of the old, those cut last.
 
     Raises:
-        SystemExit: a run has other arguments than the rest, its recipe aside.
+        SystemExit: a finished run has other arguments than the rest, its recipe aside.
     """
-    runs = list({(run["name"], run["seed"]): run for run in [*kept, *new]}.values())
-    for run in runs:
+    whole = {(run["name"], run["seed"]) for run in [*kept, *new] if "cut" not in run}
+    lasting = [one for one in [*kept, *new]
+               if "cut" not in one or (one["name"], one["seed"]) not in whole]  # fmt: skip
+    runs = list({(run["name"], run["seed"]): run for run in lasting}.values())
+    runs.sort(key=lambda run: "cut" in run)
+    for run in runs[: len(whole)]:
         if (run["arguments"], run["tokens"]) != (runs[0]["arguments"], runs[0]["tokens"]):
             raise SystemExit(
                 f"error: {run['name']}, seed {run['seed']}: other arguments or tokens than "
@@ -254,6 +284,8 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
 
 def page(runs: Sequence[dict], speeds_file: Path) -> str:
     """Return the page's text."""
+    cut = [run for run in runs if "cut" in run]
+    runs = runs[: len(runs) - len(cut)]
     speeds, gpu = read_speeds(speeds_file)
     baseline, visible, lines = rows(runs, speeds)
     seeds = len({run["seed"] for run in runs})
@@ -271,10 +303,24 @@ def page(runs: Sequence[dict], speeds_file: Path) -> str:
         baseline=baseline,
         power=power,
         table=markdown_table(headings, lines),
+        cut=_cut(cut),
         speeds=speeds_file.name,
         gpu=gpu,
         machines="; ".join(machines),
     )
+
+
+def _cut(runs: Sequence[dict]) -> str:
+    """Return the text about runs that were cut; nothing without any."""
+    lines = []
+    for name in dict.fromkeys(run["name"] for run in runs):
+        own = [run for run in runs if run["name"] == name]
+        found = [run["gap"] for run in own]
+        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
+        at = f"{100 * min(run['cut'] for run in own):.0f}%"
+        lines.append([name, str(len(own)), at, _shown(statistics.fmean(found), error)])
+    headings = ("", "seeds", "cut at", f"to {REFERENCE}")
+    return CUT.format(table=markdown_table(headings, lines)) if lines else ""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -287,7 +333,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="page to write")
     args = parser.parse_args(argv)
     kept = json.loads(args.results.read_text()) if args.results.is_file() else []
-    runs = merge(kept, [kept_of(*run) for folder in args.folders for run in finished_runs(folder)])
+    new = [kept_of(*run) for folder in args.folders for run in finished_runs(folder)]
+    runs = merge(kept, [*new, *(run for folder in args.folders for run in cut_runs(folder))])
     if not runs:
         parser.error("no runs: give the folder of a study")
     text = page(runs, SPEEDS)

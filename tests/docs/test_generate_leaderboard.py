@@ -90,6 +90,35 @@ def test_the_table(write, tmp_path):
     assert "[examples/gpt-60m.args](../examples/gpt-60m.args)" in text and "GPU, 2, abc." in text
 
 
+def test_runs_that_were_cut(write, tmp_path):
+    """The mean before the cut against nvfp4's same iterations; once a run has ended, its row."""
+    folder = bf16(write, 2.0, 2.2)
+    for seed in (1, 2):
+        write("nvfp4", seed, 2.3, *NVFP4)
+        write("mine", seed, 2.1, "--precision-recipe", "mxfp8")
+        path = folder / f"mine-{seed}"
+        state = json.loads((path / "study.json").read_text())
+        (path / "study.json").write_text(json.dumps(state | {"finished": False}))
+        lines = (path / "metrics.jsonl").read_text().splitlines()
+        losses = [9.0 + seed / 10] * 60 + [9.9] * 5
+        kept = [json.dumps(json.loads(line) | {"lm_loss": loss})
+                for line, loss in zip(lines, losses, strict=False)]  # fmt: skip
+        (path / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    built(tmp_path, folder)
+    gaps = [(5 * (9.0 + seed / 10) + 5 * 9.9) / 10 / 9.0 - 1 for seed in (1, 2)]
+    error = 100 * statistics.stdev(gaps) / math.sqrt(2)
+    row = f"| mine | 2 | 65% | {100 * statistics.fmean(gaps):+.2f}% ± {error:.2f} |"
+    assert row in (tmp_path / "page.md").read_text()
+    for path in folder.glob("mine-*"):
+        path.rename(tmp_path / path.name)
+    built(tmp_path, folder)
+    assert row in (tmp_path / "page.md").read_text()
+    for seed in (1, 2):
+        write("mine", seed, 2.1, "--precision-recipe", "mxfp8")
+    assert [cells[0] for cells in built(tmp_path, folder)] == ["bf16", "mine", "nvfp4"]
+    assert "65%" not in (tmp_path / "page.md").read_text()
+
+
 def test_runs_are_kept(write, tmp_path):
     """A second folder adds its rows; without folders the same page is written."""
     folder = bf16(write, 2.0, 2.2)
