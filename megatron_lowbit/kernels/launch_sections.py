@@ -170,7 +170,7 @@ def _plan(
         (layouts[0], layouts[1]),
         (taken[0] is not None, taken[1] is not None),
         tile[0],
-        STACKED_TERMS if layouts[1] is not None and layouts[1].beside else tile[0],
+        STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
         launchers(quantize_kernel, tile, operands, views=views_of(*written), **options),

@@ -31,7 +31,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 _ALIGNMENT = 16
 """Bytes, at whose multiples an operand's codes and scales begin."""
 STACKED_TERMS = 128
-"""Terms to whose multiple zeros fill up an operand that lies beside others."""
+"""Terms to whose multiple zeros fill up an operand whose columns are stacked."""
 
 
 class GroupLayout:
@@ -40,8 +40,8 @@ class GroupLayout:
     Codes and scales begin at whole units of rows, for which ``codes`` and ``scales`` are the
     memory. ``operand`` is the layout of an operand of a unit's rows. ``multiples`` are those to
     which the terms of a product, and columns in memory, are filled up; ``filled`` are the two
-    numbers themselves of an operand that is not transposed. ``beside``: FP8 operands (across,
-    terms) lie beside each other in one matrix, so that a GEMM reads all of them alike.
+    numbers themselves of an operand that is not transposed. ``stacks_columns``: FP8
+    operands (across, terms) are columns of one matrix, so that a GEMM reads all of them alike.
     """
 
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
@@ -49,8 +49,8 @@ class GroupLayout:
         format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
         self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
         is_fp8 = form is not Form.VALUES and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
-        self.beside = transposed and is_fp8
-        if self.beside:
+        self.stacks_columns = transposed and is_fp8
+        if self.stacks_columns:
             self.multiples = STACKED_TERMS, STACKED_TERMS
         unit = math.lcm(self.multiples[1] if transposed else format.block_rows, _ALIGNMENT)
         while any(_bytes(one) % _ALIGNMENT for one in memory_of(self.of(unit)) if one):
@@ -115,7 +115,7 @@ def places_of(layout: GroupLayout, rows: Rows) -> Places:
     else:
         own, filled = rows.numbers, [np.full(len(rows), one) for one in layout.filled]
     terms, columns, stack = *filled, None
-    if layout.beside:
+    if layout.stacks_columns:
         codes, whole = units.before * layout.unit, units.total * layout.unit
         columns, stack = np.full(len(rows), whole), Stack(layout.across, whole, zeros, codes)
     elif not layout.transposed:
@@ -154,7 +154,7 @@ class OperandGroup:
         whole, layout = self.layout, self.layout.of(int(self.rows.numbers[number]))
         first = int(self.rows.in_units(whole.unit).before[number])
         memory, scales = memory_of(layout)[0], None
-        if whole.beside:
+        if whole.stacks_columns:
             begin, columns = first * whole.unit, memory.shape[1]
             codes = self.codes.view(whole.across, -1)[:, begin : begin + columns]
         else:

@@ -89,7 +89,7 @@ def test_the_operands_of_a_launch_for_each(case):
         if len(x):
             expected = quantize_both(x, rows[number], cols[number], forms=forms)
             check_same(by_row, expected[0])
-            check_same(by_col, expected[1], right.layout.beside)
+            check_same(by_col, expected[1], right.layout.stacks_columns)
 
 
 FORMS = {"mxfp8": "FOLDED", "fp8 tensor": "CODES"}
@@ -122,7 +122,7 @@ def test_one_side(side):
     for number, (x, operand) in enumerate(zip(xs, made[side], strict=True)):
         pair = [None, None]
         pair[side] = requests[number]
-        check_same(operand, quantize_both(x, *pair)[side], made[side].layout.beside)
+        check_same(operand, quantize_both(x, *pair)[side], made[side].layout.stacks_columns)
 
 
 def test_square_blocks_that_serve_both_sides():
