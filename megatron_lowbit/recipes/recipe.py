@@ -89,6 +89,9 @@ class Recipe:
         if self.backward is None:
             return precision
         other = self.backward.precision_for(layer)
+        if not precision.fprop.quantized:
+            # What fprop multiplies are the very weight and input.
+            other = other.without_requantize()
         return replace(precision, dgrad=other.dgrad, wgrad=other.wgrad)
 
     def summary(self, layers: Sequence[Layer]) -> str:
@@ -157,18 +160,18 @@ class Recipe:
 def combine(forward: Recipe, backward: Recipe) -> Recipe:
     """Combine two recipes: fprop of ``forward``, dgrad and wgrad of ``backward``.
 
-    Where fprop quantizes nothing, what ``requantize`` quantizes are the weight and the input.
-
     Raises:
         UserError: one of two different recipes has switches: which of the two would they change?
-            Or the backward one takes operands from its own fprop.
+            Or the backward one takes operands from its own fprop, unless it requantizes them and
+            the forward one quantizes nothing.
     """
     if forward == backward:
         return forward
-    if not any(config.fprop.quantized for config in forward.configs.values()):
-        own = {name: config.without_requantize() for name, config in backward.configs.items()}
-        backward = replace(backward, configs=own)
-    if any(config.uses_fprop for config in backward.configs.values()):
+    # Of a recipe that is combined itself, only what decides dgrad and wgrad.
+    decides = backward.backward or backward
+    quantizes = any(config.fprop.quantized for config in forward.configs.values())
+    gemms = [gemm for config in decides.configs.values() for gemm in config.gemms.values()]
+    if any(gemm.rhs_of_fprop or (gemm.requantizes_rhs and quantizes) for gemm in gemms):
         raise UserError(
             f"recipe {backward.name} has an operand with axis fprop or requantize, which takes the "
             "values of its own fprop: it cannot be combined with the fprop of another"
@@ -185,5 +188,4 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
             )
     sides = (forward.name.partition("+")[0], backward.name.rpartition("+")[2])
     name = sides[0] if sides[0] == sides[1] else "+".join(sides)
-    # Of a recipe that is combined itself, only what decides dgrad and wgrad.
-    return replace(forward, name=name, backward=backward.backward or backward)
+    return replace(forward, name=name, backward=decides)

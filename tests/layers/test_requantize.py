@@ -13,6 +13,7 @@ from megatron_lowbit.recipes import (
     Layer,
     LinearPrecision,
     Progress,
+    combine,
     load_combined,
     load_recipe,
 )
@@ -141,3 +142,12 @@ def test_after_a_forward_pass_in_high_precision_it_quantizes_the_tensors_themsel
     plain = load_recipe("nvfp4", ["weight.format=nvfp4", "fprop=null"])
     layer = Layer("decoder.layers.15.mlp.linear_fc1", 15, 30)
     assert switched.precision_for(layer) == plain.precision_for(layer)
+
+
+def test_no_other_quantized_forward_follows_one_in_high_precision():
+    late = "switches.late={iteration: 5, to: bf16, part: forward}"
+    later = "switches.later={iteration: 9, to: mxfp8, part: forward}"
+    with pytest.raises(UserError, match="requantize"):
+        load_recipe("nvfp4", [*SET, late, later]).at(Progress(9))
+    with pytest.raises(UserError, match="requantize"):
+        combine(load_recipe("mxfp8"), load_recipe("nvfp4", [*SET, late]).at(Progress(5)))
