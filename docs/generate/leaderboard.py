@@ -41,7 +41,7 @@ TEXT = """# FP4 methods, ranked by what they lose
 
     python docs/generate/leaderboard.py runs/leaderboard
 
-writes this page from the finished runs of [the study](../examples/studies/leaderboard.yaml):
+writes this page from the runs of [the study](../examples/studies/leaderboard.yaml):
 {model}, {tokens} tokens, {seeds} seeds a row. A loss is the mean of the last tenth of a run. Gaps
 are relative to `{baseline}`, and to `nvfp4`, paired seed by seed, with their standard error; the
 noise of all rows is pooled. {power} A row with fewer seeds than others has the gap of those alone.
@@ -93,10 +93,14 @@ def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
             yield state, read_losses(file.with_name("metrics.jsonl"))
 
 
-def cut_runs(folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield what is kept of each run that was cut after half of its iterations or later."""
-    whole = {state["seed"]: curve for state, curve in finished_runs(folder)
-             if state["name"] == REFERENCE}  # fmt: skip
+def cut_runs(
+    folder: Path, finished: Sequence[tuple[dict[str, Any], LossCurve]]
+) -> Iterator[dict[str, Any]]:
+    """Yield what is kept of each run that was cut after half of its iterations or later.
+
+    Its gap is that to REFERENCE's run of the same seed, which is among those that finished.
+    """
+    whole = {state["seed"]: curve for state, curve in finished if state["name"] == REFERENCE}
     for file in sorted(folder.glob("*/study.json")):
         state, metrics = json.loads(file.read_text()), file.with_name("metrics.jsonl")
         reference = whole.get(state["seed"])
@@ -144,18 +148,19 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
     Raises:
         SystemExit: a finished run has other arguments than the rest, its recipe aside.
     """
-    whole = {(run["name"], run["seed"]) for run in [*kept, *new] if "cut" not in run}
-    lasting = [one for one in [*kept, *new]
-               if "cut" not in one or (one["name"], one["seed"]) not in whole]  # fmt: skip
-    runs = list({(run["name"], run["seed"]): run for run in lasting}.values())
-    runs.sort(key=lambda run: "cut" in run)
-    for run in runs[: len(whole)]:
-        if (run["arguments"], run["tokens"]) != (runs[0]["arguments"], runs[0]["tokens"]):
+    found: dict[tuple[str, int], dict] = {}
+    for run in (*kept, *new):
+        place = run["name"], run["seed"]
+        if "cut" not in run or "cut" in found.get(place, run):
+            found[place] = run
+    finished = [run for run in found.values() if "cut" not in run]
+    for run in finished:
+        if (run["arguments"], run["tokens"]) != (finished[0]["arguments"], finished[0]["tokens"]):
             raise SystemExit(
                 f"error: {run['name']}, seed {run['seed']}: other arguments or tokens than "
-                f"{runs[0]['name']}, seed {runs[0]['seed']}"
+                f"{finished[0]['name']}, seed {finished[0]['seed']}"
             )
-    return runs
+    return [*finished, *(run for run in found.values() if "cut" in run)]
 
 
 def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, list[list[str]]]:
@@ -285,7 +290,7 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
 def page(runs: Sequence[dict], speeds_file: Path) -> str:
     """Return the page's text."""
     cut = [run for run in runs if "cut" in run]
-    runs = runs[: len(runs) - len(cut)]
+    runs = [run for run in runs if "cut" not in run]
     speeds, gpu = read_speeds(speeds_file)
     baseline, visible, lines = rows(runs, speeds)
     seeds = len({run["seed"] for run in runs})
@@ -333,8 +338,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, default=PAGE, help="page to write")
     args = parser.parse_args(argv)
     kept = json.loads(args.results.read_text()) if args.results.is_file() else []
-    new = [kept_of(*run) for folder in args.folders for run in finished_runs(folder)]
-    runs = merge(kept, [*new, *(run for folder in args.folders for run in cut_runs(folder))])
+    new: list[dict[str, Any]] = []
+    for folder in args.folders:
+        finished = list(finished_runs(folder))
+        new += [*(kept_of(*run) for run in finished), *cut_runs(folder, finished)]
+    runs = merge(kept, new)
     if not runs:
         parser.error("no runs: give the folder of a study")
     text = page(runs, SPEEDS)
