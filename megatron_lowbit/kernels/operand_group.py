@@ -40,8 +40,8 @@ class GroupLayout:
     Codes and scales begin at whole units of rows, for which ``codes`` and ``scales`` are the
     memory. ``operand`` is the layout of an operand of a unit's rows. ``multiples`` are those to
     which the terms of a product, and columns in memory, are filled up; ``filled`` are the two
-    numbers themselves of an operand that is not transposed. ``stacks_columns``: FP8
-    operands (across, terms) are columns of one matrix, so that a GEMM reads all of them alike.
+    numbers themselves of an operand that is not transposed. ``stacks_columns``: FP8 operands
+    (across, terms) are columns of one matrix, so that a GEMM reads all of them alike.
     """
 
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:

@@ -138,6 +138,7 @@ def stacked_gemm_kernel(
     a = _whole(table, A, A_ROWS, A_COLUMNS, a_like, TM, TK, COUNT)
     b = _whole(table, B, B_ROWS, B_COLUMNS, b_like, TN, TK, COUNT)
     all_columns = entry(table, 0, COLUMNS, COUNT)
+    # It stores whole tiles alone: how many rows it has does not matter.
     outs = tl.make_tensor_descriptor(
         pointer(table, 0, OUTS, COUNT, out_like),
         [_APART, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
