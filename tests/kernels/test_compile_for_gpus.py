@@ -48,7 +48,11 @@ QUICK = ["mxfp8", "nvfp4", "fp8"]
 
 
 @pytest.mark.parametrize(
-    "names", [QUICK, pytest.param([*FORMATS, *PRODUCTS], marks=pytest.mark.slow)], ids=len
+    "names",
+    [
+        pytest.param(QUICK, id="some"),
+        pytest.param([*FORMATS, *PRODUCTS], id="all", marks=pytest.mark.slow),
+    ],
 )
 def test_kernels_compile(names):
     result = subprocess.run(

@@ -96,8 +96,8 @@ def test_products(case, together=False):
     lhs, rhs = operands_of(engine, case)
     outs = results_of(case, together)
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
-    together = grouped_pair(route, lhs, rhs, looked_at(outs))
-    assert (together is None) == (grouped_gemm.LOOP_FROM == 0)
+    pair = grouped_pair(route, lhs, rhs, looked_at(outs))
+    assert (pair is None) == (grouped_gemm.LOOP_FROM == 0)
     engine.gemm_all(lhs, rhs, outs, adds)
     for left, right, out in zip(lhs, rhs, outs, strict=True):
         a, b = exact(left), exact(right)

@@ -29,8 +29,12 @@ RECIPES = {
     "mxfp4-backward": "--fp4-recipe mxfp4-backward",
     "nvfp4": "--fp4-recipe nvfp4 --recipe-set bf16_blocks=none",
 }
-WHOLE = ("--recipe-set", "bf16_blocks=none")
-"""No block in BF16, of a recipe that names some."""
+FP4 = json.loads((ROOT / "benchmarks" / "results" / "model-fp4-h200.json").read_text())
+FP4_RECIPES = {
+    "nvfp4-4over6": "--precision-recipe nvfp4-4over6 --recipe-set bf16_blocks=none",
+    **{name: f"--precision-recipe {name}"
+       for name in ("nvfp4-ue5m3", "torchao-v2", "quartet2", "averis")},
+}  # fmt: skip
 ENGINE = version("megatron-core")
 RUNS = [
     row
@@ -73,18 +77,13 @@ def test_four_llama_layers_forward_and_backward(contender):
     assert found.step == pytest.approx(row["both"]["median_ms"] / 1e3, rel=0.10)
 
 
-@pytest.mark.parametrize(
-    "method", ["nvfp4-4over6", "nvfp4-ue5m3", "torchao-v2", "quartet2", "averis"]
-)
-def test_what_fp4_methods_take_on_top_of_nvfp4(method):
+@pytest.mark.parametrize("contender", FP4_RECIPES)
+def test_what_fp4_methods_take_on_top_of_nvfp4(contender):
     """In Transformer Engine's layers, to a fortieth of a step."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "model-fp4-h200.json").read_text())
-    seconds = {row["contender"]: row["both"]["median_ms"] / 1e3 for row in measured["rows"]}
-    planned = {
-        name: estimated([*measured["arguments"], "--precision-recipe", name, *matchers], 32000).step
-        for name, matchers in (("nvfp4", WHOLE), (method, WHOLE if "over" in method else ()))
-    }
-    on_top = seconds[f"{method} in TE"] - seconds["nvfp4 in TE"]
-    assert planned[method] - planned["nvfp4"] == pytest.approx(
-        on_top, abs=seconds["nvfp4 in TE"] / 40
+    seconds = {row["contender"]: row["both"]["median_ms"] / 1e3 for row in FP4["rows"]}
+    planned, nvfp4 = (
+        estimated([*FP4["arguments"], *recipe.split()], 32000).step
+        for recipe in (FP4_RECIPES[contender], RECIPES["nvfp4"])
     )
+    on_top = seconds[f"{contender} in TE"] - seconds["nvfp4 in TE"]
+    assert planned - nvfp4 == pytest.approx(on_top, abs=seconds["nvfp4 in TE"] / 40)
