@@ -34,7 +34,7 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_OWN, _ROW = 5, 7
+_OWN, _ROW = 5, 8
 """Places of the kernel's arguments: x's own amax, and the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
@@ -79,7 +79,7 @@ def quantize_both(
         known = scale_amaxes(x, row, col, amaxes, plan.measure)
     row_arguments, by_row = _outputs(plan.row, row, known[0])
     col_arguments, by_col = _outputs(plan.col, col, known[1])
-    plan.launch((x, *x.stride(), *x.shape, own, None, *row_arguments, *col_arguments))
+    plan.launch((x, *x.stride(), *x.shape, own, None, None, *row_arguments, *col_arguments))
     if own is not None:
         record_amax(own, amaxes, (by_row, by_col))
     return by_row, by_col

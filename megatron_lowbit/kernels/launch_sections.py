@@ -13,7 +13,7 @@ from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_POINTS
 from megatron_lowbit.kernels.launch import tile_of, views_of
-from megatron_lowbit.kernels.launcher import Launcher, cdiv
+from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
     GroupLayout,
@@ -32,6 +32,8 @@ from megatron_lowbit.kernels.sides import (
 from megatron_lowbit.kernels.split import Apart, Split
 from megatron_lowbit.numerics import Request, Requests
 
+_READY = 7
+"""Place of the kernel's counts of tiles, which may be None."""
 _SCALARS = 4
 """Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
@@ -97,16 +99,18 @@ def quantize_sections(
     fields = xs.addresses, heights.numbers, row_signs, col_signs, *row_fields, *col_fields
     table = table_of(tiles * filled.numbers, fields, first.device)
     even = not (heights.numbers % plan.filled).any()
-    amaxes = [
-        amax if measures else None
-        for amax, measures in zip(scalars[2:], plan.measures, strict=True)
-    ]
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
-    if any(plan.measures):
-        arguments = (*given, table.entries, amaxes[0], 0, amaxes[1], 0)
+    zeros = scalars[2], scalars[2 if plan.shared else 3]
+    amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
+    ready = None
+    if plan.shared and filled.numbers.max() * plan.programs <= multiprocessors(first.device):
+        ready = scalars[3].view(torch.int32)
+    elif any(plan.measures):
+        by_row, by_col = (zeros[0], None) if plan.shared else amaxes
+        arguments = (*given, table.entries, by_row, 0, by_col, 0)
         plan.amax[even](arguments, table.programs * plan.amax_tiles)
     own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
-    arguments = (*given, None, table.entries, *own[0], *own[1])
+    arguments = (*given, None, table.entries, ready, *own[0], *own[1])
     plan.quantize[even](arguments, table.programs * plan.quantize_tiles)
     return groups[0], groups[1]
 
@@ -114,19 +118,22 @@ def quantize_sections(
 class _Plan(NamedTuple):
     """Quantization of matrices of one kind, whatever their rows.
 
-    ``measures``: of which side amaxes are taken. Tiles are ``height`` rows high, and so many cover
-    a row of them; they cover ``filled`` rows, as many as are filled up. Launchers are for matrices
-    of any rows, and of whole tiles.
+    ``measures``: of which side amaxes are taken; ``shared``: they are those of the matrices as they
+    are. Tiles are ``height`` rows high, and so many cover a row of them; they cover ``filled``
+    rows, as many as are filled up, which ``programs`` quantize. Launchers are for matrices of any
+    rows, and of whole tiles.
     """
 
     layouts: tuple[GroupLayout | None, GroupLayout | None]
     measures: tuple[bool, bool]
+    shared: bool
     height: int
     filled: int
     amax: tuple[Launcher, Launcher]
     amax_tiles: int
     quantize: tuple[Launcher, Launcher]
     quantize_tiles: int
+    programs: int
 
 
 @lru_cache(maxsize=4096)
@@ -156,25 +163,35 @@ def _plan(
     tile = measuring[0], tile[1]  # a table counts tiles of one height
 
     def launchers(
-        kernel: Any, tile: tuple[int, int], sides: Sequence[Any], **options: Any
+        kernel: Any,
+        tile: tuple[int, int],
+        sides: Sequence[Any],
+        varying: Sequence[int] = (),
+        **options: Any,
     ) -> tuple[Launcher, Launcher]:
         whole = across % tile[1] == 0
         first, second = (
             # All that a launch gives is aligned, or in the table.
-            Launcher(kernel, 0, (*tile, *sides, even, count), (), enable_fp_fusion=False, **options)
+            Launcher(
+                kernel, 0, (*tile, *sides, even, count), varying, enable_fp_fusion=False, **options
+            )
             for even in (False, whole)
         )
         return first, second
 
+    filled = STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0]
+    measures = taken[0] is not None, taken[1] is not None
     return _Plan(
         (layouts[0], layouts[1]),
-        (taken[0] is not None, taken[1] is not None),
+        measures,
+        any(measures) and hadamards == [None, None],
         tile[0],
-        STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
+        filled,
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
-        launchers(quantize_kernel, tile, operands, views=views_of(*written), **options),
+        launchers(quantize_kernel, tile, operands, (_READY,), views=views_of(*written), **options),
         cdiv(across, tile[1]),
+        filled // tile[0] * cdiv(across, tile[1]),
     )
 
 

@@ -1,7 +1,7 @@
 """Launches without the inspection of arguments that each of Triton's own makes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -146,6 +146,17 @@ def tile_launcher(
     programs = cdiv(shape[0], tile[0]) * cdiv(shape[1], tile[1])
     constants = (*tile, row, col, even, *more)
     return Launcher(kernel, programs, constants, varying, enable_fp_fusion=False, **options)
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of a GPU's multiprocessors: programs that certainly run at the same time.
+
+    Triton's interpreter runs one after another.
+    """
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _kind(argument: Tensor | int | None) -> int | str | None:

@@ -70,7 +70,7 @@ class Side(NamedTuple):
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
-    x, stride_r, stride_c, R, C, own, table,
+    x, stride_r, stride_c, R, C, own, table, ready,
     r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
     c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
@@ -85,6 +85,8 @@ def quantize_kernel(
 
     A ``table`` in COUNT columns (see ``sections.py``) has matrices to quantize in place of x. Of
     the arguments that it replaces, pointers tell the dtype; amaxes and tensor scales are arrays.
+    With ``ready``, zeros for each matrix, amaxes of x are zeros, too, and taken here: all programs
+    of a matrix wait for each other, so they must run at the same time.
     """
     tiles = tl.cdiv(C, TN)
     tile = tl.program_id(0) // tiles
@@ -118,6 +120,12 @@ def quantize_kernel(
             if c_amax is not None:
                 c_amax += section
     row0 = tile * TM
+    if ready is not None:
+        _note_together(
+            c_amax if r_amax is None else r_amax,
+            load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN),
+            ready + section, row0 < R, tl.cdiv(R, TM) * tiles,
+        )  # fmt: skip
     if own is not None:
         note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
@@ -155,3 +163,16 @@ def quantize_kernel(
                 c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN, own,
                 first_program,
             )  # fmt: skip
+
+
+@triton.jit
+def _note_together(amax, values, ready, counts, tiles):
+    """Max the values of a tile that ``counts`` into amax; return when that has all tiles'.
+
+    ``ready`` is the number of tiles that it has.
+    """
+    if counts:
+        note_amax(amax.to(tl.pointer_type(tl.int32), bitcast=True), values)
+        tl.atomic_add(ready, 1)
+    while tl.atomic_add(ready, 0, sem="acquire") < tiles:
+        pass

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_lowbit.kernels.launcher import cdiv
+
 FIRST_TILE, X, ROWS, ROW_SIGNS, COL_SIGNS = (tl.constexpr(i) for i in range(5))
 ROW_KEY, ROW_CODES, ROW_SCALES = (tl.constexpr(i) for i in range(5, 8))
 COL_KEY, COL_CODES, COL_SCALES, COL_COLUMNS = (tl.constexpr(i) for i in range(8, 12))
@@ -25,7 +27,7 @@ QUANTIZE_FIELDS = tl.constexpr(12)
 
 
 class Table(NamedTuple):
-    """Table of matrices: int64 rows of entries, then the matrix of each tile.
+    """Table of matrices: int64 rows of entries, then the matrix of each tile in int16.
 
     ``count`` is the number of its columns, ``programs`` that of all tiles.
     """
@@ -52,14 +54,15 @@ def table_of(
     count = columns_for(matrices)
     size = (1 + len(fields)) * count
     begin = size + len(ahead)
-    table = torch.empty(begin + all_tiles, dtype=torch.int64, pin_memory=device.type == "cuda")
+    words = begin + cdiv(all_tiles, 4)
+    table = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
     numbers = table.numpy()
     entries = numbers[:size].reshape(-1, count)[:, :matrices]
     entries[0] = ends - tiles
     for row, field in enumerate(fields, 1):
         entries[row] = field
     numbers[size:begin] = ahead
-    numbers[begin:] = np.repeat(_numbers(matrices), tiles)
+    numbers[begin:].view(np.int16)[:all_tiles] = np.repeat(_numbers(matrices), tiles)
     return Table(table.to(device, non_blocking=True), count, all_tiles)
 
 
@@ -70,13 +73,17 @@ def columns_for(matrices: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _numbers(count: int) -> np.ndarray:
-    return np.arange(count)
+    return np.arange(count, dtype=np.int16)
 
 
 @triton.jit
-def section_of(table, tile, FIELDS: tl.constexpr, COUNT: tl.constexpr):
-    """Return the number of the matrix that has a tile, behind the FIELDS rows of the table."""
-    return tl.load(table + FIELDS * COUNT + tile)
+def section_of(table, tile, FIELDS: tl.constexpr, COUNT: tl.constexpr, ahead=0):
+    """Return the number of the matrix that has a tile, int32.
+
+    It is read behind the FIELDS rows of the table and what comes ``ahead`` of the list of tiles.
+    """
+    tiles = (table + FIELDS * COUNT + ahead).to(tl.pointer_type(tl.int16))
+    return tl.load(tiles + tile).to(tl.int32)
 
 
 @triton.jit

@@ -8,7 +8,6 @@ has half of the registers and of the shared memory: enough for the sums and the 
 but for the products and results of only half of it, so that the tile is computed in two parts.
 """
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.launcher import cdiv, table_launcher
+from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launcher
 from megatron_lowbit.kernels.operand_group import Matrices
 from megatron_lowbit.kernels.product_tiles import factor_of, place_of_tile
 from megatron_lowbit.kernels.sections import FIRST_TILE, entry, pointer, section_of, table_of
@@ -71,7 +70,7 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
         order = np.argsort(-steps, kind="stable")
         steps, tiles = steps[order], tiles[order]
         fields = tuple(one[order] if isinstance(one, np.ndarray) else one for one in fields)
-    programs = min(occupancy.programs * _multiprocessors(device), max(1, int(tiles.sum())))
+    programs = min(occupancy.programs * multiprocessors(device), max(1, int(tiles.sum())))
     shares = _shares(np.repeat(steps, tiles), programs)
     table = table_of(tiles, fields, device, ahead=shares)
     kinds = lhs.like, rhs.like, outs.like
@@ -113,14 +112,6 @@ def _shares(steps: np.ndarray, programs: int) -> np.ndarray:
     return np.concatenate([[others], steps[:alone], turns])
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; for Triton's interpreter a few."""
-    if device.type != "cuda":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 @triton.jit
 def stacked_gemm_kernel(
     table, a_like, b_like, out_like,
@@ -150,7 +141,7 @@ def stacked_gemm_kernel(
         # Triton loads ahead only where all of this comes before the loads.
         k0, left = k0 + TK, left - 1
         if left < 0:
-            i = section_of(table, behind + tile, _FIELDS, COUNT).to(tl.int32)
+            i = section_of(table, tile, _FIELDS, COUNT, behind)
             within = tile - _number(table, i, FIRST_TILE, COUNT)
             tile += apart
             rows, columns = _number(table, i, ROWS, COUNT), _number(table, i, COLUMNS, COUNT)

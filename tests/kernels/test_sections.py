@@ -78,13 +78,30 @@ QUICK = ("nvfp4", "nvfp4 folded", "ue5m3-2d", "quartet2", "ms-eden", "fp8 tiles"
 
 @pytest.mark.parametrize("case", others_slow(CASES, QUICK))
 def test_the_operands_of_a_launch_for_each(case):
+    compare_with_a_launch_for_each(case, values(sum(ROWS), 48, torch.bfloat16), ROWS)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [((24, 0, 300), 320), pytest.param((24, 3000, 0, 700), 1056, marks=pytest.mark.gpu)],
+)
+@pytest.mark.parametrize("case", ["mxfp8", "fp8 tiles", "fp8 tensor"])
+def test_amaxes_of_several_programs(case, rows, columns):
+    """On a GPU programs of the smaller wait for each other's amaxes; others have a launch."""
+    x = values(sum(rows), columns, torch.bfloat16)
+    x[-1, -1] = 3e4  # the largest number of the last matrix is its last one's alone
+    for _ in range(1 if DEVICE == "cpu" else 50):
+        compare_with_a_launch_for_each(case, x, rows)
+
+
+def compare_with_a_launch_for_each(case, x, heights):
     forms = tuple(Form[form] for form in CASES[case][-1].split())
-    xs = values(sum(ROWS), 48, torch.bfloat16).to(DEVICE).split(ROWS)
-    rows = requests_of(case, range(7, 10), left=True)
-    cols = requests_of(case, range(17, 20))
+    xs = x.to(DEVICE).split(heights)
+    rows = requests_of(case, range(7, 7 + len(xs)), left=True)
+    cols = requests_of(case, range(17, 17 + len(xs)))
     assert takes_sections(looked_at(xs), rows, cols)
     left, right = quantize_sections(looked_at(xs), rows, cols, forms)
-    assert len(left) == len(right) == len(ROWS)
+    assert len(left) == len(right) == len(xs)
     for number, (x, by_row, by_col) in enumerate(zip(xs, left, right, strict=True)):
         if len(x):
             expected = quantize_both(x, rows[number], cols[number], forms=forms)
