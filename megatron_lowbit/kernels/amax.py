@@ -36,8 +36,11 @@ def amax_kernel(
     COUNT columns (see ``sections.py``) they are arrays.
     """
     tiles = tl.cdiv(C, TN)
-    tile = tl.program_id(0) // tiles
-    col0 = (tl.program_id(0) % tiles) * TN
+    # From the end, which was written last, to the beginning, where quantization begins: what the
+    # cache still has of one pass serves the next.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = program // tiles
+    col0 = (program % tiles) * TN
     if table is not None:
         section = section_of(table, tile, QUANTIZE_FIELDS, COUNT)
         tile -= entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
