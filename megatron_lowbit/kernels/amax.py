@@ -25,34 +25,20 @@ from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, l
 
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
 def amax_kernel(
-    x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
+    x, stride_r, stride_c, R, C, table, row_amax, row_signs, col_amax, col_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):  # fmt: skip
     """Compute the amaxes of x (R, C) and its transpose, after ROW and COL, as FP32 bits.
 
     They are maxed into zeroed int32 scalars. ROW and COL are Transforms or None, where x as it is
-    counts; ``row_amax`` or ``col_amax`` may be None.
-    """
-    # From the end, which was written last, to the beginning, where quantization begins: what the
-    # cache still has of one pass serves the next.
-    take_amaxes(
-        tl.num_programs(0) - 1 - tl.program_id(0), x, stride_r, stride_c, R, C, None, None,
-        row_amax, row_signs, col_amax, col_signs, TM, TN, ROW, COL, EVEN, 0,
-    )  # fmt: skip
-
-
-@triton.jit
-def take_amaxes(
-    program, x, stride_r, stride_c, R, C, table, ready, row_amax, row_signs, col_amax, col_signs,
-    TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """Max the amaxes of a tile into those of its matrix; then add 1 to ``ready``, if it is given.
-
-    With a ``table`` of matrices in COUNT columns (see ``sections.py``), amaxes and ``ready`` are
-    arrays.
+    counts; ``row_amax`` or ``col_amax`` may be None. With a ``table`` of matrices in
+    COUNT columns (see ``sections.py``) they are arrays.
     """
     tiles = tl.cdiv(C, TN)
+    # From the end, which was written last, to the beginning, where quantization begins: what the
+    # cache still has of one pass serves the next.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     tile = program // tiles
     col0 = (program % tiles) * TN
     if table is not None:
@@ -62,8 +48,6 @@ def take_amaxes(
         R = entry(table, section, ROWS, COUNT).to(tl.int32)
         row_signs = entry(table, section, ROW_SIGNS, COUNT)
         col_signs = entry(table, section, COL_SIGNS, COUNT)
-        if ready is not None:
-            ready += section
         if row_amax is not None:
             row_amax += section
         if col_amax is not None:
@@ -77,47 +61,28 @@ def take_amaxes(
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         most = tl.max(tl.max(abs_bits(values), 1), 0)
         if row_amax is not None and ROW is None:
-            _note(row_amax, most)
+            tl.atomic_max(row_amax, most)
         if col_amax is not None and COL is None:
-            _note(col_amax, most)
+            tl.atomic_max(col_amax, most)
     if row_amax is not None and ROW is not None:
         if ROW.points <= MAX_POINTS and ROW.points >= 8:
             P: tl.constexpr = ROW.points
             points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
-            _note(row_amax, _most_of_sums(points, row_signs, ROW))
+            tl.atomic_max(row_amax, _most_of_sums(points, row_signs, ROW))
         else:
             values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             values = transform_tile(values, row_signs, TM, TN, ROW)
-            _note(row_amax, tl.max(tl.max(abs_bits(values), 1), 0))
+            tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(values), 1), 0))
     if COLUMNS:
         Q: tl.constexpr = COL.points
         points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
         if PLAIN:
-            _note(row_amax, tl.max(_most(points, Q), 0))
-        _note(col_amax, _most_of_sums(points, col_signs, COL))
+            tl.atomic_max(row_amax, tl.max(_most(points, Q), 0))
+        tl.atomic_max(col_amax, _most_of_sums(points, col_signs, COL))
     elif col_amax is not None and COL is not None:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         values = transform_tile(tl.trans(values), col_signs, TN, TM, COL)
-        _note(col_amax, tl.max(tl.max(abs_bits(values), 1), 0))
-    if ready is not None:
-        tl.atomic_add(ready, (row0 < R).to(tl.int32), sem="release")
-
-
-@triton.jit
-def wait_for_amaxes(ready, R, C, TM: tl.constexpr, TN: tl.constexpr):
-    """Return when the amaxes of all tiles of x (R, C) are taken.
-
-    Programs that take them begin earlier than those that wait: GPUs start programs in the order of
-    their numbers.
-    """
-    tiles = tl.cdiv(R, TM) * tl.cdiv(C, TN)
-    while tl.atomic_add(ready, 0, sem="acquire") < tiles:
-        pass
-
-
-@triton.jit
-def _note(amax, most):
-    tl.atomic_max(amax, most, sem="relaxed")
+        tl.atomic_max(col_amax, tl.max(tl.max(abs_bits(values), 1), 0))
 
 
 @triton.jit

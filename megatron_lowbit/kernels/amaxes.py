@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
-_BITS = {5: torch.int32, 7: torch.int32}
+BITS = {6: torch.int32, 8: torch.int32}
 """Amaxes by their places in the kernel's arguments, and the dtype as which it takes them."""
 _TILE, _THREADS = 8192, 128
 """Elements of a tile; threads of a program, each of which takes whole transforms."""
@@ -49,11 +48,10 @@ class AmaxPass(NamedTuple):
 
     def __call__(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Take the amaxes of x, after the transforms of a call's requests; FP32 scalars."""
-        zeros = zeros_of(x.device, 2)
-        by_row = None if self.row is None else zeros[0]
-        by_col = None if self.col is None else zeros[1]
+        by_row = None if self.row is None else _zero(x.device)
+        by_col = None if self.col is None else _zero(x.device)
         signs = _sign(self.row, row), _sign(self.col, col)
-        self.launch((x, *x.stride(), *x.shape, by_row, signs[0], by_col, signs[1]))
+        self.launch((x, *x.stride(), *x.shape, None, by_row, signs[0], by_col, signs[1]))
         return by_row, by_row if self.shared else by_col
 
 
@@ -73,9 +71,9 @@ def amax_pass(
     shared = row is not None and col is not None and (same or row == col == _AS_IT_IS)
     col = None if shared else col
     tile, *transforms = _tile_and_transforms(row, col)
-    drawn = [place for place, one in zip((6, 8), transforms, strict=True) if draws_signs(one)]
+    drawn = [place for place, one in zip((7, 9), transforms, strict=True) if draws_signs(one)]
     launch = tile_launcher(
-        amax_kernel, shape, tile, *transforms, varying=(0, *drawn), views=_BITS, num_warps=4
+        amax_kernel, shape, tile, *transforms, 0, varying=(0, *drawn), views=BITS, num_warps=4
     )
     return AmaxPass(launch, row, col, shared)
 
@@ -136,20 +134,20 @@ def _known_or(known: Amaxes, found: Amaxes) -> Amaxes:
     return found[0] if known[0] is None else known[0], found[1] if known[1] is None else known[1]
 
 
-def zeros_of(device: torch.device, count: int) -> list[Tensor]:
-    """Return FP32 zeros (), aligned to 16 bytes, in memory that nothing else has or had.
+def _zero(device: torch.device) -> Tensor:
+    """Return FP32 zero (), aligned to 16 bytes, in memory that nothing else has or had.
 
-    One fill makes many of them: it takes as long on the CPU as the kernel that needs them. A CUDA
+    One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
     graph fills its own each time that it runs.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return [*torch.zeros((count, 4), device=device)[:, 0].unbind()]
+        return torch.zeros((), device=device)
     key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    zeros = [*islice(_ZEROS.get(key, _NONE), count)]
-    if len(zeros) < count:
+    zero = next(_ZEROS.get(key, _NONE), None)
+    if zero is None:
         _ZEROS[key] = iter(torch.zeros((_BATCH, 4), device=device)[:, 0].unbind())
-        zeros = [*islice(_ZEROS[key], count)]
-    return zeros
+        zero = next(_ZEROS[key])
+    return zero
 
 
 _BATCH = 1024

@@ -12,7 +12,6 @@ from megatron_lowbit.kernels.amaxes import (
     amax_pass,
     measured,
     scale_amaxes,
-    zeros_of,
 )
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
@@ -35,8 +34,8 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_OWN, READY, LAG, _ROW = 5, 7, 8, 9
-"""Places of the kernel's arguments: x's own amax, tiles that are ready, the lag, the row side."""
+_OWN, _ROW = 5, 8
+"""Places of the kernel's arguments: x's own amax, and the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
 _CODES = 2
@@ -72,21 +71,15 @@ def quantize_both(
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
-    own, ready, known = None, None, amaxes
-    programs = plan.launch.programs
+    own, known = None, amaxes
     if plan.casts and _are_delayed((row, col), amaxes):
         known = [None if amax is None else amax.earlier for amax in amaxes]
         own = own_amax(x, known)
-    elif plan.together and amaxes[0] is None and amaxes[1] is None:
-        by_row, by_col, ready = zeros_of(x.device, 3)
-        known = by_row, by_row if plan.measure.shared else by_col
     elif plan.takes_amax:
         known = scale_amaxes(x, row, col, amaxes, plan.measure)
     row_arguments, by_row = _outputs(plan.row, row, known[0])
     col_arguments, by_col = _outputs(plan.col, col, known[1])
-    lag = 0 if ready is None else programs
-    given = x, *x.stride(), *x.shape, own, None, ready, lag
-    plan.launch((*given, *row_arguments, *col_arguments), lag + programs)
+    plan.launch((x, *x.stride(), *x.shape, own, None, None, *row_arguments, *col_arguments))
     if own is not None:
         record_amax(own, amaxes, (by_row, by_col))
     return by_row, by_col
@@ -121,8 +114,8 @@ def _outputs(
 class _Plan(NamedTuple):
     """Plan of both sides, and the launcher.
 
-    ``measure`` takes the amaxes of tensors; ``together``: the launch can take them itself.
-    ``casts``: both sides cast x itself, by scales of the tensor.
+    ``measure`` takes the amaxes of tensors. ``casts``: both sides cast x itself, by scales of the
+    tensor.
     """
 
     row: _SidePlan | None
@@ -130,7 +123,6 @@ class _Plan(NamedTuple):
     launch: Launcher
     takes_amax: bool
     measure: AmaxPass | None
-    together: bool
     casts: bool
 
 
@@ -157,32 +149,27 @@ def _plan(
     sides = [None if one is None else one.layout.side for one in (by_row, by_col)]
     tile, options = tile_of(*sides)
     wanted = [(kind, form) for kind, form in ((row, row_form), (col, col_form)) if kind]
-    rowwise = any(kind.quantizer.format.row_scaled for kind, _ in wanted)
     casts = all(_casts(kind, form) for kind, form in wanted)
     own = (_OWN,) if casts else ()
     places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NOTHING))
     views = views_of(by_row and by_row.layout, by_col and by_col.layout)
-    places = 0, *own, READY, *places
     launch = tile_launcher(
-        quantize_kernel, shape, tile, *sides, 0, varying=places, views=views, **options
+        quantize_kernel, shape, tile, *sides, 0, varying=(0, *own, *places), views=views, **options
     )
     taken = row and measured(row, row_form), col and measured(col, col_form)
-    measure = amax_pass(shape, strides, dtype, device, *taken, same)
-    transformed = any(kind.hadamard is not None for kind, _ in wanted)
     return _Plan(
         by_row,
         by_col,
         launch,
         takes_amax=any(one is not None and one.takes_amax for one in (by_row, by_col)),
-        measure=measure,
-        together=measure is not None and not (rowwise or (same and transformed)),
+        measure=amax_pass(shape, strides, dtype, device, *taken, same),
         casts=casts,
     )
 
 
 def views_of(row: Layout | None, col: Layout | None) -> dict[int, torch.dtype]:
     """Return as which dtypes the kernel takes codes and scales, by their places."""
-    found = {READY: torch.int32}
+    found = {}
     for layout, first in ((row, _ROW), (col, _ROW + len(NOTHING))):
         for place, dtype in enumerate(() if layout is None else taken_as(layout), first + _CODES):
             if dtype is not None:

@@ -2,16 +2,17 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.amaxes import measured
+from megatron_lowbit.kernels.amax import amax_kernel
+from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_POINTS
-from megatron_lowbit.kernels.launch import LAG, READY, tile_of, views_of
+from megatron_lowbit.kernels.launch import tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
@@ -26,12 +27,13 @@ from megatron_lowbit.kernels.sides import (
     NOTHING,
     signed,
     signs_of,
+    transform_of,
 )
 from megatron_lowbit.kernels.split import Apart, Split
 from megatron_lowbit.numerics import Request, Requests
 
-_RUNNING = 6
-"""Programs that a multiprocessor runs at the same time, or some more."""
+_READY = 7
+"""Place of the kernel's counts of tiles, which may be None."""
 _SCALARS = 4
 """Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
@@ -84,8 +86,8 @@ def quantize_sections(
     columns = columns_for(len(xs))
     plan = _plan(*kinds, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns)
     # Programs add maxima to amaxes, and write no tensor scale of an empty matrix.
-    size = 5, cdiv(len(xs), _SCALARS) * _SCALARS
-    *scalars, ready = torch.zeros(size, dtype=torch.float32, device=first.device).unbind()
+    size = 4, cdiv(len(xs), _SCALARS) * _SCALARS
+    scalars = torch.zeros(size, dtype=torch.float32, device=first.device).unbind()
     groups = [
         layout and allocate(layout, heights, mine)
         for layout, mine in zip(plan.layouts, scalars[:2], strict=True)
@@ -93,22 +95,23 @@ def quantize_sections(
     parts = [_fields(*side) for side in zip(sides, groups, strict=True)]
     (row_signs, *row_fields, _), (col_signs, *col_fields) = parts
     filled = heights.in_units(plan.filled)
-    down = plan.filled // plan.height
+    tiles = plan.filled // plan.height
     fields = xs.addresses, heights.numbers, row_signs, col_signs, *row_fields, *col_fields
-    table = table_of(down * filled.numbers, fields, first.device)
-    programs, lag = table.programs * plan.across, 0
-    if any(plan.measures):
-        most = int(filled.numbers.max()) * down * plan.across
-        lag = min(programs, most + _RUNNING * multiprocessors(first.device))
-    amaxes = scalars[2], scalars[2 if plan.shared else 3]
-    own = [
-        _arguments(group, amax if measures else None)
-        for group, amax, measures in zip(groups, amaxes, plan.measures, strict=True)
-    ]
-    given = first, *first.stride(), OF_THE_TABLE, first.shape[1], None, table.entries
+    table = table_of(tiles * filled.numbers, fields, first.device)
     even = not (heights.numbers % plan.filled).any()
-    arguments = *given, ready.view(torch.int32) if lag else None, lag, *own[0], *own[1]
-    plan.launch[even](arguments, programs + lag)
+    given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
+    zeros = scalars[2], scalars[2 if plan.shared else 3]
+    amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
+    ready = None
+    if plan.shared and filled.numbers.max() * plan.programs <= multiprocessors(first.device):
+        ready = scalars[3].view(torch.int32)
+    elif any(plan.measures):
+        by_row, by_col = (zeros[0], None) if plan.shared else amaxes
+        arguments = (*given, table.entries, by_row, 0, by_col, 0)
+        plan.amax[even](arguments, table.programs * plan.amax_tiles)
+    own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
+    arguments = (*given, None, table.entries, ready, *own[0], *own[1])
+    plan.quantize[even](arguments, table.programs * plan.quantize_tiles)
     return groups[0], groups[1]
 
 
@@ -116,8 +119,9 @@ class _Plan(NamedTuple):
     """Quantization of matrices of one kind, whatever their rows.
 
     ``measures``: of which side amaxes are taken; ``shared``: they are those of the matrices as they
-    are. Tiles are ``height`` rows high, and ``across`` of them cover a row; they cover ``filled``
-    rows, as many as are filled up. Launchers are for matrices of any rows, and of whole tiles.
+    are. Tiles are ``height`` rows high, and so many cover a row of them; they cover ``filled``
+    rows, as many as are filled up, which ``programs`` quantize. Launchers are for matrices of any
+    rows, and of whole tiles.
     """
 
     layouts: tuple[GroupLayout | None, GroupLayout | None]
@@ -125,8 +129,11 @@ class _Plan(NamedTuple):
     shared: bool
     height: int
     filled: int
-    across: int
-    launch: tuple[Launcher, Launcher]
+    amax: tuple[Launcher, Launcher]
+    amax_tiles: int
+    quantize: tuple[Launcher, Launcher]
+    quantize_tiles: int
+    programs: int
 
 
 @lru_cache(maxsize=4096)
@@ -148,26 +155,43 @@ def _plan(
         for (kind, form), transposed in zip(sides, (False, True), strict=True)
     ]
     taken = [None if kind is None else measured(kind, form) for kind, form in sides]
+    hadamards = [None if one is None else one.hadamard for one in taken]
     written = [layout and layout.operand for layout in layouts]
     operands = [layout and layout.side for layout in written]
     tile, options = tile_of(*operands)
-    whole = across % tile[1] == 0
-    first, second = (
-        # All that a launch gives is aligned, or in the table.
-        Launcher(
-            quantize_kernel, 0, (*tile, *operands, even, count), (READY, LAG),
-            views=views_of(*written), enable_fp_fusion=False, **options,
+    measuring = amax_tile(*hadamards, height=tile[0])
+    tile = measuring[0], tile[1]  # a table counts tiles of one height
+
+    def launchers(
+        kernel: Any,
+        tile: tuple[int, int],
+        sides: Sequence[Any],
+        varying: Sequence[int] = (),
+        **options: Any,
+    ) -> tuple[Launcher, Launcher]:
+        whole = across % tile[1] == 0
+        first, second = (
+            # All that a launch gives is aligned, or in the table.
+            Launcher(
+                kernel, 0, (*tile, *sides, even, count), varying, enable_fp_fusion=False, **options
+            )
+            for even in (False, whole)
         )
-        for even in (False, whole)
-    )  # fmt: skip
+        return first, second
+
+    filled = STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0]
+    measures = taken[0] is not None, taken[1] is not None
     return _Plan(
         (layouts[0], layouts[1]),
-        (taken[0] is not None, taken[1] is not None),
-        all(one is None or one.hadamard is None for one in taken),
+        measures,
+        any(measures) and hadamards == [None, None],
         tile[0],
-        STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
+        filled,
+        launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
+        cdiv(across, measuring[1]),
+        launchers(quantize_kernel, tile, operands, (_READY,), views=views_of(*written), **options),
         cdiv(across, tile[1]),
-        (first, second),
+        filled // tile[0] * cdiv(across, tile[1]),
     )
 
 

@@ -61,7 +61,7 @@ class Launcher:
         views: Mapping[int, torch.dtype] = MappingProxyType({}),
         **options: Any,
     ) -> None:
-        self._kernel, self.programs, self._varying = kernel, programs, varying
+        self._kernel, self._programs, self._varying = kernel, programs, varying
         self._constants, self._views, self._options = constants, views, options
         self._compiled: dict[tuple, _Compiled] = {}
 
@@ -70,7 +70,7 @@ class Launcher:
 
         ``programs``: their number where it differs from launch to launch.
         """
-        programs = self.programs if programs is None else programs
+        programs = self._programs if programs is None else programs
         kinds = tuple([_kind(arguments[place]) for place in self._varying])
         compiled = self._compiled.get(kinds)
         if compiled is None:

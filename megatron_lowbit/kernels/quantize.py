@@ -11,7 +11,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.amax import take_amaxes, wait_for_amaxes
 from megatron_lowbit.kernels.delayed import note_amax
 from megatron_lowbit.kernels.elements import Element
 from megatron_lowbit.kernels.hadamard import Transform
@@ -69,9 +68,9 @@ class Side(NamedTuple):
     bound: float
 
 
-@triton.jit(do_not_specialize=["lag", "r_key", "r_signs", "c_key", "c_signs"])
+@triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
-    x, stride_r, stride_c, R, C, own, table, ready, lag,
+    x, stride_r, stride_c, R, C, own, table, ready,
     r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
     c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
@@ -86,32 +85,17 @@ def quantize_kernel(
 
     A ``table`` in COUNT columns (see ``sections.py``) has matrices to quantize in place of x. Of
     the arguments that it replaces, pointers tell the dtype; amaxes and tensor scales are arrays.
-
-    With ``ready``, zeroed int32, amaxes are zeros, too, and taken here: a program takes those of a
-    tile, and quantizes the one ``lag`` tiles before it, whose matrix's amaxes are all taken then,
-    or soon. Without it ``lag`` is 0.
+    With ``ready``, zeros for each matrix, amaxes of x are zeros, too, and taken here: all programs
+    of a matrix wait for each other, so they must run at the same time.
     """
-    program = tl.program_id(0)
-    if ready is not None:
-        others = tl.num_programs(0) - lag
-        if program < others:
-            # The last tiles first, where all amaxes come before all codes: see amax_kernel.
-            _take_amaxes(
-                program if table is not None else others - 1 - program,
-                x, stride_r, stride_c, R, C, table, ready, r_amax, r_signs, c_amax, c_signs,
-                TM, TN, ROW, COL, EVEN, COUNT,
-            )  # fmt: skip
-        program -= lag
-        if program < 0:
-            return
     tiles = tl.cdiv(C, TN)
-    tile = program // tiles
-    col0 = (program % tiles) * TN
-    first_program = lag
+    tile = tl.program_id(0) // tiles
+    col0 = (tl.program_id(0) % tiles) * TN
+    first_program = 0
     if table is not None:
         section = section_of(table, tile, QUANTIZE_FIELDS, COUNT)
         first_tile = entry(table, section, FIRST_TILE, COUNT).to(tl.int32)
-        first_program, tile = first_program + first_tile * tiles, tile - first_tile
+        first_program, tile = first_tile * tiles, tile - first_tile
         x = pointer(table, section, X, COUNT, x)
         R = entry(table, section, ROWS, COUNT).to(tl.int32)
         r_key = entry(table, section, ROW_KEY, COUNT)
@@ -137,7 +121,11 @@ def quantize_kernel(
                 c_amax += section
     row0 = tile * TM
     if ready is not None:
-        wait_for_amaxes(ready if table is None else ready + section, R, C, TM, TN)
+        _note_together(
+            c_amax if r_amax is None else r_amax,
+            load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN),
+            ready + section, row0 < R, tl.cdiv(R, TM) * tiles,
+        )  # fmt: skip
     if own is not None:
         note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
@@ -178,21 +166,13 @@ def quantize_kernel(
 
 
 @triton.jit
-def _take_amaxes(
-    program, x, stride_r, stride_c, R, C, table, ready, r_amax, r_signs, c_amax, c_signs,
-    TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
-    COUNT: tl.constexpr,
-):  # fmt: skip
-    """Take the amaxes of a tile for both sides, FP32; they have the same of x as it is."""
-    BY_ROW: tl.constexpr = ROW.transform if ROW is not None and ROW.tensor_scaled else None
-    BY_COL: tl.constexpr = COL.transform if COL is not None and COL.tensor_scaled else None
-    if BY_ROW is None and BY_COL is None:
-        r_amax, c_amax = c_amax if r_amax is None else r_amax, None
-    if r_amax is not None:
-        r_amax = r_amax.to(tl.pointer_type(tl.int32), bitcast=True)
-    if c_amax is not None:
-        c_amax = c_amax.to(tl.pointer_type(tl.int32), bitcast=True)
-    take_amaxes(
-        program, x, stride_r, stride_c, R, C, table, ready, r_amax, r_signs, c_amax, c_signs,
-        TM, TN, BY_ROW, BY_COL, EVEN, COUNT,
-    )  # fmt: skip
+def _note_together(amax, values, ready, counts, tiles):
+    """Max the values of a tile that ``counts`` into amax; return when that has all tiles'.
+
+    ``ready`` is the number of tiles that it has.
+    """
+    if counts:
+        note_amax(amax.to(tl.pointer_type(tl.int32), bitcast=True), values)
+        tl.atomic_add(ready, 1)
+    while tl.atomic_add(ready, 0, sem="acquire") < tiles:
+        pass
