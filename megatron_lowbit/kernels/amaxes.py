@@ -1,6 +1,5 @@
 """Amaxes of a matrix and of its transpose, from one pass over it."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from megatron_lowbit.kernels.hadamard import MAX_POINTS
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
+from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
@@ -48,8 +48,8 @@ class AmaxPass(NamedTuple):
 
     def __call__(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Take the amaxes of x, after the transforms of a call's requests; FP32 scalars."""
-        by_row = None if self.row is None else _zero(x.device)
-        by_col = None if self.col is None else _zero(x.device)
+        by_row = None if self.row is None else zeros_of((), x.device)
+        by_col = None if self.col is None else zeros_of((), x.device)
         signs = _sign(self.row, row), _sign(self.col, col)
         self.launch((x, *x.stride(), *x.shape, None, by_row, signs[0], by_col, signs[1]))
         return by_row, by_row if self.shared else by_col
@@ -132,28 +132,6 @@ def scale_amaxes(
 
 def _known_or(known: Amaxes, found: Amaxes) -> Amaxes:
     return found[0] if known[0] is None else known[0], found[1] if known[1] is None else known[1]
-
-
-def _zero(device: torch.device) -> Tensor:
-    """Return FP32 zero (), aligned to 16 bytes, in memory that nothing else has or had.
-
-    One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
-    graph fills its own each time that it runs.
-    """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        return torch.zeros((), device=device)
-    key = device, torch._C._cuda_getCurrentRawStream(device.index)
-    zero = next(_ZEROS.get(key, _NONE), None)
-    if zero is None:
-        _ZEROS[key] = iter(torch.zeros((_BATCH, 4), device=device)[:, 0].unbind())
-        zero = next(_ZEROS[key])
-    return zero
-
-
-_BATCH = 1024
-_NONE: Iterator[Tensor] = iter(())
-_ZEROS: dict[tuple[torch.device, int], Iterator[Tensor]] = {}
-"""Zeros that are left of the last fill, by device and stream."""
 
 
 def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:

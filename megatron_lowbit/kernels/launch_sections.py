@@ -30,6 +30,7 @@ from megatron_lowbit.kernels.sides import (
     transform_of,
 )
 from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Request, Requests
 
 _READY = 7
@@ -87,7 +88,7 @@ def quantize_sections(
     plan = _plan(*kinds, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns)
     # Programs add maxima to amaxes, and write no tensor scale of an empty matrix.
     size = 4, cdiv(len(xs), _SCALARS) * _SCALARS
-    scalars = torch.zeros(size, dtype=torch.float32, device=first.device).unbind()
+    scalars = zeros_of(size, first.device).unbind()
     groups = [
         layout and allocate(layout, heights, mine)
         for layout, mine in zip(plan.layouts, scalars[:2], strict=True)
