@@ -67,7 +67,8 @@ OWN_RECIPES = {
     "quartet2": ("--precision-recipe", "quartet2"),
     "torchao-v2": ("--precision-recipe", "torchao-v2"),
     "averis": ("--precision-recipe", "averis"),
-    # The last fifth of nvfp4-late-bf16.
+    # The last fifth of torchao-v2-late-bf16, and of nvfp4-late-bf16.
+    "torchao-v2 fprop=null": ("--precision-recipe", "torchao-v2", "--recipe-set", "fprop=null"),
     "nvfp4 fprop=null": (
         "--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none",
         "--recipe-set", "fprop=null",

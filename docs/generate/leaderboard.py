@@ -29,9 +29,10 @@ KEPT = RESULTS / "leaderboard.json"
 SPEEDS = RESULTS / "model-fp4-h200.json"
 PAGE = ROOT / "docs" / "leaderboard.md"
 SHARE = 1 / 10
-LATE, LAST_PART = "nvfp4-late-bf16", "nvfp4 fprop=null"
-"""A recipe that computes as REFERENCE until its switch, and the contender that is timed as the
-rest."""
+LATE = "nvfp4-late-bf16", "torchao-v2-late-bf16"
+"""Recipes that compute as the one of the first part of their names until their switch, and as that
+with LAST_PART after it."""
+SUFFIX, LAST_PART = "-late-bf16", " fprop=null"
 REFERENCE = "nvfp4"
 """The row that all other rows are compared with, beside the baseline."""
 RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
@@ -281,9 +282,11 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
     measured = json.loads(file.read_text())
     times = {row["contender"]: row["both"]["median_ms"] for row in measured["rows"]}
     found = {name.removesuffix(" in TE"): ms for name, ms in times.items() if name.endswith("TE")}
-    if LAST_PART in found:
-        share = load_recipes([LATE]).switches[0].at
-        found[LATE] = share * found[REFERENCE] + (1 - share) * found[LAST_PART]
+    for name in LATE:
+        before = name.removesuffix(SUFFIX)
+        if before + LAST_PART in found:
+            share = load_recipes([name]).switches[0].at
+            found[name] = share * found[before] + (1 - share) * found[before + LAST_PART]
     return found | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
 
 

@@ -218,10 +218,10 @@ def test_a_recipe_of_ones_own_in_three_commands(tmp_path, monkeypatch, capsys):
 
 
 def test_a_recipe_that_switches_has_the_speed_of_both_parts(tmp_path):
-    """Four fifths of a run are nvfp4's."""
+    """Four fifths of a run are torchao-v2's."""
     measured = json.loads(leaderboard.SPEEDS.read_text())
-    last = {"contender": f"{leaderboard.LAST_PART} in TE", "both": {"median_ms": 100.0}}
+    last = {"contender": "torchao-v2 fprop=null in TE", "both": {"median_ms": 100.0}}
     file = tmp_path / "speeds.json"
     file.write_text(json.dumps(measured | {"rows": [*measured["rows"], last]}))
     speeds, _ = leaderboard.read_speeds(file)
-    assert speeds["nvfp4-late-bf16"] == pytest.approx(0.8 * speeds["nvfp4"] + 20)
+    assert speeds["torchao-v2-late-bf16"] == pytest.approx(0.8 * speeds["torchao-v2"] + 20)

@@ -140,13 +140,15 @@ NAMES = {  # formats whose blocks look like NVFP4's
         "wgrad": ["ms-eden", "nvfp4"],
     },
 }
-OPERANDS["nemotron3-super"] = OPERANDS["nvfp4-late-bf16"] = OPERANDS["nvfp4"]
+OPERANDS["nemotron3-super"] = OPERANDS["nvfp4"]
 REUSED = {  # what GEMMs have of others: everything that is not named is False
     "averis": {"dgrad": {"rhs_of_fprop"}, "wgrad": {"rhs_of_fprop", "lhs_of_dgrad"}},
     "quartet2": {"dgrad": {"requantizes_rhs"}, "wgrad": {"requantizes_rhs"}},
     "torchao-v2": {"dgrad": {"requantizes_rhs"}},
 }
 REUSED["tetrajet2"] = REUSED["quartet2"]
+LATE = {"nvfp4-late-bf16": "nvfp4", "torchao-v2-late-bf16": "torchao-v2"}
+"""Recipes with a forward pass in BF16 at the end, and those that they are until then."""
 
 FRESH_128 = Hadamard(128, "fresh", "bf16")
 QAT = {  # weight, input
@@ -176,7 +178,6 @@ HADAMARDS = {
 }
 
 HADAMARDS["nvfp4-fold"] = HADAMARDS["nvfp4-4over6"] = HADAMARDS["nvfp4"]
-HADAMARDS["nvfp4-late-bf16"] = HADAMARDS["nvfp4"]
 HADAMARDS["quartet2"] = HADAMARDS["torchao-v2"] = {
     "fprop": None,
     "dgrad": FRESH_128,
@@ -188,11 +189,12 @@ KEPT = {  # blocks of the published model -> what stays in high precision, from 
     "fp8-tile-e4m3": (10, {0, 8, 9}),
     "mxfp4": (62, {0, 1, *range(54, 62)}),
     "nvfp4": (62, {0, 1, *range(54, 62)}),
-    "nvfp4-late-bf16": (62, {0, 1, *range(54, 62)}),
     "nvfp4-fold": (62, {0, 1, *range(54, 62)}),
     "nvfp4-4over6": (24, {20, 21, 22, 23}),
     "nvfp4-4over6-te": (62, {0, 1, *range(54, 62)}),
 }
+for _table in (OPERANDS, NAMES, REUSED, HADAMARDS, KEPT):
+    _table |= {late: _table[plain] for late, plain in LATE.items() if plain in _table}
 HYBRID = "nemotron3-super"
 """A recipe that chooses layers by their names, and is tested on a model that has them."""
 GPT = [name for name in OPERANDS if name != HYBRID]
@@ -298,15 +300,16 @@ def test_layers_of_nemotron3_super():
     recipe.check_matchers(model_layers("M-M*-", 1))
 
 
-def test_nvfp4_with_bf16_at_the_end():
-    """nvfp4 until four fifths of a run; fprop in high precision after that."""
-    recipe, nvfp4 = load_recipe("nvfp4-late-bf16"), load_recipe("nvfp4")
-    assert recipe.configs == nvfp4.configs and recipe.matchers == nvfp4.matchers
+@pytest.mark.parametrize("name", LATE)
+def test_bf16_at_the_end(name):
+    """Another recipe until four fifths of a run; fprop in high precision after that."""
+    recipe, plain = load_recipe(name), load_recipe(LATE[name])
+    assert recipe.configs["nvfp4"] == plain.configs["nvfp4"] and recipe.matchers == plain.matchers
     before, after = Progress(999, 0, 0.7999), Progress(1000, 0, 0.8)
     (low,) = quantized(recipe.at(before), 62)[1]
-    assert low == nvfp4.configs["nvfp4"]
+    assert low == plain.configs["nvfp4"]
     (low,) = quantized(recipe.at(after), 62)[1]
-    assert operands(low) == OPERANDS["nvfp4"] | {"fprop": HIGH}
+    assert operands(low) == OPERANDS[LATE[name]] | {"fprop": HIGH}
 
 
 def test_fp8_tile_with_e4m3_gradients():
