@@ -56,7 +56,7 @@ from megatron_lowbit.planning.training_arguments import TrainingArguments
 PEAK_TFLOPS = 989
 """Dense BF16 TFLOP/s of an H100 SXM and of an H200 SXM, NVIDIA's data sheets."""
 BF16, OWN_FP8 = "Megatron-LM BF16", "Megatron-LM FP8 blockwise"
-RECIPES = ("fp8-tile", "mxfp8", "nvfp4", "nvfp4-fold", "mxfp4-backward")
+RECIPES = ("fp8-tile", "mxfp8", "nvfp4", "nvfp4-fold", "mxfp4-backward", "torchao-v2")
 ALL_BLOCKS = """
     --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 0
 """
