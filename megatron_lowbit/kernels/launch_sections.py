@@ -104,6 +104,7 @@ def quantize_sections(
     zeros = scalars[2], scalars[2 if plan.shared else 3]
     amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
     ready = None
+    # GPUs start programs in the order of their numbers: those of a matrix run together, or will.
     if plan.shared and filled.numbers.max() * plan.programs <= multiprocessors(first.device):
         ready = scalars[3].view(torch.int32)
     elif any(plan.measures):

@@ -167,9 +167,9 @@ def quantize_kernel(
 
 @triton.jit
 def _note_together(amax, values, ready, counts, tiles):
-    """Max the values of a tile that ``counts`` into amax; return when that has all tiles'.
+    """Raise a matrix's amax by a tile that ``counts``; return when all its ``tiles`` have done so.
 
-    ``ready`` is the number of tiles that it has.
+    ``ready`` is the number of those that have.
     """
     if counts:
         note_amax(amax.to(tl.pointer_type(tl.int32), bitcast=True), values)
