@@ -63,7 +63,17 @@ torch {torch}, Transformer Engine {engine}, {dates}, commit {commits}.
 {tables}
 
 {behind}
+
+{times}
 """
+TIMES = """### Where the time goes: {gpu}
+
+    python benchmarks/gpu_time.py --only {cases} --output benchmarks/results/{file}
+
+Milliseconds of a step in which the GPU runs a kernel ("busy"), and those of kernels by kind, which
+may overlap; beside them the step's median above. What is left there the GPU waits. Commit {commit}.
+
+{table}"""
 LONGER = """    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 \\
         -- --data-path data/linux --tokenizer-model data/linux-tokenizer
     python docs/generate/results.py runs/flagship
@@ -106,10 +116,14 @@ README_GAPS = """ Right: the gap to BF16's loss after {tokens} tokens in
 
 
 class Measured(NamedTuple):
-    """Rows of a kind of GPU by model, precision and graphs, and the machine that they are from."""
+    """Rows of a kind of GPU by model, precision and graphs, and the machine that they are from.
+
+    ``times`` is the file of GPU time by kind of kernel, where there is one.
+    """
 
     name: str
     rows: dict[tuple[str, str, bool], dict]
+    times: dict | None
     machine: dict
     models: dict[str, str]
     peak: float
@@ -136,7 +150,9 @@ def read_steps(results: Path, kind: str) -> Measured | None:
                 rows[key] = row
     if all("error" in row for row in rows.values()):
         raise SystemExit(f"error: {files[0]}: no case ended well")
-    return Measured(name, rows, data["machine"], data["models"], data["peak_tflops"])
+    file = results / f"gpu-time-{kind}.json"
+    times = json.loads(file.read_text()) if file.is_file() else None
+    return Measured(name, rows, times, data["machine"], data["models"], data["peak_tflops"])
 
 
 def ratio(found: Measured, row: dict, base: str) -> float | None:
@@ -166,6 +182,7 @@ def steps_text(kind: str, found: Measured | None) -> str:
         commits=" and ".join(sorted({row["commit"][:12] or "unknown" for row in rows})),
         tables="\n\n".join(tables),
         behind=_behind(found),
+        times=_times(found),
     ).strip()
 
 
@@ -205,6 +222,22 @@ def _behind(found: Measured) -> str:
         slower = [f"{case} ({x:.2f})" for case, x in ratios.items() if x is not None and x < 1]
         lines.append(f"Slower than {base}: {', '.join(slower) or 'none'}.")
     return "\n\n".join(lines)
+
+
+def _times(found: Measured) -> str:
+    """Tabulate the GPU's time by kind of kernel; nothing where it was not measured."""
+    if found.times is None:
+        return ""
+    rows = [row for row in found.times["rows"] if "error" not in row]
+    medians = {row["case"]: row.get("median_ms") for row in found.rows.values()}
+    lines = [[row["case"], medians.get(row["case"]), *row["milliseconds"].values()] for row in rows]
+    return TIMES.format(
+        gpu=found.times["machine"]["gpu"],
+        commit=found.times["machine"]["commit"][:12],
+        cases=shlex.join(row["case"] for row in rows),
+        file=found.name.replace("flagship", "gpu-time") + ".json",
+        table=table(("", "median", *rows[0]["milliseconds"]), lines),
+    )
 
 
 def kept_run(state: dict[str, Any], curve: LossCurve) -> dict[str, Any]:

@@ -103,6 +103,17 @@ def test_steps_are_compared_on_their_machine(place, study):
     assert "torchrun pretrain_gpt.py --precision-recipe fp8-tile" in h100
 
 
+def test_where_the_time_goes(place):
+    row = {"case": "llama-8b fp8-tile", "milliseconds": {"busy": 500.5, "GEMMs": 200.25}}
+    rows = [row, {"case": "llama-8b nvfp4", "error": "RuntimeError: out of memory"}]
+    machine = {"gpu": "NVIDIA H100", "commit": "abcdef0123456789"}
+    (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
+    text = page(place).partition("### Where the time goes: NVIDIA H100")[2]
+    assert "gpu_time.py --only 'llama-8b fp8-tile' --output" in text
+    assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200"]
+    assert "Commit abcdef012345." in text
+
+
 def test_longer_runs(place, study):
     study("fp8-tile", 2.02)
     whole = page(place, study("bf16", 2.0))
