@@ -28,7 +28,7 @@ from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS
 
 # GEMMs whose operands are another's values cannot be changed alone; nemotron3-super has two that
 # are quantized.
-TIED = ("averis", "quartet2", "tetrajet2", "torchao-v2")
+TIED = ("averis", "quartet2", "tetrajet2", "torchao-v2", "torchao-v2-late-bf16")
 QUANTIZING = [
     name
     for name in shipped_recipes()
