@@ -34,8 +34,9 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_OWN, _ROW = 5, 8
-"""Places of the kernel's arguments: x's own amax, and the first of the row side."""
+_OWN, READY, _ROW = 5, 7, 8
+"""Places of the kernel's arguments: x's own amax, counts of tiles that have given their amaxes, and
+the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 """Places of a side's arguments that differ between calls: amax, key and numbers, signs."""
 _CODES = 2

@@ -12,7 +12,7 @@ from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_POINTS
-from megatron_lowbit.kernels.launch import tile_of, views_of
+from megatron_lowbit.kernels.launch import READY, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
@@ -33,8 +33,6 @@ from megatron_lowbit.kernels.split import Apart, Split
 from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Request, Requests
 
-_READY = 7
-"""Place of the kernel's counts of tiles, which may be None."""
 _SCALARS = 4
 """Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
@@ -191,7 +189,7 @@ def _plan(
         filled,
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
-        launchers(quantize_kernel, tile, operands, (_READY,), views=views_of(*written), **options),
+        launchers(quantize_kernel, tile, operands, (READY,), views=views_of(*written), **options),
         cdiv(across, tile[1]),
         filled // tile[0] * cdiv(across, tile[1]),
     )
