@@ -24,6 +24,8 @@ OF_THE_TABLE = 16
 """Argument in whose place a kernel reads the table: Triton compiles anew for other kinds."""
 QUANTIZE_FIELDS = tl.constexpr(12)
 """Number of rows in the table of matrices to quantize, which the amaxes are taken by, too."""
+_MOST = np.iinfo(np.int16).max
+"""Matrices of a table at most."""
 
 
 class Table(NamedTuple):
@@ -48,6 +50,9 @@ def table_of(
     ``tiles`` are the numbers of their tiles; numbers ``ahead`` come before the list of tiles.
     Columns are a power of two, so that few numbers of matrices are compiled: how many experts there
     are differs from rank to rank and model to model.
+
+    Raises:
+        ValueError: more matrices than int16 numbers.
     """
     ends = tiles.cumsum()
     matrices, all_tiles = len(tiles), int(ends[-1])
@@ -93,6 +98,8 @@ def columns_for(matrices: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _numbers(count: int) -> np.ndarray:
+    if count > _MOST:
+        raise ValueError(f"one launch takes up to {_MOST} matrices, not {count}")
     return np.arange(count, dtype=np.int16)
 
 

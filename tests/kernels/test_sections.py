@@ -2,6 +2,7 @@
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +12,7 @@ from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Transposed
+from megatron_lowbit.kernels.sections import table_of
 from megatron_lowbit.kernels.split import Apart, looked_at
 from megatron_lowbit.numerics import (
     Draw,
@@ -163,3 +165,8 @@ def test_what_takes_a_launch_each():
     assert not takes_sections(Apart([x, x]), rows, None)
     draw = Draw(0, groups=torch.arange(2))
     assert not takes_sections(Apart([x, x]), Requests(replace(requests.like, draw=draw)), None)
+
+
+def test_too_many_matrices_for_the_numbers_of_a_table():
+    with pytest.raises(ValueError, match="up to 32767 matrices, not 32768"):
+        table_of(np.ones(32768, dtype=np.int64), (), torch.device("cpu"))
