@@ -29,10 +29,9 @@ KEPT = RESULTS / "leaderboard.json"
 SPEEDS = RESULTS / "model-fp4-h200.json"
 PAGE = ROOT / "docs" / "leaderboard.md"
 SHARE = 1 / 10
-LATE = "nvfp4-late-bf16", "torchao-v2-late-bf16"
-"""Recipes that compute as the one of the first part of their names until their switch, and as that
-with LAST_PART after it."""
-SUFFIX, LAST_PART = "-late-bf16", " fprop=null"
+LATE, LAST_PART = "-late-bf16", " fprop=null"
+"""Ending of the names of recipes that switch their forward pass, and of the contenders that are
+timed as what comes after the switch."""
 REFERENCE = "nvfp4"
 """The row that all other rows are compared with, beside the baseline."""
 RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
@@ -282,11 +281,10 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
     measured = json.loads(file.read_text())
     times = {row["contender"]: row["both"]["median_ms"] for row in measured["rows"]}
     found = {name.removesuffix(" in TE"): ms for name, ms in times.items() if name.endswith("TE")}
-    for name in LATE:
-        before = name.removesuffix(SUFFIX)
-        if before + LAST_PART in found:
-            share = load_recipes([name]).switches[0].at
-            found[name] = share * found[before] + (1 - share) * found[before + LAST_PART]
+    for after in [name for name in found if name.endswith(LAST_PART)]:
+        before = after.removesuffix(LAST_PART)
+        share = load_recipes([before + LATE]).switches[0].at
+        found[before + LATE] = share * found[before] + (1 - share) * found[after]
     return found | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
 
 

@@ -28,7 +28,7 @@ from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Job, read_study, training_words
 
 KINDS = ("h100", "h200")
-RUNS = "flagship-runs.json"
+RUNS, GPU_TIME = "flagship-runs.json", "gpu-time-{kind}.json"
 STUDY = ROOT / "examples" / "studies" / "flagship.yaml"
 BF16, OWN_FP8 = "Megatron-LM BF16", "Megatron-LM FP8 blockwise"
 DATA = "--data-path data/linux --tokenizer-model data/linux-tokenizer"
@@ -150,7 +150,7 @@ def read_steps(results: Path, kind: str) -> Measured | None:
                 rows[key] = row
     if all("error" in row for row in rows.values()):
         raise SystemExit(f"error: {files[0]}: no case ended well")
-    file = results / f"gpu-time-{kind}.json"
+    file = results / GPU_TIME.format(kind=kind)
     times = json.loads(file.read_text()) if file.is_file() else None
     return Measured(name, rows, times, data["machine"], data["models"], data["peak_tflops"])
 
@@ -182,7 +182,7 @@ def steps_text(kind: str, found: Measured | None) -> str:
         commits=" and ".join(sorted({row["commit"][:12] or "unknown" for row in rows})),
         tables="\n\n".join(tables),
         behind=_behind(found),
-        times=_times(found),
+        times=_times(kind, found),
     ).strip()
 
 
@@ -224,7 +224,7 @@ def _behind(found: Measured) -> str:
     return "\n\n".join(lines)
 
 
-def _times(found: Measured) -> str:
+def _times(kind: str, found: Measured) -> str:
     """Tabulate the GPU's time by kind of kernel; nothing where it was not measured."""
     if found.times is None:
         return ""
@@ -235,7 +235,7 @@ def _times(found: Measured) -> str:
         gpu=found.times["machine"]["gpu"],
         commit=found.times["machine"]["commit"][:12],
         cases=shlex.join(row["case"] for row in rows),
-        file=found.name.replace("flagship", "gpu-time") + ".json",
+        file=GPU_TIME.format(kind=kind),
         table=table(("", "median", *rows[0]["milliseconds"]), lines),
     )
 

@@ -102,8 +102,10 @@ def quantize_sections(
     zeros = scalars[2], scalars[2 if plan.shared else 3]
     amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
     ready = None
-    # GPUs start programs in the order of their numbers: those of a matrix run together, or will.
-    if plan.shared and filled.numbers.max() * plan.programs <= multiprocessors(first.device):
+    # A GPU starts programs in the order of their numbers, one on each multiprocessor or more: so
+    # many of one matrix come to run at the same time.
+    most = filled.numbers.max() * tiles * plan.quantize_tiles
+    if plan.shared and most <= multiprocessors(first.device):
         ready = scalars[3].view(torch.int32)
     elif any(plan.measures):
         by_row, by_col = (zeros[0], None) if plan.shared else amaxes
@@ -120,8 +122,7 @@ class _Plan(NamedTuple):
 
     ``measures``: of which side amaxes are taken; ``shared``: they are those of the matrices as they
     are. Tiles are ``height`` rows high, and so many cover a row of them; they cover ``filled``
-    rows, as many as are filled up, which ``programs`` quantize. Launchers are for matrices of any
-    rows, and of whole tiles.
+    rows, as many as are filled up. Launchers are for matrices of any rows, and of whole tiles.
     """
 
     layouts: tuple[GroupLayout | None, GroupLayout | None]
@@ -133,7 +134,6 @@ class _Plan(NamedTuple):
     amax_tiles: int
     quantize: tuple[Launcher, Launcher]
     quantize_tiles: int
-    programs: int
 
 
 @lru_cache(maxsize=4096)
@@ -179,19 +179,17 @@ def _plan(
         )
         return first, second
 
-    filled = STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0]
     measures = taken[0] is not None, taken[1] is not None
     return _Plan(
         (layouts[0], layouts[1]),
         measures,
         any(measures) and hadamards == [None, None],
         tile[0],
-        filled,
+        STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
         launchers(quantize_kernel, tile, operands, (READY,), views=views_of(*written), **options),
         cdiv(across, tile[1]),
-        filled // tile[0] * cdiv(across, tile[1]),
     )
 
 

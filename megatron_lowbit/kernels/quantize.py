@@ -85,8 +85,9 @@ def quantize_kernel(
 
     A ``table`` in COUNT columns (see ``sections.py``) has matrices to quantize in place of x. Of
     the arguments that it replaces, pointers tell the dtype; amaxes and tensor scales are arrays.
-    With ``ready``, zeros for each matrix, amaxes of x are zeros, too, and taken here: all programs
-    of a matrix wait for each other, so they must run at the same time.
+    With ``ready``, zeroed counts of each matrix's tiles, amaxes are zeroed as well, and those of
+    the matrices as they are: programs take them, and all of a matrix wait for each other, so that
+    they must run at the same time.
     """
     tiles = tl.cdiv(C, TN)
     tile = tl.program_id(0) // tiles

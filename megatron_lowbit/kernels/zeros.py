@@ -10,7 +10,7 @@ from megatron_lowbit.kernels.launcher import cdiv
 
 _BATCH = 1024
 _ALIGNED = 4
-"""Numbers to 16 bytes."""
+"""Numbers in 16 bytes."""
 _NONE: Iterator[Tensor] = iter(())
 _ZEROS: dict[tuple[tuple[int, ...], torch.device, int], Iterator[Tensor]] = {}
 """Zeros that are left of the last fill, by shape, device and stream."""

@@ -167,7 +167,7 @@ def combine(forward: Recipe, backward: Recipe) -> Recipe:
     """
     if forward == backward:
         return forward
-    # Of a recipe that is combined itself, only what decides dgrad and wgrad.
+    # A recipe that is combined itself counts with what decides its dgrad and wgrad.
     decides = backward.backward or backward
     quantizes = any(config.fprop.quantized for config in forward.configs.values())
     gemms = [gemm for config in decides.configs.values() for gemm in config.gemms.values()]
