@@ -180,7 +180,7 @@ def _step(model: nn.Module, args: Namespace) -> timing.Step:
 
 
 def _add_to_main_grads(model: nn.Module) -> None:
-    """Give each parameter an FP32 gradient, to which backward passes add."""
+    """Give each parameter an FP32 main gradient; every backward pass is the first of a step."""
 
     def add(parameter: nn.Parameter) -> None:
         if not parameter.grad_added_to_main_grad:

@@ -111,14 +111,29 @@ class Engine:
         """Describe how two formats (None: high precision) are multiplied."""
         raise NotImplementedError
 
-    def add_product(self, out: Tensor, lhs: Any, rhs: Any, folding: bool = True) -> Tensor:
-        """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return it.
+    def product_to(
+        self,
+        out: Tensor,
+        lhs: Any,
+        rhs: Any,
+        adds: bool | Tensor = True,
+        folding: bool = True,
+    ) -> Tensor:
+        """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return that.
 
         It is rounded once, with the sum.
+
+        Args:
+            out: FP32 or BF16.
+            lhs, rhs: as for :meth:`gemm`.
+            adds: False to write the product there; or an FP32 scalar on ``out``'s device, 0 where
+                ``out`` has nothing but zeros, which a GEMM that adds need not read, else 1.
+            folding: as for :meth:`gemm`.
         """
         if are_bf16(lhs, rhs):
             lhs, rhs = lhs.float(), rhs.float()
-        return out.add_(self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding))
+        product = self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding)
+        return deliver(out, product, adds)
 
     def gemm_all(
         self,
@@ -132,10 +147,10 @@ class Engine:
         """Write the product of each lhs (M, K) and rhs (N, K) to its out (M, N), or add it."""
         for left, right, out in zip(lhs, rhs, outs, strict=True):
             if adds and accumulation is None:
-                self.add_product(out, left, right, folding)
+                self.product_to(out, left, right, adds, folding)
             else:
                 product = self.gemm(left, right, None, accumulation, out.dtype, folding)
-                out.add_(product) if adds else out.copy_(product)
+                deliver(out, product, adds)
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""
@@ -178,6 +193,11 @@ class ReferenceEngine(Engine):
     def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
         """Describe the product, which is the same for all formats."""
         return "dequantized to FP32, FP32 sums"
+
+
+def deliver(out: Tensor, product: Tensor, adds: bool | Tensor) -> Tensor:
+    """Write a product to ``out``, or add it to that, as :meth:`Engine.product_to` says."""
+    return out.copy_(product) if adds is False else out.add_(product)
 
 
 def are_bf16(lhs: Any, rhs: Any) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
-from megatron_lowbit.kernels.engine import Engine, are_bf16
+from megatron_lowbit.kernels.engine import Engine, are_bf16, deliver
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import (
     PRODUCTS,
@@ -227,27 +227,32 @@ class FusedEngine(Engine):
         found, operands = self._routed(lhs, rhs, folding)
         return PRODUCTS[found](*operands, bias, torch.float32 if out_dtype is None else out_dtype)
 
-    def add_product(
-        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, folding: bool = True
+    def product_to(
+        self,
+        out: Tensor,
+        lhs: GpuOperand,
+        rhs: GpuOperand,
+        adds: bool | Tensor = True,
+        folding: bool = True,
     ) -> Tensor:
-        """Add the product inside the GEMM where its route can."""
+        """Write or add the product inside the GEMM where its route can."""
         if are_bf16(lhs, rhs):
-            if out.dtype is torch.float32 and out.is_contiguous():
-                exact_product_to(out, lhs, rhs, adds=True)
-                return out
-            return out.add_(exact_product(lhs, rhs, None, torch.float32))
-        if self._write_product(out, lhs, rhs, True, folding):
+            if out.dtype is not torch.float32 or not out.is_contiguous():
+                return deliver(out, exact_product(lhs, rhs, None, torch.float32), adds)
+            exact_product_to(out, lhs, rhs, adds)
             return out
-        return super().add_product(out, lhs, rhs, folding)
+        if self._write_product(out, lhs, rhs, adds, folding):
+            return out
+        return super().product_to(out, lhs, rhs, adds, folding)
 
     def _write_product(
-        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool, folding: bool
+        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool | Tensor, folding: bool
     ) -> bool:
         """Write the product to ``out`` or add it, where the route can; else return False."""
         lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         quantized = quantized and not _are_empty_codes(lhs, rhs)
-        dtypes = (torch.float32,) if adds else (torch.float32, torch.bfloat16)
+        dtypes = (torch.float32, torch.bfloat16) if adds is False else (torch.float32,)
         if not quantized or out.dtype not in dtypes or not out.is_contiguous():
             return False
         found, operands = self._routed(lhs, rhs, folding)

@@ -7,6 +7,7 @@ from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
+from megatron_lowbit.kernels.engine import deliver
 from megatron_lowbit.kernels.means import add_means, without_mean
 from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold, is_exact
 from megatron_lowbit.numerics import QuantizedTensor
@@ -41,11 +42,14 @@ def exact_product(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool) -> None:
-    """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that."""
+def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool | Tensor) -> None:
+    """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that.
+
+    ``adds`` of this and the functions below is as for :func:`scaled_matmul`.
+    """
     left, right = _as_values(lhs), _as_values(rhs)
     if left.mean is not None or right.mean is not None:
-        _deliver(out, exact_product(left, right, None, torch.float32), adds)
+        deliver(out, exact_product(left, right, None, torch.float32), adds)
     else:
         scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, adds)
 
@@ -73,21 +77,20 @@ def tile_product(
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-def tile_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
+def tile_product_to(
+    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool | Tensor
+) -> None:
     """Write the product of FP8 tiles to ``out`` (FP32 or BF16), or add it to that."""
     pair = _tile_pair(lhs, rhs)
-    if not adds and out.shape == (pair[0].shape[0], pair[1].shape[1]):
+    if adds is False and out.shape == (pair[0].shape[0], pair[1].shape[1]):
         torch._scaled_mm(*pair, out_dtype=out.dtype, out=out)
     else:
-        _deliver(out, tile_product(lhs, rhs, None, torch.float32 if adds else out.dtype), adds)
+        deliver(out, tile_product(lhs, rhs, None, _product_dtype(out, adds)), adds)
 
 
-def _deliver(out: Tensor, product: Tensor, adds: bool) -> None:
-    """Write a product that is there to ``out``, or add it to that."""
-    if adds:
-        out.add_(product)
-    else:
-        out.copy_(product)
+def _product_dtype(out: Tensor, adds: bool | Tensor) -> torch.dtype:
+    """Return the dtype of a product that goes to ``out``; only a sum is rounded."""
+    return out.dtype if adds is False else torch.float32
 
 
 def _tile_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -127,7 +130,9 @@ def tensor_product(
     return _finish(y, lhs, rhs, bias, out_dtype)
 
 
-def tensor_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
+def tensor_product_to(
+    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool | Tensor
+) -> None:
     """Write the product of FP8 with a scale a tensor to ``out`` (FP32 or BF16), or add it.
 
     ``torch._scaled_mm`` would be given the scales themselves. Those of a group lie beside each
@@ -138,8 +143,8 @@ def tensor_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, a
     if out.shape == (a.shape[0], b.shape[0]):
         scaled_matmul(a, b, factor, out.dtype, out, adds)
     else:
-        product = scaled_matmul(a, b, factor, torch.float32 if adds else out.dtype)
-        _deliver(out, product[: out.shape[0], : out.shape[1]], adds)
+        product = scaled_matmul(a, b, factor, _product_dtype(out, adds))
+        deliver(out, product[: out.shape[0], : out.shape[1]], adds)
 
 
 def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -165,7 +170,9 @@ def folded_product(
     return tensor_product(*folded_pair(lhs, rhs), bias, out_dtype)
 
 
-def folded_product_to(out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool) -> None:
+def folded_product_to(
+    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool | Tensor
+) -> None:
     """Write the product of folded codes to ``out`` (FP32 or BF16), or add it to that."""
     tensor_product_to(out, *folded_pair(lhs, rhs), adds)
 

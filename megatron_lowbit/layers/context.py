@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.kernels.engine import Engine, deliver
 from megatron_lowbit.layers.fallback import recompute_unless_finite
 from megatron_lowbit.layers.keys import Key, sign_key
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
@@ -62,6 +62,9 @@ class LinearContext:
         shards: how tensor parallelism splits the layer.
         accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
             megatron-core's DistributedDataParallel expects of fused accumulation.
+        main_grad_share: FP32 scalar in device memory that tells whether there is something in
+            ``weight.main_grad``, 1, or nothing but zeros, 0; None to tell it by what
+            DistributedDataParallel notes on the weight, which no CUDA graph reads.
         amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
             and written in training. Whoever owns it ends its steps.
         weight_cache: keeps the quantized weight for the next call, in training.
@@ -76,6 +79,7 @@ class LinearContext:
     training: bool = True
     shards: Shards = UNSHARDED
     accumulate_main_grad: bool = False
+    main_grad_share: Tensor | None = None
     amax_history: AmaxHistory | None = None
     weight_cache: WeightCache | None = None
     fallbacks: Tensor | None = None
@@ -198,14 +202,15 @@ class LinearContext:
         bias: Tensor | None = None,
         high_precision: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
+        adds: bool | Tensor = True,
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``rhs`` is fprop's own operand where dgrad or wgrad takes its values, and may be a
-        ``TransposedLater``. ``high_precision`` are
-        the operands from which a product that is not finite is computed again where the recipe says
-        so. Each rank does so with its own product: of one that is to be summed over ranks, with its
-        own term.
+        ``adds`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
+        wgrad takes its values, and may be a ``TransposedLater``. ``high_precision`` are the
+        operands from which a product that is not finite is computed again where the recipe says so.
+        Each rank does so with its own product: of one that is to be summed over ranks, with its own
+        term.
         """
         precision = self.precision.gemms[name]
         if isinstance(rhs, TransposedLater):
@@ -214,12 +219,12 @@ class LinearContext:
         if precision.rhs_of_fprop and not serves_both:
             rhs = self.engine.transpose(rhs, lhs)
         if out is not None and precision.accumulation is None and precision.fallback is None:
-            return self.engine.add_product(out, lhs, rhs, precision.folding)
+            return self.engine.product_to(out, lhs, rhs, adds, precision.folding)
         y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)
         if precision.fallback is not None and high_precision is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, *high_precision, bias, count)
-        return y if out is None else out.add_(y)
+        return y if out is None else deliver(out, y, adds)
 
 
 def draw_key(precision: LinearPrecision) -> int:

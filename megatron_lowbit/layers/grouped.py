@@ -120,10 +120,11 @@ def _deliver_wgrads(
     group: GroupContext, lhs: Sequence[Any], rhs: Sequence[Any], weights: Sequence[Tensor]
 ) -> Sequence[Tensor]:
     """Add each dW (N, K) to its ``main_grad`` and return stand-ins, or return each dW."""
-    sums = [operands.main_grad_of(group.context, weight) for weight in weights]
-    main_grads = [total for total in sums if total is not None]
+    found = [operands.main_grad_of(group.context, weight) for weight in weights]
+    main_grads = [one for one in found if one is not None]
     if len(main_grads) == len(weights):
-        group.multiply("wgrad", lhs, rhs, main_grads, adds=True)
+        adds = any(one.adds is not False for one in main_grads)
+        group.multiply("wgrad", lhs, rhs, [one.sums for one in main_grads], adds)
         return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
     group.multiply("wgrad", lhs, rhs, wgrads)

@@ -92,15 +92,17 @@ def _wgrad(
     grad: Tensor,
     dtype: torch.dtype,
     out: Tensor | None,
+    adds: bool | Tensor,
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
 
-    ``gathered`` returns what forward saved, of all tokens: the input itself for a fallback.
+    ``out`` and ``adds`` are as for :meth:`LinearContext.gemm`. ``gathered`` returns what forward
+    saved, of all tokens: the input itself for a fallback.
     """
     saved = gathered()
     rhs = operands.wgrad_input(context, saved)
     plain = (grad.t(), saved.t()) if context.precision.wgrad.fallback else None
-    return context.gemm("wgrad", lhs, rhs, dtype, high_precision=plain, out=out)
+    return context.gemm("wgrad", lhs, rhs, dtype, high_precision=plain, out=out, adds=adds)
 
 
 @eager

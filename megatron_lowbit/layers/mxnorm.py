@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lowbit.kernels.engine import deliver
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -86,7 +87,9 @@ class _MXNormLinear(torch.autograd.Function):
             wgrad = operands.deliver_wgrad(
                 context,
                 weight,
-                lambda dtype, out: gained.to(dtype) if out is None else out.add_(gained),
+                lambda dtype, out, adds: (
+                    gained.to(dtype) if out is None else deliver(out, gained, adds)
+                ),
             )
         return (
             context.engine.norm_grad(inner, x, rho).view(ctx.x_shape) if needs_x else None,

@@ -203,28 +203,45 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
 
 
 def deliver_wgrad(
-    context: LinearContext, weight: Tensor, wgrad: Callable[[torch.dtype, Tensor | None], Tensor]
+    context: LinearContext,
+    weight: Tensor,
+    wgrad: Callable[[torch.dtype, Tensor | None, bool | Tensor], Tensor],
 ) -> Tensor:
     """Add dW to ``weight.main_grad`` and return a stand-in, or return dW for autograd to add.
 
-    ``wgrad`` computes dW in a dtype, and adds it to a tensor unless that is None.
+    ``wgrad`` computes dW in a dtype, and writes or adds it to a tensor unless that is None.
     """
     main_grad = main_grad_of(context, weight)
     if main_grad is None:
-        return wgrad(weight.dtype, None)
-    wgrad(torch.float32, main_grad)
+        return wgrad(weight.dtype, None, False)
+    wgrad(torch.float32, *main_grad)
     return added_to_main_grad(weight)
 
 
-def main_grad_of(context: LinearContext, weight: Tensor) -> Tensor | None:
-    """Return the weight's main gradient if dW is added to it; Megatron-FSDP makes it on demand."""
+class MainGrad(NamedTuple):
+    """Main gradient (N, K) of a weight; ``adds`` is as for :meth:`Engine.product_to`."""
+
+    sums: Tensor
+    adds: bool | Tensor
+
+
+def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
+    """Return the weight's main gradient; None where autograd adds dW.
+
+    Megatron-FSDP makes it on demand, and wants dW written. The first dW of a step is written too:
+    reading what DistributedDataParallel has set to zero would take a third of the GEMM's time.
+    """
     if not context.accumulate_main_grad:
         return None
     made = getattr(weight, "get_main_grad", None)
-    main_grad: Tensor | None = made() if made else getattr(weight, "main_grad", None)
-    if main_grad is not None and getattr(weight, "overwrite_main_grad", False):
-        main_grad.zero_()
-    return main_grad
+    sums: Tensor | None = made() if made else getattr(weight, "main_grad", None)
+    if sums is None:
+        return None
+    if getattr(weight, "overwrite_main_grad", False):
+        return MainGrad(sums, False)
+    if context.main_grad_share is not None:
+        return MainGrad(sums, context.main_grad_share)
+    return MainGrad(sums, getattr(weight, "grad_added_to_main_grad", True))
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:

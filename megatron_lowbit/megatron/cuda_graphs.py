@@ -1,7 +1,8 @@
 """CUDA graphs of Megatron-LM under a recipe.
 
 A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
-next must therefore lie in device memory: random keys do, and amax histories are written in place.
+next must therefore lie in device memory: random keys do, amax histories are written in place, and
+GEMMs look there whether main gradients have anything to add to.
 Weights are quantized by a graph of their own (``graph_weights.py``), or inside the graphs.
 """
 
@@ -66,13 +67,29 @@ class Graphs:
         shape = (len(states), len(self._unused))
         device = states[0].device if states else "cpu"
         self._keys = torch.zeros(shape, dtype=torch.int64, device=device)
+        # A layer that is applied several times in a microbatch adds to what it has written.
+        self._writes_first = not getattr(args, "mtp_num_layers", None)
+        self._is_first = False
+        self._main_grad_share = torch.ones((), device=device)
         for state, keys in zip(states, self._keys, strict=True):
             state.graph_keys = keys
+            if not state.is_expert:  # experts' layers are not captured
+                state.main_grad_share = self._main_grad_share
         self._captured_by_layer = args.cuda_graph_impl == "local"
         self._is_pipeline = args.pipeline_model_parallel_size > 1
         self._microbatches = get_num_microbatches()
 
-    def fill_keys(self) -> None:
+    def begin_pass(self) -> None:
+        """Write what the present microbatch finds in device memory.
+
+        Main gradients are zeros until the backward pass of the step's first microbatch. Before that
+        of any other, this microbatch's own forward pass has begun.
+        """
+        self._main_grad_share.fill_(float(not self._is_first))
+        self._is_first = False
+        self._fill_keys()
+
+    def _fill_keys(self) -> None:
         """Write the keys of the present microbatch, in one copy that nothing waits for."""
         tables = [
             key_table(state.microbatch_key()) if state.plan.precision.stochastic else self._unused
@@ -88,6 +105,7 @@ class Graphs:
 
         The step is captured anew.
         """
+        self._is_first = self._writes_first
         before, self._microbatches = self._microbatches, get_num_microbatches()
         more = self._is_pipeline and self._microbatches != before
         if self._captured_by_layer and (switched or more):

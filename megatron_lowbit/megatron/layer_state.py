@@ -27,8 +27,8 @@ class LayerState:
     Modules hold it as ``layer_state``, or one for each of their experts as ``expert_states``.
     ``group`` are the tensor-parallel ranks of a column- or row-parallel layer (``is_column``), and
     ``features`` the global numbers (int64) of the features that they split, None where they split
-    none. Random keys derive from ``path_key``, that of the layer's path. ``graph_keys`` has them
-    where calls are captured in CUDA graphs. ``saves_input``: as a context's.
+    none. Random keys derive from ``path_key``, that of the layer's path. Where calls are captured
+    in CUDA graphs, ``graph_keys`` has them. ``saves_input``, ``main_grad_share``: as a context's.
     """
 
     saves_input = False
@@ -48,6 +48,7 @@ class LayerState:
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
+        self.main_grad_share: torch.Tensor | None = None
         self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
         self.path_key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
@@ -83,6 +84,7 @@ class LayerState:
             self.call_key(),
             shards=shards,
             accumulate_main_grad=self.plan.accumulate_main_grad,
+            main_grad_share=self.main_grad_share,
             amax_history=self.call_history(),
             weight_cache=self._cache_for_calls(cache or self.weight_cache),
             fallbacks=None if _is_warming_up() else self.fallbacks,

@@ -140,7 +140,7 @@ class RecipeHook:
         steps.listeners.append(self._begin_step)
         if args.cuda_graph_impl != "none":
             self.graphs = cuda_graphs.Graphs(chunks, self.states, args)
-            steps.before_pass.append(self.graphs.fill_keys)
+            steps.before_pass.append(self.graphs.begin_pass)
         for chunk in chunks:
             histories = AmaxHistories(list(layer_states([chunk])), source and source.tensors)
             chunk.amax_histories = histories

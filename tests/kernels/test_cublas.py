@@ -53,6 +53,22 @@ def test_fp8_and_a_sum_to_add_to(left):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_share_in_memory_says_whether_the_sum_is_read(kind):
+    """Large enough for the kernels of real layers, and added to with each of cuBLAS's plans."""
+    draws = torch.Generator("cuda").manual_seed(3)
+    a, b = (torch.randn(2048, 1024, generator=draws, device="cuda").to(kind) for _ in range(2))
+    factor, share = torch.tensor(0.37, device="cuda"), torch.zeros((), device="cuda")
+    out = torch.full((2048, 2048), torch.nan, device="cuda")
+    scaled_matmul(a, b, factor, torch.float32, out, share)
+    assert torch.equal(out, scaled_matmul(a, b, factor, torch.float32))
+    share.fill_(1.0)
+    twice = scaled_matmul(a, b, factor, torch.float32, out.clone(), share)
+    assert torch.equal(twice, scaled_matmul(a, b, factor, torch.float32, out.clone()))
+    assert not torch.equal(twice, out)
+
+
+@pytest.mark.gpu
 def test_no_elements():
     factor = torch.ones((), device="cuda")
     new = {"device": "cuda", "dtype": torch.bfloat16}

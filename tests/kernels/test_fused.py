@@ -173,11 +173,13 @@ def test_products(pair, dtype, shape):
         rounding = 0
     bound = BOUNDS[PAIRS[pair]](length) * magnitude
     assert ((seen.double() - expected).abs() <= bound + rounding).all()
-    total = torch.randn(rows, columns, device="cuda")
-    before = total.double()
-    assert engine.add_product(total, left, right) is total
-    expected = before + expected - bias
-    assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
+    product, before = expected - bias, torch.randn(rows, columns, device="cuda")
+    zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
+    for adds, there in ((True, before), (one, before), (False, before), (zero, 0 * before)):
+        total = there.clone()
+        assert engine.product_to(total, left, right, adds) is total
+        expected = product if adds is False else there.double() + product
+        assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
 
 
 RECIPES = ["fp8-tile", "mxfp4-backward", "nvfp4", "nvfp4-fold", "mxfp8", "fp8-delayed", "fp8-row",

@@ -344,7 +344,7 @@ def test_main_grad_accumulates():
     start = randn(*weight.shape, seed=9)
     for zero in (False, True):
         weight.main_grad = start.clone()
-        weight.grad_added_to_main_grad = False
+        weight.grad_added_to_main_grad = True
         weight.zero_out_wgrad = zero
         _, _, stand_in = run(x, weight, NVFP4, dy, accumulate_main_grad=True)
         assert torch.equal(weight.main_grad, start + dw)
@@ -356,12 +356,26 @@ def test_main_grad_accumulates():
     assert torch.equal(again, dw) and torch.equal(weight.main_grad, start + dw)
 
 
+@pytest.mark.parametrize("name", ["grad_added_to_main_grad", "overwrite_main_grad"])
+@pytest.mark.parametrize("precision", [NVFP4, HIGH_PRECISION], ids=["nvfp4", "high precision"])
+def test_main_grad_is_not_read_where_nothing_was_added(precision, name):
+    """The first dW of a step, as DistributedDataParallel notes, and each of Megatron-FSDP's."""
+    x, weight, _, dy = leaves()
+    _, _, dw = run(x, weight, precision, dy)
+    for dtype in (torch.float32, torch.bfloat16):
+        weight.main_grad = torch.full_like(weight, torch.nan, dtype=dtype)
+        setattr(weight, name, name == "overwrite_main_grad")
+        run(x, weight, precision, dy, accumulate_main_grad=True)
+        assert torch.equal(weight.main_grad, dw.to(dtype))
+        assert weight.grad_added_to_main_grad
+
+
 def test_main_grad_in_bf16_rounds_once():
     """Megatron-LM's --grad-reduce-in-bf16: dW is added in FP32, and the sum rounded."""
     x, weight, _, dy = leaves()
     start = randn(*weight.shape, seed=9).bfloat16()
     _, _, dw = run(x, weight, NVFP4, dy)
-    weight.main_grad, weight.grad_added_to_main_grad = start.clone(), False
+    weight.main_grad, weight.grad_added_to_main_grad = start.clone(), True
     run(x, weight, NVFP4, dy, accumulate_main_grad=True)
     assert torch.equal(weight.main_grad, (start.float() + dw).bfloat16())
     assert not torch.equal(weight.main_grad, start + dw.bfloat16())

@@ -122,7 +122,7 @@ def test_products_are_exact_and_have_the_means(main_grad):
         x, weight, dy = (t.to(DEVICE).detach() for t in leaves())
         x.requires_grad_()
         weight.requires_grad_()
-        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False
+        weight.main_grad = torch.ones_like(weight)
         context = LinearContext(precision(), engine, KEY, accumulate_main_grad=main_grad)
         y = lowbit_linear(x, weight, context)
         dx, dw = torch.autograd.grad(y, [x, weight], dy)

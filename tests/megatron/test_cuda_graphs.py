@@ -112,7 +112,7 @@ def graphs(monkeypatch):
 
     def begin(microbatch):
         current.append(microbatch_key(1, 0, microbatch))
-        made.fill_keys()
+        made.begin_pass()
         return [state.microbatch_key() for state in layers]
 
     return layers, begin
@@ -128,6 +128,24 @@ def test_layers_find_the_keys_of_their_microbatch(graphs):
     begin(1)
     assert taken.tolist() == key_table(keys[0])  # its backward pass may come later
     assert first.call_key().tolist() != taken.tolist()
+
+
+@pytest.mark.parametrize("change", [{}, {"mtp_num_layers": 1}], ids=str)
+def test_gradients_are_added_behind_the_first_microbatch(change, monkeypatch):
+    """Layers of multi-token prediction may run several times in one: theirs are always added."""
+    monkeypatch.setattr(cuda_graphs, "get_num_microbatches", lambda: 2)
+    monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
+    layer, expert = states("nvfp4", "nvfp4")
+    expert.is_expert = True
+    made = cuda_graphs.Graphs([], [layer, expert], Namespace(**{**ARGS, **change}))
+    shares = []
+    for _ in range(2):
+        made.begin_step(switched=False)
+        for _ in range(3):
+            made.begin_pass()
+            shares.append(float(layer.context(UNSHARDED).main_grad_share))
+    assert shares == ([1.0] * 6 if change else [0.0, 1.0, 1.0] * 2)
+    assert expert.context(UNSHARDED).main_grad_share is None
 
 
 class Linear(torch.nn.Module):
@@ -168,7 +186,7 @@ def layers(monkeypatch):
     monkeypatch.setattr(layer_state, "microbatch_key", lambda is_expert: 7)
     names = ("fp8-tile", "nvfp4", "mxfp4-backward")
     made, plain = ([Linear(state) for state in states(*names)] for _ in range(2))
-    cuda_graphs.Graphs([], [layer.layer_state for layer in made], Namespace(**ARGS)).fill_keys()
+    cuda_graphs.Graphs([], [layer.layer_state for layer in made], Namespace(**ARGS)).begin_pass()
     return torch.nn.Sequential(*made), plain
 
 
