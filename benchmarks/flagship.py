@@ -18,11 +18,14 @@ by ``lowbit-plan --gpu h100 --gpus 1 --as-given`` with a model's arguments:
     llama-1b   1.50B parameters: 16 x 60.8M, embedding and output 525M
     llama-8b   218M a layer, 1.05B of embedding and output: 62 with 10 layers, 71 with 12, which
                leaves nothing to quantized weights (1 byte a parameter and orientation) and graphs
+    llama-8b-8k with sequences of 8192 tokens, Llama 3's own: 61 with 8 layers
     qwen3-30b  623M a layer, 622M of embedding and output: 62 with 4 layers, 74 with 5
     hybrid-8b  110M a Mamba-2 block, 176M an MLP, 38M attention, 1.07B of embedding and output: 57
                with the first 11 blocks of its pattern
 
-llama-8b-20 is llama-8b with 20 layers, 104 GiB: a case for the 141 GB of an H200.
+Cases for the 141 GB of an H200, also with sequences of 8192 tokens: llama-8b-20 with 20 layers, 118
+GiB; llama-8b-32, the whole model with recomputation and Adam's moments in BF16, which take 4 bytes
+of a parameter in place of 8: 97.
 """
 
 import argparse
@@ -67,6 +70,15 @@ STEPS = """
     --log-interval 1 --log-throughput
 """
 EXPERTS = "--moe-grouped-gemm --moe-permute-fusion"
+LLAMA_8B = "@examples/llama3-8b.args --vocab-size 128256 --micro-batch-size 1"
+OWN_LENGTH = "--seq-length 8192 --max-position-embeddings 8192 --global-batch-size 2"
+"""Llama 3's own sequences: as many tokens a step as four sequences of the preset's length."""
+TINY = "@examples/llama3-tiny.args --vocab-size 500"
+WHOLE = """
+    --recompute-granularity full --recompute-method uniform --recompute-num-layers 1
+    --use-distributed-optimizer --use-precision-aware-optimizer
+    --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16
+"""
 
 
 class Model(NamedTuple):
@@ -91,29 +103,40 @@ MODELS = {
         "Llama-3.2-1B: 16 layers, its vocabulary, separate embeddings",
         "@examples/llama3-1b.args --ffn-hidden-size 8192 --num-attention-heads 32 "
         "--num-query-groups 8 --vocab-size 128256 --micro-batch-size 4 --global-batch-size 8",
-        "@examples/llama3-tiny.args --vocab-size 500",
+        TINY,
         graphs=True,
     ),
     "llama-8b": Model(
         "Llama-3-8B: 10 of 32 layers, its vocabulary",
-        "@examples/llama3-8b.args --num-layers 10 --vocab-size 128256 "
-        "--micro-batch-size 1 --global-batch-size 4",
-        "@examples/llama3-tiny.args --vocab-size 500 --num-layers 2",
+        f"{LLAMA_8B} --num-layers 10 --global-batch-size 4",
+        f"{TINY} --num-layers 2",
+        graphs=True,
+    ),
+    "llama-8b-8k": Model(
+        "Llama-3-8B: 8 of 32 layers, its vocabulary, sequences of 8192 tokens",
+        f"{LLAMA_8B} --num-layers 8 {OWN_LENGTH}",
+        f"{TINY} --num-layers 2 --seq-length 256",
         graphs=True,
     ),
     "llama-8b-20": Model(
-        "Llama-3-8B: 20 of 32 layers, its vocabulary",
-        "@examples/llama3-8b.args --num-layers 20 --vocab-size 128256 "
-        "--micro-batch-size 1 --global-batch-size 4",
-        "@examples/llama3-tiny.args --vocab-size 500 --num-layers 3",
+        "Llama-3-8B: 20 of 32 layers, its vocabulary, sequences of 8192 tokens",
+        f"{LLAMA_8B} --num-layers 20 {OWN_LENGTH}",
+        f"{TINY} --num-layers 3",
         graphs=True,
+        needs_gib=120,
+    ),
+    "llama-8b-32": Model(
+        "Llama-3-8B: the whole, its vocabulary, sequences of 8192 tokens, recomputation, Adam's "
+        "moments in BF16",
+        f"{LLAMA_8B} {OWN_LENGTH} {WHOLE}",
+        f"{TINY} --num-layers 4",
         needs_gib=120,
     ),
     "qwen3-30b": Model(
         "Qwen3-30B-A3B: 4 of 48 layers, 128 experts, its vocabulary",
         "@examples/qwen3-30b-a3b.args --num-layers 4 --vocab-size 151936 "
         f"--micro-batch-size 2 --global-batch-size 4 {EXPERTS}",
-        "@examples/llama3-tiny.args --vocab-size 500 --num-layers 2 --num-experts 4 "
+        f"{TINY} --num-layers 2 --num-experts 4 "
         f"--moe-router-topk 2 --moe-ffn-hidden-size 64 {EXPERTS}",
         own_fp8=f"{BLOCKWISE} {PADDED}",
     ),

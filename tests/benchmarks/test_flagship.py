@@ -54,9 +54,9 @@ def test_a_script_s_figures_or_its_error(tmp_path):
 
 
 def test_cases():
-    """Every model in every precision, dense ones with graphs too, of this project or upstream's."""
+    """Every model in every precision, some with graphs too, of this project or upstream's."""
     found = flagship.cases(["fp8-tile"])
-    assert len({case.name for case in found}) == len(found) == 3 * (5 + 3)
+    assert len({case.name for case in found}) == len(found) == 3 * (7 + 4)
     for case in found:
         words = flagship.words_of(case, 14)
         own = case.precision not in (flagship.BF16, flagship.OWN_FP8)
@@ -72,7 +72,9 @@ def test_cases():
 PARAMETERS = {
     "llama-1b": 16 * 60.8e6 + 525e6,
     "llama-8b": 10 * 218e6 + 1.05e9,
+    "llama-8b-8k": 8 * 218e6 + 1.05e9,
     "llama-8b-20": 20 * 218e6 + 1.05e9,
+    "llama-8b-32": 32 * 218e6 + 1.05e9,
     "qwen3-30b": 4 * 623e6 + 622e6,
     "hybrid-8b": 5 * 110e6 + 5 * 176e6 + 38e6 + 1.07e9,
 }
@@ -90,7 +92,7 @@ def test_models_fit_and_are_what_they_are_called(model, monkeypatch):
     planned = planning.planned(words, 1, vocabulary, "h200" if large else "h100", "mamba-ssm")
     least, most = (80, 125) if large else (40, 68)
     assert least * 2**30 < planned.most_memory < most * 2**30
-    assert planned.step < 1.0  # 14 steps in a case of some 40 s
+    assert planned.step < 1.5  # 14 steps in a case of some 40 to 60 s
     assert planned.tokens == flagship.tokens_of(case)
     assert planned.parameters[0].all == pytest.approx(PARAMETERS[model], rel=0.005)
 
@@ -142,4 +144,4 @@ def test_a_file_gets_the_rows_that_it_lacks(trained, tmp_path, capsys):
 
 def test_no_case_begins_after_the_time(trained, tmp_path, capsys):
     flagship.main(["--output", str(tmp_path / "rows.json"), "--seconds", "-1"])
-    assert not trained and "48 cases are left" in capsys.readouterr().out
+    assert not trained and "64 cases are left" in capsys.readouterr().out
