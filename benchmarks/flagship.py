@@ -5,10 +5,11 @@
 Every case is a run of Megatron-LM on one GPU, with its loop, optimizer and logging, mock data and
 Transformer Engine's layers. BF16 and blockwise FP8 are Megatron-LM's own: examples/own_script.py
 without a recipe; for the hybrid, which that script does not build, pretrain_hybrid.py with
-Megatron-LM's arguments alone. Its Mamba-2 blocks need mamba-ssm. Recipes quantize the linear layers
-of all blocks, as blockwise FP8 does. A row has the command line that repeats it. The output gets
-the cases that it lacks: the same command continues where it ended. On a host with two GPUs, two
-processes with --gpu and outputs of their own share the cases. --cpu tries the script out.
+Megatron-LM's arguments alone. Its Mamba-2 blocks need mamba-ssm and causal-conv1d. Recipes quantize
+the linear layers of all blocks, as blockwise FP8 does. A row has the command line that repeats it.
+The output gets the cases that it lacks: the same command continues where it ended. On a host with
+two GPUs, two processes with --gpu and outputs of their own share the cases. --cpu tries the script
+out.
 
 Models have as many layers as fit into the 73 GiB that an H100 of 80 GB leaves to training. A
 parameter takes 18 bytes: 2 of the BF16 weight, 4 of the main gradient, 12 of the FP32 weight and

@@ -29,8 +29,6 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.training.models import HybridModelConfig
 
-from megatron_lowbit.megatron.mamba import use_best_scan
-
 
 class LocalHybridStack(HybridStack):
     """Megatron's hybrid stack with torch's final norm instead of Transformer Engine's."""
@@ -45,17 +43,11 @@ class LocalHybridStack(HybridStack):
             )
 
 
-def use_local_stack(model_config: HybridModelConfig) -> str | None:
-    """Set the stack's spec of a hybrid with local layers, which Megatron-LM does not have.
-
-    Returns:
-        A description of the scan in its Mamba mixers; None for other layers.
-    """
-    if model_config.transformer.transformer_impl != "local":
-        return None
-    if model_config.hybrid_stack_spec is None:
+def use_local_stack(model_config: HybridModelConfig) -> None:
+    """Set the stack's spec of a hybrid with local layers, which Megatron-LM does not have."""
+    is_local = model_config.transformer.transformer_impl == "local"
+    if is_local and model_config.hybrid_stack_spec is None:
         model_config.hybrid_stack_spec = local_stack_spec(model_config.transformer)
-    return use_best_scan()
 
 
 def local_stack_spec(config: TransformerConfig) -> ModuleSpec:
