@@ -152,7 +152,7 @@ def rows_of(file: Path) -> list[dict[str, Any]]:
 
 def write_rows(file: Path, rows: Sequence[dict[str, Any]], gpus: int, **more: Any) -> None:
     """Write rows into a benchmark's file, with the machine; ``more`` goes between them."""
-    installed = {distribution.name for distribution in distributions()}
+    installed = {distribution.name.replace("_", "-") for distribution in distributions()}
     versions = {name: version(name) for name in _PACKAGES if name in installed}
     hardware = {**machine(), "gpus": gpus, **versions}
     file.write_text(json.dumps({"machine": hardware, **more, "rows": rows}, indent=1) + "\n")

@@ -16,6 +16,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -201,7 +202,7 @@ def _table(found: Measured, rows: Sequence[dict]) -> str:
         for row in rows
         if "error" not in row
     ]
-    failed = [f"- {row['case']}: {row['error']}" for row in rows if "error" in row]
+    failed = [f"- {row['case']}: {shorten(row['error'], 100)}" for row in rows if "error" in row]
     headings = ("", "ms (fastest)", "tokens/s", "TFLOP/s", "MFU", "GiB", "× BF16", "× blockwise")
     parts = [table(headings, lines)] if lines else []
     return "\n\n".join(parts + (["Failed:", "\n".join(failed)] if failed else []))
