@@ -40,6 +40,10 @@ What recipes do to the speed and the loss of models that are known, beside Megat
 and blockwise FP8 on the same machine. `python docs/generate/results.py` writes this page from what
 the commands on it measured.
 
+Hopper has no FP4. Its GEMMs of `nvfp4`, and of `mxfp4-backward` forward, are BF16's: what they
+lack to BF16's speed is quantization, what they lack to FP8's the GEMMs as well. `nvfp4-fold` and
+`mxfp4-backward` backward multiply in FP8. [Limits](performance.md#limits) has the counts.
+
 {steps}
 
 ## Longer runs
