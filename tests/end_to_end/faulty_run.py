@@ -19,7 +19,8 @@ def spoiled(args: Namespace):
     def hook(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         now = []
         steps_of(args, chunks).listeners.append(lambda iteration, _: now.append(iteration + 1))
-        weight = chunks[0].decoder.layers[0].mlp.linear_fc1.weight
+        # Linear layers write their own gradients.
+        weight = chunks[0].decoder.final_layernorm.weight
         weight.register_hook(lambda grad: grad * torch.nan if now[-1] == FAULTY else None)
         return chunks
 

@@ -6,9 +6,8 @@ from tiny_run import done, start_from, steps
 pytestmark = pytest.mark.gpu
 LAYERS = {
     "local": ("--transformer-impl", "local", "--no-persist-layer-norm", "--no-rope-fusion",
-              "--no-masked-softmax-fusion", "--no-gradient-accumulation-fusion"),
-    "transformer_engine": ("--transformer-impl", "transformer_engine",
-                           "--no-gradient-accumulation-fusion"),
+              "--no-masked-softmax-fusion"),
+    "transformer_engine": ("--transformer-impl", "transformer_engine"),
 }  # fmt: skip
 # Attention and sums in one order: what is compared is a run with itself.
 COMMON = ("--bf16", "--attention-backend", "unfused", "--quantization-engine", "auto",

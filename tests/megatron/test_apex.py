@@ -47,7 +47,6 @@ def wgrad_gemm_accum_fp32(input, grad, main_grad):
 """,
 }
 """Modules that Megatron-LM imports from Apex, with the signatures that it calls."""
-# The fusion is Megatron-LM's default, which this project switches off on a CPU.
 RUN = """
 import json
 import sys
@@ -56,11 +55,8 @@ import fused_weight_gradient_mlp_cuda
 import megatron_lowbit.megatron
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.arguments import cpu
 
 get_write_results_queue("fork")  # by default the process that has the queue imports torch
-no_fusion = ("--no-gradient-accumulation-fusion",)
-cpu._ADDED = tuple(row for row in cpu._ADDED if row != no_fusion)
 pretrain.main(sys.argv[1:])
 print("SHAPES", json.dumps(fused_weight_gradient_mlp_cuda.shapes))
 """

@@ -32,6 +32,7 @@ MODEL = """
     --untie-embeddings-and-output-weights --num-experts 4 --moe-router-topk 2
     --seq-length 160 --max-position-embeddings 160 --micro-batch-size 2 --train-iters 1 --lr 1
     --mock-data --tokenizer-type NullTokenizer --vocab-size 96 --transformer-impl local
+    --no-gradient-accumulation-fusion
 """
 HEADS, WIDTH, GROUPS, STATES, INNER = 8, 16, 2, 8, 128
 

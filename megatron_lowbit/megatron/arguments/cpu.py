@@ -13,7 +13,6 @@ _ADDED: tuple[tuple[str, ...], ...] = (
     ("--distributed-backend", "gloo"),
     ("--transformer-impl", "local"),
     ("--use-cpu-initialization",),
-    ("--no-gradient-accumulation-fusion",),
     ("--no-persist-layer-norm",),
     ("--no-masked-softmax-fusion",),
     ("--no-bias-gelu-fusion",),
