@@ -14,7 +14,7 @@ from typing import NamedTuple
 from megatron_lowbit.numerics import Quantizer, Rounding
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.model import Linear, Part, is_gated, mixer, query_groups
-from megatron_lowbit.planning.routing import adds_products, gemm_name, takes_values
+from megatron_lowbit.planning.routing import adds_products, gemm_name, takes_folded, takes_values
 from megatron_lowbit.recipes import LinearPrecision
 
 BF16, FP32 = 2, 4
@@ -179,7 +179,12 @@ def _quantization(
         sides = [(gemm, q) for gemm in gemms if (q := precision.quantizer(gemm, role)) is not None]
         if not sides:
             return 0.0
-        amaxes = (q.format.row_scaled or (q.format.tensor_scaled and not delayed) for _, q in sides)
+        amaxes = (
+            q.format.row_scaled
+            or (q.format.tensor_scaled and not delayed)
+            or (q.format.folds and takes_folded(names[gemm]))
+            for gemm, q in sides
+        )
         passes = 1 + any(amaxes)
         written = sum(
             BF16 if takes_values(names[gemm]) and gemm not in saved else _packed(q)

@@ -59,6 +59,11 @@ def takes_values(gemm: str) -> bool:
     return gemm == "bf16"
 
 
+def takes_folded(gemm: str) -> bool:
+    """Return True if a GEMM takes FP8 with a scale a tensor, into which other formats fold."""
+    return gemm == _MEASURED[routes.FOLDED]
+
+
 def adds_products(gemm: str) -> bool:
     """Return True if a GEMM adds its product to an FP32 tensor, such as the main gradient."""
     return gemm in _ADDING

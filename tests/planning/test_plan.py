@@ -293,6 +293,18 @@ def test_fused_accumulation_moves_the_main_gradient_inside_the_gemm():
     assert (rows - apart) / 128 == pytest.approx((4 * layers - 12 * 128256 * 4096) / bandwidth)
 
 
+def test_what_is_folded_is_read_twice():
+    """2 bytes an element for the amax: of inputs, gradients, and weights once a step."""
+    model = f"{LLAMA_8B} --micro-batch-size 2 --precision-recipe fp8-tile"
+    folded = planned(model).seconds["quantization"]
+    apart = planned(f"{model} --recipe-set folding=false").seconds["quantization"]
+    bandwidth = gpu("h200")["copy_tb_per_s"] * gpu("h200")["kernel_share"] * 1e12
+    layers = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+    tokens = 256 * 4096 * sum(inputs + outputs for inputs, outputs in layers)
+    weights = sum(inputs * outputs for inputs, outputs in layers)
+    assert folded - apart == pytest.approx(2 * 32 * (tokens + weights) / bandwidth)
+
+
 def test_blackwell_multiplies_nvfp4_only_through_transformer_engine():
     precision = load_recipe("nvfp4").configs["nvfp4"]
     assert gemm_name(precision, "fprop", (10, 0), True) == "nvfp4"
