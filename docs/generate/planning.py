@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from markdown import RESULTS, ROOT, replace_sections, table
+from results import KINDS, OWN_FP8, read_steps
 
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
@@ -27,6 +28,7 @@ from megatron_lowbit.recipes import load_recipes
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import flagship
 from megatron_lm import CASES
 from megatron_lm import COMMON as OF_STEPS
 from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
@@ -158,6 +160,30 @@ def short_steps(results: Path) -> str:
     return table(("GPU", "case", "ms a step, planned", "measured", "off"), lines)
 
 
+def long_steps(results: Path) -> str:
+    """Return plans of flagship.py's steps beside what was measured, in graphs where it was.
+
+    Steps that wait for their CPU tell how fast that is. What graphs allocate for themselves is not
+    in what was measured of their memory.
+    """
+    lines = []
+    for kind in KINDS:
+        if (found := read_steps(results, kind)) is None:
+            continue
+        for case in flagship.cases():
+            row = found.rows.get((case.model, case.precision, case.graphs), {"error": ""})
+            graphs = flagship.MODELS[case.model].graphs
+            if "error" in row or (graphs and not case.graphs) or case.precision == OWN_FP8:
+                continue
+            words = flagship.words_of(case, 1)
+            vocabulary = int(words[words.index("--vocab-size") + 1])
+            one = planned(words, 1, vocabulary, kind, "mamba-ssm")
+            cells = _beside(one, 2**30, row["peak_gib"], row["tokens_per_s"])
+            memory = [""] * 3 if graphs else cells[:3]
+            lines.append([kind.upper(), case.name, *cells[3:], *memory])
+    return table(("GPU", "case", *HEADINGS[3:], *HEADINGS[:3]), lines)
+
+
 CLUSTERS = {
     "hybrid-12b": ("131072", [
         ("h100", 736, "bf16"), ("h200", 736, "bf16"), ("h200", 736, "fp8-tile"),
@@ -253,6 +279,7 @@ def write_page(document: Path, results: Path) -> None:
     sections = {preset: calculated(preset) for preset in CLUSTERS} | {
         "published": published(),
         "short-steps": short_steps(results),
+        "long-steps": long_steps(results),
     }
     if (measured := body(results)) is not None:
         sections["measured"] = measured

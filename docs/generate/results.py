@@ -58,11 +58,12 @@ STEPS = """## Whole training steps on one {gpu}
     python benchmarks/flagship.py --output benchmarks/results/{name}.json
 
 Medians of the steps after the sixth, beside the fastest; one run a row, every linear layer of every
-block quantized. A median far from the fastest points to a CPU that keeps the GPU waiting.
-TFLOP/s are those that Megatron-LM prints, by its own formula; MFU is their share of {peak} TFLOP/s.
-GiB is the most that PyTorch had allocated. "× BF16" and "× blockwise" compare tokens/s with the
-first two rows, in graphs (`--cuda-graph-impl local`) with their rows in graphs. GEMMs add weight
-gradients to main gradients, but where a command has `--no-gradient-accumulation-fusion`.
+block quantized. A median far from the fastest points to a CPU that keeps the GPU waiting. TFLOP/s
+are those that Megatron-LM prints, by its own formula; MFU is their share of {peak} TFLOP/s. GiB is
+the most that PyTorch had allocated; graphs keep activations in pools that it does not count. "×
+BF16" and "× blockwise" compare tokens/s with the first two rows, in graphs (`--cuda-graph-impl
+local`) with their rows in graphs. GEMMs add weight gradients to main gradients, but where a command
+has `--no-gradient-accumulation-fusion`.
 torch {torch}, Transformer Engine {engine}, {dates}, commit {commits}.
 
 {tables}

@@ -80,13 +80,12 @@ def test_no_case_runs_on_a_device_that_another_has(check, monkeypatch):
 
 def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch, tmp_path):
     monkeypatch.setattr(page, "CLUSTERS", {})
-    for name in ("published", "short_steps"):
+    for name in ("published", "short_steps", "long_steps"):
         monkeypatch.setattr(page, name, lambda *_: "")
     begin, end = "<!-- measured: by hand -->", "<!-- /measured -->"
     document = tmp_path / "page.md"
-    others = "".join(
-        f"<!-- {name}: x -->\n<!-- /{name} -->\n" for name in ("published", "short-steps")
-    )
+    names = ("published", "short-steps", "long-steps")
+    others = "".join(f"<!-- {name}: x -->\n<!-- /{name} -->\n" for name in names)
     document.write_text(f"before\n{begin}\nold\n{end}\nafter\n{others}")
     case = check.cases(tiny=False)[0]
     row = {
@@ -107,3 +106,21 @@ def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch,
     assert "an old GPU" not in text
     # A step is four sequences of 4096 tokens.
     assert "| 50.00 |" in text and "| 1638.4 |" in text and "- M, R, L: out of memory" in text
+
+
+def test_long_steps_stand_beside_their_plans(check, page, tmp_path):
+    """Those in graphs where both were measured, memory where there are no graphs."""
+    case = {"tokens_per_s": 16384, "peak_gib": 100.0, "precision": "fp8-tile"}
+    rows = [
+        {**case, "model": "llama-8b-32", "graphs": False},
+        {**case, "model": "llama-8b-20", "graphs": True},
+        {**case, "model": "llama-8b-20", "graphs": False},
+        {**case, "model": "llama-8b-20", "graphs": True, "precision": "nvfp4", "error": "memory"},
+    ]
+    data = {"machine": {"gpu": "NVIDIA H200"}, "models": {}, "peak_tflops": 989, "rows": rows}
+    (tmp_path / "flagship-h200.json").write_text(json.dumps(data))
+    shown = page.long_steps(tmp_path).splitlines()[2:]
+    graphs, whole = (dict(enumerate(line.strip("| ").split(" | "))) for line in shown)
+    assert graphs[1] == "llama-8b-20 graphs fp8-tile" and whole[1] == "llama-8b-32 fp8-tile"
+    assert graphs[3] == whole[3] == "1000.0" and len(graphs) < len(whole) == 8
+    assert whole[6] == "100.00" and float(whole[7].rstrip("%")) == pytest.approx(10.7, abs=0.1)
