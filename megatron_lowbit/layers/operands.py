@@ -229,7 +229,7 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
     """Return the weight's main gradient; None where autograd adds dW.
 
     Megatron-FSDP makes it on demand, and wants dW written. The first dW of a step is written too:
-    reading what DistributedDataParallel has set to zero would take a third of the GEMM's time.
+    reading what DistributedDataParallel has set to zero can take a third of the GEMM's time.
     """
     if not context.accumulate_main_grad:
         return None
