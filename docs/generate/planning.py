@@ -161,10 +161,11 @@ def short_steps(results: Path) -> str:
 
 
 def long_steps(results: Path) -> str:
-    """Return plans of flagship.py's steps beside what was measured, in graphs where it was.
+    """Return plans of flagship.py's steps beside what was measured.
 
-    Steps that wait for their CPU tell how fast that is. What graphs allocate for themselves is not
-    in what was measured of their memory.
+    Models that have cases in CUDA graphs count with those alone: other steps depend on the CPU.
+    Their memory is left out, since PyTorch does not count what graphs keep. So is Megatron-LM's own
+    FP8, which plans take for this project's tiles.
     """
     lines = []
     for kind in KINDS:

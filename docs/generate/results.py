@@ -37,12 +37,12 @@ MEASURE = "python benchmarks/flagship.py --output {file}"
 TEXT = """# Results
 
 What recipes do to the speed and the loss of models that are known, beside Megatron-LM's own BF16
-and blockwise FP8 on the same machine. `python docs/generate/results.py` writes this page from what
-the commands on it measured.
+and blockwise FP8 on the same kind of GPU. `python docs/generate/results.py` writes this page from
+what the commands on it measured.
 
-Hopper has no FP4. Its GEMMs of `nvfp4`, and of `mxfp4-backward` forward, are BF16's: what they
-lack to BF16's speed is quantization, what they lack to FP8's the GEMMs as well. `nvfp4-fold` and
-`mxfp4-backward` backward multiply in FP8. [Limits](performance.md#limits) has the counts.
+Hopper has no FP4 tensor cores: there `nvfp4` and the forward pass of `mxfp4-backward` multiply in
+BF16, and quantization comes on top. `nvfp4-fold` and the backward pass of `mxfp4-backward` multiply
+in FP8. [Limits](performance.md#limits) has the counts.
 
 {steps}
 
@@ -64,6 +64,7 @@ the most that PyTorch had allocated; graphs keep activations in pools that it do
 BF16" and "× blockwise" compare tokens/s with the first two rows, in graphs (`--cuda-graph-impl
 local`) with their rows in graphs. GEMMs add weight gradients to main gradients, but where a command
 has `--no-gradient-accumulation-fusion`.
+Rows of different commits, which stand with their commands, may be of different hosts.
 torch {torch}, Transformer Engine {engine}, {dates}, commit {commits}.
 
 {tables}
@@ -185,7 +186,7 @@ def steps_text(kind: str, found: Measured | None) -> str:
         torch=found.machine["torch"],
         engine=found.machine.get("transformer-engine", "not installed"),
         dates=" and ".join(sorted({row["date"] for row in rows})),
-        commits=" and ".join(sorted({row["commit"][:12] or "unknown" for row in rows})),
+        commits=" and ".join(sorted({_commit(row) for row in rows})),
         tables="\n\n".join(tables),
         behind=_behind(found),
         times=_times(kind, found),
@@ -214,9 +215,13 @@ def _table(found: Measured, rows: Sequence[dict]) -> str:
 
 
 def _commands(rows: Sequence[dict]) -> str:
-    lines = [f"# {row['case']}\n{row['command']}" for row in rows]
+    lines = [f"# {row['case']}, commit {_commit(row)}\n{row['command']}" for row in rows]
     return "\n".join(["<details><summary>commands</summary>", "", "```", *lines, "```", "",
                       "</details>"])  # fmt: skip
+
+
+def _commit(row: dict) -> str:
+    return row["commit"][:12] or "unknown"
 
 
 def _behind(found: Measured) -> str:
