@@ -5,11 +5,11 @@
 Every case is a run of Megatron-LM on one GPU, with its loop, optimizer and logging, mock data and
 Transformer Engine's layers. BF16 and blockwise FP8 are Megatron-LM's own: examples/own_script.py
 without a recipe; for the hybrid, which that script does not build, pretrain_hybrid.py with
-Megatron-LM's arguments alone. Its Mamba-2 blocks need mamba-ssm and causal-conv1d. Recipes quantize
-the linear layers of all blocks, as blockwise FP8 does. A row has the command line that repeats it.
-The output gets the cases that it lacks: the same command continues where it ended. On a host with
-two GPUs, two processes with --gpu and outputs of their own share the cases. --cpu tries the script
-out.
+Megatron-LM's arguments alone. Without mamba-ssm and causal-conv1d its scans are slower ones.
+Recipes quantize the linear layers of all blocks, as blockwise FP8 does. A row has the command line
+that repeats it. The output gets the cases that it lacks: the same command continues where it ended.
+On a host with two GPUs, two processes with --gpu and outputs of their own share the cases. --cpu
+tries the script out.
 
 Models have as many layers as fit into the 73 GiB that an H100 of 80 GB leaves to training. A
 parameter takes 18 bytes: 2 of the BF16 weight, 4 of the main gradient, 12 of the FP32 weight and
@@ -19,14 +19,14 @@ by ``lowbit-plan --gpu h100 --gpus 1 --as-given`` with a model's arguments:
     llama-1b   1.50B parameters: 16 x 60.8M, embedding and output 525M
     llama-8b   218M a layer, 1.05B of embedding and output: 62 with 10 layers, 71 with 12, which
                leaves nothing to quantized weights (1 byte a parameter and orientation) and graphs
-    llama-8b-8k with sequences of 8192 tokens, Llama 3's own: 61 with 8 layers
     qwen3-30b  623M a layer, 622M of embedding and output: 62 with 4 layers, 74 with 5
     hybrid-8b  110M a Mamba-2 block, 176M an MLP, 38M attention, 1.07B of embedding and output: 57
                with the first 11 blocks of its pattern
 
-Cases for the 141 GB of an H200, also with sequences of 8192 tokens: llama-8b-20 with 20 layers, 118
-GiB; llama-8b-32, the whole model with recomputation and Adam's moments in BF16, which take 4 bytes
-of a parameter in place of 8: 97.
+llama-8b-8k has sequences of 8192 tokens, as Llama 3 has: 61 GiB with 8 layers. The cases for the
+141 GB of an H200 have such sequences, too: llama-8b-20 takes 118 GiB with 20 layers; llama-8b-32,
+the whole model, takes 98 with recomputation and Adam's moments in BF16, 4 bytes a parameter in
+place of 8.
 """
 
 import argparse

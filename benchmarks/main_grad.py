@@ -3,13 +3,13 @@
     python benchmarks/main_grad.py --sweep
 
 Products of dY's transpose (N, tokens) and X's transpose (K, tokens) in BF16 and in FP8 with a scale
-a tensor: written in BF16, written in FP32, added to FP32, and added to zeros that the GEMM is told
-not to read. The layers are Llama-3-8B's. Written in BF16, a product moves 2 bytes an element and
-little beside them; in FP32 4; added 8. The bound is the product's FLOPs at the rate of a large
-GEMM, or those bytes at the rate of a copy if they take longer.
+a tensor: written in BF16, written in FP32, added to FP32, and added to zeros that a scalar in
+device memory tells the GEMM not to read. The layers are Llama-3-8B's. An element of the product
+moves 2 bytes if it is written in BF16, 4 in FP32, and 8 if it is added. The bound is the product's
+FLOPs at the rate of a large GEMM, or those bytes at the rate of a copy if they take longer.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -44,37 +44,33 @@ def product(size: Size, name: str, way: str) -> timing.Step:
     """Return a step that computes the product in one way."""
     device = timing.device()
     dtypes = {"BF16": (torch.bfloat16,) * 2, "FP8": (torch.float8_e5m2, torch.float8_e4m3fn)}[name]
-    rows = size.outputs, size.inputs
+    shape = size.outputs, size.inputs
     lhs, rhs = (
         torch.randn(count, size.tokens, device=device).to(dtype)
-        for count, dtype in zip(rows, dtypes, strict=True)
+        for count, dtype in zip(shape, dtypes, strict=True)
     )
     out_dtype = torch.bfloat16 if way == "written in BF16" else torch.float32
-    out = torch.zeros(rows, dtype=out_dtype, device=device)
+    out = torch.zeros(shape, dtype=out_dtype, device=device)
     factor = torch.ones((), device=device)
     adds = {"added": True, "added to zeros": torch.zeros((), device=device)}.get(way, False)
-    multiply: Callable = partial(scaled_matmul, lhs, rhs, factor, out_dtype, out, adds)
-    return lambda mark: multiply()
+    return lambda mark: scaled_matmul(lhs, rhs, factor, out_dtype, out, adds)
 
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
     """Measure one size."""
     builders = {name: partial(product, size, *CONTENDERS[name]) for name in names}
     steps, refused = timing.build(builders)
-    laps, rows = timing.measure(steps, seconds), []
-    for name in names:
-        row: dict = {"size": size, "contender": name}
-        if name in refused:
-            rows.append(row | {"refused": refused[name]})
-            continue
+    rows, elements = [], size.outputs * size.inputs
+    for name, laps in timing.measure(steps, seconds).items():
         gemm, way = CONTENDERS[name]
-        row |= timing.spread(sum(lap) for lap in laps[name])
-        bytes_moved = WAYS[way] * size.outputs * size.inputs
-        least = limits.seconds(2 * size.tokens * size.outputs * size.inputs, GEMMS[gemm])
+        row = {"size": size, "contender": name, **timing.spread(sum(lap) for lap in laps)}
+        least = limits.seconds(2 * size.tokens * elements, GEMMS[gemm])
         if least is not None:
-            row["bound_ms"] = round(1e3 * max(least, bytes_moved / limits.copy), 4)
+            row["bound_ms"] = round(1e3 * max(least, WAYS[way] * elements / limits.copy), 4)
         rows.append(row)
-    return rows
+    return rows + [
+        {"size": size, "contender": name, "refused": why} for name, why in refused.items()
+    ]
 
 
 def table(rows: Sequence[dict]) -> Table:

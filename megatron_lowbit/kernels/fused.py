@@ -237,10 +237,10 @@ class FusedEngine(Engine):
     ) -> Tensor:
         """Write or add the product inside the GEMM where its route can."""
         if are_bf16(lhs, rhs):
-            if out.dtype is not torch.float32 or not out.is_contiguous():
-                return deliver(out, exact_product(lhs, rhs, None, torch.float32), adds)
-            exact_product_to(out, lhs, rhs, adds)
-            return out
+            if out.dtype is torch.float32 and out.is_contiguous():
+                exact_product_to(out, lhs, rhs, adds)
+                return out
+            return deliver(out, exact_product(lhs, rhs, None, torch.float32), adds)
         if self._write_product(out, lhs, rhs, adds, folding):
             return out
         return super().product_to(out, lhs, rhs, adds, folding)

@@ -62,9 +62,8 @@ class LinearContext:
         shards: how tensor parallelism splits the layer.
         accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
             megatron-core's DistributedDataParallel expects of fused accumulation.
-        main_grad_share: FP32 scalar in device memory that tells whether there is something in
-            ``weight.main_grad``, 1, or nothing but zeros, 0; None to tell it by what
-            DistributedDataParallel notes on the weight, which no CUDA graph reads.
+        main_grad_share: FP32 scalar in device memory, 0 while ``weight.main_grad`` is zero, else 1;
+            for CUDA graphs. None to look at what DistributedDataParallel notes on the weight.
         amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
             and written in training. Whoever owns it ends its steps.
         weight_cache: keeps the quantized weight for the next call, in training.

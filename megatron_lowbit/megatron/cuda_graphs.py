@@ -2,8 +2,8 @@
 
 A graph replays kernels with the arguments of its capture. What changes from one microbatch to the
 next must therefore lie in device memory: random keys do, amax histories are written in place, and
-GEMMs look there whether main gradients have anything to add to.
-Weights are quantized by a graph of their own (``graph_weights.py``), or inside the graphs.
+a scalar tells GEMMs whether main gradients are still zeros. Weights are quantized by a graph of
+their own (``graph_weights.py``), or inside the graphs.
 """
 
 from argparse import Namespace
@@ -68,7 +68,7 @@ class Graphs:
         device = states[0].device if states else "cpu"
         self._keys = torch.zeros(shape, dtype=torch.int64, device=device)
         # A layer that is applied several times in a microbatch adds to what it has written.
-        self._writes_first = not getattr(args, "mtp_num_layers", None)
+        self._writes_first = not args.mtp_num_layers
         self._is_first = False
         self._main_grad_share = torch.ones((), device=device)
         for state, keys in zip(states, self._keys, strict=True):

@@ -19,7 +19,7 @@ def spoiled(args: Namespace):
     def hook(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         now = []
         steps_of(args, chunks).listeners.append(lambda iteration, _: now.append(iteration + 1))
-        # Linear layers write their own gradients.
+        # Hooks see no gradient of a linear layer, which goes to the main gradient by itself.
         weight = chunks[0].decoder.final_layernorm.weight
         weight.register_hook(lambda grad: grad * torch.nan if now[-1] == FAULTY else None)
         return chunks

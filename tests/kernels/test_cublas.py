@@ -55,7 +55,7 @@ def test_fp8_and_a_sum_to_add_to(left):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_a_share_in_memory_says_whether_the_sum_is_read(kind):
-    """Large enough for the kernels of real layers, and added to with each of cuBLAS's plans."""
+    """Compare with products that are written, and with those that are added as the call says."""
     draws = torch.Generator("cuda").manual_seed(3)
     a, b = (torch.randn(2048, 1024, generator=draws, device="cuda").to(kind) for _ in range(2))
     factor, share = torch.tensor(0.37, device="cuda"), torch.zeros((), device="cuda")

@@ -128,7 +128,7 @@ def test_an_evaluation_leaves_no_state_behind():
 
 @pytest.mark.parametrize("are_first", [False, True])
 def test_gradients_are_added_to_main_gradients(are_first):
-    """Those of the first microbatch are written, zeros for an expert without tokens."""
+    """The first microbatch writes its gradients, and zeros for an expert without tokens."""
     group = group_of(contexts_of("fp8-tile", accumulate_main_grad=True))
     (x, weights), (other, others) = draws(), draws()
     for weight in weights:

@@ -359,7 +359,7 @@ def test_main_grad_accumulates():
 @pytest.mark.parametrize("name", ["grad_added_to_main_grad", "overwrite_main_grad"])
 @pytest.mark.parametrize("precision", [NVFP4, HIGH_PRECISION], ids=["nvfp4", "high precision"])
 def test_main_grad_is_not_read_where_nothing_was_added(precision, name):
-    """The first dW of a step, as DistributedDataParallel notes, and each of Megatron-FSDP's."""
+    """DistributedDataParallel notes the first dW of a step; Megatron-FSDP wants each written."""
     x, weight, _, dy = leaves()
     _, _, dw = run(x, weight, precision, dy)
     for dtype in (torch.float32, torch.bfloat16):

@@ -156,6 +156,20 @@ def test_a_stack_of_ones_own_stays(model_config):
 # -- the scan --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("layers", ["local", "transformer_engine"])
+def test_hybrids_of_all_layers_have_the_best_scan(layers, monkeypatch, capsys):
+    """Without causal-conv1d Megatron-LM's mixer would call None in either."""
+    transformer = SimpleNamespace(transformer_impl=layers)
+    config = SimpleNamespace(transformer=transformer, hybrid_stack_spec="own")
+    place = "megatron_lowbit.megatron.model_config"
+    monkeypatch.setattr(f"{place}.hybrid_config_from_args", lambda args: config)
+    monkeypatch.setattr(f"{place}.use_best_scan", lambda: "the best")
+    monkeypatch.setattr(f"{place}.apply_ignored_arguments", lambda config, args: [])
+    monkeypatch.setattr(f"{place}.use_recipe", lambda config, args: None)
+    assert model_config_of(SimpleNamespace(hybrid_layer_pattern="M*")) is config
+    assert "Mamba scan: the best" in capsys.readouterr().out
+
+
 @on_a_cpu
 def test_where_nothing_is_installed_the_scan_is_torchs():
     assert use_best_scan() == "torch (no GPU here)"

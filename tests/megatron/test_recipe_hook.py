@@ -18,7 +18,7 @@ FINE = {
     "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
     "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
     "quantized_param_gather": False, "virtual_pipeline_model_parallel_size": None,
-    "async_save": False, "use_megatron_fsdp": False,
+    "async_save": False, "use_megatron_fsdp": False, "mtp_num_layers": None,
 }  # fmt: skip
 
 

@@ -109,7 +109,7 @@ def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch,
 
 
 def test_long_steps_stand_beside_their_plans(check, page, tmp_path):
-    """Those in graphs where both were measured, memory where there are no graphs."""
+    """Models with cases in graphs count with those alone, and without their memory."""
     case = {"tokens_per_s": 16384, "peak_gib": 100.0, "precision": "fp8-tile"}
     rows = [
         {**case, "model": "llama-8b-32", "graphs": False},
