@@ -105,9 +105,8 @@ The text is C source of Linux 6.1 (Debian's `linux-source-6.1`). In its folder:
 ```
 lowbit-tokenizer --input block crypto drivers/net fs kernel lib mm net security sound \\
     --pattern '*.c' --vocab-size 8192 --output data/linux-tokenizer
-lowbit-preprocess --input block crypto drivers/infiniband drivers/net drivers/scsi drivers/usb fs \\
-    kernel lib mm net security sound --pattern '*.c' --tokenizer-model data/linux-tokenizer \\
-    --output-prefix data/linux --workers 2
+lowbit-preprocess --input arch block crypto drivers fs kernel lib mm net security sound \\
+    --pattern '*.c' --tokenizer-model data/linux-tokenizer --output-prefix data/linux --workers 2
 ```
 """
 NOT_RUN = """Not run yet:
