@@ -61,9 +61,9 @@ class TELayerState(LayerState):
 
     def set_precision(self, precision: LinearPrecision) -> None:
         """Compute in another precision from now on."""
+        self.native = _native(precision) if precision.quantized else None
         super().set_precision(precision)
         module, layer = self.module, self.plan.layer
-        self.native = _native(precision) if precision.quantized else None
         if precision.quantized and self.native is None:
             _check(module.config)
         content = _content(self.native, self.plan.evaluates)
@@ -83,7 +83,8 @@ class TELayerState(LayerState):
         megatron-core says so to its modules only where one recipe is for all of them.
         """
         super().forget_weight()
-        self.module.is_first_microbatch = True
+        if self.native is not None:
+            self.module.is_first_microbatch = True
 
 
 class _Forward:
@@ -101,7 +102,8 @@ class _Forward:
         # An expert without tokens has nothing to quantize, nor an amax to record.
         if state.native or not state.is_active(module.training) or x.numel() == 0:
             if is_graph_capturing():
-                module.is_first_microbatch = True  # a graph quantizes the weight each time
+                # A graph quantizes the weight, and adds its gradient, in every microbatch.
+                module.disable_parameter_transpose_cache = True
             return self.upstream(x)
         if self.normalizes:
             x = normalized(x, module)

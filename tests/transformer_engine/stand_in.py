@@ -126,6 +126,22 @@ class QuantizedLinear(torch.nn.Module):
         return _Quantized.apply(self.weight, x, self, first)
 
 
+class _Accumulating(torch.autograd.Function):
+    """A product whose weight gradient goes to the weight's main gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, writes: bool) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.writes = weight, writes
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        wgrad, main_grad = grad.T @ ctx.saved_tensors[0], ctx.weight.main_grad
+        main_grad.copy_(wgrad if ctx.writes else main_grad + wgrad)
+        return grad @ ctx.weight, None, None
+
+
 class Linear(torch.nn.Module):
     """TELinear of one rank, which computes in BF16."""
 
@@ -146,6 +162,7 @@ class Linear(torch.nn.Module):
             gtp_weight_remat_size=1,
         )  # fmt: skip
         self._fp8_workspaces: dict[str, Any] = {}
+        self.is_first_microbatch, self.disable_parameter_transpose_cache = True, False
 
     def finish_init(self, config: Any) -> None:
         self.content = config.config
@@ -154,6 +171,10 @@ class Linear(torch.nn.Module):
         assert not self.content["training_recipe"] and not self.content["evaluation_recipe"]
         returned = self.bias if self.te_return_bias else None
         added = None if self.te_return_bias else self.bias
+        writes = self.is_first_microbatch and not self.disable_parameter_transpose_cache
+        self.is_first_microbatch = False
+        if hasattr(self.weight, "main_grad"):
+            return _Accumulating.apply(x, self.weight, writes), returned
         return torch.nn.functional.linear(x, self.weight, added), returned
 
 

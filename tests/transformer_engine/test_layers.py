@@ -146,6 +146,18 @@ def test_gradients_go_to_main_grad(layers):
     assert torch.equal(*found) and (found[0] != 1).any()
 
 
+def test_captured_layers_in_bf16_add_the_gradients_of_all_microbatches(layers, monkeypatch):
+    """A graph repeats what it captured: a gradient that is written replaces the others."""
+    found = []
+    for captures in (False, True):
+        monkeypatch.setattr(layers, "is_graph_capturing", lambda: captures)  # noqa: B023
+        module = taken_over(layers, "bf16")
+        module.weight.main_grad = torch.zeros(SHAPE)
+        passes(module)
+        found.append(module.weight.main_grad)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("kind", [Linear, ColumnLinear, RowLinear])
 @pytest.mark.parametrize("returns_bias", [False, True])
 def test_biases_are_added_or_returned(layers, kind, returns_bias):
