@@ -16,6 +16,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from textwrap import shorten
 from typing import Any, NamedTuple
 
@@ -81,14 +82,15 @@ Milliseconds of a step in which the GPU runs a kernel ("busy"), and those of ker
 may overlap; beside them the step's median above. What is left there the GPU waits. Commit {commit}.
 
 {table}"""
-LONGER = """    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 \\
-        -- --data-path data/linux --tokenizer-model data/linux-tokenizer
+RUN = """    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 \\
+        -- --data-path data/linux --tokenizer-model data/linux-tokenizer"""
+LONGER = """{run}
     python docs/generate/results.py runs/flagship
 
-{model}, {tokens} tokens, {seeds} each. Stopped, the first command continues from a checkpoint. The
-loss is the mean of the last tenth of a run, and its gap is relative to `{baseline}`{noise}.
-Perplexities are those of the last validation. Hours are the tokens of a run at its median speed,
-without start, validation and checkpoints.
+{model}, {tokens} tokens, {seeds} each. Stopped, the first command continues from a checkpoint.
+Figures are means of the seeds. The loss is that of the last tenth of a run, and its gap is relative
+to `{baseline}`{noise}. The perplexity is that of the last validation, in a run's own precision.
+Hours are the tokens of a run at its median speed, without start, validation and checkpoints.
 
 {table}
 
@@ -109,16 +111,14 @@ lowbit-preprocess --input arch block crypto drivers fs kernel lib mm net securit
     --pattern '*.c' --tokenizer-model data/linux-tokenizer --output-prefix data/linux --workers 2
 ```
 """
-NOT_RUN = """Not run yet:
-
-    lowbit-study run examples/studies/flagship.yaml --output runs/flagship --gpus 0 \\
-        -- --data-path data/linux --tokenizer-model data/linux-tokenizer"""
+NOT_RUN = f"Not run yet:\n\n{RUN}"
 README = """![Tokens a second of each recipe](docs/images/{picture})
 
 Tokens/s in whole training steps on one {gpu}, with CUDA graphs where they were measured and are
 faster.{gaps} [docs/results.md](docs/results.md) has the models, memory and each row's command."""
 README_GAPS = """ Right: the gap to BF16's loss after {tokens} tokens in
-[longer runs](docs/results.md#longer-runs) of another model."""
+[longer runs](docs/results.md#longer-runs) of another model, with its standard error over {seeds}
+seeds."""
 
 
 class Measured(NamedTuple):
@@ -314,25 +314,26 @@ def runs_text(runs: Sequence[dict], picture: str) -> str:
         return NOT_RUN
     found, baseline, lines = gaps_of(runs), runs[0]["name"], []
     known = not any(math.isnan(error) for _, error in found.values())
-    for run in runs:
-        gap, error = (100 * value for value in found[run["name"]])
-        shown = f"{gap:+.2f}%" + (f" ± {error:.2f}" if known else "")
+    for name, (gap, error) in found.items():
+        own = [run for run in runs if run["name"] == name]
+        shown = f"{100 * gap:+.2f}%" + (f" ± {100 * error:.2f}" if known else "")
+        speed = fmean(run["tokens_per_s"] for run in own)
         lines.append(
             [
-                run["name"],
-                run["seed"],
-                f"{run['loss']:.4f}",
-                None if run["name"] == baseline else shown,
-                f"{math.exp(run['validation'][-1][1]):.3f}",
-                f"{run['tokens_per_s']:,}",
-                f"{run['tokens'] / run['tokens_per_s'] / 3600:.3f}",
+                name,
+                f"{fmean(run['loss'] for run in own):.4f}",
+                None if name == baseline else shown,
+                f"{math.exp(fmean(run['validation'][-1][1] for run in own)):.3f}",
+                f"{speed:,.0f}",
+                f"{own[0]['tokens'] / speed / 3600:.3f}",
             ]
         )
     seeds = len({run["seed"] for run in runs})
     model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
     machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
-    headings = ("", "seed", "loss", "gap", "perplexity", "tokens/s", "hours")
+    headings = ("", "loss", "gap", "perplexity", "tokens/s", "hours")
     return LONGER.format(
+        run=RUN,
         model="The arguments of each run" if model is None else f"[{model}](../{model})",
         tokens=f"{runs[0]['tokens'] / 1e6:.3g}M",
         seeds=f"{seeds} seed" + "s" * (seeds > 1),
@@ -378,9 +379,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves, summary, images = "results-runs.png", "results.png", args.root / "docs" / "images"
     sections = [steps_text(kind, found) for kind, found in steps.items()]
     text = TEXT.format(steps="\n\n".join(sections), runs=runs_text(runs, curves))
-    gap: dict[str, float] = {}
+    seeds = {run["seed"] for run in runs}
+    # Nothing is known of the noise of one seed: README has no gap then.
+    gap = dict(list(gaps_of(runs).items())[1:]) if len(seeds) > 1 else {}
     if runs:
-        gap = {name: value for name, (value, _) in list(gaps_of(runs).items())[1:]}
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
         draw_curves(runs, images / curves)
     draw_summary(speeds, gap, (BF16, OWN_FP8), images / summary)
@@ -388,7 +390,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     section = README.format(
         picture=summary,
         gpu=shown.machine["gpu"],
-        gaps=README_GAPS.format(tokens=f"{runs[0]['tokens'] / 1e6:.3g}M") if runs else "",
+        gaps=README_GAPS.format(tokens=f"{runs[0]['tokens'] / 1e6:.3g}M", seeds=len(seeds))
+        if gap
+        else "",
     )
     replace_sections(args.root / "README.md", {"results": section})
 

@@ -45,7 +45,7 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
 
 def draw_summary(
     speeds: Mapping[str, Mapping[str, int]],
-    gaps: Mapping[str, float],
+    gaps: Mapping[str, tuple[float, float]],
     baselines: tuple[str, str],
     file: Path,
 ) -> None:
@@ -53,7 +53,8 @@ def draw_summary(
 
     Args:
         speeds: tokens/s by model and precision.
-        gaps: relative gaps by recipe; others are marked as not measured, the baselines are not.
+        gaps: relative gaps by recipe, with their standard errors; other recipes are marked as not
+            measured.
         baselines: Megatron-LM's own precisions, the first of which others are compared with.
         file: the PNG file.
     """
@@ -88,19 +89,21 @@ def _draw_speeds(
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _draw_gaps(panel: Axes, recipes: Sequence[str], gaps: Mapping[str, float]) -> None:
+def _draw_gaps(
+    panel: Axes, recipes: Sequence[str], gaps: Mapping[str, tuple[float, float]]
+) -> None:
+    ends = [0.0]
     for name in recipes:
+        gap, error = (100 * value for value in gaps.get(name, (0, 0)))
         if name not in gaps:
             panel.annotate(" not measured", (0, name), va="center", color="0.4")
-        elif not math.isfinite(gaps[name]):
+        elif not math.isfinite(gap):
             panel.annotate(" diverged", (0, name), va="center")
         else:
-            panel.barh(name, 100 * gaps[name], color="#dd8452")
-            panel.annotate(
-                f" {100 * gaps[name]:+.2f}%", (max(0, 100 * gaps[name]), name), va="center"
-            )
+            panel.barh(name, gap, xerr=error, color="#dd8452", ecolor="0.3", capsize=3)
+            place = max(0, gap + error), name
+            panel.annotate(f" {gap:+.2f}% ± {error:.2f}", place, va="center")
+            ends += [gap - error, gap + error]
     panel.axvline(0, color="black", linewidth=0.8)
-    finite = [gap for gap in gaps.values() if math.isfinite(gap)]
-    lowest, highest = min(0, 0, *finite), max(0, 0, *finite) or 0.01
-    panel.set_xlim(100 * _FOR_TEXT * lowest, 100 * _FOR_TEXT * highest)
+    panel.set_xlim(_FOR_TEXT * min(ends), _FOR_TEXT * max(ends) or 0.01)
     panel.set_xlabel("gap to BF16's loss (%)")

@@ -120,15 +120,9 @@ def test_longer_runs(place, study):
     text = whole.partition("## Longer runs")[2]
     hours = 7200 * 100 / 100 / 3600
     assert "\n\n    lowbit-study run examples/studies/flagship.yaml" in text
-    assert cells(text, "bf16") == [
-        "1",
-        "2.0000",
-        "",
-        f"{math.exp(2.01):.3f}",
-        "100",
-        f"{hours:.3f}",
-    ]
-    assert cells(text, "fp8-tile")[:4] == ["1", "2.0200", "+1.00%", f"{math.exp(2.03):.3f}"]
+    perplexity = f"{math.exp(2.01):.3f}"
+    assert cells(text, "bf16") == ["2.0000", "", perplexity, "100", f"{hours:.3f}"]
+    assert cells(text, "fp8-tile")[:3] == ["2.0200", "+1.00%", f"{math.exp(2.03):.3f}"]
     assert "[examples/gpt-345m.args](../examples/gpt-345m.args), 0.72M tokens, 1 seed each" in text
     [command] = re.findall("^lowbit-pretrain .*fp8-tile.*$", text, re.MULTILINE)
     assert shlex.split(command) == [
@@ -143,8 +137,16 @@ def test_longer_runs(place, study):
 
 
 def test_pictures(place, study):
+    """README has gaps once there are two seeds."""
     study("bf16", 2.0)
     page(place, study("nvfp4", 2.1))
+    assert "Right:" not in (place / "README.md").read_text()
+    study("bf16", 2.02, seed=2)
+    text = page(place, study("nvfp4", 2.1, seed=2)).partition("## Longer runs")[2]
+    gaps = 0.1 / 2.0, 0.08 / 2.02
+    gap, error = 100 * sum(gaps) / 2, 100 * (gaps[0] - gaps[1]) / 2
+    assert cells(text, "nvfp4")[:2] == ["2.1000", f"{gap:+.2f}% ± {error:.2f}"]
+    assert "with its standard error over 2\nseeds." in (place / "README.md").read_text()
     for name in ("results.png", "results-runs.png"):
         assert (place / "docs" / "images" / name).read_bytes().startswith(b"\x89PNG")
     readme = (place / "README.md").read_text()
