@@ -1,13 +1,13 @@
 """The studies of examples/: every run's arguments and recipes are in order."""
 
 import shlex
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
 from megatron_lowbit.megatron import cuda_graphs
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments.precision import Machine
 from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.recipes.show import model_layers
 from megatron_lowbit.study.definition import jobs_of, read_study
@@ -22,8 +22,9 @@ STUDIES = sorted((ROOT / "examples" / "studies").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", STUDIES, ids=lambda file: file.stem)
 def test_arguments_and_recipes(file, monkeypatch):
-    """All differ, in what they make of a layer or in their other arguments."""
+    """All differ, in what they make of a layer or in their other arguments; as on an H100."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(Machine, "current", lambda: Machine((9, 0), transformer_engine=True))
     study = read_study(file)
     jobs = jobs_of(study.model_copy(update={"seeds": study.seeds[:1]}), Path("runs"), DATA)
     found = []
@@ -31,6 +32,8 @@ def test_arguments_and_recipes(file, monkeypatch):
         args = parse_arguments(job.command[4:])
         destroy_global_state()
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
+        if args.cuda_graph_impl != "none" and any(p.quantized for p in recipe.precisions()):
+            cuda_graphs.check(recipe, args)
         own = (args.mxnorm, args.mxnorm_p, args.train_iters, args.lr, job.start)
         found.append((*own, recipe))
     assert len(found) > 2
@@ -39,22 +42,16 @@ def test_arguments_and_recipes(file, monkeypatch):
 
 
 def test_methods_of_the_leaderboard_quantize_every_layer():
-    """In graphs, without validation; the model has 60M parameters and 100M tokens."""
+    """The model has 60M parameters and 100M tokens."""
     folder = ROOT / "examples" / "studies"
     study, more = (read_study(folder / f"{n}.yaml") for n in ("leaderboard", "leaderboard-more"))
     assert (study.arguments, study.seeds) == (more.arguments, more.seeds)
     layers, quantized = model_layers(None, 10), {}
-    graphs = Namespace(
-        cuda_graph_impl="local", eval_iters=0, full_validation=False, eval_precision="bf16",
-        recompute_granularity=None, pipeline_model_parallel_size=1, num_experts=None,
-        fused_allreduce_norm=False,
-    )  # fmt: skip
     parts = study.runs, more.runs, *(branch.runs for branch in study.branches.values())
     for name, arguments in (pair for part in parts for pair in part.items()):
         words = shlex.split(arguments)
         assert words[0] == "--precision-recipe" and set(words[2::2]) <= {"--recipe-set"}
         recipe = load_recipes(words[1:2], words[3::2])
-        cuda_graphs.check(recipe, graphs)
         quantized[name] = sum(recipe.precision_for(layer).quantized for layer in layers)
     assert quantized.pop("bf16") == 0
     assert len(quantized) == 14 and set(quantized.values()) == {len(layers)}
