@@ -22,6 +22,8 @@ from megatron_lowbit.recipes import Recipe
 def check(recipe: Recipe, args: Namespace) -> None:
     """Raise UserError for what a recipe cannot do inside the graphs of ``--cuda-graph-impl``."""
     implementation = args.cuda_graph_impl
+    if implementation == "none" or not any(p.quantized for p in recipe.precisions()):
+        return
     recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
     evaluates = args.eval_iters or args.full_validation
     refused = (

@@ -19,11 +19,12 @@ from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.console import plain_console
+from megatron_lowbit.megatron import cuda_graphs
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
-from megatron_lowbit.recipes import Layer
+from megatron_lowbit.recipes import Layer, load_recipes
 
 
 class Parameters(NamedTuple):
@@ -55,7 +56,7 @@ def dry_run(args: Namespace) -> None:
         args: validated arguments, with the world size of the described run.
 
     Raises:
-        UserError: the model cannot be built, or the recipe does not match its layers.
+        UserError: the model cannot be built, or its layers or CUDA graphs do not suit the recipe.
     """
     if args.rank != 0:
         return
@@ -63,8 +64,11 @@ def dry_run(args: Namespace) -> None:
 
     console = plain_console(130)
     stages = model_stages(args, show_recipe=True)
+    on_gpus = Namespace(**vars(args) | {"cuda_graph_impl": args.given_cuda_graph_impl})
+    if args.precision_recipe is not None:
+        cuda_graphs.check(load_recipes(args.precision_recipe, args.recipe_set), on_gpus)
     console.print(parameter_table(args, stages))
-    for line in describe_plan(args):
+    for line in describe_plan(on_gpus):
         console.print(line)
     console.print("dry run: nothing was trained, nothing was written")
 

@@ -79,8 +79,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
     if any(precision.quantized for precision in recipe.precisions()):
         _check(args)
-        if args.cuda_graph_impl != "none":
-            cuda_graphs.check(recipe, args)
+    cuda_graphs.check(recipe, args)
     if any(precision.falls_back for precision in recipe.precisions()):
         require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
                 "whole")  # fmt: skip

@@ -2,7 +2,6 @@
 
 from argparse import Namespace
 from functools import lru_cache
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,7 +83,7 @@ def test_runs_without_evaluation_need_no_precision_for_it():
     "change", [{"cuda_graph_impl": "transformer_engine"}, {"num_experts": 4}], ids=str
 )
 def test_switches_that_are_refused(change):
-    recipe = SimpleNamespace(switches=("a switch",), precisions=tuple)
+    recipe = load_recipe("nvfp4", ["switches.heal={iteration: 4, to: bf16}"])
     cuda_graphs.check(recipe, Namespace(**ARGS))
     with pytest.raises(UserError, match="where the recipe switches"):
         cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))

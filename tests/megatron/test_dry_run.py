@@ -183,3 +183,17 @@ def test_a_recipe_for_layers_that_the_model_lacks_is_refused(tmp_path, capsys):
     )
     with pytest.raises(UserError, match="matches no"):
         run(f"{LAYERS} --precision-recipe {recipe}", capsys)
+
+
+def test_cuda_graphs_are_described_where_they_cannot_run(capsys):
+    """They spare the CPU its launches, and refuse what they refuse on a GPU."""
+    graphs = f"{LAYERS} --fp4-recipe nvfp4 --cuda-graph-impl local"
+    with pytest.raises(UserError, match="use --eval-precision recipe"):
+        run(f"{graphs} --eval-iters 1", capsys)
+
+    def waits(flags: str) -> float:
+        shown = run(flags, capsys)
+        line = next(line for line in shown.splitlines() if "waiting for the CPU" in line)
+        return float(line.split("│")[2])
+
+    assert waits(f"{graphs} --eval-iters 0") < waits(f"{LAYERS} --fp4-recipe nvfp4 --eval-iters 0")

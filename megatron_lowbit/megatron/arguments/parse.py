@@ -45,8 +45,9 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
         hybrid: True for a program that trains hybrids, False for GPTs, None for both.
 
     Returns:
-        Megatron-LM's validated arguments together with this project's, and
-        ``upstream_command_line``: the tokens that Megatron-LM parsed.
+        Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
+        the tokens that Megatron-LM parsed; ``given_cuda_graph_impl``: CUDA graphs as asked for,
+        which a machine without a GPU leaves out.
 
     Raises:
         UserError: an argument is unknown, has an invalid value, or contradicts another one.
@@ -70,6 +71,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     with _world_size(args.dry_run_world_size):
         parsed = _parse_upstream(tokens)
     parsed.upstream_command_line = tokens
+    parsed.given_cuda_graph_impl = args.cuda_graph_impl
     return parsed
 
 
