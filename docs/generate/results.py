@@ -379,21 +379,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     curves, summary, images = "results-runs.png", "results.png", args.root / "docs" / "images"
     sections = [steps_text(kind, found) for kind, found in steps.items()]
     text = TEXT.format(steps="\n\n".join(sections), runs=runs_text(runs, curves))
-    seeds = {run["seed"] for run in runs}
-    # Nothing is known of the noise of one seed: README has no gap then.
-    gap = dict(list(gaps_of(runs).items())[1:]) if len(seeds) > 1 else {}
+    gap: dict[str, tuple[float, float]] = {}
+    about_gaps, seeds = "", len({run["seed"] for run in runs})
+    if seeds > 1:  # of one, the noise is unknown
+        gap = dict(list(gaps_of(runs).items())[1:])
+        about_gaps = README_GAPS.format(tokens=f"{runs[0]['tokens'] / 1e6:.3g}M", seeds=seeds)
     if runs:
         kept_file.write_text(json.dumps(runs, indent=1) + "\n")
         draw_curves(runs, images / curves)
     draw_summary(speeds, gap, (BF16, OWN_FP8), images / summary)
     (args.root / "docs" / "results.md").write_text(text, encoding="utf-8")
-    section = README.format(
-        picture=summary,
-        gpu=shown.machine["gpu"],
-        gaps=README_GAPS.format(tokens=f"{runs[0]['tokens'] / 1e6:.3g}M", seeds=len(seeds))
-        if gap
-        else "",
-    )
+    section = README.format(picture=summary, gpu=shown.machine["gpu"], gaps=about_gaps)
     replace_sections(args.root / "README.md", {"results": section})
 
 

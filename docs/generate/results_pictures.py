@@ -94,10 +94,11 @@ def _draw_gaps(
 ) -> None:
     ends = [0.0]
     for name in recipes:
-        gap, error = (100 * value for value in gaps.get(name, (0, 0)))
         if name not in gaps:
             panel.annotate(" not measured", (0, name), va="center", color="0.4")
-        elif not math.isfinite(gap):
+            continue
+        gap, error = (100 * value for value in gaps[name])
+        if not math.isfinite(gap):
             panel.annotate(" diverged", (0, name), va="center")
         else:
             panel.barh(name, gap, xerr=error, color="#dd8452", ecolor="0.3", capsize=3)

@@ -63,10 +63,10 @@ def dry_run(args: Namespace) -> None:
     from megatron_lowbit.planning.run_plan import describe_plan
 
     console = plain_console(130)
-    stages = model_stages(args, show_recipe=True)
-    on_gpus = Namespace(**vars(args) | {"cuda_graph_impl": args.given_cuda_graph_impl})
+    on_gpus = Namespace(**vars(args) | {"cuda_graph_impl": args.cuda_graph_impl_on_gpus})
     if args.precision_recipe is not None:
         cuda_graphs.check(load_recipes(args.precision_recipe, args.recipe_set), on_gpus)
+    stages = model_stages(args, show_recipe=True)
     console.print(parameter_table(args, stages))
     for line in describe_plan(on_gpus):
         console.print(line)

@@ -80,7 +80,8 @@ class TELayerState(LayerState):
     def forget_weight(self) -> None:
         """Quantize the weight anew in the next call: it has changed.
 
-        megatron-core says so to its modules only where one recipe is for all of them.
+        megatron-core says so to its modules only where one recipe is for all of them, and never to
+        those that quantize nothing.
         """
         super().forget_weight()
         if self.native is not None:

@@ -9,6 +9,7 @@ import torch
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import dry_run, pretrain
 from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments.precision import Machine
 from megatron_lowbit.megatron.model_config import model_config_of
 
 # isort: split
@@ -197,3 +198,12 @@ def test_cuda_graphs_are_described_where_they_cannot_run(capsys):
         return float(line.split("│")[2])
 
     assert waits(f"{graphs} --eval-iters 0") < waits(f"{LAYERS} --fp4-recipe nvfp4 --eval-iters 0")
+
+
+def test_cuda_graphs_on_gpus_are_those_that_megatron_lm_makes_of_the_arguments(monkeypatch):
+    graphs = "--cuda-graph-impl local --eval-iters 0"
+    here = parse(f"{LAYERS} {graphs}")
+    assert (here.cuda_graph_impl, here.cuda_graph_impl_on_gpus) == ("none", "local")
+    monkeypatch.setattr(Machine, "current", lambda: Machine((9, 0), transformer_engine=True))
+    for flags in (graphs, "--enable-cuda-graph --eval-iters 0"):
+        assert parse(f"{LAYERS} {flags}").cuda_graph_impl_on_gpus == "local"

@@ -173,9 +173,10 @@ class Linear(torch.nn.Module):
         added = None if self.te_return_bias else self.bias
         writes = self.is_first_microbatch and not self.disable_parameter_transpose_cache
         self.is_first_microbatch = False
-        if hasattr(self.weight, "main_grad"):
-            return _Accumulating.apply(x, self.weight, writes), returned
-        return torch.nn.functional.linear(x, self.weight, added), returned
+        if not hasattr(self.weight, "main_grad"):
+            return torch.nn.functional.linear(x, self.weight, added), returned
+        y = _Accumulating.apply(x, self.weight, writes)
+        return y if added is None else y + added, returned
 
 
 class ColumnLinear(Linear):

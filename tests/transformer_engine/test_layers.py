@@ -158,6 +158,14 @@ def test_captured_layers_in_bf16_add_the_gradients_of_all_microbatches(layers, m
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("native", [None, "a recipe of Transformer Engine"])
+def test_modules_that_quantize_their_weight_are_told_that_it_changed(layers, native):
+    module = taken_over(layers, "bf16")
+    module.layer_state.native, module.is_first_microbatch = native, False
+    module.layer_state.forget_weight()
+    assert module.is_first_microbatch == (native is not None)
+
+
 @pytest.mark.parametrize("kind", [Linear, ColumnLinear, RowLinear])
 @pytest.mark.parametrize("returns_bias", [False, True])
 def test_biases_are_added_or_returned(layers, kind, returns_bias):

@@ -46,8 +46,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
 
     Returns:
         Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
-        the tokens that Megatron-LM parsed; ``given_cuda_graph_impl``: CUDA graphs as asked for,
-        which a machine without a GPU leaves out.
+        the tokens that Megatron-LM parsed; ``cuda_graph_impl_on_gpus``: that of a machine with
+        GPUs, where this one has none.
 
     Raises:
         UserError: an argument is unknown, has an invalid value, or contradicts another one.
@@ -71,7 +71,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     with _world_size(args.dry_run_world_size):
         parsed = _parse_upstream(tokens)
     parsed.upstream_command_line = tokens
-    parsed.given_cuda_graph_impl = args.cuda_graph_impl
+    found = args if machine.capability is None else parsed
+    parsed.cuda_graph_impl_on_gpus = found.cuda_graph_impl
     return parsed
 
 
