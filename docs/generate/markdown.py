@@ -18,9 +18,8 @@ def _cell(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return (
-            f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 else f"{value:.4f}"
-        )
+        digits = 0 if value >= 100 or value == 0 else 2 if value >= 0.01 else 4
+        return f"{value:.{digits}f}"
     return str(value)
 
 

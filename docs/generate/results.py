@@ -90,11 +90,12 @@ LONGER = """{run}
 {model}, {tokens} tokens, {seeds} each. Stopped, the first command continues from a checkpoint.
 Figures are means of the seeds. The loss is that of the last tenth of a run, and its gap is relative
 to `{baseline}`{noise}. The perplexity is that of the last validation, in a run's own precision.
-Hours are the tokens of a run at its median speed, without start, validation and checkpoints.
+Minutes are the tokens of a run at its median speed, without start, validation and checkpoints.
+The [leaderboard](leaderboard.md) tells smaller gaps from noise: more seeds, of a smaller model.
 
 {table}
 
-![Validation perplexity by tokens and by hours](images/{picture})
+![Validation perplexity by tokens and by minutes](images/{picture})
 
 Runs: {machines} (GPU, torch, commit). Each alone:
 
@@ -325,13 +326,13 @@ def runs_text(runs: Sequence[dict], picture: str) -> str:
                 None if name == baseline else shown,
                 f"{math.exp(fmean(run['validation'][-1][1] for run in own)):.3f}",
                 f"{speed:,.0f}",
-                f"{own[0]['tokens'] / speed / 3600:.3f}",
+                f"{own[0]['tokens'] / speed / 60:.1f}",
             ]
         )
     seeds = len({run["seed"] for run in runs})
     model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
     machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
-    headings = ("", "loss", "gap", "perplexity", "tokens/s", "hours")
+    headings = ("", "loss", "gap", "perplexity", "tokens/s", "minutes")
     return LONGER.format(
         run=RUN,
         model="The arguments of each run" if model is None else f"[{model}](../{model})",

@@ -7,18 +7,18 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
+from matplotlib.ticker import EngFormatter, ScalarFormatter
 
 from megatron_lowbit.analysis.loss_curve import colors
 
 _SHOWN_FROM = 1 / 5
 """Share of the tokens without perplexities: early ones are many times as large as the last."""
-_FOR_TEXT = 1.4
-"""Length of an axis over its longest bar, whose figure stands beside it."""
+_FOR_TEXT = 0.8
+"""Room beside the bars for their figures, as a share of what the bars take."""
 
 
 def draw_curves(runs: Sequence[dict], file: Path) -> None:
-    """Draw validation perplexity by tokens and by hours of training, a color a name."""
+    """Draw validation perplexity by tokens and by minutes of training, a color a name."""
     figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
@@ -28,15 +28,18 @@ def draw_curves(runs: Sequence[dict], file: Path) -> None:
     for run in runs:
         shown = [(t, x) for t, x in run["validation"] if t >= _SHOWN_FROM * run["tokens"]]
         tokens, perplexities = [t for t, _ in shown], [math.exp(x) for _, x in shown]
-        hours = [t / run["tokens_per_s"] / 3600 for t in tokens]
+        minutes = [t / run["tokens_per_s"] / 60 for t in tokens]
         style = {"color": shades[run["name"]], "marker": "o", "markersize": 3, "linewidth": 1.2}
         left.plot(tokens, perplexities, **style)
-        right.plot(hours, perplexities, label=None if run["name"] in seen else run["name"], **style)
+        label = None if run["name"] in seen else run["name"]
+        right.plot(minutes, perplexities, label=label, **style)
         seen.add(run["name"])
     left.set_ylabel("validation perplexity")
+    left.set_yscale("log", base=2)  # gaps between late perplexities show beside early ones
+    left.yaxis.set_major_formatter(ScalarFormatter())
     left.set_xlabel("tokens")
     left.xaxis.set_major_formatter(EngFormatter(sep=""))
-    right.set_xlabel("hours of training on one GPU")
+    right.set_xlabel("minutes of training on one GPU")
     for panel in (left, right):
         panel.grid(alpha=0.3)
     right.legend()
@@ -58,7 +61,7 @@ def draw_summary(
         baselines: Megatron-LM's own precisions, the first of which others are compared with.
         file: the PNG file.
     """
-    names = list(dict.fromkeys(name for own in speeds.values() for name in own))
+    names = list(dict.fromkeys([*(name for own in speeds.values() for name in own), *gaps]))
     size = 2.6 + 3.2 * (len(speeds) + bool(gaps)), 1.3 + 0.42 * len(names)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -84,7 +87,7 @@ def _draw_speeds(
             continue
         times = f" ({speeds[name] / base:.2f}×)" if base and name != baselines[0] else ""
         panel.annotate(f" {speeds[name]:,}{times}", (speeds[name], name), va="center")
-    panel.set_xlim(0, 1.8 * max(speeds.values()))
+    panel.set_xlim(0, (1 + _FOR_TEXT) * max(speeds.values()))
     panel.set_xlabel("tokens/s (× BF16)")
     panel.xaxis.set_major_formatter(EngFormatter(sep=""))
 
@@ -106,5 +109,6 @@ def _draw_gaps(
             panel.annotate(f" {gap:+.2f}% ± {error:.2f}", place, va="center")
             ends += [gap - error, gap + error]
     panel.axvline(0, color="black", linewidth=0.8)
-    panel.set_xlim(_FOR_TEXT * min(ends), _FOR_TEXT * max(ends) or 0.01)
+    taken = (max(ends) - min(ends)) or 0.01
+    panel.set_xlim(min(ends) - 0.1 * taken, max(ends) + _FOR_TEXT * taken)
     panel.set_xlabel("gap to BF16's loss (%)")

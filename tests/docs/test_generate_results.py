@@ -118,10 +118,10 @@ def test_longer_runs(place, study):
     study("fp8-tile", 2.02)
     whole = page(place, study("bf16", 2.0))
     text = whole.partition("## Longer runs")[2]
-    hours = 7200 * 100 / 100 / 3600
+    minutes = 7200 * 100 / 100 / 60
     assert "\n\n    lowbit-study run examples/studies/flagship.yaml" in text
     perplexity = f"{math.exp(2.01):.3f}"
-    assert cells(text, "bf16") == ["2.0000", "", perplexity, "100", f"{hours:.3f}"]
+    assert cells(text, "bf16") == ["2.0000", "", perplexity, "100", f"{minutes:.1f}"]
     assert cells(text, "fp8-tile")[:3] == ["2.0200", "+1.00%", f"{math.exp(2.03):.3f}"]
     assert "[examples/gpt-345m.args](../examples/gpt-345m.args), 0.72M tokens, 1 seed each" in text
     [command] = re.findall("^lowbit-pretrain .*fp8-tile.*$", text, re.MULTILINE)
