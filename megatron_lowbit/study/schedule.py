@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.study.definition import Job, is_finished, training_words
 
 WAITING = "waiting for the CPU"
@@ -33,14 +33,19 @@ def pace_of(job: Job, gpu: str) -> Pace:
     """Compute the pace of a run on one GPU, as ``lowbit-plan`` does.
 
     Raises:
-        UserError: no such GPU, or arguments that it cannot plan.
+        UserError: no such GPU, or arguments that it cannot plan or that training refuses.
     """
+    from megatron_lowbit.megatron import cuda_graphs
     from megatron_lowbit.planning.search import plan_run
 
     own = Namespace(gpu=gpu, gpus=1, gpus_per_node=1, as_given=True, scan="mamba-ssm", tokens=None)
-    plan = plan_run(own, training_words(job))
+    try:
+        plan = plan_run(own, training_words(job))
+        require(bool(plan.tokens), "its arguments give no --train-iters")
+        cuda_graphs.check(plan.recipe, plan.args)
+    except UserError as error:
+        raise UserError(f"run {job.name!r}: {error}") from error
     best = plan.best
-    require(bool(plan.tokens), f"run {job.name!r}: its arguments give no --train-iters")
     iterations = round(plan.tokens / best.tokens)
     return Pace(best.step, best.step - best.seconds.get(WAITING, 0.0), iterations)
 

@@ -73,6 +73,16 @@ def test_the_pace_is_the_planners():
         pace_of(job, "h1000")
 
 
+def test_a_plan_refuses_what_training_refuses():
+    arguments = "@examples/gpt-20m.args --vocab-size 8192 --cuda-graph-impl local"
+    runs = {"a": "--precision-recipe bf16", "b": "--precision-recipe nvfp4"}
+    study = Study(arguments=arguments, seeds=[1], runs=runs)
+    allowed, refused = jobs_of(study, Path("out"), ["--train-iters", "7"])
+    assert pace_of(allowed, "h100").iterations == 7
+    with pytest.raises(UserError, match=r"run 'b': --cuda-graph-impl local .*--eval-precision"):
+        pace_of(refused, "h100")
+
+
 def test_arguments_of_training():
     study = Study(arguments="--lr 1", seeds=[1], runs={"a": ""})
     own = study.model_copy(update={"script": "train.py"})
