@@ -245,7 +245,7 @@ def calculated(preset: str) -> str:
 COMMON = (
     "--precision-recipe fp8-tensorwise --seq-length 8192 --max-position-embeddings 8192 "
     "--micro-batch-size 1 --use-distributed-optimizer --overlap-grad-reduce "
-    "--overlap-param-gather --grad-reduce-in-bf16"
+    "--overlap-param-gather --grad-reduce-in-bf16 --cross-entropy-loss-fusion"
 )
 PUBLISHED = (
     ("llama3-8b", 8, 14451, "--global-batch-size 128 --recompute-granularity full "

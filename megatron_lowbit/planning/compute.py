@@ -64,7 +64,10 @@ def part_times(args: Namespace, part: Part, tokens: int, device: Device) -> Pass
     routed = tokens * args.moe_router_topk if part.kind == "experts" else tokens
     experts = experts_of(args, part)
     times = [_linear(args, linear, routed, device, experts) for linear in part[1:]]
-    forward, backward, step = (sum((t[i] for t in times), Counter()) for i in range(3))
+    forward, backward, step = Counter(), Counter(), Counter()
+    for found in times:
+        for sums, more in zip((forward, backward, step), found, strict=False):
+            sums.update(more)  # keeps what is negative, which + does not
     one_way, back = _around(args, part, tokens, local, routed)
     forward["elementwise"] += device.moved(one_way)
     backward["elementwise"] += device.moved(back)
@@ -87,12 +90,23 @@ def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) ->
     """Time the final norm, the output layer and the loss."""
     linear, tensor = Linear(args.hidden_size, vocabulary, True), args.tensor_model_parallel_size
     times = _linear(args, linear, tokens, device)
-    # Logits are read for the loss, then read and overwritten by their gradient.
-    logits = tokens * vocabulary // tensor * BF16
-    norm = tokens * args.hidden_size * BF16
-    times.forward["elementwise"] += device.moved(logits + 2 * norm)
-    times.backward["elementwise"] += device.moved(2 * logits + 3 * norm)
+    logits, norm = tokens * vocabulary // tensor, tokens * args.hidden_size * BF16
+    forward, backward = _loss_moves(args)
+    times.forward["elementwise"] += device.moved(forward * logits + 2 * norm)
+    times.backward["elementwise"] += device.moved(backward * logits + 3 * norm)
     return times
+
+
+def _loss_moves(args: Namespace) -> tuple[int, int]:
+    """Return the bytes a logit that cross-entropy reads and writes, forward and backward.
+
+    Megatron-LM's copies logits to FP32, then finds the maximum, subtracts it, exponentiates, sums
+    and divides; backward multiplies and casts. Fused, three kernels do the former and one the
+    latter. Megatron-LM refuses Transformer Engine's.
+    """
+    if args.cross_entropy_loss_fusion:
+        return BF16 + 5 * FP32, BF16 + FP32
+    return BF16 + 9 * FP32, BF16 + 3 * FP32
 
 
 def embedding_times(args: Namespace, vocabulary: int, device: Device) -> Passes:
@@ -123,7 +137,9 @@ def _linear(
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
     size = weight_gradient_bytes(args, linear, device)
     main = 2 * gradient_bytes(args)  # read and written
-    added = {"wgrad": float(main * inputs * outputs)} if device.accumulate and size == 0 else {}
+    adds = device.accumulate and size == 0
+    overlaps = adds and not (takes_folded(names["wgrad"]) and gradient_bytes(args) == FP32)
+    added = {"wgrad": float(main * inputs * outputs)} if overlaps else {}
     seconds = {
         gemm: experts
         * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu, added.get(gemm, 0.0))
@@ -136,6 +152,11 @@ def _linear(
     if device.accumulate and size > 0:
         # dW is written, read again and added.
         backward["elementwise"] += device.moved(weights * (2 * size + main))
+    if adds and not overlaps:
+        # So in main_grad-h200.json. A step's first microbatch only writes, which the GEMM hides.
+        adding = device.moved(weights * main)
+        backward["GEMM"] += adding
+        step["GEMM"] -= adding
     if linear.precision.quantized:
         quantized = _quantization(linear, tokens, weights, inputs, outputs, names, device)
         for times, seconds_of in zip((forward, backward, step), quantized, strict=True):

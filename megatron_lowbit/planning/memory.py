@@ -127,7 +127,8 @@ def rank_memory(
     if stage == layout.pipeline - 1:
         columns = vocabulary // tensor
         # The final norm's input and output.
-        head = Counter({"logits": tokens * columns * logit_bytes(args)})
+        # Cross-entropy, fused or not, copies BF16 logits to FP32, and back in the backward pass.
+        head = Counter({"logits": tokens * columns * (compute.BF16 + compute.FP32)})
         head["working memory"] = 2 * stream
         moments["loss"] = held + held_by_all + head
         # The gradients of the logits, of the norm's output and of the table.
@@ -136,16 +137,6 @@ def rank_memory(
         moments["backward of the output layer"] = held + held_by_all + head
     moment = max(moments, key=lambda name: moments[name].total())
     return Memory(dict(moments[moment]), moment)
-
-
-def logit_bytes(args: Namespace) -> int:
-    """Return the bytes that cross-entropy holds of a logit.
-
-    Megatron-LM's own, fused or not, makes an FP32 copy of the BF16 logits, and in the backward pass
-    a BF16 copy of their FP32 gradient; Transformer Engine's computes in place.
-    """
-    in_place = args.cross_entropy_loss_fusion and args.cross_entropy_fusion_impl == "te"
-    return compute.BF16 if in_place else compute.BF16 + compute.FP32
 
 
 def _layer_backward(args: Namespace, parts: Counter[Part], device: compute.Device) -> Counter[str]:

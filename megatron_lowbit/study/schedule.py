@@ -33,7 +33,7 @@ def pace_of(job: Job, gpu: str) -> Pace:
     """Compute the pace of a run on one GPU, as ``lowbit-plan`` does.
 
     Raises:
-        UserError: no such GPU, or arguments that it cannot plan or that training refuses.
+        UserError: no such GPU, arguments that it cannot plan, or graphs that the recipe refuses.
     """
     from megatron_lowbit.megatron import cuda_graphs
     from megatron_lowbit.planning.search import plan_run
