@@ -137,6 +137,10 @@ def test_all_unknown_arguments_are_named_at_once():
     assert ", --zzzz, 'stray'; --help lists all" in message
 
 
+def test_dashes_alone_are_refused_by_themselves():
+    assert refusal("--lr 0.1 -- --num-layers 3").startswith("--: leave it out")
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

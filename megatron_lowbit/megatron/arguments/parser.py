@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from megatron_lowbit import command_line
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
 
@@ -196,6 +196,7 @@ def read_command_line(
         UserError: an argument is unknown or has an invalid value, or a file cannot be read.
     """
     written = command_line.expand_files(argv)
+    require("--" not in written, "--: leave it out, training's arguments stand beside the others")
     args, unknown = parser.parse_known_args(written)
     if unknown:
         raise UserError(_describe_unknown(parser, written, unknown))
