@@ -39,7 +39,7 @@ KINDS = {
 }
 """Kinds of kernels by their names, the first that fits; others are elementwise and the rest."""
 OTHERS = "others"
-LONGEST = 12
+LONGEST = 24
 """Kernels that a row names."""
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 

@@ -75,14 +75,18 @@ def time_table(found: Estimate, device: Device, tokens: float | None = None) -> 
     for name, value in speeds(found, device).items():
         table.add_row(name, value, "")
     if tokens is not None:
-        table.add_row(f"days for {tokens / 1e9:,.0f} billion tokens", days(found, tokens), "")
+        table.add_row(f"days for {_number(tokens)} tokens", days(found, tokens), "")
     return table
 
 
 def days(found: Estimate, tokens: float) -> str:
     """Describe the days that so many tokens take, without evaluation, checkpoints and failures."""
     value = tokens / found.tokens_per_second / DAY
-    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
+def _number(tokens: float) -> str:
+    return f"{tokens / 1e9:,.0f} billion" if tokens >= 1e9 else f"{tokens / 1e6:.3g} million"
 
 
 def speeds(found: Estimate, device: Device) -> dict[str, str]:
@@ -122,7 +126,7 @@ def recipe_table(
     ``tokens``: those of the whole run, if its days are to be shown.
     """
     if tokens is not None:
-        title = f"{title}; days are for {tokens / 1e9:,.0f} billion tokens"
+        title = f"{title}; days are for {_number(tokens)} tokens"
     headings = ("layout", "microbatches", "recomputed", "GiB", "tokens/s of a GPU", "of the first",
                 "MFU", *([] if tokens is None else ["days"]))  # fmt: skip
     columns = (Column(heading, justify="right") for heading in headings)
