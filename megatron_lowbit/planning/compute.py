@@ -138,8 +138,8 @@ def _linear(
     size = weight_gradient_bytes(args, linear, device)
     main = 2 * gradient_bytes(args)  # read and written
     adds = device.accumulate and size == 0
-    overlaps = adds and not (takes_folded(names["wgrad"]) and gradient_bytes(args) == FP32)
-    added = {"wgrad": float(main * inputs * outputs)} if overlaps else {}
+    adds_late = adds and takes_folded(names["wgrad"]) and gradient_bytes(args) == FP32
+    added = {"wgrad": float(main * inputs * outputs)} if adds and not adds_late else {}
     seconds = {
         gemm: experts
         * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu, added.get(gemm, 0.0))
@@ -152,7 +152,7 @@ def _linear(
     if device.accumulate and size > 0:
         # dW is written, read again and added.
         backward["elementwise"] += device.moved(weights * (2 * size + main))
-    if adds and not overlaps:
+    if adds_late:
         # So in main_grad-h200.json. A step's first microbatch only writes, which the GEMM hides.
         adding = device.moved(weights * main)
         backward["GEMM"] += adding
