@@ -65,8 +65,8 @@ the most that PyTorch had allocated; graphs keep activations in pools that it do
 BF16" and "× blockwise" compare tokens/s with the first two rows, in graphs (`--cuda-graph-impl
 local`) with their rows in graphs. GEMMs add weight gradients to main gradients, but where a command
 has `--no-gradient-accumulation-fusion`.
-Rows of different commits, which stand with their commands, may be of different hosts. Where a host
-had several GPUs, each ran cases of its own at the same time.
+Rows of different commits, which stand with their commands, may be of different hosts. The
+GPUs of one host ran their cases at the same time.
 torch {torch}, Transformer Engine {engine}, {dates}, commit {commits}.
 
 {tables}
@@ -75,7 +75,7 @@ torch {torch}, Transformer Engine {engine}, {dates}, commit {commits}.
 
 {times}
 """
-TIMES = """### Where the time goes: {gpu}
+TIMES = """### GPU time by kind of kernel: {gpu}
 
     python benchmarks/gpu_time.py --only {cases} --output benchmarks/results/{file}
 

@@ -29,6 +29,7 @@ _SMALL_HEADS = 0.67
 class Passes(NamedTuple):
     """A part's times: forward and backward pass of a microbatch, and once a step.
 
+    ``step`` is negative where a step's first microbatch takes less than the others.
     ``dgrad`` and ``wgrad`` are the first linear layer's GEMMs, which communication hides behind.
     """
 
@@ -137,9 +138,10 @@ def _linear(
     names = {gemm: device.gemm(linear.precision, gemm) for gemm in ("fprop", "dgrad", "wgrad")}
     size = weight_gradient_bytes(args, linear, device)
     main = 2 * gradient_bytes(args)  # read and written
-    adds = device.accumulate and size == 0
-    adds_late = adds and takes_folded(names["wgrad"]) and gradient_bytes(args) == FP32
-    added = {"wgrad": float(main * inputs * outputs)} if adds and not adds_late else {}
+    accumulates = device.accumulate and size == 0
+    # main_grad-h200.json: an FP8 GEMM overlaps nothing of an FP32 sum, a BF16 GEMM nearly all.
+    exposed = accumulates and takes_folded(names["wgrad"]) and gradient_bytes(args) == FP32
+    added = {"wgrad": float(main * inputs * outputs)} if accumulates and not exposed else {}
     seconds = {
         gemm: experts
         * gemm_seconds(tokens / experts, inputs, outputs, name, device.gpu, added.get(gemm, 0.0))
@@ -152,8 +154,8 @@ def _linear(
     if device.accumulate and size > 0:
         # dW is written, read again and added.
         backward["elementwise"] += device.moved(weights * (2 * size + main))
-    if adds_late:
-        # So in main_grad-h200.json. A step's first microbatch only writes, which the GEMM hides.
+    if exposed:
+        # A step's first microbatch only writes, which the GEMM overlaps.
         adding = device.moved(weights * main)
         backward["GEMM"] += adding
         step["GEMM"] -= adding

@@ -75,7 +75,7 @@ def time_table(found: Estimate, device: Device, tokens: float | None = None) -> 
     for name, value in speeds(found, device).items():
         table.add_row(name, value, "")
     if tokens is not None:
-        table.add_row(f"days for {_number(tokens)} tokens", days(found, tokens), "")
+        table.add_row(f"days for {_token_count(tokens)} tokens", days(found, tokens), "")
     return table
 
 
@@ -85,7 +85,7 @@ def days(found: Estimate, tokens: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
 
 
-def _number(tokens: float) -> str:
+def _token_count(tokens: float) -> str:
     return f"{tokens / 1e9:,.0f} billion" if tokens >= 1e9 else f"{tokens / 1e6:.3g} million"
 
 
@@ -126,7 +126,7 @@ def recipe_table(
     ``tokens``: those of the whole run, if its days are to be shown.
     """
     if tokens is not None:
-        title = f"{title}; days are for {_number(tokens)} tokens"
+        title = f"{title}; days are for {_token_count(tokens)} tokens"
     headings = ("layout", "microbatches", "recomputed", "GiB", "tokens/s of a GPU", "of the first",
                 "MFU", *([] if tokens is None else ["days"]))  # fmt: skip
     columns = (Column(heading, justify="right") for heading in headings)

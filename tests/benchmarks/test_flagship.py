@@ -92,7 +92,8 @@ def test_models_fit_and_are_what_they_are_called(model, monkeypatch):
     planned = planning.planned(words, 1, vocabulary, "h200" if large else "h100", "mamba-ssm")
     least, most = (80, 125) if large else (40, 68)
     assert least * 2**30 < planned.most_memory < most * 2**30
-    assert planned.step < 1.6  # as measured of the longest; 14 steps in a case of some 60 s
+    # 14 steps in a case of some 40 to 60 s. The whole 8B was measured at 1.59 s a step.
+    assert planned.step < (1.6 if large else 1.5)
     assert planned.tokens == flagship.tokens_of(case)
     assert planned.parameters[0].all == pytest.approx(PARAMETERS[model], rel=0.005)
 

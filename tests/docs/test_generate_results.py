@@ -108,7 +108,7 @@ def test_where_the_time_goes(place):
     rows = [row, {"case": "llama-8b nvfp4", "error": "RuntimeError: out of memory"}]
     machine = {"gpu": "NVIDIA H100", "commit": "abcdef0123456789"}
     (place / "gpu-time-h100.json").write_text(json.dumps({"machine": machine, "rows": rows}))
-    text = page(place).partition("### Where the time goes: NVIDIA H100")[2]
+    text = page(place).partition("### GPU time by kind of kernel: NVIDIA H100")[2]
     assert "gpu_time.py --only 'llama-8b fp8-tile' --output" in text
     assert cells(text, "llama-8b fp8-tile") == ["612", "500", "200"]
     assert "Commit abcdef012345." in text

@@ -13,24 +13,24 @@ from megatron_lowbit.planning.hardware import gpu
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 TOKENS, VOCABULARY = 64, 512
-FEW = {"index", "index_put_"}
-"""Operations that touch an element a token."""
+SPARSE = {"index", "index_put_"}
+"""Operations that read or write one logit a token."""
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write of tensors as large as the logits."""
+    """Count of the bytes that operations read and write in tensors as large as the logits."""
 
     moved = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if not func.is_view and func.overloadpacket.__name__ not in FEW:
+        if not func.is_view and func.overloadpacket.__name__ not in SPARSE:
             tensors = [x for x in tree_leaves((args, result)) if isinstance(x, torch.Tensor)]
             self.moved += sum(x.nbytes for x in tensors if x.numel() == TOKENS * VOCABULARY)
         return result
 
 
-def test_the_loss_moves_what_megatron_lm_s_operations_do(monkeypatch):
+def test_the_loss_moves_the_bytes_of_megatron_lms_operations(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
     logits = torch.randn(TOKENS, 1, VOCABULARY, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(VOCABULARY, (TOKENS, 1))

@@ -196,7 +196,7 @@ def read_command_line(
         UserError: an argument is unknown or has an invalid value, or a file cannot be read.
     """
     written = command_line.expand_files(argv)
-    require("--" not in written, "--: leave it out, training's arguments stand beside the others")
+    require("--" not in written, "--: leave it out, training's arguments need no separator")
     args, unknown = parser.parse_known_args(written)
     if unknown:
         raise UserError(_describe_unknown(parser, written, unknown))
