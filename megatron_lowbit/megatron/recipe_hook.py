@@ -12,7 +12,6 @@ spec`` for MXNorm); nothing of Megatron-LM is replaced.
 
 from argparse import Namespace
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,9 +128,10 @@ class RecipeHook:
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
         args = self.args
-        # A layer that does not fit may be on one rank alone.
-        with same_outcome("read the checkpoint in", Path(args.load or "")):
+        with same_outcome("read the checkpoint in", args.load or ""):
             source = LoadSource.of(args)
+        # A layer that does not fit may be on one rank alone.
+        with same_outcome("prepare the kernels of the recipe"):
             self.take_over(chunks, source)
         layers = quantizable_layers(chunks)
         self.check(layers)

@@ -12,7 +12,7 @@ from megatron_lowbit.errors import UserError, error_behind
 
 
 @contextmanager
-def same_outcome(doing: str, directory: Path) -> Iterator[None]:
+def same_outcome(doing: str, directory: Path | str = "") -> Iterator[None]:
     """Raise an exception on all ranks if any rank raises one, so that no rank waits for another.
 
     A UserError or an OSError, also as a cause, becomes the same UserError on all ranks. Any other
@@ -20,14 +20,14 @@ def same_outcome(doing: str, directory: Path) -> Iterator[None]:
 
     Args:
         doing: description of the operation for errors, such as "read the checkpoint in".
-        directory: folder of the operation, named after the description.
+        directory: folder of the operation, named after the description in errors without a file.
     """
     caught: BaseException | None = None
     try:
         yield
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         caught = error
-    own = caught and _report(caught, f"cannot {doing} {directory}")
+    own = caught and _report(caught, f"cannot {doing} {directory}".rstrip())
     failures = [report for report in gather_from_ranks(own) if report is not None]
     for is_user_error, message in failures:
         if is_user_error:
@@ -52,5 +52,5 @@ def _report(error: BaseException, failure: str) -> tuple[bool, str]:
         return True, str(user_error)
     cause = error_behind(error, OSError)
     if cause is not None:
-        return True, f"{failure}: {cause.strerror or cause}"
+        return True, f"{cause.filename or failure}: {cause.strerror or cause}"
     return False, repr(error)

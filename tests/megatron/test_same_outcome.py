@@ -42,6 +42,7 @@ def test_success_on_all_ranks(other_rank):
     [
         (UserError("x: damaged"), (True, "x: damaged")),
         (OSError(28, "No space left on device"), (True, "cannot read /somewhere: No space left")),
+        (OSError(30, "Read-only file system", "/a/b"), (True, "/a/b: Read-only file system")),
         (OSError("odd"), (True, "cannot read /somewhere: odd")),
         (CheckpointException("many", {1: (UserError("x: damaged"), None)}), (True, "x: damaged")),
     ],
