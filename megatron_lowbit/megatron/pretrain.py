@@ -6,7 +6,7 @@ import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import failures
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.bad_iterations import skip_bad_iterations
+from megatron_lowbit.storage import files
 
+_AFTER_TRAINING = " on validation set"
+"""End of Megatron-LM's name of the validation after training."""
 ModelHook = Callable[[list[torch.nn.Module]], list[torch.nn.Module]]
 
 
@@ -81,6 +85,8 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     with (
         failures.translate_machine_limits(args),
         unfilled_memory(args),
+        explain_interruption(args),
+        validate_once(),
         log_metrics(args),
         closing(CheckpointGuard(args)) as guard,
         failures.translate_load_errors(args),
@@ -105,6 +111,56 @@ def unfilled_memory(args: Namespace) -> Iterator[None]:
         yield
     finally:
         settings.fill_uninitialized_memory = before
+
+
+@contextmanager
+def explain_interruption(args: Namespace) -> Iterator[None]:
+    """Let Ctrl-C say which iterations are lost, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if args.rank != 0:
+            raise
+        done, saved = getattr(args, "curr_iteration", 0), saved_iteration(args)
+        if saved is None or saved > done:
+            lost = "nothing was saved; the same command starts again"
+            if args.save is not None:
+                lost += f", and a --save-interval below {args.save_interval} saves earlier"
+        else:
+            load = "" if args.load == args.save else f" with --load {args.save}"
+            lost = f"saved up to iteration {saved}; the same command{load} goes on from there"
+        raise KeyboardInterrupt(f"interrupted after iteration {done}: {lost}") from None
+
+
+def saved_iteration(args: Namespace) -> int | None:
+    """Return the iteration of the newest checkpoint in ``--save``; None if there is none."""
+    with suppress(UserError):
+        return None if args.save is None else files.latest_iteration(args.save)
+    return None
+
+
+@contextmanager
+def validate_once() -> Iterator[None]:
+    """Skip the validation after training where the loop has validated the last iteration.
+
+    Megatron-LM would take other samples, and so report a second loss of that iteration.
+    """
+    from megatron.training import training
+
+    upstream = training.evaluate_and_print_results
+    validated: set[str] = set()
+
+    def evaluate(prefix: str, *arguments: Any, **settings: Any) -> None:
+        iteration = prefix.removesuffix(_AFTER_TRAINING)
+        if iteration == prefix or iteration not in validated:
+            validated.add(prefix)
+            upstream(prefix, *arguments, **settings)
+
+    training.evaluate_and_print_results = evaluate
+    try:
+        yield
+    finally:
+        training.evaluate_and_print_results = upstream
 
 
 @contextmanager
@@ -176,7 +232,13 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     name = "+".join(args.precision_recipe or ["bf16"])
     picture = metrics.with_name("loss.png")
     plot_loss({Path(name).stem: metrics}, picture)
-    print(f"checkpoint {args.save}, loss curve {picture}", flush=True)
+    print(f"{saved_in(args)}, loss curve {picture}", flush=True)
+
+
+def saved_in(args: Namespace) -> str:
+    """Return where the run's checkpoints are, as a part of a line."""
+    checkpoint = "no checkpoint in" if saved_iteration(args) is None else "checkpoint"
+    return f"{checkpoint} {args.save}"
 
 
 def stop_data_workers() -> None:
