@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
+    from megatron_lowbit.data.tokenizer import ids_beyond_model
 
     quantized = None
     if args.command == "to-hugging-face":
@@ -54,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )  # fmt: skip
         folder, checkpoint = args.output, args.source
         lines = next_steps.after_to_hugging_face(args.output, converted, args.quantized)
+    lines[:0] = filter(None, [ids_beyond_model(folder)])
     if args.verify:
         from megatron_lowbit.conversion.verify import verify
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_lowbit.data import dataset_writer
-from megatron_lowbit.data.tokenizer import Tokenizer, load_tokenizer
+from megatron_lowbit.data.tokenizer import Tokenizer, ids_beyond_model, load_tokenizer
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import parse_json
@@ -241,6 +241,8 @@ def preprocess(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
             f"{summary.text_bytes / summary.tokens:.2f} bytes per token"
         )
+        if line := ids_beyond_model(Path(tokenizer_model), summary.largest_id):
+            print(line)
     corpus.report_split()
     corpus.report_skipped()
     return summaries

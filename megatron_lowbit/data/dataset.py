@@ -167,16 +167,20 @@ def check_epochs(place: str, part: Part, tokens: float) -> None:
     )
 
 
-def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> None:
-    """Raise UserError unless PREFIX.bin and PREFIX.idx are whole and fit the tokenizer.
+def check_dataset(
+    prefix: str, vocab_size: int, tokenizer_model: str | None, rows: int | None = None
+) -> None:
+    """Raise UserError unless PREFIX.bin and PREFIX.idx are whole and fit tokenizer and model.
 
-    The first 16M token ids must be below ``vocab_size``; ``forward_step`` looks at the ids of every
-    batch. If there is a sidecar PREFIX.json, its tokenizer and the digest of the data must fit.
+    The token ids must be below ``vocab_size`` and ``rows``. Checked are the largest id that a
+    sidecar PREFIX.json records, whose tokenizer and digest of the data must fit, too, and the first
+    16M ids; ``forward_step`` checks the ids of every batch.
 
     Args:
         prefix: as ``--data-path`` has it.
         vocab_size: ids of the tokenizer, not padded.
         tokenizer_model: the folder with tokenizer.json; None for other tokenizers.
+        rows: rows of the model's embedding; None for a model with as many as needed.
     """
     index, place = read_index(prefix), f"--data-path {prefix}"
     size, promised = Path(f"{prefix}.bin").stat().st_size, index.data_bytes
@@ -184,18 +188,30 @@ def check_dataset(prefix: str, vocab_size: int, tokenizer_model: str | None) -> 
     require(size == promised, message)
     has_integers = np.issubdtype(index.dtype, np.integer)
     require(has_integers, f"{place}: holds {index.dtype}, not token ids")
+    recorded = 0
     if Path(f"{prefix}.json").is_file():
-        _check_sidecar(prefix, vocab_size, tokenizer_model)
+        recorded = _check_sidecar(prefix, vocab_size, tokenizer_model)
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")[:_CHECKED_TOKENS]
-    smallest, largest = int(tokens.min()), int(tokens.max())
+    smallest, largest = int(tokens.min()), max(int(tokens.max()), recorded)
     if smallest < 0 or largest >= vocab_size:
         raise UserError(
             f"--data-path {prefix}: has token ids from {smallest} to {largest}, the tokenizer "
             f"{vocab_size} ids from 0; give the one the data was made with"
         )
+    message = f"{place}: {beyond_rows(largest, rows or 0)}"
+    require(rows is None or largest < rows, message)
 
 
-def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) -> None:
+def beyond_rows(largest: int, rows: int) -> str:
+    """Return the end of an error message for token ids without a row in the model's embedding."""
+    return (
+        f"has token ids up to {largest}, but the model's embedding has {rows} rows; "
+        f"--padded-vocab-size {largest + 1} or more adds rows, which a checkpoint has not trained"
+    )
+
+
+def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) -> int:
+    """Return the largest token id that the sidecar records; 0 for one of an older version."""
     path = Path(f"{prefix}.json")
     sidecar = read_object(path)
     entries = Entries(sidecar, f"--data-path {prefix}: {path}")
@@ -212,3 +228,4 @@ def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) ->
             f"{made_size} ids, but --tokenizer-model has {str(sha256)[:12]} and {vocab_size} ids; "
             "give that one or preprocess the data again"
         )
+    return entries.integer("largest_id", 0, least=0)

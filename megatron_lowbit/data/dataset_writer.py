@@ -42,6 +42,7 @@ class DatasetSummary:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    largest_id: int = 0
 
 
 def check_targets(output_prefix: str, prefixes: list[str]) -> None:
@@ -98,6 +99,7 @@ def write_datasets(
                         summary.documents += 1
                         summary.tokens += tokens.size
                         summary.text_bytes += size
+                        summary.largest_id = max(summary.largest_id, int(tokens.max()))
                 advance(document.source_bytes, summaries[0])
         for builder, summary, path in zip(builders, summaries, paths, strict=True):
             builder.finalize(f"{path}.idx")
@@ -123,6 +125,7 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
         "vocab_size": tokenizer.vocab_size,
         "documents": summary.documents,
         "tokens": summary.tokens,
+        "largest_id": summary.largest_id,
         "data_sha256": data_digest(path.with_suffix(".bin")),
     }
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -89,12 +89,7 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise UserError(f"--tokenizer-model {folder}: there is no tokenizer.json in this folder")
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    with _one_line(f"{path}: not a tokenizer of the tokenizers library"):
-        model = tokenizers.Tokenizer.from_buffer(content)
+    model, content = _read(path)
     # A saved tokenizer may carry the truncation and padding of its last use.
     model.no_truncation()
     model.no_padding()
@@ -105,8 +100,7 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
             f"{path}: the end-of-document token {eod_token!r} is not in the vocabulary; "
             f"name one that is as eos_token in {folder / 'tokenizer_config.json'}"
         )
-    # Ids may have holes, so count up to the largest.
-    largest = max(model.get_vocab(with_added_tokens=True).values())
+    largest = _largest_id(model)
     require(largest < 2**31 - 1, f"{path}: has the token id {largest}; ids are below {2**31 - 1}")
 
     def tokenize(text: str) -> list[int]:
@@ -120,6 +114,43 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
         tokenize=tokenize,
         detokenize=lambda ids: model.decode(ids, skip_special_tokens=False),
         sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def _read(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:
+    """Return the tokenizer of a tokenizer.json, and the file's content."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    with _one_line(f"{path}: not a tokenizer of the tokenizers library"):
+        return tokenizers.Tokenizer.from_buffer(content), content
+
+
+def _largest_id(model: tokenizers.Tokenizer) -> int:
+    """Return the largest token id. Ids may have holes, so their number says less."""
+    return max(model.get_vocab(with_added_tokens=True).values(), default=0)
+
+
+def ids_beyond_model(folder: Path, largest: int | None = None) -> str | None:
+    """Return a line about token ids for which the model of a Hugging Face folder has no rows.
+
+    Args:
+        folder: the folder with tokenizer.json and config.json; None is returned if one is missing
+            or cannot be read.
+        largest: largest id that is used; None for the tokenizer's.
+    """
+    try:
+        if largest is None:
+            largest = _largest_id(_read(folder / "tokenizer.json")[0])
+        rows = Entries(read_object(folder / "config.json"), "").integer("vocab_size")
+    except UserError:
+        return None
+    if largest < rows:
+        return None
+    return (
+        f"{folder}: token ids go up to {largest}, but the model has {rows} rows (vocab_size of "
+        f"config.json); training it on these ids needs --padded-vocab-size {largest + 1} or more"
     )
 
 

@@ -21,6 +21,7 @@ from megatron.training.utils.common_utils import (
 from megatron_lowbit.data.conversations import Conversations
 from megatron_lowbit.data.dataset import check_dataset, check_epochs, check_part
 from megatron_lowbit.data.index_cache import building, cache_folder
+from megatron_lowbit.data.tokenizer import padded_vocab_size
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.megatron.conversations import (
@@ -65,6 +66,14 @@ def has_mtp(args: Namespace, vp_stage: int | None) -> bool:
     return mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
 
 
+def embedding_rows(args: Namespace) -> int:
+    """Return the number of rows of the model's embedding, over all tensor-parallel ranks."""
+    if args.padded_vocab_size is not None:
+        return args.padded_vocab_size
+    multiple, ranks = args.make_vocab_size_divisible_by, args.tensor_model_parallel_size
+    return padded_vocab_size(args.vocab_size, multiple, ranks)
+
+
 def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
     """Return the class of the datasets and that of their configuration."""
     if args.sft:
@@ -74,10 +83,21 @@ def _classes(args: Namespace) -> tuple[type, type[GPTDatasetConfig]]:
     return MockGPTDataset if args.mock_data else kind, config
 
 
-def _config(args: Namespace) -> GPTDatasetConfig:
+def data_prefixes(args: Namespace) -> list[str]:
+    """Return the prefixes of all data sets that the arguments name.
+
+    Raises:
+        UserError: an argument that names data sets for each split is invalid.
+    """
     _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    prefixes = [prefix for part in (blend, *(blend_per_split or ())) if part for prefix in part[0]]
+    parts = (blend, *(blend_per_split or ()))
+    return [prefix for part in parts if part for prefix in part[0]]
+
+
+def _config(args: Namespace) -> GPTDatasetConfig:
+    prefixes = data_prefixes(args)
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
     if not args.mock_data and not prefixes:
         raise UserError("--data-path: give a dataset's prefix, or --mock-data")
     _, kind = _classes(args)
@@ -97,7 +117,12 @@ def _config(args: Namespace) -> GPTDatasetConfig:
 
 def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
     """Check the data, and return the settings that depend on its kind."""
-    tokenizer = get_tokenizer()
+    tokenizer, rows = get_tokenizer(), embedding_rows(args)
+    if tokenizer.vocab_size > rows:
+        print_rank_0(
+            f"--tokenizer-model: the tokenizer has {tokenizer.vocab_size} ids, the model's "
+            f"embedding {rows} rows; data with ids from {rows} on is refused"
+        )
     if args.sft:
         files = {path: Conversations(path) for path in prefixes}
         for path, conversations in files.items():
@@ -108,7 +133,7 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
             "files": files,
         }
     for prefix in prefixes:
-        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model)
+        check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model, rows)
     settings = {
         "tokenizer": tokenizer,
         "path_to_cache": args.data_cache_path or (cache_folder(prefixes) if prefixes else None),

@@ -12,8 +12,9 @@ from megatron.training import get_args, get_timers, get_tokenizer
 from megatron.training.utils.common_utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.datasets import has_mtp
+from megatron_lowbit.data.dataset import beyond_rows
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.megatron.datasets import embedding_rows, has_mtp
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _SPIKE_FACTOR = 10
@@ -92,11 +93,11 @@ def _next_batch(data: Iterator, vp_stage: int | None) -> dict[str, Tensor | None
 
 
 def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
-    """Raise UserError for token ids outside the vocabulary in a microbatch on the CPU.
+    """Raise UserError for token ids without a token or a row in a microbatch on the CPU.
 
     A tensor-parallel embedding would treat them as another rank's, and train on zeros.
     """
-    size = get_tokenizer().vocab_size
+    size, rows = get_tokenizer().vocab_size, embedding_rows(args)
     for name in ("tokens", "labels"):
         smallest, largest = (int(value) for value in torch.aminmax(loaded[name]))
         if smallest < 0 or largest >= size:
@@ -105,6 +106,8 @@ def _check_ids(loaded: dict[str, Tensor], args: Namespace) -> None:
                 f"the tokenizer has {size} ids from 0; the data was made with another one, or is "
                 "damaged"
             )
+        step = f"iteration {args.curr_iteration + 1}: the batch"
+        require(largest < rows, f"{step} {beyond_rows(largest, rows)}")
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_lowbit.data import dataset
 from megatron_lowbit.data.dataset import check_dataset, check_part, read_index
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import train_tokenizer
@@ -113,6 +114,24 @@ def test_the_sidecar_names_the_tokenizer(tmp_path):
     check(prefix, 271, str(tmp_path))
     with pytest.raises(UserError, match="but --tokenizer-model has None and 269 ids"):
         check(prefix, 269)
+
+
+def test_token_ids_without_a_row_in_the_model(prefix):
+    check_dataset(prefix, VOCABULARY, None, 990)
+    message = "has token ids up to 989, but the model's embedding has 989 rows; --padded-vocab-size"
+    with pytest.raises(UserError, match=message + " 990 or more"):
+        check_dataset(prefix, VOCABULARY, None, 989)
+
+
+def test_the_sidecar_records_ids_beyond_the_checked_ones(prefix, monkeypatch):
+    monkeypatch.setattr(dataset, "_CHECKED_TOKENS", 10)
+    check_dataset(prefix, VOCABULARY, None, 500)
+    content = {"tokenizer_sha256": None, "vocab_size": 990, "largest_id": 989}
+    content["data_sha256"] = data_digest(Path(f"{prefix}.bin"))
+    Path(f"{prefix}.json").write_text(json.dumps(content))
+    check_dataset(prefix, VOCABULARY, None, 990)
+    with pytest.raises(UserError, match="ids up to 989, but the model's embedding has 500 rows"):
+        check_dataset(prefix, VOCABULARY, None, 500)
 
 
 def test_the_sidecar_does_not_vouch_for_other_data(prefix):

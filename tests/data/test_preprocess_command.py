@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 
 import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 
@@ -77,12 +79,27 @@ def test_each_line_is_a_document(preprocess, json_lines, tokenizer, capsys):
         "vocab_size": 300,
         "documents": len(TEXTS),
         "tokens": tokens,
+        "largest_id": max(map(max, expected)),
         "data_sha256": data_digest(Path(prefix + ".bin")),
     }
     ratio = sum(len(text.encode()) for text in TEXTS) / tokens
     line = f"{prefix}: 150 documents, {tokens:,} tokens, {ratio:.2f} bytes per token\n"
     assert capsys.readouterr().out == line
     assert sorted(os.listdir(Path(prefix).parent)) == ["data.bin", "data.idx", "data.json"]
+
+
+@pytest.mark.parametrize("rows", [299, 300])
+def test_ids_beyond_the_model_beside_the_tokenizer_are_reported(
+    preprocess, json_lines, tokenizer_folder, tmp_path, capsys, rows
+):
+    """A folder of a Hugging Face model has its number of rows, which may lack added tokens."""
+    folder = shutil.copytree(tokenizer_folder, tmp_path / "model")
+    (folder / "config.json").write_text(json.dumps({"vocab_size": rows}))
+    model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    json_lines.write_text(json.dumps({"text": model.decode([299])}))
+    preprocess(json_lines, options=["--tokenizer-model", str(folder)])
+    line = f"{folder}: token ids go up to 299, but the model has 299 rows"
+    assert (line in capsys.readouterr().out) == (rows == 299)
 
 
 def test_json_lines_in_a_folder_are_documents(preprocess, json_lines, tokenizer):

@@ -1,5 +1,6 @@
 """Bad input ends in one line that names the argument, file or key, with exit code 2."""
 
+import errno
 import json
 import shutil
 
@@ -8,6 +9,7 @@ import pytest
 from tiny_run import done, refused, steps
 
 from megatron_lowbit.data import dataset
+from megatron_lowbit.megatron import recipe_hook
 
 
 @pytest.mark.parametrize(
@@ -153,3 +155,20 @@ def test_a_checkpoint_of_another_shape_is_refused(pretrain_here, tmp_path):
     assert f"--load {save}" in error and "shape mismatch" in error
     assert sorted(path.name for path in save.iterdir()) == before
     assert steps(save).keys() == {1}
+
+
+def test_a_read_only_compile_cache_is_not_blamed_on_a_checkpoint(pretrain_here, monkeypatch):
+    def fail(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", "/cache/inductor")
+
+    monkeypatch.setattr(recipe_hook, "select_engine", fail)
+    error = refused(pretrain_here("--train-iters", 1, "--precision-recipe", "mxfp8"))
+    assert error == "error: /cache/inductor: Read-only file system"
+
+
+def test_rows_that_ranks_cannot_divide(pretrain_here, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks = ("--train-iters", 1, "--tensor-model-parallel-size", 2)
+    error = refused(pretrain_here(*ranks, "--padded-vocab-size", 513))
+    assert "--padded-vocab-size 513 cannot be divided by --tensor-model-parallel-size 2" in error
+    assert "give --padded-vocab-size 514, also for a checkpoint with 513 rows" in error

@@ -11,11 +11,13 @@ import torch
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
+from megatron_lowbit.megatron.forward_step import _check_ids
 from megatron_lowbit.megatron.pretrain import teardown
 
 # isort: split
 from megatron.core import parallel_state
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.training import get_args
 
 RUN = """
     --num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16
@@ -204,6 +206,32 @@ def test_a_file_of_parts_that_does_not_name_datasets(datasets, tmp_path, content
 def test_data_that_does_not_fit_the_tokenizer(datasets, prefix):
     with pytest.raises(UserError, match="ids from 0 to 974, the tokenizer 500 ids"):
         datasets(f"--data-path {prefix} --vocab-size 500", 1, 0, 0)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model(datasets, prefix, capsys):
+    """It may have ids without a row if the data does not use them."""
+    datasets(f"--data-path {prefix} --padded-vocab-size 975", 1, 0, 0)
+    line = "--tokenizer-model: the tokenizer has 1000 ids, the model's embedding 975 rows; data"
+    assert line in capsys.readouterr().out
+
+
+def test_data_that_does_not_fit_the_model(datasets, prefix):
+    with pytest.raises(UserError, match="up to 974, but the model's embedding has 974 rows"):
+        datasets(f"--data-path {prefix} --padded-vocab-size 974", 1, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["tokens", "labels"])
+def test_a_batch_that_does_not_fit_the_model(datasets, name):
+    """Ids that the check of a data set does not reach: in its middle, or made while training."""
+    datasets("--mock-data --padded-vocab-size 500", 1, 0, 0)
+    args = get_args()
+    args.curr_iteration = 2
+    batch = {"tokens": torch.tensor([[0, 499]]), "labels": torch.tensor([[499, 1]])}
+    _check_ids(batch, args)
+    batch[name][0, 0] = 500
+    message = r"^iteration 3: the batch has token ids up to 500, but .* has 500 rows; --padded-"
+    with pytest.raises(UserError, match=message):
+        _check_ids(batch, args)
 
 
 def test_a_run_without_data(datasets):

@@ -197,6 +197,7 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
         if not args.dry_run:
             check_samples(args)
+        _check_vocabulary(args)
         return args
     except (Exception, SystemExit) as error:
         # Variables that are set by now would prevent another run in this process.
@@ -211,6 +212,17 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
             # Megatron-LM computes with some values before it checks them.
             message = f"Megatron-LM cannot follow the arguments: {in_one_line(error)}"
         raise UserError(message) from error
+
+
+def _check_vocabulary(args: Namespace) -> None:
+    """Raise UserError if tensor-parallel ranks cannot divide the embedding's rows evenly."""
+    rows, ranks = args.padded_vocab_size or 0, args.tensor_model_parallel_size
+    require(
+        rows % ranks == 0,
+        f"--padded-vocab-size {rows} cannot be divided by --tensor-model-parallel-size {ranks}; "
+        f"give --padded-vocab-size {rows + -rows % ranks}, also for a checkpoint with {rows} rows: "
+        "the other rows stand for no token",
+    )
 
 
 def in_one_line(error: Exception) -> str:
