@@ -224,6 +224,7 @@ def measure(
         for recipe, (options, *_) in recipes.items():
             arguments = [*_arguments(layout), *layout.options.split(), *options.split(), *common]
             arguments += [*length, "--load", str(start / layout.start)]
+            arguments += ["--resume-changed", "recipe"]
             if layout.model == "experts":
                 # Megatron-LM keeps dense layers and experts in one optimizer or in two: one process
                 # saves a state that two expert-parallel ranks do not load.

@@ -14,6 +14,7 @@ from megatron_lowbit.checkpoints.model_arguments import described_by
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, object_chunk, write_iteration
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.record import difference
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.resumable_output import resumable_output
 
@@ -61,6 +62,10 @@ def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
     pair = (first, last)
     models = [described_by(checkpoint.tensors.args) for checkpoint in pair]
     recipes = [{"precision_recipe": c.recipes, "recipe_set": c.recipe_set} for c in pair]
+    if first.recipe_record is not None and last.recipe_record is not None:
+        recipes = [{}, {}]
+        if text := difference(first.recipe_record, last.recipe_record):
+            raise UserError(f"{first.path} and {last.path} are of different recipes: {text}")
     for kind, (mine, theirs) in (("models", models), ("recipes", recipes)):
         for name in sorted(mine.keys() | theirs.keys()):
             if mine.get(name) != theirs.get(name):

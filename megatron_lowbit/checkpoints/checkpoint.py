@@ -8,6 +8,7 @@ from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
+from megatron_lowbit.recipes.record import Record, checked
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.pickles import check_lengths
 
@@ -33,6 +34,19 @@ class Checkpoint(NamedTuple):
     def recipe_set(self) -> list[str]:
         """Changes of these recipes' fields."""
         return self._names("recipe_set")
+
+    @property
+    def recipe_record(self) -> Record | None:
+        """Text of the recipe of training, see ``recipes.record``; None in older checkpoints."""
+        record = getattr(self.tensors.args, "recipe_record", None)
+        return None if record is None else checked(record, f"{self.path}: recipe_record")
+
+    @property
+    def data_record(self) -> dict[str, str]:
+        """Digests of the data sets of training by prefix; none in older checkpoints."""
+        record = getattr(self.tensors.args, "data_record", None) or {}
+        entries = Entries(record, f"{self.path}: data_record")
+        return {prefix: entries.string(prefix) for prefix in entries}
 
     def _names(self, argument: str) -> list[str]:
         place = f"{self.path}: arguments"

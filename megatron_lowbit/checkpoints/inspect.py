@@ -11,6 +11,7 @@ from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.checkpoints.model_arguments import described_by
 from megatron_lowbit.errors import printable
+from megatron_lowbit.recipes.record import digest
 from megatron_lowbit.storage import files
 
 Row = dict[str, Any]
@@ -23,7 +24,8 @@ def inspect(source: Path) -> dict[str, Any]:
     pieces (for Hugging Face's files, the file); "parameters" and "bytes" are the model's totals;
     "optimizer" has the totals of its tensors; "amax_histories" are rows like those of tensors;
     "files" are names and bytes; "model" holds the arguments that say what the model computes, and
-    "args" all arguments of the run.
+    "args" all arguments of the run; "recipe_record" and "data" are the text of its recipe and
+    digests of its data sets.
 
     Raises UserError where it is none of these. Tensors are not read.
     """
@@ -38,6 +40,7 @@ def _megatron(source: Path) -> dict[str, Any]:
         [_stored_row(key, entry) for key, entry in part.items()]
         for part in (tensors.model, tensors.state, tensors.histories)
     )
+    record = checkpoint.recipe_record
     on_disk = {path.name: path.stat().st_size for path in sorted(checkpoint.path.iterdir())}
     return {
         "format": "torch_dist",
@@ -47,6 +50,9 @@ def _megatron(source: Path) -> dict[str, Any]:
         "args": {key: _plain(value) for key, value in sorted(vars(tensors.args).items())},
         "recipes": checkpoint.recipes,
         "recipe_set": checkpoint.recipe_set,
+        "recipe_record": record,
+        "recipe_sha256": None if record is None else digest(record),
+        "data": checkpoint.data_record,
         "averaged": tensors.common.get("averaged"),
         "tensors": model,
         **_sums(model),
@@ -78,6 +84,9 @@ def _hugging_face(source: Path) -> dict[str, Any]:
         "args": {},
         "recipes": [],
         "recipe_set": [],
+        "recipe_record": None,
+        "recipe_sha256": None,
+        "data": {},
         "averaged": None,
         "tensors": rows,
         **_sums(rows),
@@ -129,6 +138,9 @@ def report(checkpoint: dict[str, Any]) -> list[str]:
     if checkpoint["recipes"]:
         changes = [f"--recipe-set {change}" for change in checkpoint["recipe_set"]]
         lines.append(f"recipe: {' '.join([*checkpoint['recipes'], *changes])}")
+    if (sha256 := checkpoint["recipe_sha256"]) is not None:
+        lines.append(f"text of the recipe: SHA-256 {sha256}")
+    lines += [f"data: {prefix}, SHA-256 {sha256}" for prefix, sha256 in checkpoint["data"].items()]
     sizes = [f"{name} ({size:,})" for name, size in checkpoint["files"].items()]
     lines.append(f"files: {', '.join(sizes)}")
     lines += ["", *(f"{key}: {value}" for key, value in checkpoint["model"].items())]

@@ -24,8 +24,8 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 
-from megatron_lowbit.checkpoints.common_state import KEY, as_object
 from megatron_lowbit.checkpoints.reader import TensorSlice
+from megatron_lowbit.megatron.common_state import KEY, as_object
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.resumable_output import ResumableOutput, Span, in_files
 

@@ -133,8 +133,8 @@ def to_hugging_face(
         contents = quantized_tensors(tensors, rules, wanted, plan)
     contents = stack_experts(contents, config)
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
-            "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
-            "dtype": dtype, "shard_bytes": shard_bytes}  # fmt: skip
+            "files": checkpoint.fingerprint(), "quantized": repr((quantized, plan and plan.recipe)),
+            "config": config, "dtype": dtype, "shard_bytes": shard_bytes}  # fmt: skip
     with resumable_output(output, force, task, len(contents)) as partial:
         write_tensors(partial, contents, shard_bytes)
         copy_companions(companions, partial.path, config)

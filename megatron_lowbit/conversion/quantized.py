@@ -6,6 +6,7 @@ their block scales and the tensor scale.
 """
 
 import re
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -20,14 +21,16 @@ from megatron_lowbit.checkpoints.reader import HISTORIES, CheckpointReader, Tens
 from megatron_lowbit.conversion.layouts import LAYOUTS, Layout, ModuleFormats
 from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule, TensorTransform
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import UserError, printable, require
 from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
 from megatron_lowbit.recipes import OPERANDS, GemmPrecision, Layer, Recipe, load_recipes
 from megatron_lowbit.recipes.precision import GEMM_ROLES
+from megatron_lowbit.recipes.record import difference, recipe_from, record_of
 
+_FORMATS_ADVICE = "the checkpoint names its recipe; name it by --recipe"
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
 _HEAD = "lm_head"
 
@@ -96,6 +99,8 @@ def plan_quantization(
     bits that it has in training.
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
+    if not wanted.recipes and (line := _changed_since(checkpoint)):
+        print(printable(line))
     layout = LAYOUTS[wanted.layout]
     weights, quantized, layers, unquantized = {}, {}, [], []
     for names, group in groupby(rules, key=lambda rule: rule.names):
@@ -146,8 +151,26 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
     if wanted.recipes:
         return load_recipes(names, overrides)
     # A checkpoint may come from others: it must not choose what code runs.
-    with refuse_format_files("the checkpoint names its recipe; name it by --recipe"):
-        return load_recipes(names, overrides)
+    with refuse_format_files(_FORMATS_ADVICE):
+        if checkpoint.recipe_record is None:
+            return load_recipes(names, overrides)
+        return recipe_from(checkpoint.recipe_record, f"{checkpoint.path}: recipe")
+
+
+def _changed_since(checkpoint: Checkpoint) -> str | None:
+    """Return a line about a recipe that is not now what it was in training."""
+    changes = [word for change in checkpoint.recipe_set for word in ("--recipe-set", change)]
+    names = shlex.join([*checkpoint.recipes, *changes])
+    if checkpoint.recipe_record is None:
+        return f"{checkpoint.path}: records no text of its recipe; {names} is taken as it is now"
+    kept = f"the export follows training; --recipe {names} takes the recipe as it is now"
+    try:
+        with refuse_format_files(_FORMATS_ADVICE):
+            now = record_of(checkpoint.recipes, checkpoint.recipe_set)
+    except UserError as error:
+        return f"{error}; the export follows the text in the checkpoint"
+    changed = difference(now, checkpoint.recipe_record)
+    return changed and f"{names} has changed since training: now {changed}; {kept}"
 
 
 def quantized_tensors(

@@ -1,4 +1,4 @@
-"""The digest by which PREFIX.json knows its PREFIX.bin."""
+"""Digests of data: of PREFIX.bin in its sidecar, and of whole data sets in checkpoints."""
 
 import hashlib
 import struct
@@ -20,3 +20,15 @@ def data_digest(path: Path) -> str:
             stream.seek(offset)
             digest.update(stream.read(_PART_BYTES))
     return digest.hexdigest()
+
+
+def dataset_digest(prefix: str) -> str | None:
+    """Return a SHA-256 of PREFIX.bin and PREFIX.idx, or of a file PREFIX; None if one is missing.
+
+    Of each file it covers what :func:`data_digest` does.
+    """
+    whole = Path(prefix)
+    paths = [whole] if whole.is_file() else [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
+    if not all(path.is_file() for path in paths):
+        return None
+    return hashlib.sha256("".join(map(data_digest, paths)).encode()).hexdigest()

@@ -18,6 +18,7 @@ from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.load_source import choose_checkpoint
+from megatron_lowbit.megatron.run_record import check_resumed, record_data
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.storage import files, replacement
@@ -46,8 +47,10 @@ class CheckpointGuard:
         if self._args.save is not None:
             self._take_save_folder(Path(self._args.save))
             training.save_checkpoint = self._save
+        record_data(self._args)
         if self._args.load is not None:
             choose_checkpoint(self._args)
+            check_resumed(self._args)
         if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
         return chunks

@@ -40,6 +40,7 @@ from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
 from megatron_lowbit.megatron.resumed_schedule import follow_schedule_arguments
+from megatron_lowbit.megatron.run_record import record_recipe
 from megatron_lowbit.megatron.same_outcome import gather_from_ranks, same_outcome
 from megatron_lowbit.megatron.specs import change_specs
 from megatron_lowbit.megatron.start_up import describe
@@ -62,6 +63,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     """
     upstream_gaps.use_prebuilt_dataset_helpers()
     follow_schedule_arguments()
+    record_recipe(args)
     if args.gradient_accumulation_fusion:
         upstream_gaps.fuse_gradient_accumulation()
     upstream_gaps.check_local_layers(args)

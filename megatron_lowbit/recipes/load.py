@@ -65,10 +65,12 @@ def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
     return load_combined(forward, backward, overrides)
 
 
-def read_recipe(name_or_path: str) -> dict[str, Any]:
-    """Return the raw YAML data of a recipe, checked. Raises UserError as :func:`load_recipe`."""
-    load_recipe(name_or_path)
+def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the raw YAML data of a recipe, checked. Arguments and errors: :func:`load_recipe`."""
+    load_recipe(name_or_path, overrides)
     raw: dict[str, Any] = _read(name_or_path)[0]
+    for override in overrides:
+        apply_override(raw, override)
     return raw
 
 
@@ -112,16 +114,28 @@ def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) ->
     Raises:
         UserError: as :func:`load_recipe`; an override without its side; recipes with switches.
     """
+    names = (forward, backward)
+    return combine(*map(load_recipe, names, overrides_by_recipe(names, overrides)))
+
+
+def overrides_by_recipe(names: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
+    """Return the overrides of each recipe of a command line: of one, or of forward and backward.
+
+    Raises:
+        UserError: there are two recipes, and an override does not say for which of them it is.
+    """
+    if len(names) < 2:
+        return [list(overrides) for _ in names]
     sides: dict[str, list[str]] = {side: [] for side in _SIDES}
     for override in overrides:
         side, _, rest = override.partition(".")
         if side not in sides:
             raise UserError(
                 f"--recipe-set {override}: two recipes are combined; write forward.{override} for "
-                f"{forward} or backward.{override} for {backward}"
+                f"{names[0]} or backward.{override} for {names[1]}"
             )
         sides[side].append(rest)
-    return combine(load_recipe(forward, sides["forward"]), load_recipe(backward, sides["backward"]))
+    return [*sides.values()]
 
 
 def _read(name_or_path: str) -> tuple[Any, str]:

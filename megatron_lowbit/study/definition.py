@@ -229,7 +229,8 @@ def launch_command(job: Job) -> list[str]:
     if has_checkpoint(job.folder):
         load = ["--load", str(job.folder)]
     elif job.start:
-        load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration)]
+        load = ["--load", str(job.start.folder), "--ckpt-step", str(job.start.iteration),
+                "--resume-changed", "recipe", "data"]  # fmt: skip
     return [*job.command, "--save", str(job.folder), *load, "--exit-signal-handler"]
 
 

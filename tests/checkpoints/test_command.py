@@ -16,6 +16,7 @@ from megatron_lowbit.checkpoints.command import main as checkpoint_main
 from megatron_lowbit.checkpoints.reader import CheckpointReader
 from megatron_lowbit.conversion.convert import to_hugging_face
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.recipes.record import digest, record_of
 from megatron_lowbit.storage import files
 
 
@@ -82,7 +83,14 @@ def test_what_cannot_be_averaged_is_refused(saved, tmp_path):
     for change, message in (
         ({"hidden_size": 1}, "different models: hidden_size is 64 and 1"),
         ({"qk_layernorm": True}, "different models: qk_layernorm is None and True"),
-        ({"precision_recipe": ["nvfp4"]}, r"different recipes: .*'fp8-delayed'\] and \['nvfp4'"),
+        (
+            {"precision_recipe": ["nvfp4"], "recipe_record": None},
+            r"different recipes: .*'fp8-delayed'\] and \['nvfp4'",
+        ),
+        (
+            {"recipe_record": record_of(["fp8-delayed"], ["amax_history.length=9"])},
+            "different recipes: recipe fp8-delayed with configs.*length .* instead of 9",
+        ),
     ):
         shutil.copytree(saved, mixed)
         change_args(mixed / "iter_0000004", **change)
@@ -109,6 +117,9 @@ def test_inspection(saved, tmp_path, capsys):
     assert newest["model"]["hidden_size"] == newest["args"]["hidden_size"] == 64
     assert "num_experts" not in newest["model"] and "num_experts" in newest["args"]
     assert newest["recipes"] == ["fp8-delayed"]
+    assert newest["recipe_sha256"] == digest(newest["recipe_record"])
+    assert newest["recipe_record"]["recipes"][0].startswith("name: fp8-delayed\n")
+    assert newest["data"] == {}  # mock data
     assert newest["optimizer"]["bytes"] >= 2 * newest["bytes"]
     assert newest["checksums"] is True
     histories = {row["key"] for row in newest["amax_histories"]}

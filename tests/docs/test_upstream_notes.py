@@ -40,6 +40,8 @@ from megatron.training.training import get_train_valid_test_num_samples
 PAGE = (Path(__file__).parents[2] / "docs" / "upstream-notes.md").read_text(encoding="utf-8")
 MEGATRON = Path(megatron.core.__file__).parents[1]
 CITED = {
+    "distrib_optimizer.py:961": "param_groups_map = {}",
+    "optimizer_param_scheduler.py:390": "self.step(increment=num_steps)",
     "training.py:2594": "should_reset = not is_first_iteration",
     "training.py:4382": "args.eval_iters = eval_iters[0]",
     "training.py:4423": "'{} validation{}'.format(key, suffix)",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_run import (
     ONE_MICROBATCH,
+    OTHER_RECIPE,
     done,
     losses,
     recorded_histories,
@@ -92,7 +93,8 @@ def test_resumes_to_the_bit(whole, request, tmp_path, iteration, launcher):
 def test_a_run_without_histories_leaves_those_of_a_checkpoint(whole, pretrain_here, tmp_path):
     """The run resumes with other steps, so that the test of resumption can fail."""
     save = start_from(whole[0], 2, tmp_path / "tensorwise")
-    done(pretrain_here(*TENSORWISE, "--train-iters", 3, "--load", save, "--save", save))
+    resumed = ("--train-iters", 3, "--load", save, "--save", save)
+    done(pretrain_here(*TENSORWISE, *resumed, *OTHER_RECIPE))
     assert steps(save)[3] != steps(whole[0])[3]
 
 
@@ -101,7 +103,7 @@ def test_a_checkpoint_without_histories_starts_just_in_time(pretrain_here, train
     assert saved_histories(tmp_path / "plain" / "iter_0000002") == {}
     for name in ("delayed", "tensorwise"):
         start_from(tmp_path / "plain", 2, tmp_path / name)
-    goes_on = (*ONE_MICROBATCH, "--train-iters", 5, "--load")
+    goes_on = (*ONE_MICROBATCH, *OTHER_RECIPE, "--train-iters", 5, "--load")
     delayed, recorded = train("delayed", *goes_on, tmp_path / "delayed")
     tensorwise, _ = train("tensorwise", *goes_on, tmp_path / "tensorwise", recipe=TENSORWISE)
     assert (recorded[2][FC1] == -1).all()
@@ -115,7 +117,8 @@ def test_a_history_of_another_length_is_refused_and_the_fix_named(
     whole, pretrain_here, tmp_path, changes, kept
 ):
     save = start_from(whole[0], 2, tmp_path / "longer")
-    command = ["--fp8-recipe", "fp8-delayed", "--train-iters", 3, "--load", save, "--save", save]
+    command = ["--fp8-recipe", "fp8-delayed", "--train-iters", 3, "--load", save, "--save", save,
+               *OTHER_RECIPE]  # fmt: skip
     for change in changes:
         command += ["--recipe-set", f"amax_history.{change}"]
     error = refused(pretrain_here(*command))
@@ -131,7 +134,7 @@ def test_what_the_kept_steps_suffice_for_may_change(whole, train, tmp_path):
     """Steps 3 and 4 also scale just in time after the change, by each tensor's own amax."""
     for name in ("longer", "tensorwise"):
         start_from(whole[0], 2, tmp_path / name)
-    goes_on = ("--train-iters", 5, "--load")
+    goes_on = (*OTHER_RECIPE, "--train-iters", 5, "--load")
     longer = (*FP8, "--recipe-set", "amax_history.just_in_time=4")
     delayed, _ = train("longer", *goes_on, tmp_path / "longer", recipe=longer)
     tensorwise, _ = train("tensorwise", *goes_on, tmp_path / "tensorwise", recipe=TENSORWISE)
@@ -216,7 +219,8 @@ def test_two_ranks_load_and_keep_the_histories_of_one(
     (tmp_path / "unequal.yaml").write_text(UNEQUAL)
     load = start_from(single, 2, tmp_path / "unequal")
     runs["unequal"] = ("--precision-recipe", tmp_path / "unequal.yaml", "--train-iters", 4,
-                       "--load", load, "--pipeline-model-parallel-size", 2)  # fmt: skip
+                       "--load", load, "--pipeline-model-parallel-size", 2,
+                       *OTHER_RECIPE)  # fmt: skip
     # Found by one rank, told by both: neither waits for the other.
     ranks = pretrain_ranks(runs, refused=("unequal",))
     for rank in range(2):

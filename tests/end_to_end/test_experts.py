@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import done, refused, saved_histories, saved_tensors, start_from, steps
+from tiny_run import OTHER_RECIPE, done, refused, saved_histories, saved_tensors, start_from, steps
 
 from megatron_lowbit.megatron.grouped_experts import GroupedLinear
 
@@ -70,7 +70,7 @@ def runs(memory, start, pretrain_ranks, tmp_path):
                 save = start_from(start, 2, tmp_path / f"{recipe} {layout}")
                 jobs[save.name] = (
                     *EXPERTS, *RECIPES[recipe], *LAYOUTS[layout], "--load", save, "--save", save,
-                    "--train-iters", 3 + (recipe == "delayed"), "--save-interval", 1,
+                    "--train-iters", 3 + (recipe == "delayed"), "--save-interval", 1, *OTHER_RECIPE,
                 )  # fmt: skip
             memory[slow] = (tmp_path, pretrain_ranks(jobs))
         return memory[slow]
@@ -129,7 +129,7 @@ def test_tensor_parallelism_agrees(runs, start, pretrain_here, tmp_path):
     """Ranks share the group's scales, so that tokens are quantized to the same bits."""
     folder, _ = runs()
     load = start_from(start, 2, tmp_path / "one")
-    command = (*EXPERTS, *TENSOR_PARALLEL, "--train-iters", 3, "--load", load)
+    command = (*EXPERTS, *TENSOR_PARALLEL, *OTHER_RECIPE, "--train-iters", 3, "--load", load)
     done(pretrain_here(*command, "--save", load))
     one, split = (steps(path)[3] for path in (load, folder / "group tensor parallel"))
     assert split[0] == pytest.approx(one[0], rel=1e-5)

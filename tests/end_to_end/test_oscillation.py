@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_run import ONE_MICROBATCH, done, refused, saved_tensors, start_from, steps
+from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, refused, saved_tensors, start_from, steps
 
 from megatron_lowbit import quantize
 from megatron_lowbit.megatron import pretrain
@@ -86,7 +86,8 @@ def test_without_it_the_run_goes_on_otherwise(whole, pretrain_here, tmp_path):
     The step of the reset is the same: a reset weight has the codes that it had before.
     """
     save = start_from(whole[0], SAVED, tmp_path / "plain")
-    done(pretrain_here(*NVFP4, "--train-iters", LENGTH, "--load", save, "--save", save))
+    resumed = ("--train-iters", LENGTH, "--load", save, "--save", save)
+    done(pretrain_here(*NVFP4, *resumed, *OTHER_RECIPE))
     same = {k: steps(save)[k] == v for k, v in steps(whole[0]).items() if k > SAVED}
     assert same == {5: True, 6: True, 7: False, 8: False}
     assert saved_tensors(save / "iter_0000008", "oscillation.") == {}

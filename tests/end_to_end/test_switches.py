@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_run import ONE_MICROBATCH, done, saved_histories, start_from, steps
+from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, saved_histories, start_from, steps
 
 LENGTH = 4  # iterations
 AFTER = 2  # finished iterations, of 2 sequences of 32 tokens, at which every switch here comes
@@ -54,7 +54,7 @@ def train(pretrain_here, memory, tmp_path, tmp_path_factory) -> Callable[..., Pa
             return memory[arguments]
         folder = (tmp_path_factory.mktemp("runs") if after is None else tmp_path) / name
         if after is not None:
-            arguments = (*arguments, "--load", start_from(*after, folder))
+            arguments = (*arguments, *OTHER_RECIPE, "--load", start_from(*after, folder))
         interval = 1 if after is None else LENGTH
         length = ("--train-iters", LENGTH, "--save-interval", interval, *ONE_MICROBATCH)
         result = pretrain_here(*arguments, *length, "--save", folder)

@@ -43,6 +43,8 @@ MODEL = shlex.split("""
 """)
 ONE_MICROBATCH = ("--global-batch-size", 2)
 """Half the work of a step, for what does not depend on how gradients add up."""
+OTHER_RECIPE = ("--resume-changed", "recipe")
+"""For a run that resumes with another recipe than the checkpoint's."""
 GROUPED = ("--group-query-attention", "--num-query-groups", "2")
 # The schedule and the interval of saves do not depend on the number of iterations.
 LOOP = shlex.split("""

@@ -30,7 +30,7 @@ SHARD = "__0_0.distcp"
 
 def arguments(load: Path | None, **changes: object) -> Namespace:
     values = {"ckpt_step": None, "load_latest_valid": False, "save": None, "save_keep_last": None,
-              "non_persistent_ckpt_type": None}  # fmt: skip
+              "non_persistent_ckpt_type": None, "mock_data": True, "finetune": True}  # fmt: skip
     return Namespace(load=load and str(load), **{**values, **changes})
 
 

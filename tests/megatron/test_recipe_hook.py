@@ -14,6 +14,7 @@ FINE = {
     "mxnorm": False, "cuda_graph_impl": "none", "eval_iters": 0, "full_validation": False,
     "recompute_granularity": None, "pipeline_model_parallel_size": 1,
     "moe_grouped_gemm": False, "overlap_moe_expert_parallel_comm": False, "fp8": None, "fp4": None,
+    "fp8_recipe": None, "fp4_recipe": None,
     "use_transformer_engine_op_fuser": False, "gradient_accumulation_fusion": False, "geglu": False,
     "sandwich_norm": False, "window_rotary_base": None, "window_size": None,
     "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,

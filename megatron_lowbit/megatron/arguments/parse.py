@@ -101,7 +101,8 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
-    require(args.load or not args.load_latest_valid, "--load-latest-valid needs --load")
+    for flag in ("--load-latest-valid", "--resume-changed"):
+        require(args.load or flag not in words, f"{flag} needs --load")
     if args.save_keep_last is not None:
         require(bool(args.save), "--save-keep-last needs --save")
 

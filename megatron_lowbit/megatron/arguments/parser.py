@@ -75,6 +75,10 @@ class RecipeArguments:
     load_latest_valid: bool = False
     """if the newest checkpoint in --load is incomplete or damaged, load the newest valid one"""
 
+    resume_changed: list[Literal["recipe", "data"]] = field(default_factory=list)
+    """resume although this run has another recipe, or other data, than the checkpoint (default: the
+    run is refused)"""
+
     save_keep_last: int | None = None
     """after each save, delete complete checkpoints except the newest N (default: keep all)"""
 

@@ -24,6 +24,15 @@ KEY = "common_state/shard_0_1"
 LEGACY = "common.pt"
 
 
+def has_common_state(path: Path) -> bool:
+    """Return True for a checkpoint whose format has a common state."""
+    if not (path / ".metadata").is_file():
+        return False
+    return (path / LEGACY).is_file() or MetadataIndex(KEY) in Reader(
+        path
+    ).read_metadata().storage_data
+
+
 def read_common_state(path: Path) -> dict[str, Any]:
     """Read the common state of a checkpoint without running what it holds.
 

@@ -1,0 +1,160 @@
+"""Record of the recipe of a run, for its checkpoints: text that gives the same recipe anywhere.
+
+A record is plain data: ``recipes`` are YAML texts, one or two as on the command line, after changes
+of single fields; ``targets`` the texts of the recipes that switches name; ``format_files`` the
+SHA-256 of files of formats by name; ``megatron_lm`` names Megatron-LM's own FP8 or FP4.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.json_files import Entries
+from megatron_lowbit.recipes.load import overrides_by_recipe, read_recipe
+from megatron_lowbit.recipes.recipe import Recipe, combine
+from megatron_lowbit.recipes.schema import parse_recipe
+from megatron_lowbit.recipes.yaml_reader import read_yaml
+
+Record = dict[str, Any]
+_ABSENT = "nothing"
+
+
+def record_of(names: Sequence[str], overrides: Sequence[str] = (), megatron_lm: str = "") -> Record:
+    """Return the record of the recipes of a command line, of which there may be none.
+
+    Args:
+        names: one recipe, or two, of which the first gives fprop.
+        overrides: ``FIELD=VALUE`` each, as for :func:`megatron_lowbit.recipes.load_recipes`.
+        megatron_lm: description of Megatron-LM's own FP8 or FP4.
+
+    Raises:
+        UserError: a recipe does not exist or is wrong.
+    """
+    sides = overrides_by_recipe(names, overrides)
+    recipes = [read_recipe(name, own) for name, own in zip(names, sides, strict=True)]
+    switches = [switch for raw in recipes for switch in raw.get("switches", {}).values()]
+    targets = {switch["to"]: read_recipe(switch["to"]) for switch in switches}
+    files = {Path(f) for raw in (*recipes, *targets.values()) for f in raw.get("formats") or ()}
+    return {
+        "recipes": [yaml.safe_dump(raw, sort_keys=False) for raw in recipes],
+        "targets": {name: yaml.safe_dump(raw, sort_keys=False) for name, raw in targets.items()},
+        "format_files": {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in sorted(files)},
+        "megatron_lm": megatron_lm,
+    }
+
+
+def digest(record: Record) -> str:
+    """Return the SHA-256 of a record, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def name_of(record: Record) -> str:
+    """Return the names of a record's recipes, as in messages."""
+    names = [raw.get("name") for raw in _raw(record)]
+    return f"recipe {'+'.join(map(str, names))}" if names else record["megatron_lm"] or "no recipe"
+
+
+def recipe_from(record: Record, place: str) -> Recipe:
+    """Return the recipe of a record that has one.
+
+    Files of formats are read again; see ``refuse_format_files`` for records of others.
+
+    Raises:
+        UserError: the record holds no recipe.
+    """
+    return _recipe(_raw(record), _targets(record), place)
+
+
+def checked(record: Any, place: str) -> Record:
+    """Return a record that a file holds; raise UserError that names the place if it is none."""
+    entries = Entries(record, place)
+    digests = {side: entries.inner(side) for side in ("targets", "format_files")}
+    known = {
+        "recipes": entries.strings("recipes"),
+        **{side: {name: inner.string(name) for name in inner} for side, inner in digests.items()},
+        "megatron_lm": entries.string("megatron_lm", ""),
+    }
+    try:
+        raws = [*_raw(known), *_targets(known).values()]
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from None
+    if not all(isinstance(raw, dict) for raw in raws):
+        raise UserError(f"{place}: holds no mapping")
+    return known
+
+
+def difference(own: Record, saved: Record) -> str | None:
+    """Return what differs between two runs' records, as a part of a line; None for nothing.
+
+    Names, descriptions, comments and defaults do not count.
+    """
+    if _meaning(own) == _meaning(saved):
+        return None
+    names = name_of(own), name_of(saved)
+    if names[0] != names[1]:
+        return f"{names[0]} instead of {names[1]}"
+    new, old = dict(_fields(own)), dict(_fields(saved))
+    changed = [key for key in {**new, **old} if new.get(key, _ABSENT) != old.get(key, _ABSENT)]
+    if not changed:
+        return f"{names[0]} with another order of matchers"
+    first, more = changed[0], len(changed) - 1
+    others = f" ({more} more fields differ)" if more else ""
+    values = (str(side.get(first, _ABSENT)) for side in (new, old))
+    return f"{names[0]} with {first} {' instead of '.join(values)}{others}"
+
+
+def _raw(record: Record) -> list[dict[str, Any]]:
+    return [read_yaml(text) for text in record["recipes"]]
+
+
+def _targets(record: Record) -> dict[str, dict[str, Any]]:
+    return {name: read_yaml(text) for name, text in record["targets"].items()}
+
+
+def _recipe(raws: list[dict[str, Any]], targets: dict[str, Any], place: str) -> Recipe:
+    def load(name: str) -> Recipe:
+        return parse_recipe(targets.get(name), f"{place}: {name}", None)
+
+    return combine(*(parse_recipe(raw, place, load) for raw in (raws[0], raws[-1])))
+
+
+def _meaning(record: Record) -> tuple[Any, ...]:
+    """Return what decides a run's numbers, to be compared; matchers count in their order."""
+    raws, targets = (
+        [raw | {"name": "", "description": "", "formats": []} for raw in found]
+        for found in (_raw(record), _targets(record).values())
+    )
+    named = dict(zip(record["targets"], targets, strict=True))
+    try:
+        recipe = _recipe(raws, named, "recipe") if raws else None
+    except UserError:
+        return "unknown", repr((raws, named))
+    quantizes = recipe is not None and (
+        recipe.oscillation or any(precision.quantized for precision in recipe.precisions())
+    )
+    return repr(recipe) if quantizes else "", record["format_files"], record["megatron_lm"]
+
+
+def _fields(record: Record) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a record's recipes with their paths."""
+    raws = _raw(record)
+    sides = ("forward.", "backward.") if len(raws) == 2 else ("",)
+    for side, raw in zip(sides, raws, strict=True):
+        yield from _leaves(raw, side)
+    for name, raw in _targets(record).items():
+        yield from _leaves(raw, f"{name}: ")
+    yield from _leaves(record["format_files"], "")
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, dict):
+        yield path.removesuffix("."), value
+        return
+    for key, inner in value.items():
+        if key not in ("name", "description", "formats"):
+            yield from _leaves(inner, f"{path}{key}.")

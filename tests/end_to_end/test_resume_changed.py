@@ -1,0 +1,162 @@
+"""Runs that resume with another recipe, other data or another learning rate."""
+
+import shutil
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import ONE_MICROBATCH, ROOT, done, metrics, refused, start_from
+
+from megatron_lowbit.data.corpus import preprocess
+from megatron_lowbit.data.digest import dataset_digest
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.common_state import read_common_state
+from megatron_lowbit.megatron.run_record import check_resumed
+from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.recipes.record import recipe_from, record_of
+
+SAVED = 1
+OTHER = {"recipe": "another recipe", "data": "other data"}
+RUN = ("--num-layers", 1, *ONE_MICROBATCH)
+RECIPE = "mine.yaml"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Folder with the recipe of all runs."""
+    folder = tmp_path_factory.mktemp("recipe")
+    shutil.copy(ROOT / "recipes" / "nvfp4.yaml", folder / RECIPE)
+    return folder
+
+
+@pytest.fixture
+def start(memory, pretrain_here, folder) -> Path:
+    """Checkpoint of one iteration."""
+    if "start" not in memory:
+        memory["start"] = folder / "start"
+        recipe = ("--precision-recipe", folder / RECIPE, "--recipe-set", "bf16_blocks=none")
+        done(pretrain_here(*RUN, *recipe, "--train-iters", SAVED, "--save", memory["start"]))
+    return memory["start"] / "iter_0000001"
+
+
+@pytest.fixture
+def resumed(start, corpus, folder, monkeypatch) -> Namespace:
+    """Arguments of a run that resumes from it, with nothing changed."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 1)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda found, own: found.__setitem__(0, own)
+    )
+    return Namespace(
+        load=str(start.parent),
+        ckpt_step=None,
+        finetune=False,
+        skip_train=False,
+        phase_transition_iterations=None,
+        resume_changed=[],
+        recipe_record=record_of([str(folder / RECIPE)], ["bf16_blocks=none"]),
+        data_record={"elsewhere": dataset_digest(str(corpus / "data"))},
+    )
+
+
+def test_a_checkpoint_has_the_text_of_its_recipe_and_the_digest_of_its_data(start, corpus):
+    args = read_common_state(start)["args"]
+    expected = load_recipe("nvfp4", ["bf16_blocks=none"])
+    assert recipe_from(args.recipe_record, "the checkpoint") == expected
+    prefix = str(corpus / "data")
+    assert args.data_record == {prefix: dataset_digest(prefix)}
+
+
+def test_nothing_is_said_without_a_difference(resumed, start, capsys):
+    check_resumed(resumed)
+    assert capsys.readouterr().out == ""
+
+
+CHANGES = {
+    "recipe": (
+        {"recipe_record": record_of(["nvfp4"], ["bf16_blocks=none", "grad.rounding=nearest"])},
+        "recipe nvfp4 with configs.nvfp4.grad.rounding nearest instead of stochastic",
+    ),
+    "data": ({"data_record": {}}, "mock data instead of "),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_difference_is_refused_unless_it_is_asked_for(resumed, start, capsys, kind):
+    change, text = CHANGES[kind]
+    vars(resumed).update(change)
+    message = f"^{start}: saved by a run with {OTHER[kind]}: this one has {text}.*; --resume-"
+    with pytest.raises(UserError, match=f"{message}changed {kind} goes on with it$"):
+        check_resumed(resumed)
+    resumed.resume_changed = [kind]
+    check_resumed(resumed)
+    assert capsys.readouterr().out.startswith(f"resumed with {OTHER[kind]}: {text}")
+
+
+def test_a_phase_begins_with_its_own_data(resumed):
+    """The recipe is another matter, and so is any other iteration."""
+    resumed.data_record, resumed.phase_transition_iterations = {}, [SAVED, 9]
+    check_resumed(resumed)
+    resumed.phase_transition_iterations = [9]
+    with pytest.raises(UserError, match="other data"):
+        check_resumed(resumed)
+
+
+@pytest.mark.parametrize("name", ["finetune", "skip_train"])
+def test_a_run_that_does_not_resume_training_may_differ(resumed, start, name):
+    vars(resumed).update({name: True, "data_record": {}})
+    check_resumed(resumed)
+
+
+def test_an_older_checkpoint_is_loaded_and_said(resumed, start, capsys, monkeypatch):
+    found = "megatron_lowbit.megatron.run_record.read_common_state"
+    monkeypatch.setattr(found, lambda path: {"args": Namespace()})
+    check_resumed(resumed)
+    expected = f"{start}: records no recipe and data to compare with this run's\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_edited_data_and_recipes_are_noticed(start, pretrain_here, corpus, folder, tmp_path):
+    """The data has the same path and size."""
+    shutil.copytree(corpus, tmp_path / "data")
+    text = tmp_path / "text.txt"
+    text.write_text("other words " * 3000)
+    run = partial(pretrain_here, *RUN, "--train-iters", 2, "--recipe-set", "bf16_blocks=none")
+    same = ("--precision-recipe", folder / RECIPE)
+    load = ("--load", start.parent)
+    (tmp_path / RECIPE).write_text((folder / RECIPE).read_text().replace("stochastic", "nearest"))
+    error = refused(run(*load, "--precision-recipe", tmp_path / RECIPE))
+    assert "grad.rounding nearest instead of stochastic; --resume-changed recipe" in error
+    preprocess([text], str(corpus / "tokenizer"), str(tmp_path / "data" / "data"))
+    prefix = tmp_path / "data" / "data"
+    error = refused(run(*load, *same, "--data-path", prefix))
+    assert f"other data: this one has {prefix} (SHA-256 " in error
+    save = start_from(start.parent, SAVED, tmp_path / "save")
+    changed = ("--data-path", prefix, "--resume-changed", "data")
+    done(run("--load", save, "--save", save, *same, *changed))
+    assert [step["iteration"] for step in metrics(save)] == [2]
+
+
+OPTIMIZERS = {
+    "plain": (),
+    "distributed": ("--use-distributed-optimizer",),
+    "decoupled": ("--decoupled-lr", 4e-3),
+}
+SLOW = ("decoupled",)
+IN_ORDER = [pytest.param(x, marks=[pytest.mark.slow] * (x in SLOW)) for x in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("optimizer", IN_ORDER)
+def test_a_run_goes_on_with_another_learning_rate(pretrain_here, tmp_path, optimizer):
+    """The scheduler's formula gives the rates that are logged."""
+    run = (*RUN, *OPTIMIZERS[optimizer], "--save", tmp_path, "--lr-decay-style", "linear")
+    done(pretrain_here(*run, "--train-iters", SAVED))
+    other = ("--lr", 2e-3, "--min-lr", 1e-3, "--lr-decay-iters", 10)
+    if optimizer == "decoupled":
+        other += ("--decoupled-lr", 3e-3, "--decoupled-min-lr", 1e-3)
+    done(pretrain_here(*run, "--train-iters", 3, "--load", tmp_path, *other))
+    rates = {step["iteration"]: step["learning_rate"] for step in metrics(tmp_path)}
+    # The rate of an iteration is that after the iterations before it.
+    assert [rates[2], rates[3]] == pytest.approx([1.8e-3, 1.7e-3])
