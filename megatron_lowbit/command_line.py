@@ -76,18 +76,25 @@ def expand_files(argv: Iterable[str]) -> list[str]:
         UserError: a file is missing, too large, is not text, has an open quote, or includes itself;
             or the files are too many.
     """
+    return [word for word, _ in expand_with_origin(argv)]
+
+
+def expand_with_origin(argv: Iterable[str]) -> list[tuple[str, bool]]:
+    """Expand files as :func:`expand_files` does; True marks the arguments of presets."""
     left = iter(range(_MOST_FILES))
 
-    def expand(arguments: Iterable[str], opened: tuple[Path, ...]) -> Iterator[str]:
+    def expand(
+        arguments: Iterable[str], opened: tuple[Path, ...], of_preset: bool = False
+    ) -> Iterator[tuple[str, bool]]:
         for argument in arguments:
             if not argument.startswith("@"):
-                yield argument
+                yield argument, of_preset
                 continue
             try:
                 path = _argument_file(argument[1:])
                 require(path not in opened, f"{argument}: the file includes itself")
                 require(next(left, None) is not None, f"{argument}: more than {_MOST_FILES} files")
-                yield from expand(_read_arguments(path), (*opened, path))
+                yield from expand(_read_arguments(path), (*opened, path), is_preset(path))
             except UserError:
                 raise
             except (OSError, RuntimeError, ValueError) as error:
@@ -102,6 +109,13 @@ def shipped_presets() -> dict[str, Path]:
     """Return the files of arguments that come with the package, by names like examples/x.args."""
     files = (Path(__file__).parent / "examples").glob("*.args")
     return {f"examples/{file.name}": file for file in sorted(files)}
+
+
+def is_preset(path: Path) -> bool:
+    """Return True if a file of arguments is a shipped preset, or an unchanged copy of one."""
+    size = path.stat().st_size
+    same_size = [one for one in shipped_presets().values() if one.stat().st_size == size]
+    return any(one.read_bytes() == path.read_bytes() for one in same_size)
 
 
 def _argument_file(name: str) -> Path:
@@ -132,12 +146,19 @@ class CommandLine:
     Args:
         parser: a parser that knows all arguments.
         argv: command line, with files of arguments expanded.
+        of_user: the same without the arguments of presets; None if there are no presets.
     """
 
-    def __init__(self, parser: argparse.ArgumentParser, argv: Iterable[str]) -> None:
+    def __init__(
+        self,
+        parser: argparse.ArgumentParser,
+        argv: Iterable[str],
+        of_user: Sequence[str] | None = None,
+    ) -> None:
         self._destinations = {
             flag: action.dest for action in parser._actions for flag in action.option_strings
         }
+        self._of_user = None if of_user is None else CommandLine(parser, of_user)
         self._entries: list[tuple[str, ...]] = []
         for token in argv:
             flag, equals, value = token.partition("=")
@@ -150,6 +171,11 @@ class CommandLine:
 
     def __contains__(self, flag: str) -> bool:
         return any(self._same(entry, flag) for entry in self._entries)
+
+    def is_of_preset(self, *flags: str) -> bool:
+        """Return True if some of the arguments are given, all of them by presets."""
+        given = any(flag in self for flag in flags)
+        return given and self._of_user is not None and not any(f in self._of_user for f in flags)
 
     def destinations(self) -> set[str]:
         """Return the attributes that the arguments set."""

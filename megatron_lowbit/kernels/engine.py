@@ -107,7 +107,9 @@ class Engine:
         """
         return reference_gemm(lhs, rhs, bias, accumulation, out_dtype)
 
-    def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
+    def describe(
+        self, lhs: BlockFormat | None, rhs: BlockFormat | None, folding: bool = True
+    ) -> str:
         """Describe how two formats (None: high precision) are multiplied."""
         raise NotImplementedError
 
@@ -190,7 +192,9 @@ class ReferenceEngine(Engine):
     name = "reference"
     quantize = staticmethod(quantize_both)
 
-    def describe(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> str:
+    def describe(
+        self, lhs: BlockFormat | None, rhs: BlockFormat | None, folding: bool = True
+    ) -> str:
         """Describe the product, which is the same for all formats."""
         return "dequantized to FP32, FP32 sums"
 

@@ -71,10 +71,9 @@ class FusedEngine(Engine):
         """Return the route of a pair of formats, one of them at least quantized, in any order."""
         return routes.route(lhs, rhs, self.capability, folding)
 
-    def describe(self, lhs: routes.Format, rhs: routes.Format) -> str:
+    def describe(self, lhs: routes.Format, rhs: routes.Format, folding: bool = True) -> str:
         """Describe the route of two formats and its sums."""
-        found = self.route(lhs, rhs)
-        return f"{found.name}, {found.accumulation}"
+        return str(self.route(lhs, rhs, folding))
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of both sides, from one pass over x."""

@@ -36,6 +36,9 @@ class Route:
     takes: Callable[[Format, Format, tuple[int, int]], bool]
     form: Form = Form.CODES
 
+    def __str__(self) -> str:
+        return f"{self.name}, {self.accumulation}"
+
 
 def _takes_tiles(lhs: Format, rhs: Format, capability: tuple[int, int]) -> bool:
     both = isinstance(lhs, FP8Tile) and isinstance(rhs, FP8Tile)

@@ -19,11 +19,14 @@ from rich.table import Table
 from torch.overrides import TorchFunctionMode
 
 from megatron_lowbit.console import plain_console
+from megatron_lowbit.kernels.engine import Engine
+from megatron_lowbit.kernels.routes import Format, route
 from megatron_lowbit.megatron import cuda_graphs
+from megatron_lowbit.megatron.failures import translate_model_errors
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.model_config import model_config_of
-from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
+from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order, on_described_machine
 from megatron_lowbit.recipes import Layer, load_recipes
 
 
@@ -60,25 +63,34 @@ def dry_run(args: Namespace) -> None:
     """
     if args.rank != 0:
         return
-    from megatron_lowbit.planning.run_plan import describe_plan
+    from megatron_lowbit.planning.hardware import gpu
+    from megatron_lowbit.planning.run_plan import describe_plan, planned_gpu
 
     console = plain_console(130)
-    on_gpus = Namespace(**vars(args) | {"cuda_graph_impl": args.cuda_graph_impl_on_gpus})
+    on_gpus = on_described_machine(args)
     if args.precision_recipe is not None:
         cuda_graphs.check(load_recipes(args.precision_recipe, args.recipe_set), on_gpus)
-    stages = model_stages(args, show_recipe=True)
+    kind, why = planned_gpu(args.dry_run_gpu)
+    with translate_model_errors():
+        stages = model_stages(args, on_gpus, gpu(kind).capability)
     console.print(parameter_table(args, stages))
-    for line in describe_plan(on_gpus):
+    for line in describe_plan(args.given, args.world_size, kind, why):
         console.print(line)
     console.print("dry run: nothing was trained, nothing was written")
 
 
-def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
+def model_stages(
+    args: Namespace,
+    on_gpus: Namespace | None = None,
+    capability: tuple[int, int] | None = None,
+) -> list[Stage]:
     """Build the first rank of each pipeline stage.
 
     Args:
         args: validated arguments.
-        show_recipe: print the table of the recipe for the whole model.
+        on_gpus: the arguments on GPUs, with which to print the recipe's table for the whole model;
+            None prints nothing.
+        capability: compute capability of those GPUs.
     """
     # The fused all-reduce allocates memory that only real ranks share.
     changed: dict[str, Any] = {"fused_allreduce_norm": False}
@@ -99,9 +111,26 @@ def model_stages(args: Namespace, show_recipe: bool = False) -> list[Stage]:
     if hook is not None:
         layers = in_order(layers)
         hook.check(layers)
-        if show_recipe:
-            hook.show(layers, chunks)
+        if on_gpus is not None and capability is not None:
+            if args.quantization_engine == "auto":
+                hook.engine = _PlannedEngine(capability)
+            hook.args = on_gpus
+            hook.show(layers, chunks, capability)
     return stages
+
+
+class _PlannedEngine(Engine):
+    """The engine of GPUs that this machine lacks: only its description."""
+
+    name = "fused"
+
+    def __init__(self, capability: tuple[int, int]) -> None:
+        super().__init__(f"GPU of compute capability {'.'.join(map(str, capability))}")
+        self.capability = capability
+
+    def describe(self, lhs: Format, rhs: Format, folding: bool = True) -> str:
+        """Describe the route of two formats and its sums."""
+        return str(route(lhs, rhs, self.capability, folding))
 
 
 @contextmanager

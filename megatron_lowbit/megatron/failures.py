@@ -35,14 +35,36 @@ def translate_assertions() -> Iterator[None]:
 
 
 @contextmanager
+def translate_missing_packages() -> Iterator[None]:
+    """Raise UserError where Megatron-LM or torch imports a package that is not installed."""
+    try:
+        yield
+    except ImportError as error:
+        if _is_ours(error):
+            raise
+        raise UserError(f"a package is missing: {in_one_line(error)}") from error
+
+
+@contextmanager
 def translate_model_errors() -> Iterator[None]:
-    """Raise UserError for a ValueError of Megatron-LM's model configuration."""
+    """Raise UserError for what Megatron-LM's model configuration refuses, or cannot build."""
     try:
         yield
     except UserError:
         raise
     except ValueError as error:
         raise UserError(in_one_line(error)) from error
+    except (TypeError, KeyError, AttributeError, NotImplementedError) as error:
+        if _is_ours(error):
+            raise
+        message = f"{type(error).__name__}: {in_one_line(error)}"
+        raise UserError(f"Megatron-LM cannot build the model: {message}") from error
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return True if code of this project raised an exception."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return Path(frame.filename).is_relative_to(Path(__file__).parents[1])
 
 
 @contextmanager

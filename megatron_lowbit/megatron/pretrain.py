@@ -44,13 +44,14 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     if args.dry_run:
         from megatron_lowbit.megatron.dry_run import dry_run
 
-        with teardown(), failures.translate_assertions():
+        with teardown(), failures.translate_assertions(), failures.translate_missing_packages():
             dry_run(args)
         return
     with (
         skip_bad_iterations(args),
         teardown(),
         failures.translate_assertions(),
+        failures.translate_missing_packages(),
         # Megatron-LM's fault tolerance parses the command line again.
         command_line(args.upstream_command_line),
     ):

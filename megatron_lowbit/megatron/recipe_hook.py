@@ -66,7 +66,9 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     record_recipe(args)
     if args.gradient_accumulation_fusion:
         upstream_gaps.fuse_gradient_accumulation()
-    upstream_gaps.check_local_layers(args)
+    described = on_described_machine(args)
+    upstream_gaps.check_local_layers(described)
+    upstream_gaps.check_attention_mask(described)
     upstream_gaps.check_saves(args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
@@ -101,6 +103,14 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     model_config.post_wrap_hooks.append(hook.wrap)
 
 
+def on_described_machine(args: Namespace) -> Namespace:
+    """Return the arguments as the machine that a dry run describes has them."""
+    if not getattr(args, "dry_run", False):
+        return args
+    names = ("cuda_graph_impl", "transformer_impl")
+    return Namespace(**vars(args) | {name: getattr(args, f"{name}_on_gpus") for name in names})
+
+
 def _check(args: Namespace) -> None:
     """Raise UserError for arguments that would leave layers unquantized."""
     refused = {
@@ -114,6 +124,7 @@ def _check(args: Namespace) -> None:
         ),
         "--fp8-format": (args.fp8 is not None, "a recipe takes the place of Megatron-LM's own"),
         "--fp4-format": (args.fp4 is not None, "a recipe takes the place of Megatron-LM's own"),
+        "--fp16": (vars(args).get("fp16"), "recipes quantize BF16 and FP32"),
     }
     for flag, (given, reason) in refused.items():
         require(not given, f"{flag} under a recipe: {reason}; leave it out")
@@ -186,10 +197,18 @@ class RecipeHook:
         if self.args.mxnorm:
             check_mxnorm(self.recipe, layers, self.args.hidden_size)
 
-    def show(self, layers: list[Layer], chunks: list[torch.nn.Module]) -> None:
-        """Print which layers of the whole model have which precision, and how it is computed."""
+    def show(
+        self,
+        layers: list[Layer],
+        chunks: list[torch.nn.Module],
+        capability: tuple[int, int] | None = None,
+    ) -> None:
+        """Print which layers of the whole model have which precision, and how it is computed.
+
+        ``capability``: compute capability of the GPU that is described; None for this machine's.
+        """
         console = plain_console(130)
-        for line in describe(self.recipe, self.engine, layers, chunks, self.args):
+        for line in describe(self.recipe, self.engine, layers, chunks, self.args, capability):
             console.print(line)
         if self.recipe.switches:
             print(f"in force from iteration {self.start} on: recipe {self.current.name}")

@@ -28,7 +28,7 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 from megatron_lowbit.megatron.transformer_engine_experts import Expert, take_over_expert
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.transformer_engine.native import Native, native_recipe
+from megatron_lowbit.transformer_engine.native import Native, layer_recipe
 from megatron_lowbit.transformer_engine.norm import normalized
 from megatron_lowbit.transformer_engine.recipe import build
 
@@ -203,16 +203,4 @@ def _content(native: Native | None, evaluates: bool) -> dict[str, Any]:
 
 
 def _native(precision: LinearPrecision) -> Native | None:
-    if precision.history_length:
-        # megatron-core's layers take no delayed scaling one by one, and Transformer Engine's
-        # checkpoints of it are pickles.
-        return None
-    return native_recipe(precision, torch.cuda.get_device_capability())
-
-
-def kernels(precision: LinearPrecision) -> str:
-    """Describe whose kernels compute a layer of this precision."""
-    if not precision.quantized:
-        return "Transformer Engine's, BF16"
-    native = _native(precision)
-    return "this project's" if native is None else f"Transformer Engine's {native.name}"
+    return layer_recipe(precision, torch.cuda.get_device_capability())

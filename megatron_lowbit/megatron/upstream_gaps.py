@@ -10,6 +10,7 @@
 - Gradient accumulation fusion, the default, needs Apex beside Transformer Engine as well.
 - Local experts with biases are not trained, or with a wrong gradient.
 - Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
+- ``--reset-attention-mask`` reaches no layer of some runs; :func:`check_attention_mask` refuses it.
 - Asynchronous saves of Megatron-FSDP fail; :func:`check_saves` refuses them.
 
 See docs/upstream-notes.md.
@@ -81,11 +82,6 @@ def check_local_layers(args: Namespace) -> None:
         "--disable-bias-linear, or leave it out",
     )
     require(
-        not (args.window_size and args.reset_attention_mask),
-        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
-        "layers with a window ignore the mask; leave out --reset-attention-mask",
-    )
-    require(
         args.cuda_graph_impl != "local",
         "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
         "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
@@ -95,6 +91,30 @@ def check_local_layers(args: Namespace) -> None:
         or args.virtual_pipeline_model_parallel_size is None,
         "--cuda-graph-impl transformer_engine with --transformer-impl local: layers in virtual "
         "pipeline stages have other losses than without graphs; leave out the stages",
+    )
+
+
+def check_attention_mask(args: Namespace) -> None:
+    """Raise UserError where layers ignore the mask of ``--reset-attention-mask``."""
+    if not args.reset_attention_mask:
+        return
+    idle = "--reset-attention-mask has no effect with"
+    require(not args.window_size, f"{idle} --window-size: layers with a window make their own mask; "
+            "leave out --reset-attention-mask")  # fmt: skip
+    require(
+        args.transformer_impl == "local",
+        f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own "
+        "mask; give --transformer-impl local",
+    )
+    require(
+        not args.masked_softmax_fusion,
+        f"{idle} --masked-softmax-fusion: the kernel makes its own mask; give "
+        "--no-masked-softmax-fusion",
+    )
+    require(
+        args.pipeline_model_parallel_size <= 2 and not args.virtual_pipeline_model_parallel_size,
+        f"{idle} more than two pipeline stages: Megatron-LM gives the mask to the first and the "
+        "last",
     )
 
 

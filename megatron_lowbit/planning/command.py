@@ -22,11 +22,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         UserError: an argument, of this command's or of training's, that is wrong.
     """
-    own, training = _parser().parse_known_args(argv)
+    own, training = read_arguments(argv)
     # After the help, which needs no torch.
     from megatron_lowbit.planning.search import print_plan
 
     print_plan(own, training)
+
+
+def read_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return this command's arguments, and those of training."""
+    return _parser().parse_known_args(argv)
 
 
 def _parser() -> argparse.ArgumentParser:

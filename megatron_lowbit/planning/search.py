@@ -181,6 +181,8 @@ def vocabulary_size(args: Namespace) -> int:
 
     Raises UserError where no argument says it.
     """
+    if args.padded_vocab_size is not None:
+        return int(args.padded_vocab_size)
     if args.vocab_size is not None:
         require(args.vocab_size > 0, f"--vocab-size {args.vocab_size}: must be positive")
         return args.vocab_size

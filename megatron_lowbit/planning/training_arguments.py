@@ -50,6 +50,7 @@ class TrainingArguments:
     def __init__(self, words: Sequence[str]) -> None:
         args, self._command_line = read_command_line(front_parser(), words)
         self.flags = args
+        self.remove("--dry-run", "--world-size", "--gpu")
         for flag, value in _FILLED:
             self._fill(flag, value)
         if args.train_samples is None:

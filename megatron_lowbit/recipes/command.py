@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from megatron_lowbit.command_line import CommandParser, command_parser, expand_files
+from megatron_lowbit.command_line import CommandParser, command_parser, expand_with_origin
 from megatron_lowbit.errors import UserError
 
 
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     show.add_argument("--model", metavar="FILE", help="a model's arguments: a file or a preset")
     _add_shape(show)
+    show.set_defaults(blocks_of_preset=False)
     return parser
 
 
@@ -60,9 +61,12 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
 def _read_model(file: str) -> argparse.Namespace:
     """Read layers, pattern and norm from a file of arguments, most of which say other things."""
     try:
-        arguments = expand_files([f"@{file}"])
+        expanded = expand_with_origin([f"@{file}"])
     except UserError as error:
         raise UserError(f"--model {str(error).removeprefix('@')}") from None
     parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
-    return parser.parse_known_args(arguments)[0]
+    args = parser.parse_known_args([word for word, _ in expanded])[0]
+    of_user, _ = parser.parse_known_args([word for word, of_preset in expanded if not of_preset])
+    args.blocks_of_preset = not of_user.first_last_layers_bf16
+    return args

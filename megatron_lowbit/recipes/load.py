@@ -1,7 +1,9 @@
 """Recipes by name or file, and single fields of them set from the command line."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
+from fractions import Fraction
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -11,7 +13,14 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.precision import GEMM_ROLES
 from megatron_lowbit.recipes.recipe import Recipe, combine
-from megatron_lowbit.recipes.schema import PrecisionSpec, RecipeSpec, operand_keys, parse_recipe
+from megatron_lowbit.recipes.schema import (
+    PrecisionSpec,
+    RecipeSpec,
+    idle_fields,
+    leaves,
+    operand_keys,
+    parse_recipe,
+)
 from megatron_lowbit.recipes.yaml_reader import MAX_CHARACTERS, has_control_characters, read_yaml
 
 MEGATRON_NAMES = {
@@ -21,7 +30,9 @@ MEGATRON_NAMES = {
 }
 """Megatron-LM's names of recipes where ours differ."""
 
-_SIDES = ("forward", "backward")
+_GEMMS = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
+"""GEMMs that each of two combined recipes gives."""
+_SIDES = tuple(_GEMMS)
 
 
 def shipped_recipes() -> dict[str, Any]:
@@ -43,10 +54,17 @@ def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     raw, source = _read(name_or_path)
     load_target = cache(_load_target)
+    recipe = _parse_file(raw, source, load_target)
+    if not overrides:
+        return recipe
+    changed = [(override, apply_override(raw, override)) for override in overrides]
     recipe = parse_recipe(raw, source, load_target)
-    for override in overrides:
-        apply_override(raw, override)
-    return parse_recipe(raw, source, load_target) if overrides else recipe
+    idle = idle_fields(raw)
+    for override, paths in changed:
+        reasons = [idle.get(leaf) for path in paths for leaf in _leaves_at(raw, path)]
+        if reasons and None not in reasons:
+            raise UserError(f"--recipe-set {override}: without effect, {reasons[0]}; remove it")
+    return recipe
 
 
 def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
@@ -74,16 +92,25 @@ def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, A
     return raw
 
 
-def bf16_blocks(name: str, first: int, last: int) -> tuple[str, ...]:
+def bf16_blocks(
+    name: str, first: int, last: int, of_preset: bool = False
+) -> tuple[str, ...] | None:
     """Return the overrides that keep just the first and last blocks of a model in BF16.
 
     Args:
         name: as for :func:`load_recipe`; of a recipe that quantizes nothing there are none.
         first, last: numbers of blocks.
+        of_preset: True for the numbers of a preset, which its paper gives for NVFP4. They replace
+            shares of any model's blocks only, as ``nvfp4`` keeps them.
+
+    Returns:
+        None where a preset's numbers do not apply: a recipe keeps no blocks, or a number of them.
     """
     raw = read_recipe(name)
     if not any(raw["configs"].values()):
         return ()
+    if of_preset and not _keeps_shares(load_recipe(name)):
+        return None
     has_matcher = "bf16_blocks" in raw["matchers"]
     if first == last == 0:
         return ("bf16_blocks=none",) if has_matcher else ()
@@ -91,6 +118,12 @@ def bf16_blocks(name: str, first: int, last: int) -> tuple[str, ...]:
         return (f"bf16_blocks.first={first}", f"bf16_blocks.last={last}")
     blocks = f"{{type: blocks, first: {first}, last: {last}, config: bf16, enabled: true}}"
     return ("configs.bf16={}", f"matchers.bf16_blocks={blocks}")
+
+
+def _keeps_shares(recipe: Recipe) -> bool:
+    matcher = recipe.matchers.get("bf16_blocks")
+    extents = (getattr(matcher, end, None) for end in ("first", "last"))
+    return any(isinstance(extent, Fraction) for extent in extents)
 
 
 def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
@@ -103,7 +136,14 @@ def for_sides(sides: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 def _load_target(name_or_path: str) -> Recipe:
     """Load a recipe that a switch names. It has no switches, which could lead in a circle."""
-    return parse_recipe(*_read(name_or_path), None)
+    return _parse_file(*_read(name_or_path), None)
+
+
+def _parse_file(raw: Any, source: str, load_target: Callable[[str], Recipe] | None) -> Recipe:
+    recipe = parse_recipe(raw, source, load_target)
+    for path, why in idle_fields(raw).items():
+        raise UserError(f"{source}: {'.'.join(path)}: without effect, {why}; remove it")
+    return recipe
 
 
 def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -112,10 +152,36 @@ def load_combined(forward: str, backward: str, overrides: Sequence[str] = ()) ->
     Overrides start with ``forward.`` or ``backward.``, then go on as for :func:`load_recipe`.
 
     Raises:
-        UserError: as :func:`load_recipe`; an override without its side; recipes with switches.
+        UserError: as :func:`load_recipe`; an override without its side, or of a GEMM that the other
+            recipe gives; recipes with switches.
     """
     names = (forward, backward)
-    return combine(*map(load_recipe, names, overrides_by_recipe(names, overrides)))
+    recipes = []
+    for side, name, given in zip(_SIDES, names, overrides_by_recipe(names, overrides), strict=True):
+        recipes.append(load_recipe(name, given))
+        for number, override in enumerate(given):
+            others = [*given[:number], *given[number + 1 :]]
+            if _is_idle(side, recipes[-1], name, others):
+                gemms = " and ".join(_GEMMS[side])
+                raise UserError(
+                    f"--recipe-set {side}.{override}: without effect, the {side} recipe gives "
+                    f"{gemms} only; remove it"
+                )
+    return combine(*recipes)
+
+
+def _is_idle(side: str, recipe: Recipe, name: str, others: Sequence[str]) -> bool:
+    """Return True if a recipe differs from one with the other overrides only in unused GEMMs."""
+    try:
+        plain = load_recipe(name, others)
+    except UserError:
+        return False  # the others need it
+
+    def used(one: Recipe) -> tuple[Recipe, list[Any]]:
+        configs = [(key, [p.gemms[g] for g in _GEMMS[side]]) for key, p in one.configs.items()]
+        return replace(one, configs={}), configs
+
+    return plain != recipe and used(plain) == used(recipe)
 
 
 def overrides_by_recipe(names: Sequence[str], overrides: Sequence[str]) -> list[list[str]]:
@@ -170,8 +236,18 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     return raw, entry.name
 
 
-def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set one field of a recipe's raw YAML data in place.
+def _leaves_at(raw: dict[str, Any], path: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the fields of a config that a path holds, or is a part of."""
+    section, name, *rest = *path, "", ""
+    if section == "configs":
+        for leaf in leaves(raw["configs"].get(name, {})):
+            common = min(len(leaf), len(path) - 2)
+            if leaf[:common] == tuple(rest[:common]):
+                yield ("configs", name, *leaf)
+
+
+def apply_override(raw: dict[str, Any], override: str) -> list[list[str]]:
+    """Set one field of a recipe's raw YAML data in place; return the paths that are set.
 
     ``grad.rounding=nearest`` (a role or a GEMM) sets the field in every config that quantizes;
     ``bf16_blocks.last=4`` a matcher's field; a path that starts with ``configs.``, ``matchers.`` or
@@ -186,10 +262,12 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     known = set(raw["matchers"])
     with error_prefix(f"--recipe-set {override}: "):
         field, value = _field_and_value(override)
-        for path in _paths(raw, field):
+        paths = _paths(raw, field)
+        for path in paths:
             _set(raw, path, value)
         _normalize_sections(raw)
     raw["matchers"] = dict(sorted(raw["matchers"].items(), key=lambda item: item[0] in known))
+    return paths
 
 
 def _field_and_value(override: str) -> tuple[str, Any]:
@@ -257,6 +335,7 @@ def _set(data: dict[str, Any], path: list[str], value: Any) -> None:
         if not isinstance(data, dict):
             raise ValueError(f"{key} has no fields below it")
     if last == "format":
-        for option in data.keys() - set(operand_keys(str(value))):
+        kept = ("format",) if value is None else operand_keys(str(value))
+        for option in data.keys() - set(kept):
             del data[option]
     data[last] = value

@@ -6,7 +6,8 @@ settings of a role; ``fprop: null`` leaves a GEMM in high precision. ``switches`
 recipe takes over. ``formats`` are Python files that define formats.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -92,8 +93,13 @@ class OperandSpec(BaseModel):
         changes = other.model_dump(exclude_unset=True)
         own = self.model_dump(exclude_unset=True)
         if "format" in changes:
-            own = {name: v for name, v in own.items() if name in operand_keys(other.format)}
+            kept = () if other.format is None else operand_keys(other.format)
+            own = {name: v for name, v in own.items() if name in kept}
         return OperandSpec(**own | changes)
+
+    def settings(self) -> tuple[Any, ...]:
+        """Return what the fields say, with the defaults of the format's options."""
+        return self.build(), self.rounding, self.axis, self.requantize, self.split_mean
 
 
 def _signs(data: Any) -> Any:
@@ -141,6 +147,40 @@ class PrecisionSpec(_RoleSettings):
     def build(self) -> LinearPrecision:
         """Build the precision; a ValueError starts with the key that is wrong."""
         return LinearPrecision(**{gemm: self._gemm(gemm) for gemm in GEMM_ROLES})
+
+    def idle_fields(self) -> dict[tuple[str, ...], str]:
+        """Return the paths of fields that change nothing, such as amax_history of tiles, and why.
+
+        A field that says what holds without it, as a default, is none of them.
+        """
+        given = self.model_dump(exclude_unset=True)
+        idle = {}
+        for path in leaves(given):
+            try:
+                other = PrecisionSpec.model_validate(_without(given, path))
+                same = _computed(other.build()) == _computed(self.build())
+                if same and other._in_force() != self._in_force():
+                    idle[path] = _READERS.get(path[-1], "no GEMM of the config reads it")
+            except ValueError:
+                continue  # other fields need it
+        return idle
+
+    def _in_force(self) -> dict[str, Any]:
+        """Return what the fields say about each GEMM, whether its formats take notice or not."""
+        found: dict[str, Any] = {}
+        for name, roles in GEMM_ROLES.items():
+            gemm: GemmSpec | None = getattr(self, name)
+            if gemm is None:
+                continue
+            for role in roles:
+                null = role in gemm.model_fields_set and getattr(gemm, role) is None
+                found[f"{name}.{role}"] = null or self._operand(gemm, role).settings()
+            for key in ("accumulation", "fallback"):
+                found[f"{name}.{key}"] = getattr(
+                    gemm if key in gemm.model_fields_set else self, key
+                )
+            found[f"{name}.folding"] = self.folding if gemm.folding is None else gemm.folding
+        return found | {"scales": (self.tensor_scale, self.amax_history)}
 
     def _gemm(self, name: str) -> GemmPrecision:
         gemm: GemmSpec | None = getattr(self, name)
@@ -191,6 +231,49 @@ class PrecisionSpec(_RoleSettings):
     def _operand(self, gemm: GemmSpec, role: str) -> OperandSpec:
         """Return a role's settings in a GEMM."""
         return (getattr(self, role) or OperandSpec()).changed_by(getattr(gemm, role))
+
+
+_READERS = {
+    "amax_history": "no operand has a tensor scale",
+    "tensor_scale": "no operand has a tensor scale",
+    "folding": "no operand has scales that fold",
+}
+"""Reasons why fields have no effect that only some formats read."""
+
+
+def _computed(precision: LinearPrecision) -> list[GemmPrecision]:
+    """Return the GEMMs with the defaults of fields that their formats do not read."""
+    return [
+        replace(
+            gemm,
+            tensor_scale=gemm.tensor_scale if _any(gemm, "tensor_scaled") else "shard",
+            folding=gemm.folding or not _any(gemm, "folds"),
+        )
+        for gemm in precision.gemms.values()
+    ]
+
+
+def _any(gemm: GemmPrecision, attribute: str) -> bool:
+    return any(side is not None and getattr(side.format, attribute) for side in gemm.sides)
+
+
+def leaves(settings: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of a config's fields: those of roles and of GEMMs each, others as a whole."""
+    for key, value in settings.items():
+        is_section = key in GEMM_ROLES or key in _RoleSettings.model_fields
+        if is_section and isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def _without(settings: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """Copy a config without the field at a path."""
+    key, *rest = path
+    changed = {name: value for name, value in settings.items() if rest or name != key}
+    if rest:
+        changed[key] = _without(settings[key], tuple(rest))
+    return changed
 
 
 class SwitchSpec(StrictModel):
@@ -281,6 +364,16 @@ def parse_recipe(raw: Any, source: str, load: Callable[[str], Recipe] | None) ->
         tuple(switches),
         oscillation=spec.oscillation,
     )
+
+
+def idle_fields(raw: Any) -> dict[tuple[str, ...], str]:
+    """Return the paths of fields of a valid recipe's configs that change nothing, and why."""
+    configs = RecipeSpec.model_validate(raw).configs
+    return {
+        ("configs", name, *path): why
+        for name, config in configs.items()
+        for path, why in config.idle_fields().items()
+    }
 
 
 def _check_oscillates(precision: LinearPrecision) -> None:

@@ -40,8 +40,9 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
     """
     if shape.first_last_layers_bf16:
         first, last = shape.num_layers_at_start_in_bf16, shape.num_layers_at_end_in_bf16
-        blocks = load.for_sides([load.bf16_blocks(recipe, first, last) for recipe in recipes])
-        overrides = (*blocks, *overrides)
+        of_preset = shape.blocks_of_preset
+        blocks = [load.bf16_blocks(recipe, first, last, of_preset) or () for recipe in recipes]
+        overrides = (*load.for_sides(blocks), *overrides)
     recipe = load.load_recipes(recipes, overrides)
     layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
     recipe.check_matchers(layers)

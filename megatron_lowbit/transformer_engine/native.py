@@ -67,6 +67,23 @@ def native_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Na
     return None
 
 
+def kernels(precision: LinearPrecision, capability: tuple[int, int]) -> str:
+    """Describe whose kernels compute a layer of Transformer Engine in this precision."""
+    if not precision.quantized:
+        return "Transformer Engine's, BF16"
+    native = layer_recipe(precision, capability)
+    return "this project's" if native is None else f"Transformer Engine's {native.name}"
+
+
+def layer_recipe(precision: LinearPrecision, capability: tuple[int, int]) -> Native | None:
+    """Return the recipe as :func:`native_recipe` does; None for delayed scaling.
+
+    megatron-core's layers take no delayed scaling one by one, and Transformer Engine's checkpoints
+    of it are pickles.
+    """
+    return None if precision.history_length else native_recipe(precision, capability)
+
+
 def folds_on_hopper(precision: LinearPrecision, capability: tuple[int, int]) -> bool:
     """Return True if the GPU is a Hopper and folding serves one of the GEMMs."""
     return capability[0] == 9 and any(

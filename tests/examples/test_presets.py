@@ -8,9 +8,13 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.megatron.arguments import front_parser, parse_arguments
+from megatron_lowbit.megatron.arguments.parser import read_command_line
+from megatron_lowbit.megatron.arguments.precision import Machine, choose_precision
 from megatron_lowbit.megatron.dry_run import Stage, model_stages
 from megatron_lowbit.recipes import load_recipe
+from megatron_lowbit.recipes.command import main as show_recipe
+from megatron_lowbit.recipes.show import model_layers
 
 # isort: split
 from megatron.training.training import destroy_global_state
@@ -155,6 +159,55 @@ def test_a_preset_keeps_the_blocks_in_bf16_that_the_paper_keeps(name, blocks, re
     assert {layer.block for layer in kept} == blocks
     each = 4 if name == "transformer-1.2b" else 2
     assert len(kept) == each * len(blocks)
+
+
+parser = cache(front_parser)
+RECIPES = {
+    # The paper's NVFP4 (104, 88 and 64 layers) and what keeps a share of the blocks as it does.
+    **dict.fromkeys(["nvfp4", "mxfp4", "nvfp4-fold", "nvfp4-late-bf16"], (104, 88, 64)),
+    # The paper's FP8 reference (appendix A.1): the first block and the last two in BF16.
+    "fp8-tile-e4m3": (118, 98, 68),
+    # Recipes that quantize every block.
+    **dict.fromkeys(["fp8-tile", "mxfp8", "fp8-delayed", "mxfp4-backward"], (124, 104, 80)),
+    "bf16": (0, 0, 0),
+}
+"""Quantized layers of hybrid-12b, hybrid-8b and transformer-1.2b, of 124, 104 and 80."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("number", "name"), [(0, "hybrid-12b"), (1, "hybrid-8b"), (2, "transformer-1.2b")]
+)
+def test_a_presets_blocks_are_for_recipes_that_keep_a_share_of_blocks(number, name, recipe):
+    words = f"@{EXAMPLES / name}.args --precision-recipe {recipe}".split()
+    args, line = read_command_line(parser(), words)
+    precision = choose_precision(args, line, Machine(None, transformer_engine=False))
+    layers = model_layers(args.hybrid_layer_pattern, args.num_layers)
+    chosen = load_recipe(recipe, precision.overrides)
+    assert sum(chosen.precision_for(layer).quantized for layer in layers) == RECIPES[recipe][number]
+    kept = recipe in ("fp8-tile-e4m3", "fp8-tile", "mxfp8", "fp8-delayed", "mxfp4-backward")
+    assert any("of the preset" in shown for shown in precision.lines) == kept
+
+
+@pytest.mark.parametrize("more", ["", " --num-layers-at-end-in-bf16 8"])
+def test_blocks_that_a_user_asks_for_are_for_every_recipe(tmp_path, more):
+    """On the command line, or in a file of the user's own, which may take in a preset."""
+    preset = f"@{EXAMPLES / 'hybrid-12b'}.args"
+    own = tmp_path / "own.args"
+    own.write_text(f"{preset} {'' if more else '--first-last-layers-bf16'}")
+    words = f"@{own} --precision-recipe fp8-tile-e4m3{more}".split()
+    args, line = read_command_line(parser(), words)
+    precision = choose_precision(args, line, Machine(None, transformer_engine=False))
+    assert precision.overrides == ("bf16_blocks.first=2", "bf16_blocks.last=8")
+
+
+def test_a_copy_of_a_preset_is_shown_as_the_preset(tmp_path, capsys):
+    text = (EXAMPLES / "hybrid-12b.args").read_text()
+    own = tmp_path / "mine.args"
+    for content, quantized in ((text, 118), (text.replace("--lr 4.5e-4", "--lr 1e-4"), 104)):
+        own.write_text(content)
+        show_recipe(["show", "fp8-tile-e4m3", "--model", str(own)])
+        assert f"{quantized} of 124 linear layers quantized" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from megatron_lowbit.megatron import arguments
 from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
 from megatron_lowbit.megatron.arguments.parse import _NEVER, in_one_line
 from megatron_lowbit.megatron.arguments.parser import show_help
+from megatron_lowbit.megatron.upstream_gaps import check_attention_mask
 from tests import processes
 
 # isort: split
@@ -286,6 +289,96 @@ def test_what_a_cpu_can_do_stays(parser):
     assert len(lines) == 1 and lines[0].startswith("on a CPU: added ")
     again = CommandLine(parser, words.tokens())
     assert adapt_to_cpu(parser.parse_args(words.tokens()), again) == []
+
+
+def test_every_change_of_a_cpu_is_printed(parser):
+    """A line names each argument of the tables, whatever value it has."""
+    for row in _UNSUPPORTED:
+        action = parser._option_string_actions[row.flag]
+        if action.nargs == 0:
+            given = []
+        else:
+            default = "1" if action.type in (int, float) else action.default or "attn"
+            names = [getattr(choice, "name", choice) for choice in action.choices or [default]]
+            (value, *_) = row.values or names
+            given = value if isinstance(value, list) else [str(value)]
+        _, lines = adapted(parser, shlex.join([row.flag, *given]))
+        assert any(row.flag in line for line in lines if "added" not in line), row.flag
+    _, lines = adapted(parser, "--lr 1")
+    assert set(lines[-1].split()) > {flag for flag, *_ in _ADDED}
+
+
+def test_every_argument_of_a_preset_is_read_by_megatron(parser):
+    """By code other than its parsers, which hand on whatever they are given."""
+    package = Path(argument_utils.__file__).parents[1]
+    parsers = {"arguments.py", "yaml_arguments.py"}
+    files = (file for file in package.rglob("*.py") if file.name not in parsers)
+    read = set(re.findall(r"\.(\w+)\b", "\n".join(file.read_text() for file in files)))
+    assert "openai_gelu" in {a.dest for a in parser._actions}
+    for preset in command_line.shipped_presets():
+        words = CommandLine(parser, expand_files([f"@{preset}"]))
+        assert words.destinations() <= read, preset
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+@on_a_cpu
+def test_documents_get_masks_beside_a_preset_without_them(capsys):
+    without = "--no-create-attention-mask-in-dataloader"
+    assert not parse(without).create_attention_mask_in_dataloader
+    unset_global_variables()
+    assert parse(f"{without} --reset-attention-mask").create_attention_mask_in_dataloader
+    out = capsys.readouterr().out
+    assert f"--reset-attention-mask: left out {without}, for documents need masks" in out
+
+
+@pytest.mark.parametrize(
+    ("layers", "obstacle"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
+        ({"masked_softmax_fusion": True}, "--masked-softmax-fusion"),
+        ({"window_size": (16, 0)}, "--window-size"),
+        ({"pipeline_model_parallel_size": 3}, "more than two pipeline stages"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "more than two pipeline stages"),
+    ],
+)
+def test_masks_that_layers_ignore_are_refused(layers, obstacle):
+    local = argparse.Namespace(
+        reset_attention_mask=True, transformer_impl="local", masked_softmax_fusion=False,
+        window_size=None, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+    )  # fmt: skip
+    check_attention_mask(local)
+    changed = argparse.Namespace(**vars(local) | layers)
+    with pytest.raises(UserError, match=f"--reset-attention-mask has no effect with {obstacle}"):
+        check_attention_mask(changed)
+    changed.reset_attention_mask = False
+    check_attention_mask(changed)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("--position-embedding-type rope --reset-position-ids", "--reset-position-ids: without"),
+        ("--position-embedding-type learned_absolute --reset-position-ids", None),
+        ("--eval-precision recipe", "--eval-precision recipe: without effect, nothing is"),
+        ("--eval-precision recipe --precision-recipe bf16", None),
+        ("--quantization-engine reference", "--quantization-engine reference: without effect"),
+        ("--first-last-layers-bf16", "--first-last-layers-bf16: without effect"),
+    ],
+)
+def test_arguments_without_effect_are_printed(line, shown, capsys):
+    parse(line)
+    out = capsys.readouterr().out
+    assert ("without effect" in out) == (shown is not None) and (shown or "") in out
+
+
+def test_arguments_that_end_every_run_are_refused():
+    assert "give --init-method-std" in refusal("--init-method-xavier-uniform")
+    assert "process groups" in refusal("--lazy-mpu-init")
+    assert refusal("--precision-recipe mxfp8 --mxnorm-p 1") == "--mxnorm-p needs --mxnorm"
+    assert refusal("--gpu h200") == "--gpu needs --dry-run"
 
 
 def test_masks_between_documents_are_still_created(parser):

@@ -9,7 +9,11 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import TrainingError, UserError
-from megatron_lowbit.megatron.failures import translate_machine_limits
+from megatron_lowbit.megatron.failures import (
+    translate_machine_limits,
+    translate_missing_packages,
+    translate_model_errors,
+)
 
 ARGS = Namespace(save="runs/mine")
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -42,3 +46,17 @@ def test_other_errors_stay(error):
     with pytest.raises(type(error)) as raised, translate_machine_limits(ARGS):
         raise error
     assert raised.value is error
+
+
+def test_a_missing_package_is_named():
+    """As Megatron-LM raises it for --optimizer muon and --log-device-memory-used."""
+    refused = pytest.raises(UserError, match=r"^a package is missing: .*'none_such'")
+    with refused, translate_missing_packages():
+        import none_such  # noqa: F401
+
+
+@pytest.mark.parametrize("error", [TypeError("unexpected keyword"), KeyError("a")])
+def test_a_model_that_cannot_be_built(error):
+    refused = pytest.raises(UserError, match=r"^Megatron-LM cannot build the model: .*Error: ")
+    with refused, translate_model_errors():
+        raise error

@@ -44,6 +44,24 @@ def precision_of_block(recipe: Recipe, block: int, num_blocks: int = 4):
     return recipe.precision_for(Layer(f"decoder.layers.{block}.mlp.linear_fc1", block, num_blocks))
 
 
+@pytest.mark.parametrize("machine", [CPU, HOPPER])
+def test_fp16_is_refused_where_a_recipe_quantizes(choose, machine):
+    for line in ("--precision-recipe nvfp4", "--fp8-recipe mxfp8", "--fp8-format hybrid"):
+        if machine is CPU or "format" not in line:
+            with pytest.raises(UserError, match=r"--fp16 with a recipe: .* give --bf16"):
+                choose(f"--fp16 {line}", machine)
+    assert choose("--fp16 --precision-recipe bf16", machine).recipes == ("bf16",)
+    assert choose("--fp16", machine).recipes == ()
+
+
+def test_combined_with_fp4_the_fp8_format_is_for_fprop_alone(choose):
+    """Fields of dgrad and wgrad would be without effect."""
+    line = "--fp8-format e4m3 --fp8-recipe tensorwise --fp4-recipe nvfp4 --no-fp8-wgrad"
+    found = choose(line, CPU)
+    assert found.recipes == ("fp8-tensorwise", "nvfp4") and found.overrides == ()
+    load(found)
+
+
 def test_without_an_argument_nothing_is_quantized(choose):
     found = choose("--bf16", HOPPER)
     assert found.recipes == () and found.left_out == ()

@@ -44,6 +44,19 @@ def random_numbers(source: str, columns: int, bits: int) -> torch.Tensor:
     return uniform(words, torch.arange(DRAWS), groups, bits)[:, :columns]
 
 
+def test_a_chance_is_a_multiple_of_one_in_256():
+    """With 8 bits FP4 is unbiased to 1/512 of a step: all 256 random numbers, each once."""
+    bits = torch.arange(256)
+    numbers = (1.0 - (bits.to(torch.float32) + 0.5) / 256).contiguous()
+    parts = torch.tensor([1 / 1024, 1 / 512, 3 / 1024, 1 / 256, 1 / 3, 511 / 512, 1023 / 1024])
+    x = 2.0 + parts  # between 2 and 3
+    up = round_to_grid(x.expand(256, -1), E2M1, numbers[:, None].expand(-1, len(x))) == 3.0
+    chance = up.double().mean(0)
+    assert torch.equal(chance * 256, (chance * 256).round())
+    assert chance[0] == 0 and chance[-1] == 1
+    assert ((chance - parts.double()).abs() <= 1 / 512).all()
+
+
 @pytest.mark.parametrize("source", ["philox", "torch"])
 @pytest.mark.parametrize("element", ELEMENTS, ids=lambda e: e.name)
 def test_unbiased_on_every_interval(element, source, grids):

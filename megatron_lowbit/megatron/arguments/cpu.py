@@ -137,7 +137,7 @@ _REMOVED = {
         --exp-avg-sq-dtype
     """,
     "there is no GPU to test": "--gpu-sniff-test-interval",
-    "NVML measures GPUs": "--log-energy",
+    "NVML measures GPUs": "--log-energy --log-device-memory-used",
     "Nsight Systems shows them for GPUs": "--nvtx-ranges",
     "it records the CUDA allocator": "--record-memory-history",
 }  # fmt: skip

@@ -21,8 +21,15 @@ from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, 
 from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
-_PACKED = ("--dataloader-inter-document-masking", "--hybrid-context-parallel")
-"""Arguments for sequences of several documents, which forward_step.py does not support."""
+_REFUSED = {
+    # For sequences of several documents, which forward_step.py does not support.
+    "--dataloader-inter-document-masking": "packed sequences are not supported, leave it out",
+    "--hybrid-context-parallel": "packed sequences are not supported, leave it out",
+    # With these Megatron-LM 0.19.2 ends every run in an error of Python.
+    "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
+    "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; leave it out",
+}
+"""Arguments that no run supports, and why."""
 _NOT_WITH_SFT = (
     "--mock-data", "--fim-data", "--reset-position-ids", "--reset-attention-mask",
     "--dataloader-fast-cache-load",
@@ -31,6 +38,10 @@ _NOT_WITH_SFT = (
 _NO_MASK = "--no-create-attention-mask-in-dataloader"
 _REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
 """Exceptions by which Megatron-LM refuses arguments."""
+_OF_QUANTIZED_LAYERS = (
+    "--eval-precision", "--quantization-engine", "--log-quantization-error-interval",
+    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+)  # fmt: skip
 _NEVER = 10**9
 """Interval that is longer than any run, in iterations."""
 
@@ -46,8 +57,9 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
 
     Returns:
         Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
-        the tokens that Megatron-LM parsed; ``cuda_graph_impl_on_gpus``: that of a machine with
-        GPUs, where this one has none.
+        the tokens that Megatron-LM parsed; ``given``: the command line;
+        ``cuda_graph_impl_on_gpus``, ``transformer_impl_on_gpus``: those of a machine with GPUs,
+        where this one has none.
 
     Raises:
         UserError: an argument is unknown, has an invalid value, or contradicts another one.
@@ -55,7 +67,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     parser = front_parser()
     if asks_for_help(argv):
         show_help("pretrain", parser)
-    args, words = read_command_line(parser, sys.argv[1:] if argv is None else argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args, words = read_command_line(parser, given)
     check_values(parser, args, words)
     _check(args, words, hybrid)
     if not args.dry_run:
@@ -71,8 +84,10 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     with _world_size(args.dry_run_world_size):
         parsed = _parse_upstream(tokens)
     parsed.upstream_command_line = tokens
+    parsed.given = given
     found = args if machine.capability is None else parsed
     parsed.cuda_graph_impl_on_gpus = found.cuda_graph_impl
+    parsed.transformer_impl_on_gpus = found.transformer_impl
     return parsed
 
 
@@ -85,22 +100,27 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         for flag in (*_PATTERNS, "--is-hybrid-model"):
             require(flag not in words, f"{flag} is for hybrids: use pretrain_hybrid.py")
     require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
-    for flag in _PACKED:
-        require(flag not in words, f"{flag}: packed sequences are not supported, leave it out")
+    require(args.dry_run or args.dry_run_gpu is None, "--gpu needs --dry-run")
+    for flag, reason in _REFUSED.items():
+        require(flag not in words, f"{flag}: {reason}")
     for flag in _NOT_WITH_SFT:
         require(not args.sft or flag not in words, f"{flag} is not for conversations: leave out "
                 "--sft or it")  # fmt: skip
     if args.mxnorm:
         require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
-    if args.mxnorm_post_round:
+    for flag in ("--mxnorm-p", "--mxnorm-post-round"):
         normed = args.mxnorm or args.normalization == "MXNorm"
-        require(normed, "--mxnorm-post-round needs --mxnorm")
-        require(args.mxnorm_p == 1, "--mxnorm-post-round needs --mxnorm-p 1")
+        require(normed or flag not in words, f"{flag} needs --mxnorm")
+    require(not args.mxnorm_post_round or args.mxnorm_p == 1, "--mxnorm-post-round needs "
+            "--mxnorm-p 1")  # fmt: skip
     if args.activation_func_fp8_input_store:
         # Elsewhere Megatron-LM takes no notice of it.
         fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
+    require(args.perform_initialization or args.load or args.pretrained_checkpoint,
+            "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
+            "values that memory happens to hold")  # fmt: skip
     for flag in ("--load-latest-valid", "--resume-changed"):
         require(args.load or flag not in words, f"{flag} needs --load")
     if args.save_keep_last is not None:
@@ -113,7 +133,8 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     Returns:
         Lines to print that explain the changes.
     """
-    words.remove("--world-size")
+    for flag in ("--world-size", "--gpu"):
+        words.remove(flag)
     if args.dry_run:
         # Megatron-LM opens its writers while it parses the arguments.
         for flag in ("--tensorboard-dir", "--wandb-project"):
@@ -124,17 +145,36 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
         needed = flag not in words or bool(precision.recipes)
         require(needed, f"{flag} needs a recipe, such as bf16")
     lines = list(precision.lines)
+    if not (precision.recipes or args.fp8 or args.fp4):
+        idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
+        lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
     if "--eval-interval" not in words:
         words.add("--eval-interval", str(_NEVER))
         lines.append("--eval-interval is not given and has no default: evaluating at the end only")
     if args.phase_transition_iterations and args.train_iters:
         lines.append(_count_samples(args, words))
+    lines += _reset_documents(args, words)
     if args.sft and _NO_MASK not in words:
         words.add(_NO_MASK)
         lines.append(f"--sft: added {_NO_MASK}, for its dataset has no masks")
     if machine.capability is None:
         lines += adapt_to_cpu(args, words)
     return lines
+
+
+def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:
+    """Let the arguments that separate documents take effect; yield lines about it."""
+    if args.reset_attention_mask:
+        if _NO_MASK in words:
+            words.remove(_NO_MASK)
+            yield f"--reset-attention-mask: left out {_NO_MASK}, for documents need masks"
+        if "M" in (args.hybrid_layer_pattern or ""):
+            yield "--reset-attention-mask: for attention; Mamba-2 keeps its state across documents"
+    if args.reset_position_ids and args.position_embedding_type != "learned_absolute":
+        yield (
+            "--reset-position-ids: without effect, --position-embedding-type "
+            f"{args.position_embedding_type} takes no positions from the data"
+        )
 
 
 def _count_samples(args: Namespace, words: CommandLine) -> str:

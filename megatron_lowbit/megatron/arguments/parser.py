@@ -99,6 +99,12 @@ class DryRunArguments:
     )
     """with --dry-run: number of GPUs to describe the run for (default: 1)"""
 
+    dry_run_gpu: str | None = field(
+        default=None, metadata={"argparse_meta": {"arg_names": ["--gpu"], "metavar": "NAME"}}
+    )
+    """with --dry-run: kind of GPU to plan for, as lowbit-plan names it (default: this machine's,
+    or h200)"""
+
 
 @dataclass
 class LayerArguments:
@@ -199,12 +205,14 @@ def read_command_line(
     Raises:
         UserError: an argument is unknown or has an invalid value, or a file cannot be read.
     """
-    written = command_line.expand_files(argv)
+    expanded = command_line.expand_with_origin(argv)
+    written = [word for word, _ in expanded]
     require("--" not in written, "--: leave it out, training's arguments need no separator")
     args, unknown = parser.parse_known_args(written)
     if unknown:
         raise UserError(_describe_unknown(parser, written, unknown))
-    return args, command_line.CommandLine(parser, written)
+    of_user = [word for word, of_preset in expanded if not of_preset]
+    return args, command_line.CommandLine(parser, written, of_user)
 
 
 def _describe_unknown(

@@ -106,6 +106,9 @@ _DEPENDENT = {flag: reason for reason, flags in _REPLACED.items() for flag in fl
 """Flags that only Megatron-LM's own FP8 or FP4 reads, with the reason for leaving them out."""
 _NAMING = ("--fp8-recipe", "--fp4-recipe")
 """Flags of ``_DEPENDENT`` that the line with the recipe's name mentions."""
+_BLOCKS = (
+    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+)  # fmt: skip
 _PARAM_GATHER = ("--fp8-param-gather", "--fp4-param-gather")
 """Flags that mean ``--quantized-param-gather`` beside the name of a recipe."""
 _UPSTREAM_ONLY = (*_NAMING, "--fp8-format", "--fp4-format", "--te-precision-config-file")
@@ -170,7 +173,7 @@ def choose_precision(args: Namespace, words: CommandLine, machine: Machine) -> P
     else:
         require(not args.recipe_set, "--recipe-set needs a recipe: add --precision-recipe NAME")
         return Precision(lines=("precision: nothing is quantized, no argument names a recipe",))
-    sides = [(recipe, _bf16_blocks(args, recipe)) for recipe in recipes]
+    sides = [(recipe, _bf16_blocks(args, words, recipe)) for recipe in recipes]
     return _with_recipes(args, words, sides, reason)
 
 
@@ -202,13 +205,17 @@ def _with_format(args: Namespace, words: CommandLine, machine: Machine) -> Preci
         length = args.fp8_amax_history_len if args.fp8_amax_compute_algo == "max" else 1
         wgrad = () if args.fp8_wgrad else ("wgrad=none",)
         overrides = [f"amax_history.length={length}", *wgrad, *overrides]
+    if other_recipe:  # which gives dgrad and wgrad
+        overrides = [one for one in overrides if not one.startswith(("grad.", "wgrad"))]
     # Megatron-LM's own code keeps no blocks in BF16 unless it is asked to.
-    sides = [(own, (*overrides, *(_bf16_blocks(args, own) or bf16_blocks(own, 0, 0))))]
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    blocks = bf16_blocks(own, *((first, last) if args.first_last_layers_bf16 else (0, 0)))
+    sides: list[tuple[str, tuple[str, ...] | None]] = [(own, (*overrides, *(blocks or ())))]
     reason = f"in place of Megatron-LM's {name} {bits.upper()} ({format_}): {obstacle}"
     if other_recipe:
         require(other_recipe != "custom", "recipe custom cannot be combined with another")
         other = MEGATRON_NAMES.get(other_recipe, other_recipe)
-        sides.append((other, _bf16_blocks(args, other)))
+        sides.append((other, _bf16_blocks(args, words, other)))
     if args.fp4:
         sides.reverse()
     return _with_recipes(args, words, sides, reason)
@@ -243,42 +250,60 @@ def _obstacle(args: Namespace, machine: Machine, name: str) -> str | None:
     return None
 
 
-def _bf16_blocks(args: Namespace, recipe: str) -> tuple[str, ...]:
-    """Return overrides for ``--first-last-layers-bf16``; without it, keep the recipe's blocks."""
+def _bf16_blocks(args: Namespace, words: CommandLine, recipe: str) -> tuple[str, ...] | None:
+    """Return overrides for ``--first-last-layers-bf16``; without it, keep the recipe's blocks.
+
+    None where they are a preset's and the recipe keeps other blocks.
+    """
     if not args.first_last_layers_bf16:
         return ()
-    return bf16_blocks(recipe, args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16)
+    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
+    return bf16_blocks(recipe, first, last, words.is_of_preset(*_BLOCKS))
 
 
 def _with_recipes(
-    args: Namespace, words: CommandLine, sides: list[tuple[str, tuple[str, ...]]], reason: str
+    args: Namespace,
+    words: CommandLine,
+    sides: list[tuple[str, tuple[str, ...] | None]],
+    reason: str,
 ) -> Precision:
     """Check recipes and return the choice of them. The user's overrides take precedence.
 
     Args:
         args, words: as for :func:`choose_precision`.
-        sides: one recipe with its overrides, or one for each pass.
+        sides: one recipe with its overrides, or one for each pass; None as overrides for a recipe
+            to which a preset's blocks do not apply.
         reason: why these recipes are chosen.
     """
     require("--te-precision-config-file" not in words, "--te-precision-config-file is for "
             "Megatron-LM's own code, not for a recipe: leave it out")  # fmt: skip
     recipes = tuple(recipe for recipe, _ in sides)
-    made = for_sides([changes for _, changes in sides])
+    made = for_sides([changes or () for _, changes in sides])
     # A matcher that the user removes as well would not be found a second time.
     overrides = (*(one for one in made if one not in args.recipe_set), *args.recipe_set)
-    load_recipes(recipes, overrides)
+    recipe = load_recipes(recipes, overrides)
+    quantizes = any(precision.quantized for precision in recipe.precisions())
+    require(not (args.fp16 and quantizes), "--fp16 with a recipe: recipes quantize BF16 and FP32; "
+            "give --bf16")  # fmt: skip
     left_out = tuple(flag for flag in _DEPENDENT if flag in words)
     shown = f"recipe {recipes[0]}"
     if len(recipes) == 2:
         shown = f"recipes {recipes[0]} (forward) and {recipes[1]} (backward)"
     changed = f" with {', '.join(overrides)}" if overrides else ""
+    own_blocks = [name for name, changes in sides if changes is None]
     lines = [f"precision: {shown} of megatron-lowbit{changed}; {reason}"]
     # A format is for Transformer Engine's layers, whose script runs without codes as well.
     stored = [] if args.fp8 or args.fp4 else [flag for flag in _PARAM_GATHER if flag in words]
     lines += [f"precision: {flag} taken as --quantized-param-gather" for flag in stored]
+    if own_blocks:
+        lines.append(
+            "precision: --first-last-layers-bf16 of the preset is for recipes that keep a share of "
+            f"the blocks in BF16, as nvfp4 does: the blocks of {' and '.join(own_blocks)} are its "
+            "own; give the argument itself to set them"
+        )
     lines += [
         f"precision: left out {words.text(flag)}: {_DEPENDENT[flag]}"
         for flag in left_out
-        if flag not in (*_NAMING, *stored)
+        if flag not in (*_NAMING, *stored, *(_BLOCKS if own_blocks else ()))
     ]
     return Precision(recipes, overrides, left_out, tuple(lines), bool(stored))
