@@ -69,10 +69,12 @@ class _GroupedLinear(torch.autograd.Function):
         by_row, by_col = _quantize_weights(group, Apart(weights))
         y = x.new_empty(len(x), len(weights[0]))
         group.multiply("fprop", inputs, by_row, Split(y, tokens))
-        saved = kept if keeps else None, by_col if trains and x.requires_grad else None
+        needs_dgrad = trains and x.requires_grad
+        saved = kept if keeps else None, by_col if needs_dgrad else None
         tensors: list[Tensor] = []
         ctx.saved = [flatten(part, tensors) for part in saved]
         ctx.save_for_backward(*tensors)
+        ctx.versions = operands.versions_of(weights if needs_dgrad else [])
         ctx.tokens, ctx.group, ctx.weights = tokens, group, weights
         return y
 
@@ -81,6 +83,7 @@ class _GroupedLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         group, tokens, weights = ctx.group, ctx.tokens, ctx.weights
+        operands.check_versions(weights, ctx.versions)
         tensors = iter(ctx.saved_tensors)
         kept, dgrad_weights = (unflatten(part, tensors) for part in ctx.saved)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])

@@ -48,11 +48,13 @@ class _LowbitLinear(torch.autograd.Function):
         if context.precision.fprop.fallback:
             plain = operands.gather_input(context, x), weight
         y = context.gemm("fprop", fprop_input(), fprop_weight, x.dtype, bias, plain)
-        if not (context.training and x.requires_grad):
+        needs_dgrad = context.training and x.requires_grad
+        if not needs_dgrad:
             dgrad_weight = None
         tensors: list[Tensor] = []
         ctx.saved = [flatten(part, tensors) for part in (kept_input, dgrad_weight)]
         ctx.save_for_backward(*tensors)
+        ctx.versions = operands.versions_of([weight] if needs_dgrad else [])
         ctx.context, ctx.weight, ctx.has_bias = context, weight, bias is not None
         return y
 
@@ -61,6 +63,7 @@ class _LowbitLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
+        operands.check_versions([weight], ctx.versions)
         tensors = iter(ctx.saved_tensors)
         kept_input, dgrad_weight = (unflatten(part, tensors) for part in ctx.saved)
         if ctx.needs_input_grad[1]:

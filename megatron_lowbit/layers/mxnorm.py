@@ -53,6 +53,8 @@ class _MXNormLinear(torch.autograd.Function):
         tensors: list[Tensor] = []
         ctx.dgrad_weight = flatten(dgrad_weight, tensors)
         ctx.save_for_backward(x2d, rho, gain, *tensors)
+        # The gain's gradient takes the weight, too.
+        ctx.versions = operands.versions_of([weight] if context.training else [])
         ctx.context, ctx.weight, ctx.x_shape = context, weight, x.shape
         ctx.has_bias = bias is not None
         leading = (-1, *x.shape[1:-1]) if context.shards.sequence_parallel else x.shape[:-1]
@@ -63,6 +65,7 @@ class _MXNormLinear(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         context, weight = ctx.context, ctx.weight
+        operands.check_versions([weight], ctx.versions)
         x, rho, gain, *tensors = ctx.saved_tensors
         needs_x, needs_gain, needs_weight, needs_bias = ctx.needs_input_grad[:4]
         needs_product = needs_gain or needs_weight

@@ -145,6 +145,26 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
     return by_row, dgrad_weight
 
 
+def versions_of(weights: Sequence[Tensor]) -> list[int]:
+    """Return how often each weight was changed in place, for :func:`check_versions`.
+
+    Weights are not saved for backward as autograd saves tensors: hooks on saved tensors would copy
+    them in high precision, although most GEMMs take codes.
+    """
+    return [weight._version for weight in weights]
+
+
+def check_versions(weights: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Raise RuntimeError for a weight that has changed since forward, as autograd does."""
+    for weight, version in zip(weights, versions, strict=False):
+        if weight._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: a weight {tuple(weight.shape)} of a quantized linear layer is "
+                f"at version {weight._version}; expected version {version} instead"
+            )
+
+
 class WeightSides(NamedTuple):
     """Quantization of a weight beside fprop's side, as arguments of ``LinearContext.quantize``.
 
