@@ -8,8 +8,10 @@ are fast already.
 import sys
 import sysconfig
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -27,7 +29,13 @@ from megatron_lowbit.numerics import (
 from megatron_lowbit.numerics.quantizer import Arithmetic
 from megatron_lowbit.numerics.randomness import uniform
 
-_VERSIONS = 256
+_COMPILER_SETTINGS = {
+    # A version for every format of the class, option and rounding: more than torch's 8.
+    "recompile_limit": 256,
+    # Only sizes of tensors are symbols: with those of a format, C++ calls pow for each element.
+    "specialize_int": True,
+    "specialize_float": True,
+}
 
 
 def missing_compiler() -> str | None:
@@ -53,8 +61,6 @@ def arithmetic(format_type: type) -> Arithmetic:
 
 @cache
 def _fused(function: Callable) -> Callable:
-    from torch._dynamo import config as dynamo_config
-
     compiled = torch.compile(
         function, dynamic=True, options={"post_grad_custom_pre_pass": _announcement()}
     )
@@ -64,11 +70,22 @@ def _fused(function: Callable) -> Callable:
         plain = [x.data.contiguous() if isinstance(x, Tensor) else x for x in arguments]
         if _is_empty(plain):
             return function(*plain)  # a layer without tokens: sizes of 0 cannot be symbolic
-        # A version for every format of the class, option and rounding: more than torch's 8.
-        with dynamo_config.patch(recompile_limit=_VERSIONS):
+        with _compiler_settings(get_ident()):
             return compiled(*plain)
 
     return call
+
+
+@cache
+def _compiler_settings(_thread: int) -> AbstractContextManager:
+    """Return the context manager of a thread that applies ``_COMPILER_SETTINGS``.
+
+    It is made once: torch 2.13 never frees the variable that each new one adds to the context. One
+    thread cannot enter another thread's in torch 2.11.
+    """
+    from torch._dynamo import config
+
+    return config.patch(_COMPILER_SETTINGS)
 
 
 @cache

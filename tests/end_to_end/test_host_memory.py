@@ -13,36 +13,36 @@ from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.steps import steps_of
 
 COMMON = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", 500,
-          "--fp4-recipe", "nvfp4", "--save-keep-last", 2, "--log-interval", 100)  # fmt: skip
+          "--precision-recipe", "mxfp4", "--recipe-set", "bf16_blocks=none",
+          "--quantization-engine", "auto", "--num-layers", 2,
+          "--save-keep-last", 2, "--log-interval", 100)  # fmt: skip
 ASYNC = ("--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker",
-         "--bf16", "--quantization-engine", "auto",
-         "--no-gradient-accumulation-fusion")  # fmt: skip
+         "--bf16", "--no-gradient-accumulation-fusion")  # fmt: skip
 
 
 @pytest.mark.slow
 def test_memory_stays_flat_for_5000_iterations(tmp_path):
-    growth = growth_of_a_run(tmp_path, 5000, "--num-layers", 2, "--save-interval", 100)
-    assert growth < 1
+    """Of the engine that computes where nothing else is asked for, which torch.compile builds."""
+    assert growth_of_a_run(tmp_path, 5000, "--save-interval", 100) < 1024
 
 
 @pytest.mark.gpu
 def test_memory_stays_flat_with_asynchronous_saves(tmp_path):
-    """The test measures the second half of a run that saves 20 times."""
-    growth = growth_of_a_run(tmp_path, 2000, "--num-layers", 2, "--save-interval", 100, *ASYNC)
-    assert growth < 5
+    """The run saves 20 times."""
+    growth = growth_of_a_run(tmp_path, 2000, "--save-interval", 100, *ASYNC)
+    assert growth < 5 * 1800
 
 
-def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> float:
-    """Return the growth of a run's resident memory in its second half, in KB per iteration."""
+def growth_of_a_run(folder: Path, iterations: int, *extra: object) -> int:
+    """Return the growth of a run's resident memory after a tenth of its iterations, in KB."""
     given = (*COMMON, "--train-iters", iterations, "--save", folder / "run", *extra)
     command = [sys.executable, __file__, *arguments_for(folder, given)]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     resident = json.loads(done.stdout.splitlines()[-1])
     assert len(resident) == iterations
-    middle = iterations // 2
-    print(f"resident KB: {resident[0]}, {resident[middle]}, {resident[-1]}")
-    return (resident[-1] - resident[middle]) / (iterations - middle)
+    print(f"resident KB: {resident[:: iterations // 10]}, {resident[-1]}")
+    return resident[-1] - resident[iterations // 10]
 
 
 def worker(arguments: list[str]) -> None:
