@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_lowbit.recipes import load_recipe as load_recipe
     from megatron_lowbit.version import __version__ as __version__
 
-__getattr__, __all__ = lazy_attributes(
+__getattr__, __dir__, __all__ = lazy_attributes(
     __name__,
     {
         "layers": ["lowbit_linear"],

@@ -3,7 +3,7 @@
 import errno
 import sys
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 _PLACES = {
     errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
@@ -38,6 +38,15 @@ def require(condition: bool, message: str) -> None:
     """Raise a UserError with the message where the condition does not hold."""
     if not condition:
         raise UserError(message)
+
+
+def require_type(name: str, value: object, kind: Any, wanted: str) -> None:
+    """Raise TypeError for an argument of another type: "x is a NumPy array, not a tensor"."""
+    if not isinstance(value, kind):
+        given = type(value).__name__
+        given = f"{'an' if given[0] in 'aeiou' else 'a'} {given}"
+        given = {"a NoneType": "None", "a ndarray": "a NumPy array"}.get(given, given)
+        raise TypeError(f"{name} is {given}, not {wanted}")
 
 
 def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from sys import modules as imported
 from typing import Any
 
 
 def lazy_attributes(
     package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], list[str]]:
-    """Return a ``__getattr__`` (PEP 562) and the ``__all__`` of a package.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return a ``__getattr__`` and a ``__dir__`` (PEP 562), and the ``__all__`` of a package.
 
     Args:
         package: the package's ``__name__``.
@@ -21,4 +22,7 @@ def lazy_attributes(
             raise AttributeError(f"module {package} has no attribute {name}")
         return getattr(import_module(f"{package}.{homes[name]}"), name)
 
-    return __getattr__, sorted(homes)
+    def __dir__() -> list[str]:
+        return sorted({*vars(imported[package]), *homes})
+
+    return __getattr__, __dir__, sorted(homes)

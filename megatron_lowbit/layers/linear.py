@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron_lowbit.errors import require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
@@ -27,7 +28,7 @@ from megatron_lowbit.layers.autograd_state import flatten, unflatten
 from megatron_lowbit.layers.context import LinearContext, draw_key
 from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.numerics import Operand
-from megatron_lowbit.recipes.precision import LinearPrecision
+from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 
 
 class _LowbitLinear(torch.autograd.Function):
@@ -112,7 +113,7 @@ def _wgrad(
 def lowbit_linear(
     x: Tensor | Operand,
     weight: Tensor,
-    context: LinearContext | LinearPrecision,
+    context: LinearContext | LinearPrecision | Recipe | str,
     bias: Tensor | None = None,
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` with each of the three GEMMs in the given precision.
@@ -124,14 +125,22 @@ def lowbit_linear(
             and wgrad (``col``), gradients then going to its ``source``. Under sequence parallelism
             its first axis is this rank's part, and the result's is the whole.
         weight: (N, K).
-        context: precision and state of the call. A precision alone computes on x's device, with a
-            key from torch's default CPU generator.
+        context: precision and state of the call. A precision, or a recipe or its name as for
+            :func:`megatron_lowbit.recipes.load_precision`, computes on x's device, with a key from
+            torch's default CPU generator.
         bias: (N,), added in high precision.
 
     Returns:
         (..., N) in x's dtype.
+
+    Raises:
+        RuntimeError: in the backward pass, as for ``nn.Linear``, if the weight changed in place.
+        TypeError: an argument of another type.
     """
     source, operand = (x.source, x) if isinstance(x, Operand) else (x, None)
+    for name, tensor in (("x", source), ("weight", weight), ("bias", bias)):
+        if tensor is not None or name != "bias":
+            require_type(name, tensor, Tensor, "a tensor")
     context = context_of(context, source)
     # Reshaped out here: megatron adds in place to the result, which autograd refuses for a view
     # that a function of its own has made.
@@ -141,9 +150,10 @@ def lowbit_linear(
     return y.view(*leading, weight.shape[0])
 
 
-def context_of(context: LinearContext | LinearPrecision, x: Tensor) -> LinearContext:
+def context_of(context: LinearContext | LinearPrecision | Recipe | str, x: Tensor) -> LinearContext:
     """Return the context of a call with input x, which is in training where autograd records."""
-    if isinstance(context, LinearPrecision):
-        context = LinearContext(context, select_engine(x.device), draw_key(context))
+    if not isinstance(context, LinearContext):
+        precision = load_precision(context)
+        context = LinearContext(precision, select_engine(x.device), draw_key(precision))
     training = torch.is_grad_enabled()
     return context if context.training == training else replace(context, training=training)

@@ -26,8 +26,8 @@ from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.layers.linear import context_of
 from megatron_lowbit.layers.sharding import Shards, gather_rows
 from megatron_lowbit.numerics.mxnorm import MXNorm
+from megatron_lowbit.recipes import LinearPrecision, Recipe
 from megatron_lowbit.recipes.mxnorm import norm_block
-from megatron_lowbit.recipes.precision import LinearPrecision
 
 
 class _MXNormLinear(torch.autograd.Function):
@@ -146,7 +146,7 @@ def mxnorm_linear(
     x: Tensor,
     gain: Tensor,
     weight: Tensor,
-    context: LinearContext | LinearPrecision,
+    context: LinearContext | LinearPrecision | Recipe | str,
     norm: MXNorm = MXNorm(),  # noqa: B008  frozen
     bias: Tensor | None = None,
 ) -> Tensor:

@@ -1,12 +1,12 @@
 """Formats by their names, and quantization of a tensor in one call."""
 
-import re
 from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_lowbit.errors import require_type
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats import FORMATS
 from megatron_lowbit.numerics.extra_formats import load_entry_points
@@ -20,13 +20,14 @@ def format_by_name(name: str, **options: Any) -> BlockFormat:
 
     Raises:
         ValueError: no such format, option or value; the message says which are near or there.
+        TypeError: no name.
     """
+    require_type("the format", name, str, "a format's name")
     if name not in FORMATS:
         load_entry_points()
     if name not in FORMATS:
-        near = get_close_matches(name, FORMATS)
-        families = dict.fromkeys(re.sub(r"-(2d|u?e\d+m\d+)", "", known) for known in FORMATS)
-        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(families)}"
+        near = [known for known in FORMATS if name in known] or get_close_matches(name, FORMATS)
+        hint = f"did you mean {', '.join(near)}?" if near else f"there are {', '.join(FORMATS)}"
         raise ValueError(f"unknown format {name!r}; {hint}")
     return FORMATS[name].with_options(**options)
 
@@ -65,8 +66,9 @@ def quantize(
 
     Raises:
         ValueError: unknown format, option or rounding, a bad Hadamard size, or x without axes.
-        TypeError: x is neither FP32 nor BF16.
+        TypeError: x is no tensor, or neither FP32 nor BF16; no format's name.
     """
+    require_type("x", x, Tensor, "a tensor")
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise TypeError(f"quantize takes float32 or bfloat16, not {x.dtype}")
     if x.ndim == 0:

@@ -66,6 +66,13 @@ class QuantizedTensor:
     shape: tuple[int, ...]
     mean: Tensor | None = None
 
+    def __repr__(self) -> str:
+        shown = [f"{self.format}, shape={tuple(self.shape)}, device={self.codes.device}"]
+        for name in ("codes", "scales", "mean"):
+            if (x := getattr(self, name)) is not None:
+                shown.append(f"{name}={str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}")
+        return f"QuantizedTensor({', '.join(shown)})"
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Return the parts that pickle, copy.deepcopy and torch.save restore.
 

@@ -1,14 +1,19 @@
 """Blocks of a plain PyTorch model, and the modules in them as a recipe's rules see them."""
 
+import re
 from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, require_type
 from megatron_lowbit.recipes import Layer
 
 BLOCK_LISTS = ("layers", "layer", "h", "blocks", "block")
 """Names of the lists in which models keep their blocks."""
+_WRAPPED = "base_layer"
+"""Name under which an adapter of PEFT keeps the layer that it adapts."""
+_ADAPTER = re.compile(r"\blora_[ab]\b", re.IGNORECASE)
+"""Part of the paths of low-rank adapters in other libraries."""
 
 
 def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str]:
@@ -22,6 +27,7 @@ def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str
 
     Raises:
         UserError: no list of blocks, or several of which none is given; a path that is not there.
+        TypeError: ``lists`` is neither a path nor several.
     """
     if lists is None:
         found = _find_lists(model)
@@ -38,6 +44,7 @@ def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str
             "blocks=, or a list of them in order",
         )
         lists = found
+    require_type("blocks", lists, str | Sequence, "a path or several")
     paths = []
     for where in [lists] if isinstance(lists, str) else lists:
         try:
@@ -52,11 +59,19 @@ def block_paths(model: nn.Module, lists: str | Sequence[str] | None) -> list[str
 
 
 def modules_in_blocks(model: nn.Module, paths: Sequence[str]) -> Iterator[tuple[Layer, nn.Module]]:
-    """Yield every module in the blocks, one that is shared once for each of its paths."""
+    """Yield every module in the blocks, one that is shared once for each of its paths.
+
+    Adapters are omitted. The path of an adapted layer is its path without the adapter.
+    """
     for number, path in enumerate(paths):
-        block = model.get_submodule(path)
-        for name, module in block.named_modules(prefix=path, remove_duplicate=False):
-            yield Layer(name, number, len(paths)), module
+        modules = dict(model.get_submodule(path).named_modules(path, remove_duplicate=False))
+        adapted = tuple(
+            name.removesuffix(_WRAPPED) for name in modules if name.endswith(f".{_WRAPPED}")
+        )
+        for name, module in modules.items():
+            beside = name.startswith(adapted) and f".{_WRAPPED}" not in name
+            if not beside and not _ADAPTER.search(name):
+                yield Layer(name.replace(f".{_WRAPPED}", ""), number, len(paths)), module
 
 
 def _find_lists(model: nn.Module) -> list[str]:

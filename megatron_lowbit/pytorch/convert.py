@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Sequence
+from os import PathLike
+from types import MethodType
 from typing import Any, TypeGuard, TypeVar
 
 from torch import nn
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, require_type
 from megatron_lowbit.pytorch.blocks import block_paths, modules_in_blocks
 from megatron_lowbit.pytorch.linear import EvalPrecision, LowbitLinear, check_precision
 from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe, load_recipe
@@ -15,19 +17,23 @@ from megatron_lowbit.recipes.matchers import BlocksMatcher
 _Model = TypeVar("_Model", bound=nn.Module)
 _NOT_LINEAR = nn.Embedding | nn.EmbeddingBag | nn.modules.conv._ConvNd
 _SHOWN = 8
+_FORWARDS = ("forward", "_old_forward")
+"""Attributes of a module that hold the forward of its class: the second where a hook of accelerate
+took the place of the first."""
 
 
 def convert(
     model: _Model,
-    recipe: Recipe | str,
+    recipe: Recipe | str | PathLike[str],
     *,
     blocks: str | Sequence[str] | None = None,
     eval_precision: EvalPrecision = "bf16",
 ) -> _Model:
     """Turn the ``nn.Linear`` modules that a recipe quantizes into ``LowbitLinear``, in place.
 
-    The module objects stay, with their parameters and hooks. Only modules in the model's blocks
-    are considered, as a recipe in Megatron-LM has no effect on embeddings and the output layer.
+    The module objects stay, with their parameters and hooks, accelerate's included. Only modules in
+    the model's blocks are considered, as a recipe in Megatron-LM has no effect on embeddings and
+    the output layer. Low-rank adapters are not converted.
     Converting again applies another recipe; ``bf16`` restores ``nn.Linear``. On an error the
     model is unchanged.
 
@@ -43,23 +49,27 @@ def convert(
         The model.
 
     Warns:
-        UserWarning: modules that the recipe would quantize and that are no ``nn.Linear``, by name.
+        UserWarning: modules that the recipe would quantize and that are no ``nn.Linear`` with its
+            own ``forward``, by name.
 
     Raises:
         UserError: a recipe with switches, delayed scaling or kinds of blocks; a rule that matches
             no linear layer; a recipe that would leave all layers in high precision; a module at
             two paths for which the recipe has two precisions; no blocks, or ambiguous ones.
+        TypeError: an argument of another type.
     """
-    if isinstance(recipe, str):
+    require_type("model", model, nn.Module, "an nn.Module")
+    if isinstance(recipe, str | PathLike):
         recipe = load_recipe(recipe)
-    _check_recipe(recipe)
+    require_type("recipe", recipe, Recipe, "a recipe or a recipe's name")
+    _check_recipe(recipe, eval_precision)
     linears: list[tuple[Layer, nn.Linear]] = []
     others = []
     for layer, module in modules_in_blocks(model, block_paths(model, blocks)):
         if _is_plain_linear(module):
             linears.append((layer, module))
-        elif _has_matrix(module) and recipe.precision_for(layer).quantized:
-            others.append(f"{layer.path} ({type(module).__name__})")
+        elif _has_matrix(module):
+            others.append((layer, module))
     layers = [layer for layer, _ in linears]
     require(bool(layers), _not_converted(recipe, others))
     recipe.check_matchers(layers)
@@ -67,12 +77,13 @@ def convert(
     precisions = _precision_of_each(linears, recipe)
     for module, precision in precisions.items():
         _set_precision(module, precision, eval_precision)
+    others = [(layer, module) for layer, module in others if recipe.precision_for(layer).quantized]
     if others:
         warnings.warn(_not_converted(recipe, others), stacklevel=2)
     return model
 
 
-def _check_recipe(recipe: Recipe) -> None:
+def _check_recipe(recipe: Recipe, eval_precision: EvalPrecision) -> None:
     require(
         not recipe.switches,
         f"recipe {recipe.name} has switches, and convert knows no progress of a run: call "
@@ -87,7 +98,7 @@ def _check_recipe(recipe: Recipe) -> None:
             )
         for config, precision in part.configs.items():
             try:
-                check_precision(precision)
+                check_precision(precision, eval_precision)
             except UserError as error:
                 raise UserError(f"recipe {part.name}: config {config}: {error}") from None
 
@@ -95,7 +106,14 @@ def _check_recipe(recipe: Recipe) -> None:
 def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Check that a module computes by the ``forward`` that conversion replaces."""
     # A subclass may compute otherwise: nn.MultiheadAttention never calls its out_proj.
-    return type(module) in (nn.Linear, LowbitLinear) and "forward" not in vars(module)
+    return type(module) in (nn.Linear, LowbitLinear) and not _replaces_forward(module)
+
+
+def _replaces_forward(module: nn.Module) -> bool:
+    """Check whether a call of a module does not reach the ``forward`` of its class."""
+    name = _FORWARDS[hasattr(module, "_hf_hook")]
+    forward = vars(module).get(name)
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _has_matrix(module: nn.Module) -> bool:
@@ -137,11 +155,22 @@ def _set_precision(module: Any, precision: LinearPrecision, eval_precision: Eval
     elif isinstance(module, LowbitLinear):
         del module.precision, module.eval_precision
         module.__class__ = nn.Linear  # type: ignore[assignment]
+    for name in _FORWARDS:
+        forward = getattr(vars(module).get(name), "__func__", None)
+        if forward in (nn.Linear.forward, LowbitLinear.forward):
+            setattr(module, name, MethodType(type(module).forward, module))
 
 
-def _not_converted(recipe: Recipe, others: Sequence[str]) -> str:
+def _not_converted(recipe: Recipe, others: Sequence[tuple[Layer, nn.Module]]) -> str:
+    replaced = any(_replaces_forward(module) for _, module in others)
+    shown = [
+        f"{layer.path} ({type(module).__name__}"
+        f"{', whose forward is replaced' if _replaces_forward(module) else ''})"
+        for layer, module in others[:_SHOWN]
+    ]
     more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    help = "; convert before what replaces forward, or undo that" if replaced else ""
     return (
-        f"recipe {recipe.name}: {len(others)} modules in the blocks are no nn.Linear and stay in "
-        f"high precision: {', '.join(others[:_SHOWN])}{more}"
+        f"recipe {recipe.name}: {len(others)} modules in the blocks are no nn.Linear with its own "
+        f"forward and stay in high precision: {', '.join(shown)}{more}{help}"
     )

@@ -1,19 +1,19 @@
 """A linear layer of a plain PyTorch model in a recipe's precision."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.layers.autocast import autocast_dtype
 from megatron_lowbit.layers.context import draw_key
 from megatron_lowbit.layers.eager import eager
-from megatron_lowbit.recipes import LinearPrecision
+from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 
 EvalPrecision = Literal["bf16", "recipe"]
 """Precision of a module in evaluation mode: high precision, or the recipe's."""
@@ -28,11 +28,11 @@ class LowbitLinear(nn.Linear):
 
     Args:
         in_features, out_features, bias, device, dtype: as of ``nn.Linear``.
-        precision: of the three GEMMs.
+        precision: of the three GEMMs; or a recipe or its name, as for ``load_precision``.
         eval_precision: precision in evaluation mode (``module.eval()``).
 
     Raises:
-        UserError: the precision needs state between steps.
+        UserError: the precision needs state between steps; a recipe with several precisions.
     """
 
     precision: LinearPrecision
@@ -46,12 +46,12 @@ class LowbitLinear(nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        precision: LinearPrecision,
+        precision: LinearPrecision | Recipe | str,
         eval_precision: EvalPrecision = "bf16",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        check_precision(precision)
-        self.precision, self.eval_precision = precision, eval_precision
+        self.precision, self.eval_precision = load_precision(precision), eval_precision
+        check_precision(self.precision, eval_precision)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``.
@@ -65,6 +65,7 @@ class LowbitLinear(nn.Linear):
 
         Raises:
             UserError: another dtype, or a weight that is no plain tensor.
+            TypeError: the input is no tensor.
         """
         if self.training or self.eval_precision == "recipe":
             return _product(input, self.weight, self.bias, self.precision)
@@ -72,12 +73,16 @@ class LowbitLinear(nn.Linear):
 
     def extra_repr(self) -> str:
         """Describe the precision of each GEMM after the sizes."""
-        gemms = ", ".join(f"{name}=({gemm})" for name, gemm in self.precision.gemms.items())
-        return f"{super().extra_repr()}, {gemms}"
+        return f"{super().extra_repr()}, {self.precision}"
 
 
-def check_precision(precision: LinearPrecision) -> None:
-    """Raise UserError for a precision that a layer without state of its own cannot compute in."""
+def check_precision(precision: LinearPrecision, eval_precision: EvalPrecision) -> None:
+    """Raise UserError for precisions that a layer without state of its own cannot compute in."""
+    known = get_args(EvalPrecision)
+    require(
+        eval_precision in known,
+        f"eval_precision={eval_precision!r} is not one of {', '.join(known)}",
+    )
     require(
         precision.history_length == 0,
         "amax_history: delayed scaling keeps amaxes between steps, for which the state dict of "
@@ -88,6 +93,7 @@ def check_precision(precision: LinearPrecision) -> None:
 
 @eager  # The key is another one in every call.
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision) -> Tensor:
+    require_type("the input of LowbitLinear", x, Tensor, "a tensor")
     require(
         type(weight) in (nn.Parameter, Tensor),
         f"LowbitLinear: the weight is a {type(weight).__name__} in the forward pass; plain tensors "

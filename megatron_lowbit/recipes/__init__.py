@@ -6,6 +6,7 @@ from megatron_lowbit.lazy import lazy_attributes
 
 if TYPE_CHECKING:
     from megatron_lowbit.recipes.load import load_combined as load_combined
+    from megatron_lowbit.recipes.load import load_precision as load_precision
     from megatron_lowbit.recipes.load import load_recipe as load_recipe
     from megatron_lowbit.recipes.load import load_recipes as load_recipes
     from megatron_lowbit.recipes.load import shipped_recipes as shipped_recipes
@@ -19,10 +20,16 @@ if TYPE_CHECKING:
     from megatron_lowbit.recipes.recipe import combine as combine
     from megatron_lowbit.recipes.table import precision_table as precision_table
 
-__getattr__, __all__ = lazy_attributes(
+__getattr__, __dir__, __all__ = lazy_attributes(
     __name__,
     {
-        "load": ["load_combined", "load_recipe", "load_recipes", "shipped_recipes"],
+        "load": [
+            "load_combined",
+            "load_precision",
+            "load_recipe",
+            "load_recipes",
+            "shipped_recipes",
+        ],
         "matchers": ["Layer"],
         "precision": ["HIGH_PRECISION", "OPERANDS", "GemmPrecision", "LinearPrecision"],
         "recipe": ["Progress", "Recipe", "combine"],

@@ -6,12 +6,13 @@ from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from importlib.resources import files
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require, require_type
 from megatron_lowbit.recipes.error_prefix import error_prefix
-from megatron_lowbit.recipes.precision import GEMM_ROLES
+from megatron_lowbit.recipes.precision import GEMM_ROLES, HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import (
     PrecisionSpec,
@@ -42,17 +43,23 @@ def shipped_recipes() -> dict[str, Any]:
     return {entry.name.removesuffix(".yaml"): entry for entry in sorted(found, key=str)}
 
 
-def load_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(name_or_path: str | PathLike[str], overrides: str | Sequence[str] = ()) -> Recipe:
     """Load a shipped recipe by name, or any recipe from a YAML file.
 
     Args:
         name_or_path: a shipped name (ours or Megatron-LM's), or a path that ends in .yaml or .yml.
-        overrides: ``FIELD=VALUE`` each, VALUE in YAML; see :func:`apply_override`.
+        overrides: changes of fields as ``--recipe-set`` takes them, one ``FIELD=VALUE`` or several,
+            VALUE in YAML; see :func:`apply_override`.
 
     Raises:
         UserError: no such recipe or file, a wrong key or value, an override that fits nothing.
+        TypeError: an argument of another type.
     """
-    raw, source = _read(name_or_path)
+    require_type("name_or_path", name_or_path, str | PathLike, "the name or the path of a recipe")
+    overrides = [overrides] if isinstance(overrides, str) else overrides
+    for override in overrides:
+        require_type("an override", override, str, "FIELD=VALUE")
+    raw, source = _read(fspath(name_or_path))
     load_target = cache(_load_target)
     recipe = _parse_file(raw, source, load_target)
     if not overrides:
@@ -81,6 +88,41 @@ def load_recipes(names: Sequence[str], overrides: Sequence[str] = ()) -> Recipe:
         return load_recipe(names[0], overrides)
     forward, backward = names
     return load_combined(forward, backward, overrides)
+
+
+def load_precision(recipe: LinearPrecision | Recipe | str | PathLike[str]) -> LinearPrecision:
+    """Return the precision of a linear layer that has no place in a model.
+
+    Args:
+        recipe: a precision; or a recipe with one config that quantizes, or with none; or the name
+            or file of such a recipe, which is read once per process.
+
+    Raises:
+        UserError: a recipe with several precisions or with switches; as :func:`load_recipe`.
+        TypeError: an argument of another type.
+    """
+    if isinstance(recipe, LinearPrecision):
+        return recipe
+    if isinstance(recipe, str | PathLike):
+        return _precision_of_file(fspath(recipe))
+    require_type("the precision", recipe, Recipe, "a LinearPrecision, a recipe or a recipe's name")
+    require(
+        not recipe.switches and recipe.backward is None,
+        f"recipe {recipe.name} changes during a run or is combined from two; a single layer has "
+        "one precision: choose one of a recipe's configs",
+    )
+    found = {name: config for name, config in recipe.configs.items() if config.quantized}
+    require(
+        len(found) <= 1,
+        f"recipe {recipe.name} has several precisions; choose one: "
+        + " or ".join(f"load_recipe({recipe.name!r}).configs[{name!r}]" for name in found),
+    )
+    return next(iter(found.values()), HIGH_PRECISION)
+
+
+@cache
+def _precision_of_file(name_or_path: str) -> LinearPrecision:
+    return load_precision(load_recipe(name_or_path))
 
 
 def read_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:

@@ -195,6 +195,12 @@ class LinearPrecision:
                     "quantizes them, without a hadamard"
                 )
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name}=({gemm})" for name, gemm in self.gemms.items())
+
+    def __repr__(self) -> str:
+        return f"LinearPrecision({self})"
+
     @cached_property
     def gemms(self) -> dict[str, GemmPrecision]:
         """The GEMMs by name."""

@@ -68,6 +68,18 @@ class Recipe:
     backward: "Recipe | None" = None
     oscillation: OscillationReset | None = None
 
+    def __repr__(self) -> str:
+        lines = [f"Recipe {self.name}: {self.description}"]
+        lines += [f"  config {name}: {precision}" for name, precision in self.configs.items()]
+        for name, matcher in self.matchers.items():
+            fields = matcher.model_dump(exclude={"config", "enabled"}, exclude_none=True)
+            selects = ", ".join(f"{field}={value}" for field, value in fields.items())
+            lines.append(f"  matcher {name}: {selects} -> {matcher.config}")
+        lines += [f"  switch {switch}" for switch in self.switches]
+        lines += [f"  oscillation: {self.oscillation}"] if self.oscillation else []
+        lines += [f"backward: {self.backward!r}"] if self.backward else []
+        return "\n".join(lines)
+
     def matcher_for(self, layer: Layer) -> str | None:
         """Return the name of the first of the recipe's own matchers that matches a layer."""
         return next((name for name, m in self.matchers.items() if m.matches(layer)), None)

@@ -1,4 +1,4 @@
-"""Weights and inputs that are changed in place between forward and backward, as nn.Linear sees it."""
+"""Weights and inputs that change in place between forward and backward: as with nn.Linear."""
 
 from dataclasses import replace
 
@@ -18,7 +18,6 @@ from megatron_lowbit.layers.group_context import can_group
 from megatron_lowbit.layers.mxnorm import mxnorm_linear
 from megatron_lowbit.numerics import AmaxHistory
 from megatron_lowbit.recipes import (
-    HIGH_PRECISION,
     OPERANDS,
     LinearPrecision,
     load_recipe,
