@@ -5,10 +5,11 @@ reorders no sum unless asked to. The Hadamard butterfly, packing and the GEMM st
 are fast already.
 """
 
+import struct
 import sys
 import sysconfig
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
 from threading import get_ident
@@ -61,6 +62,7 @@ def arithmetic(format_type: type) -> Arithmetic:
 
 @cache
 def _fused(function: Callable) -> Callable:
+    _remove_truncated_libraries()
     compiled = torch.compile(
         function, dynamic=True, options={"post_grad_custom_pre_pass": _announcement()}
     )
@@ -86,6 +88,37 @@ def _compiler_settings(_thread: int) -> AbstractContextManager:
     from torch._dynamo import config
 
     return config.patch(_COMPILER_SETTINGS)
+
+
+@cache
+def _remove_truncated_libraries() -> None:
+    """Remove libraries that a full disk or a kill truncated from torch's cache on disk.
+
+    torch loads any file of the right name, which then ends the process; it builds a missing one.
+    """
+    from filelock import FileLock, Timeout
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    folder = Path(cache_dir())
+    for library in folder.glob("*/*.so"):
+        # torch holds the lock while it builds the library.
+        lock = folder / "locks" / f"{library.name.partition('.')[0]}.lock"
+        with suppress(OSError, Timeout):
+            if _is_truncated(library):
+                with FileLock(lock, timeout=0):
+                    if _is_truncated(library):
+                        library.unlink()
+
+
+def _is_truncated(library: Path) -> bool:
+    """Check whether a 64-bit ELF file ends before its section headers, which come last."""
+    with library.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or not header.startswith(b"\x7fELF"):
+        return sys.platform == "linux"
+    (offset,) = struct.unpack_from("<Q", header, 40)
+    size, count = struct.unpack_from("<HH", header, 58)
+    return library.stat().st_size < offset + size * count
 
 
 @cache

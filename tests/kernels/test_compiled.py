@@ -6,9 +6,11 @@ four, which all its tests share. Tests keep to sizes that need no other build: n
 single block.
 """
 
+import _ctypes
 import os
 import subprocess
 import sys
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from torch._dynamo.utils import counters
 
 from megatron_lowbit.kernels import compiled
@@ -163,15 +166,16 @@ def two_threads():
     torch.set_num_threads(before)
 
 
+def forget():
+    """Discard what is compiled."""
+    compiled._fused.cache_clear()
+    compiled.arithmetic.cache_clear()
+    torch._dynamo.reset()
+
+
 @pytest.fixture
 def traced_only(monkeypatch):
     """The engine without its C++: what is traced and guarded is the same, and traced anew."""
-
-    def forget():
-        compiled._fused.cache_clear()
-        compiled.arithmetic.cache_clear()
-        torch._dynamo.reset()
-
     forget()
     with monkeypatch.context() as patch:
         patch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
@@ -353,9 +357,67 @@ def test_other_sizes_and_views_do_not_recompile():
     assert counters["stats"]["unique_graphs"] == before > 0
 
 
+def test_calls_leave_nothing_in_the_context():
+    """torch 2.13 adds a variable for each patch of the configuration, and frees none."""
+    request = Request(Quantizer(FORMATS["nvfp4"]))
+    x = torch.ones(48, 96)
+    ENGINE.quantize(x, request, None)
+    before = len(copy_context())
+    for _ in range(3):
+        ENGINE.quantize(x, request, None)[0].dequantize(compiled.arithmetic(type(FORMATS["nvfp4"])))
+    assert len(copy_context()) == before
+
+
+@pytest.mark.parametrize("format", others_slow(GUARDED, [q.format for q in BUILT]), ids=str)
+def test_only_sizes_are_symbols(monkeypatch, format):
+    """What torch.compile is given as inputs: tensors of plain dtypes, and their sizes."""
+    graphs = []
+
+    def keep(graph, inputs, **_):
+        graphs.append(graph)
+        return graph.forward
+
+    forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+        quantizer = Quantizer(format, STOCHASTIC)
+        assert_same(quantizer, torch.ones(260, 300), **draw_of(quantizer))
+    forget()
+    assert len(graphs) >= 3
+    for graph in graphs:
+        values = [n.meta["example_value"] for n in graph.graph.nodes if n.op == "placeholder"]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        sizes = {str(size) for tensor in tensors for size in tensor.shape}
+        symbols = {str(value) for value in values if not isinstance(value, torch.Tensor)}
+        assert symbols <= sizes
+        assert not any(tensor.dtype is torch.float64 for tensor in tensors)  # a Python float
+
+
+def test_truncated_libraries_are_removed_from_the_cache(tmp_path, monkeypatch):
+    """Of any length; whole ones stay, and those that a process is building."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    whole = Path(_ctypes.__file__).read_bytes()
+    contents = {
+        "whole": whole, "empty": b"", "header": whole[:63], "half": whole[: len(whole) // 2],
+        "byte": whole[:-1], "zeros": bytes(len(whole)), "building": whole[:100],
+    }  # fmt: skip
+    (tmp_path / "ab").mkdir()
+    for name, content in contents.items():
+        (tmp_path / "ab" / f"{name}.main.so").write_bytes(content)
+    (tmp_path / "locks").mkdir()
+    compiled._remove_truncated_libraries.cache_clear()
+    with FileLock(tmp_path / "locks" / "building.lock"):
+        compiled._remove_truncated_libraries()
+    kept = {path.name for path in (tmp_path / "ab").iterdir()}
+    assert kept == {"whole.main.so", "building.main.so"}
+
+
 @pytest.mark.slow
 def test_compiling_is_said_and_done_once(tmp_path):
-    """A second process takes the code from the cache on disk, and says nothing."""
+    """A second process takes the code from the cache on disk, and says nothing.
+
+    Where its libraries are truncated, they are built again.
+    """
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
 
     def run() -> subprocess.CompletedProcess:
@@ -366,3 +428,6 @@ def test_compiling_is_said_and_done_once(tmp_path):
     line = f"compiling kernels for these formats, once: they stay in {tmp_path}\n"
     assert first.stderr.count(line) == 1 and first.stdout == "1 0\n"
     assert "compiling" not in second.stderr and second.stdout == "0 1\n"
+    for library in tmp_path.glob("*/*.so"):
+        os.truncate(library, 5000)
+    assert run().stdout == "0 1\n"
