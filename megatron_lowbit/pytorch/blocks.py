@@ -64,14 +64,14 @@ def modules_in_blocks(model: nn.Module, paths: Sequence[str]) -> Iterator[tuple[
     Adapters are omitted. The path of an adapted layer is its path without the adapter.
     """
     for number, path in enumerate(paths):
-        modules = dict(model.get_submodule(path).named_modules(path, remove_duplicate=False))
-        adapted = tuple(
-            name.removesuffix(_WRAPPED) for name in modules if name.endswith(f".{_WRAPPED}")
-        )
+        block = model.get_submodule(path)
+        modules = dict(block.named_modules(prefix=path, remove_duplicate=False))
+        adapted = [name.removesuffix(_WRAPPED) for name in modules if name.endswith(_WRAPPED)]
         for name, module in modules.items():
-            beside = name.startswith(adapted) and f".{_WRAPPED}" not in name
-            if not beside and not _ADAPTER.search(name):
-                yield Layer(name.replace(f".{_WRAPPED}", ""), number, len(paths)), module
+            own_path = name.replace(f".{_WRAPPED}", "")
+            is_adapter = own_path == name and name.startswith(tuple(adapted))
+            if not is_adapter and not _ADAPTER.search(name):
+                yield Layer(own_path, number, len(paths)), module
 
 
 def _find_lists(model: nn.Module) -> list[str]:

@@ -10,7 +10,12 @@ from torch import nn
 
 from megatron_lowbit.errors import UserError, require, require_type
 from megatron_lowbit.pytorch.blocks import block_paths, modules_in_blocks
-from megatron_lowbit.pytorch.linear import EvalPrecision, LowbitLinear, check_precision
+from megatron_lowbit.pytorch.linear import (
+    EvalPrecision,
+    LowbitLinear,
+    check_eval_precision,
+    check_precision,
+)
 from megatron_lowbit.recipes import Layer, LinearPrecision, Recipe, load_recipe
 from megatron_lowbit.recipes.matchers import BlocksMatcher
 
@@ -62,7 +67,8 @@ def convert(
     if isinstance(recipe, str | PathLike):
         recipe = load_recipe(recipe)
     require_type("recipe", recipe, Recipe, "a recipe or a recipe's name")
-    _check_recipe(recipe, eval_precision)
+    _check_recipe(recipe)
+    check_eval_precision(eval_precision)
     linears: list[tuple[Layer, nn.Linear]] = []
     others = []
     for layer, module in modules_in_blocks(model, block_paths(model, blocks)):
@@ -83,7 +89,7 @@ def convert(
     return model
 
 
-def _check_recipe(recipe: Recipe, eval_precision: EvalPrecision) -> None:
+def _check_recipe(recipe: Recipe) -> None:
     require(
         not recipe.switches,
         f"recipe {recipe.name} has switches, and convert knows no progress of a run: call "
@@ -98,7 +104,7 @@ def _check_recipe(recipe: Recipe, eval_precision: EvalPrecision) -> None:
             )
         for config, precision in part.configs.items():
             try:
-                check_precision(precision, eval_precision)
+                check_precision(precision)
             except UserError as error:
                 raise UserError(f"recipe {part.name}: config {config}: {error}") from None
 

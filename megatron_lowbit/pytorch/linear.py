@@ -51,7 +51,8 @@ class LowbitLinear(nn.Linear):
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.precision, self.eval_precision = load_precision(precision), eval_precision
-        check_precision(self.precision, eval_precision)
+        check_precision(self.precision)
+        check_eval_precision(eval_precision)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute ``input @ weight.T + bias``.
@@ -76,13 +77,15 @@ class LowbitLinear(nn.Linear):
         return f"{super().extra_repr()}, {self.precision}"
 
 
-def check_precision(precision: LinearPrecision, eval_precision: EvalPrecision) -> None:
-    """Raise UserError for precisions that a layer without state of its own cannot compute in."""
+def check_eval_precision(eval_precision: EvalPrecision) -> None:
+    """Raise UserError for an unknown precision in evaluation mode."""
     known = get_args(EvalPrecision)
-    require(
-        eval_precision in known,
-        f"eval_precision={eval_precision!r} is not one of {', '.join(known)}",
-    )
+    message = f"eval_precision={eval_precision!r} is not one of {', '.join(known)}"
+    require(eval_precision in known, message)
+
+
+def check_precision(precision: LinearPrecision) -> None:
+    """Raise UserError for a precision that a layer without state of its own cannot compute in."""
     require(
         precision.history_length == 0,
         "amax_history: delayed scaling keeps amaxes between steps, for which the state dict of "

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import hooks
 from block_model import BLOCKS, WIDTH, Model, batch, build, loss_of
 from torch import nn
 
@@ -199,13 +200,13 @@ def replaced() -> nn.Linear:
         (Conv1D(), "Conv1D"),
         (nn.MultiheadAttention(WIDTH, 4).out_proj, "NonDynamicallyQuantizableLinear"),
         (nn.LazyLinear(WIDTH), "LazyLinear"),
-        (replaced(), "Linear"),
+        (replaced(), "Linear, whose forward is replaced"),
     ],
 )
 def test_modules_that_stay_are_named(other, name):
     block = nn.ModuleDict({"fits": linear(), "other": other, "table": nn.Embedding(2, 2)})
     before = type(other)
-    with pytest.warns(UserWarning, match=rf": 1 modules .* body\.h\.0\.other \({name}\)$"):
+    with pytest.warns(UserWarning, match=rf": 1 modules .* body\.h\.0\.other \({name}\)"):
         model = convert(in_list("h", [block]), "fp8-tile")
     assert converted(model) == ["body.h.0.fits"] and type(other) is before
 
@@ -250,3 +251,71 @@ def test_a_model_on_no_device():
         assert model(torch.zeros(4, 32, dtype=torch.long)).shape == (4, 32, 16)
     model.to_empty(device="cpu").load_state_dict(build().state_dict())
     assert torch.equal(model(batch(0)), convert(build(), "fp8-tile")(batch(0)))
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter of a linear layer, with the names of PEFT."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        parts = {"in_features": base_layer.in_features, "out_features": base_layer.out_features}
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(parts["in_features"], 8, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(8, parts["out_features"], bias=False)})
+        self.other = nn.Linear(*parts.values())
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+def test_adapters_are_left_alone():
+    """The layer that is adapted is converted, by rules for its own path."""
+    model = build()
+    for block in model.layers:
+        block.up = Adapter(block.up)
+        block.down.lora_a = nn.Linear(2 * WIDTH, 8, bias=False)  # with the names of torchtune
+    names = ["up.base_layer", "down"]
+    convert(model, "fp8-tile")
+    assert converted(model) == [f"layers.{n}.{name}" for n in range(BLOCKS) for name in names]
+    convert(model, load_recipe("fp8-tile", MLPS))
+    assert converted(model) == [f"layers.{n}.up.base_layer" for n in range(BLOCKS)]
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            hooks.add_hook_to_module(module, hooks.AlignDevicesHook(io_same_device=True))
+    return model
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_modules_under_hooks_of_accelerate(when):
+    """They compute as without the hooks, which are called, and can be restored."""
+    plain, expected = build(), convert(build(), "fp8-tile")
+    model = hooked(build()) if when == "before" else hooked(convert(build(), "fp8-tile"))
+    calls = []
+    up = model.layers[0].up
+    up._hf_hook.pre_forward = lambda module, *args, **kwargs: calls.append(1) or (args, kwargs)
+    for precision, right in (("fp8-tile", expected), ("bf16", plain), ("fp8-tile", expected)):
+        convert(model, precision)
+        assert len(converted(model)) == (precision != "bf16") * 2 * BLOCKS
+        assert torch.equal(model(batch(0)), right(batch(0)))
+    assert len(calls) == 3
+    hooks.remove_hook_from_module(model, recurse=True)
+    for precision, right in (("bf16", plain), ("fp8-tile", expected)):
+        convert(model, precision)
+        assert torch.equal(model(batch(0)), right(batch(0)))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("recipe", ["fp8-tile", "bf16"])
+def test_another_forward_is_named(recipe):
+    model = build()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.forward = lambda x: x
+    message = (
+        r"8 modules .* layers\.0\.up \(Linear, whose forward is replaced\), .*; convert before"
+    )
+    with pytest.raises(UserError, match=message):
+        convert(model, recipe)

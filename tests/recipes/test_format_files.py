@@ -165,8 +165,7 @@ def test_a_recipe_that_a_checkpoint_names(trap):
         ("nvpf4", "'nvpf4'; did you mean nvfp4, nvfp4-2d?"),
         (
             "posit",
-            "'posit'; there are fp8-1x128, fp8-128x128, fp8-tensor, fp8-row, int4-1x32, "
-            "int4-1x128, ms-eden, mxfp4, mxfp6, mxfp8, nvfp4, quartet2, tetrajet2",
+            f"'posit'; there are {', '.join(FORMATS)}",
         ),
     ],
 )
