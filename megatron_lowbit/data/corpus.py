@@ -5,49 +5,51 @@ import fnmatch
 import os
 import signal
 import stat
-import textwrap
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_lowbit.data import dataset_writer
+from megatron_lowbit.data.documents import (
+    Document,
+    OpenFile,
+    holds_lines,
+    open_file,
+    read_content,
+    read_lines,
+    read_records,
+    text_in,
+)
 from megatron_lowbit.data.tokenizer import Tokenizer, ids_beyond_model, load_tokenizer
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
-from megatron_lowbit.json_files import parse_json
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
 _WORKERS_PER_CPU = 8
 _LONG_FILE_BYTES = 1 << 18
+DEFAULT_KEYS = ("text",)
+"""Keys of JSON records that hold text, unless others are given."""
 LONGEST_PIECE = 1 << 14
 """Most characters of a document that a long text file is split into."""
 _BORDERS = ("\n\n", "\r\n\r\n", "\n", " ")
 """Ends of a piece, the best first: of a paragraph, of a line, of a word."""
 
 
-class Document(NamedTuple):
-    """One document: a text for each JSON key, and the bytes it takes in its file."""
-
-    texts: tuple[str, ...]
-    source_bytes: int
-
-
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments by which the tools choose their text."""
     parser.add_argument(
         "--input", nargs="+", required=True, metavar="PATH",
-        help="text files, .jsonl files (a document a line), or folders of them",
+        help="files of text or JSON records, also compressed, or folders of them",
     )  # fmt: skip
     parser.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY",
-        help="keys of a .jsonl record that hold text (default: text)",
+        "--json-keys", nargs="+", metavar="KEY",
+        help="keys of a JSON record that hold text (default: text)",
     )  # fmt: skip
     parser.add_argument(
         "--pattern", default="*", metavar="GLOB",
@@ -74,7 +76,7 @@ class Corpus:
     def __init__(
         self,
         inputs: Sequence[str | Path],
-        json_keys: Sequence[str],
+        json_keys: Sequence[str] | None,
         pattern: str,
         exclude: Sequence[str],
     ) -> None:
@@ -84,37 +86,48 @@ class Corpus:
         self.split: list[Path] = []
 
     def documents(self) -> Iterator[Document]:
-        """Yield the documents: each line of a ``.jsonl``, any other file as a whole.
+        """Yield the documents: each JSON record, any other file as a whole.
 
         A long text file, or one that is the only file, is split: Megatron-LM divides a dataset into
         parts for training and validation by whole documents.
 
-        Raises UserError, naming file:line, for a malformed line or a missing key, and for an input
-        that is a text file, but not UTF-8.
+        Raises UserError, naming file:line, for a malformed record or a missing key; for an input
+        that is a file without UTF-8 text; and for text where JSON keys are given.
         """
         for path in self.files:
-            try:
-                if path.suffix == ".jsonl":
-                    yield from _read_json_lines(path, self._json_keys)
-                    continue
-                require(len(self._json_keys) == 1, f"{path}: several --json-keys need .jsonl files")
-                content = path.read_bytes()
-            except OSError as error:
-                raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-            try:
-                text = content.decode("utf-8")
-            except UnicodeDecodeError:
-                if path in self._inputs:
-                    raise UserError(f"--input {path}: not UTF-8 text") from None
-                self.skipped.append(path)
-                continue
-            if len(self.files) > 1 and len(content) <= _LONG_FILE_BYTES:
-                yield Document((text,), len(content))
-                continue
-            if len(text) > LONGEST_PIECE:
-                self.split.append(path)
-            for piece in _split(text):
-                yield Document((piece,), len(piece.encode()))
+            with open_file(path) as file:
+                if holds_lines(file):
+                    yield from read_lines(file, self._json_keys or DEFAULT_KEYS)
+                else:
+                    yield from self._documents_of(file)
+
+    def _documents_of(self, file: OpenFile) -> Iterator[Document]:
+        """Yield the documents of a file that is read as a whole."""
+        path, content, is_named = file.path, read_content(file), file.path in self._inputs
+        text = text_in(content)
+        if text is None:
+            require(not is_named, f"--input {path}: not UTF-8 text")
+            self.skipped.append(path)
+            return
+        size = path.stat().st_size
+        records = read_records(path, content, self._json_keys or DEFAULT_KEYS, is_named)
+        if records is not None:
+            yield from (Document(texts, size / len(records)) for texts in records)
+            return
+        if not text:
+            return
+        require(
+            self._json_keys is None,
+            f"{path}: holds text without JSON records, to which --json-keys "
+            f"{' '.join(self._json_keys or ())} does not apply",
+        )
+        if len(self.files) > 1 and len(content) <= _LONG_FILE_BYTES:
+            yield Document((text,), size)
+            return
+        if len(text) > LONGEST_PIECE:
+            self.split.append(path)
+        for piece in _split(text):
+            yield Document((piece,), size * len(piece) / len(text))
 
     def report_split(self) -> None:
         """Print which files were split into documents, if any."""
@@ -173,42 +186,12 @@ def _folder_files(folder: Path, pattern: str, exclude: frozenset[str]) -> list[P
     return sorted(found)
 
 
-def _read_json_lines(path: Path, json_keys: Sequence[str]) -> Iterator[Document]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            record = parse_json(line, f"{path}:{number}")
-            texts = tuple(text_of(record, key, f"{path}:{number}") for key in json_keys)
-            yield Document(texts, len(line))
-
-
-def text_of(record: object, key: str, place: str) -> str:
-    """Return the string under a key of parsed JSON.
-
-    Raises UserError, naming the place, where there is no such string, or one that is not Unicode.
-    """
-    if not isinstance(record, dict):
-        raise UserError(f"{place}: a JSON object is expected, not {type(record).__name__}")
-    if key not in record:
-        there = textwrap.shorten(", ".join(record), 200, placeholder=" ...")
-        raise UserError(f"{place}: key {key!r} is missing; there are {there}")
-    text = record[key]
-    if not isinstance(text, str):
-        raise UserError(f"{place}: key {key!r} must hold a string, not {type(text).__name__}")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise UserError(f"{place}: key {key!r} holds a lone surrogate (\\ud800-\\udfff)") from None
-    return text
-
-
 def preprocess(
     inputs: Sequence[str | Path],
     tokenizer_model: str,
     output_prefix: str,
     *,
-    json_keys: Sequence[str] = ("text",),
+    json_keys: Sequence[str] | None = None,
     pattern: str = "*",
     exclude: Sequence[str] = (),
     workers: int = 1,
@@ -220,16 +203,14 @@ def preprocess(
     files do not depend on ``workers``. They appear only when complete. Raises UserError for bad
     arguments or input, and if there is no document.
     """
+    keys = json_keys or DEFAULT_KEYS
     most = _WORKERS_PER_CPU * (os.cpu_count() or 1)
     if not 1 <= workers <= most:
         raise UserError(f"--workers {workers}: at least 1 and at most {most} on this machine")
-    keys = " ".join(json_keys)
-    require(len(set(json_keys)) == len(json_keys), f"--json-keys {keys}: each key once")
+    require(len(set(keys)) == len(keys), f"--json-keys {' '.join(keys)}: each key once")
     tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model, None)
     corpus = Corpus(inputs, json_keys, pattern, exclude)
-    prefixes = (
-        [output_prefix] if len(json_keys) == 1 else [f"{output_prefix}_{k}" for k in json_keys]
-    )
+    prefixes = [output_prefix] if len(keys) == 1 else [f"{output_prefix}_{k}" for k in keys]
     dataset_writer.check_targets(output_prefix, prefixes)
     dtype = dataset_writer.indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
@@ -243,6 +224,10 @@ def preprocess(
         )
         if line := ids_beyond_model(Path(tokenizer_model), summary.largest_id):
             print(line)
+    special = summaries[0].special_tokens
+    if special:
+        counts = ", ".join(f"{token} {count:,}" for token, count in special.most_common())
+        print(f"special tokens written in the texts, which training reads as such: {counts}")
     corpus.report_split()
     corpus.report_skipped()
     return summaries
@@ -260,8 +245,23 @@ def _encode_batch(
         ids = [tokenizer.tokenize(text) for text in document.texts]
         tokens = [np.array(i + end if i else i, dtype=dtype) for i in ids]
         text_bytes = [len(text.encode("utf-8")) for text in document.texts]
-        encoded.append(dataset_writer.EncodedDocument(tokens, text_bytes, document.source_bytes))
+        special = _written_specials(tokenizer, document.texts, ids)
+        encoded.append(
+            dataset_writer.EncodedDocument(tokens, text_bytes, document.source_bytes, special)
+        )
     return encoded
+
+
+def _written_specials(
+    tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]
+) -> Counter[str]:
+    """Count the special tokens that texts spell out, not those that stand for unknown text."""
+    found = Counter()
+    for text, own in zip(texts, ids, strict=True):
+        for number in tokenizer.special_tokens.keys() & own:
+            token = tokenizer.special_tokens[number]
+            found[token] += own.count(number) if token in text else 0
+    return +found
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -269,7 +269,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
     size = 0
     for document in documents:
         batch.append(document)
-        size += document.source_bytes
+        size += sum(map(len, document.texts))
         if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_BYTES:
             yield batch
             batch, size = [], 0

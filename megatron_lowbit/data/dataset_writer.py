@@ -6,9 +6,10 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -27,11 +28,15 @@ _ARGUMENT = "--output-prefix"
 
 
 class EncodedDocument(NamedTuple):
-    """Token ids for each key (1-D, the dataset's dtype; empty for an empty text), UTF-8 bytes."""
+    """Token ids for each key (1-D, the dataset's dtype; empty for an empty text), UTF-8 bytes.
+
+    ``special_tokens`` counts those that are written in the texts.
+    """
 
     tokens: list[np.ndarray]
     text_bytes: list[int]
-    source_bytes: int
+    source_bytes: float
+    special_tokens: Counter[str]
 
 
 @dataclass
@@ -43,6 +48,7 @@ class DatasetSummary:
     tokens: int = 0
     text_bytes: int = 0
     largest_id: int = 0
+    special_tokens: Counter[str] = field(default_factory=Counter)
 
 
 def check_targets(output_prefix: str, prefixes: list[str]) -> None:
@@ -100,6 +106,7 @@ def write_datasets(
                         summary.tokens += tokens.size
                         summary.text_bytes += size
                         summary.largest_id = max(summary.largest_id, int(tokens.max()))
+                summaries[0].special_tokens += document.special_tokens
                 advance(document.source_bytes, summaries[0])
         for builder, summary, path in zip(builders, summaries, paths, strict=True):
             builder.finalize(f"{path}.idx")
@@ -132,7 +139,7 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
 
 
 @contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int, DatasetSummary], None]]:
+def _progress(total_bytes: int) -> Iterator[Callable[[float, DatasetSummary], None]]:
     """Show a bar on a terminal, else a line every few seconds; give advance(bytes, counts)."""
     share, counts = TextColumn("{task.percentage:>3.0f} %"), TextColumn("{task.description}")
     columns = (BarColumn(), share, TimeRemainingColumn(), counts)
@@ -141,7 +148,7 @@ def _progress(total_bytes: int) -> Iterator[Callable[[int, DatasetSummary], None
         bar.add_task("0 documents, 0 tokens", total=total_bytes)
         [task] = bar.tasks
 
-        def advance(size: int, summary: DatasetSummary) -> None:
+        def advance(size: float, summary: DatasetSummary) -> None:
             nonlocal last_line
             text = f"{summary.documents:,} documents, {summary.tokens:,} tokens"
             bar.update(task.id, advance=size, description=text)

@@ -5,9 +5,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
@@ -31,6 +31,7 @@ class Tokenizer:
     ``vocab_size`` counts ids (largest id + 1), ``eod`` ends each document, ``sha256`` is that of
     tokenizer.json (None if there is no file). ``unique_identifiers`` enters the name of
     megatron-core's index cache; it holds no path, so a moved folder still finds its cache.
+    ``special_tokens`` are the texts of special tokens by their ids: tokenize reads them as these.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Tokenizer:
     detokenize: Callable[[list[int]], str]
     sha256: str | None = None
     pad: int = _NO_PAD
+    special_tokens: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def unique_identifiers(self) -> dict[str, object]:
@@ -114,6 +116,12 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
         tokenize=tokenize,
         detokenize=lambda ids: model.decode(ids, skip_special_tokens=False),
         sha256=hashlib.sha256(content).hexdigest(),
+        special_tokens={
+            number: token.content
+            for number, token in model.get_added_tokens_decoder().items()
+            if token.special
+        }
+        | {eod: eod_token},
     )
 
 

@@ -223,8 +223,6 @@ def test_bad_arguments(preprocess, tmp_path, json_lines):
     with pytest.raises(UserError, match=r"--input .*b.txt: not UTF-8 text"):
         preprocess(binary)
     binary.write_text("text")
-    with pytest.raises(UserError, match=r"b.txt: several --json-keys need .jsonl files"):
-        preprocess(binary, options=["--json-keys", "text", "title"])
     with pytest.raises(UserError, match=r"there is no tokenizer.json in this folder"):
         preprocess(json_lines, options=["--tokenizer-model", str(tmp_path)])
 
