@@ -1,7 +1,8 @@
 # make pretrain   a small NVFP4 run from nothing: environment, data, training
 # make parity     layouts x recipes against one process, into docs/parallelism.md
 # make performance-page   what benchmarks measured on a GPU, into docs/performance.md
-# make test       the test suite; make test-all   with what takes longest
+# make test       the test suite; make test-all   with what takes longest, and with new examples of
+#                 the tests by Hypothesis, which marks its tests itself
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/nvfp4
@@ -31,7 +32,7 @@ test: .venv/installed
 	$(BIN)/pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
 test-all: test
-	$(BIN)/pytest -q -m slow
+	$(BIN)/pytest -q -m "slow or hypothesis" --hypothesis-profile explore
 
 data/stdlib.idx: .venv/installed
 	$(BIN)/lowbit-tokenizer $(SOURCES) --vocab-size 4096 --output data/tokenizer

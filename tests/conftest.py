@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported, also for the processes that tests start: on two cores two pytest workers
 # with two threads each spend most of their time waiting for one another.
@@ -28,6 +29,14 @@ import torch
 from tests import processes
 
 ROOT = Path(__file__).parents[1]
+
+# `make test` repeats the same examples; `make test-all` chooses the profile that draws others.
+for name, repeats in (("repeat", True), ("explore", False)):
+    settings.register_profile(
+        name, derandomize=repeats, print_blob=not repeats, database=None, deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+settings.load_profile("repeat")
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported.

@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 import megatron_lowbit
 from megatron_lowbit.megatron.arguments import front_parser
@@ -47,6 +48,17 @@ def test_one_ruff():
     """That of ``make test`` and that of a commit."""
     pinned = re.search(r"^ruff==.*$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[0]
     assert f"[{pinned}]" in (ROOT / ".pre-commit-config.yaml").read_text()
+
+
+def test_random_examples_repeat_in_make_test_and_are_new_in_test_all():
+    """A profile of the command decides, and no test file for itself."""
+    assert settings.get_profile("repeat").derandomize
+    recipe = re.search(r"^test-all: .*\n(\t.*\n)+", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert '-m "slow or hypothesis"' in recipe[0]
+    profile = re.search(r"--hypothesis-profile (\w+)", recipe[0])[1]
+    assert not settings.get_profile(profile).derandomize
+    for file in (ROOT / "tests").glob("*/test_*.py"):
+        assert "derandomize=" not in file.read_text(), file
 
 
 @pytest.fixture

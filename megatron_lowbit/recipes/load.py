@@ -22,7 +22,7 @@ from megatron_lowbit.recipes.schema import (
     operand_keys,
     parse_recipe,
 )
-from megatron_lowbit.recipes.yaml_reader import MAX_CHARACTERS, has_control_characters, read_yaml
+from megatron_lowbit.recipes.yaml_reader import has_control_characters, read_text, read_yaml
 
 MEGATRON_NAMES = {
     "blockwise": "fp8-tile",
@@ -259,16 +259,7 @@ def _read(name_or_path: str) -> tuple[Any, str]:
                 "A recipe file's name ends in .yaml"
             )
         entry = shipped[name_or_path]
-    try:
-        if not entry.is_file():
-            problem = "is not a file" if entry.exists() else "does not exist"
-            raise UserError(f"recipe file {name_or_path} {problem}")
-        with entry.open("rb") as file:
-            # UTF-8 has up to four bytes a character.
-            text = str(file.read(4 * MAX_CHARACTERS + 1), encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise UserError(f"recipe file {name_or_path}: {reason}") from None
+    text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
         raw = read_yaml(text)
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):

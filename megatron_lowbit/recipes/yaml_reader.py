@@ -1,4 +1,4 @@
-"""YAML as recipes need it: text, numbers, lists and mappings, limited in size.
+"""YAML as recipes and studies need it: text, numbers, lists and mappings, limited in size.
 
 What PyYAML's safe loader makes of other people's files can be endless (aliases of aliases), or an
 exception that is not YAML's (``!!int x``, the date 2026-02-30), or nothing at all (a second key of
@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 from unicodedata import category
 
 import yaml
+
+from megatron_lowbit.errors import UserError
 
 MAX_CHARACTERS = 2**16
 MAX_VALUES = 2000
@@ -38,6 +40,26 @@ def read_yaml(text: str) -> Any:
         raise ValueError(f"{line}{error.problem or error.context}") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def read_text(file: Any, name: str) -> str:
+    """Read a file as :func:`read_yaml` takes it, and no more of it than that.
+
+    Args:
+        file: path of the file, or resource of a package.
+        name: for the error, such as ``recipe file mine.yaml``.
+
+    Raises:
+        UserError: the file is missing, no regular file, or cannot be read.
+    """
+    try:
+        if not file.is_file():
+            raise UserError(f"{name} {'is not a file' if file.exists() else 'does not exist'}")
+        with file.open("rb") as opened:
+            # UTF-8 has up to four bytes per character.
+            return str(opened.read(4 * MAX_CHARACTERS + 1), encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{name}: {getattr(error, 'strerror', error)}") from None
 
 
 def has_control_characters(text: str) -> bool:

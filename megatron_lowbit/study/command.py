@@ -15,6 +15,7 @@ Arguments after -- are those of training.
 
 import argparse
 from collections.abc import Sequence
+from math import inf, ulp
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SEEDS = (1, 2)
 """Seeds of a comparison of recipes; gaps have no standard error with less than two."""
+_MAY_BE_ZERO = ("start_up", "leave_out")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,9 +126,6 @@ def _plan(args: argparse.Namespace, training: list[str]) -> None:
     from megatron_lowbit.study.definition import jobs_of
     from megatron_lowbit.study.schedule import described
 
-    for name in ("at_once", "count", "minutes"):
-        value = getattr(args, name)
-        require(value > 0, f"--{name.replace('_', '-')} {value:g}: must be positive")
     jobs = jobs_of(_study_of(args), args.output, training)
     places = args.count * args.at_once
     console = plain_console(120)
@@ -138,6 +137,11 @@ def _study_of(args: argparse.Namespace) -> "Study":
     from megatron_lowbit.recipes import load_recipes
     from megatron_lowbit.study.definition import read_study, study_of, with_recipes, with_runs
 
+    for name in ("at_once", "count", "minutes", "start_up", "leave_out"):
+        value = getattr(args, name, None)
+        least, words = (0, "not negative") if name in _MAY_BE_ZERO else (ulp(0), "positive")
+        message = f"--{name.replace('_', '-')} {value}: must be {words} and finite"
+        require(value is None or least <= value < inf, message)
     require(bool(args.study or args.recipes), "give STUDY.yaml or --recipes")
     require(
         not args.only or (args.study and not args.recipes),

@@ -3,24 +3,35 @@
 import json
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.recipes.error_prefix import error_prefix
+from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
 
 _STATE = "study.json"
 """In a run's folder: its command, whether it has ended, and on what machine."""
 _TRACKER = "latest_checkpointed_iteration.txt"
 # lowbit-pretrain, whose script need not be on PATH; -P: modules of the folder stay out, as there.
 _PRETRAIN = ("-P", "-c", "from megatron_lowbit.commands import pretrain; pretrain()")
+
+
+def _shell_words(text: str) -> str:
+    shlex.split(text)  # raises ValueError for an open quote
+    return text
+
+
+Arguments = Annotated[str, AfterValidator(_shell_words)]
+"""Arguments as a shell command has them."""
 
 
 class Branch(BaseModel):
@@ -32,7 +43,7 @@ class Branch(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     iteration: int = Field(ge=1)
-    runs: dict[str, str] = Field(min_length=1)
+    runs: dict[str, Arguments] = Field(min_length=1)
 
 
 class Study(BaseModel):
@@ -46,9 +57,9 @@ class Study(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     script: str | None = None
-    arguments: str
+    arguments: Arguments
     seeds: list[int] = Field(min_length=1)
-    runs: dict[str, str] = Field(min_length=1)
+    runs: dict[str, Arguments] = Field(min_length=1)
     branches: dict[str, Branch] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -86,12 +97,11 @@ class Job(NamedTuple):
 
 def read_study(file: Path) -> Study:
     """Read a study. Raises UserError that names the file and the key where it is none."""
+    text = read_text(file, f"study file {file}")
+    with error_prefix(f"{file}: not YAML of a study: "):
+        content = read_yaml(text)
     try:
-        return Study.model_validate(yaml.safe_load(file.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError):
-        raise UserError(f"{file}: cannot be read") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{file}: {str(error).splitlines()[0]}") from None
+        return Study.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"
@@ -142,7 +152,12 @@ def _runs_of(recipes: Sequence[str]) -> dict[str, str]:
 
 
 def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
-    """Return all runs, every name's first seed first; ``more`` are from the command line."""
+    """Return all runs, every name's first seed first; ``more`` are from the command line.
+
+    Raises UserError for a seed given twice and for names that would share a folder.
+    """
+    seeds = " ".join(map(str, study.seeds))
+    require(len(set(study.seeds)) == len(study.seeds), f"seeds {seeds}: each must be given once")
     jobs: list[Job] = []
     for seed in study.seeds:
         for name, own, start in _runs(study, output, seed):
@@ -152,9 +167,9 @@ def jobs_of(study: Study, output: Path, more: list[str]) -> list[Job]:
             program = [study.script] if study.script else _PRETRAIN
             command = [sys.executable, *program, *arguments, "--seed", str(seed)]
             jobs.append(Job(name, seed, output / f"{_slug(name)}-{seed}", command, start))
-    folders = [job.folder for job in jobs]
+    folders = Counter(job.folder for job in jobs)
     for job in jobs:
-        if folders.count(job.folder) > 1:
+        if folders[job.folder] > 1:
             raise UserError(f"run {job.name!r}: another run's name is the same in a file's name")
     return jobs
 
@@ -178,7 +193,7 @@ def planned_iterations(job: Job) -> int | None:
         if "--train-samples" in given:
             return int(given["--train-samples"]) // int(given["--global-batch-size"])
         return int(given["--train-iters"])
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, ZeroDivisionError):
         return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from small_llama import CONFIG, write_llama
@@ -280,10 +280,7 @@ def with_head(head: Any, data: bytes) -> bytes:
 
 
 def fuzz(test, examples: int, **strategies: st.SearchStrategy) -> None:
-    check = settings(
-        max_examples=examples, derandomize=True, deadline=5000, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    check = settings(max_examples=examples, deadline=5000)
     check(given(**strategies)(test))()
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_lowbit.data.dataset import check_dataset
@@ -76,10 +76,7 @@ def test_any_index(tmp_path, dtype, examples):
     whole = index.read_bytes()
     assert len(whole) == 142
 
-    @settings(
-        max_examples=examples, derandomize=examples < 1000, deadline=5000, database=None,
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    @settings(max_examples=examples, deadline=5000)
     @given(edits=EDITS)
     def fuzz(edits: list[tuple[str, int, int]]) -> None:
         content = bytearray(whole)

@@ -167,7 +167,7 @@ TORCHAO = torchao_functions()
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("tile", TORCHAO)
-@settings(derandomize=True, max_examples=12, deadline=None, database=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), bf16=st.booleans())
 def test_tiles_against_torchao(tile, element, seed, bf16):
     """torchao divides in float64 and rounds to FP32, which is FP32's own quotient.
@@ -193,7 +193,7 @@ def test_tiles_against_torchao(tile, element, seed, bf16):
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
 @pytest.mark.parametrize("scale_format", SCALE_FORMATS)
-@settings(derandomize=True, max_examples=25, deadline=None, database=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-30, 126))
 def test_tensors_against_torchao(element, scale_format, seed, exponent):
     """torchao's tensorwise scaling; its pow2 takes a rounded log2: not beside a power of two."""

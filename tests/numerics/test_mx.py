@@ -91,7 +91,7 @@ def log2_rounds_onto_an_integer(amax: np.ndarray, largest: float) -> np.ndarray:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("format", TORCHAO)
-@settings(derandomize=True, max_examples=12, deadline=None, database=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 2**32 - 1), bf16=st.booleans())
 def test_against_torchao(format, rounding, seed, bf16):
     """Equal scales, and equal codes but where the scale is 2**-127 (next tests)."""

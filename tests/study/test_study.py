@@ -10,10 +10,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
 
 from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.study import runner
 from megatron_lowbit.study.command import main
-from megatron_lowbit.study.definition import Study, jobs_of, planned_iterations, read_study
+from megatron_lowbit.study.definition import (
+    Study,
+    is_finished,
+    jobs_of,
+    launch_command,
+    planned_iterations,
+    read_study,
+)
+from tests.fuzzed_yaml import changed_documents, damaged_texts
 
 ROOT = Path(__file__).parents[2]
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -205,7 +215,7 @@ def test_recipes_in_place_of_a_studys_runs(study, tmp_path):
     ("arguments", "named"),
     [
         ([], "give STUDY.yaml or --recipes"),
-        (["x.yaml", "--recipes", "bf16", "nvfp4"], "x.yaml: cannot be read"),
+        (["x.yaml", "--recipes", "bf16", "nvfp4"], "study file x.yaml does not exist"),
         (["--recipes", "bf16"], "two recipes or more"),
         (["--recipes", "bf16", "bf16"], "two have the same name"),
         (["--recipes", "bf16", "nvfp5"], "unknown recipe 'nvfp5'"),
@@ -325,7 +335,20 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint(study, tmp_path):
             "the file: branches: two runs are named 'c'",
         ),
         ("- 1\n", "the file: Input should be a valid dictionary"),
-        ("a: [\n", "while parsing"),
+        ("a: [\n", "not YAML of a study: line 2: "),
+        ("b: 2026-02-30\n", "arguments: Field required"),
+        ("b: !!int zz\n", "not YAML of a study: line 1: 'zz' is no int"),
+        ("[" * 3000, "not YAML of a study: line 1: nested more than 32 deep"),
+        ("x" * 70_000, "not YAML of a study: longer than 65,536 characters"),
+        ('arguments: "it\'s"\nseeds: [1]\nruns: {a: b}\n', "arguments: No closing quotation"),
+        ("arguments: x\nseeds: [1]\nruns: {a: '\"'}\n", "runs.a: No closing quotation"),
+        (
+            "arguments: x\nseeds: [1]\nruns: {a: b}\n"
+            'branches: {a: {iteration: 1, runs: {c: "\'"}}}\n',
+            "branches.a.runs.c: No closing quotation",
+        ),
+        ("arguments: x\narguments: y\n", "not YAML of a study: line 2: a second key"),
+        ('arguments: "\\e[0m"\n', "not YAML of a study: line 1: control characters"),
     ],
 )
 def test_what_is_no_study(tmp_path, text, named):
@@ -333,6 +356,80 @@ def test_what_is_no_study(tmp_path, text, named):
     file.write_text(text)
     with pytest.raises(UserError, match=f"study.yaml: {named}"):
         read_study(file)
+
+
+def test_files_without_an_end_are_not_read(tmp_path):
+    for file in (Path("/dev/zero"), tmp_path):
+        with pytest.raises(UserError, match=f"study file {file} is not a file"):
+            read_study(file)
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *[f"--at-once {value}" for value in (0, -3)],
+        *[f"--minutes {value}" for value in ("nan", "-5", "0", "inf")],
+    ],
+)
+def test_numbers_that_run_and_plan_refuse(tmp_path, command, arguments):
+    name = arguments.split()[0]
+    with pytest.raises(UserError, match=f"{name} .*: must be positive and finite"):
+        main([command, "--recipes", "bf16", "nvfp4", "--output", str(tmp_path), *arguments.split()])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["run --leave-out nan", "run --leave-out -1", "plan --start-up nan", "plan --count 0"],
+)
+def test_numbers_that_one_of_them_refuses(tmp_path, arguments):
+    with pytest.raises(UserError, match=f"{arguments.split()[1]} .*: must be .* and finite"):
+        main([*arguments.split(), "--recipes", "bf16", "nvfp4", "--output", str(tmp_path)])
+
+
+def test_a_seed_given_twice(study, tmp_path):
+    file = study(base="--scale 2")
+    with pytest.raises(UserError, match="seeds 3 3: each must be given once"):
+        main(["run", str(file), "--seeds", "3", "3", "--output", str(tmp_path / "out")])
+
+
+KEYS = ["script", "arguments", "seeds", "runs", "branches", "iteration", "bf16", "nvfp4"]
+WORDS = [
+    *["'", "\\", "@x", "@", "--train-iters=0", "--train-iters", "--train-samples 1", "=", "--"],
+    *["--global-batch-size 0", "--train-samples=8 --global-batch-size=0", "/", "..", "#", "*"],
+]
+STUDIES = [file.read_text() for file in (ROOT / "examples" / "studies").glob("*.yaml")]
+STUDIES.append("arguments: --train-samples 8 --global-batch-size 0\nseeds: [1]\nruns: {a: --b}\n")
+
+
+@pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_any_study_file(tmp_path, monkeypatch, capsys, examples):
+    """The jobs of a study, or one line."""
+    monkeypatch.chdir(ROOT)
+    file, seen = tmp_path / "study.yaml", []
+
+    def take(jobs, *_):
+        seen.extend(jobs)
+        for job in jobs:
+            planned_iterations(job)
+            assert not is_finished(job)
+            assert all(isinstance(word, str) for word in launch_command(job))
+        return []
+
+    monkeypatch.setattr(runner, "run", take)
+
+    @settings(max_examples=examples)
+    @given(content=damaged_texts(STUDIES) | changed_documents(STUDIES, KEYS, WORDS))
+    def fuzz(content):
+        file.write_bytes(content)
+        try:
+            main(["run", str(file), "--output", str(tmp_path / "out")])
+        except UserError as error:
+            assert str(error).isprintable()
+
+    fuzz()
+    assert seen, "no study was good"
 
 
 def test_names_that_would_share_a_folder(study, tmp_path):
