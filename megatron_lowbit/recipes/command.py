@@ -43,7 +43,11 @@ def _add_shape(parser: argparse.ArgumentParser) -> None:
         "--hybrid-layer-pattern",
         "--hybrid-override-pattern",  # Megatron-LM's deprecated name
         metavar="PATTERN",
-        help="blocks of a hybrid: M for Mamba, * for attention, - for an MLP",
+        help="blocks of a hybrid: M for Mamba, * for attention, + for latent attention, - for an "
+        "MLP, E for experts; those after / are of multi-token predictions",
+    )
+    parser.add_argument(
+        "--q-lora-rank", type=int, metavar="N", help="latent attention has low-rank queries"
     )
     parser.add_argument(
         "--normalization", metavar="NAME", help="MXNorm is shown where it is active"

@@ -17,9 +17,23 @@ _MOST_LAYERS = 400
 _BLOCKS = {
     "M": ("mixer.in_proj", "mixer.out_proj"),
     "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "+": (
+        "self_attention.linear_q_proj",
+        "self_attention.linear_kv_down_proj",
+        "self_attention.linear_kv_up_proj",
+        "self_attention.linear_proj",
+    ),
     "-": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "E": (
+        "mlp.experts.local_experts.0.linear_fc1",
+        "mlp.experts.local_experts.0.linear_fc2",
+    ),
 }
-"""Linear layers of a hybrid's blocks, by the symbol of the block in a pattern."""
+"""Linear layers of a hybrid's blocks, by the symbol in a pattern; of all experts the first."""
+_LOW_RANK_QUERIES = ("self_attention.linear_q_down_proj", "self_attention.linear_q_up_proj")
+"""Layers in the place of latent attention's first with ``--q-lora-rank``."""
+_PREDICTIONS, _STAGE = "/", "|"
+"""Symbols before the blocks of each multi-token prediction, and between pipeline stages."""
 
 
 def list_recipes() -> None:
@@ -44,7 +58,7 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
         blocks = [load.bf16_blocks(recipe, first, last, of_preset) or () for recipe in recipes]
         overrides = (*load.for_sides(blocks), *overrides)
     recipe = load.load_recipes(recipes, overrides)
-    layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers)
+    layers = model_layers(shape.hybrid_layer_pattern, shape.num_layers, shape.q_lora_rank)
     recipe.check_matchers(layers)
     mxnorm = shape.normalization == "MXNorm"
     if mxnorm:
@@ -59,25 +73,50 @@ def show(recipes: Sequence[str], overrides: Sequence[str], shape: argparse.Names
     )
 
 
-def model_layers(pattern: str | None, num_layers: int) -> list[Layer]:
+def model_layers(
+    pattern: str | None, num_layers: int, q_lora_rank: int | None = None
+) -> list[Layer]:
     """Return the linear layers of a GPT of ``num_layers`` layers, or of a hybrid with that pattern.
 
+    Latent attention has one projection of queries without ``q_lora_rank``. The blocks of a
+    multi-token prediction are one block for a recipe's rules, after the last of the decoder.
+
     Raises:
-        UserError: a symbol that stands for no block, no layers at all, or too many for a table.
+        UserError: a symbol that stands for no block, predictions that differ, no layers at all, or
+            too many for a table.
     """
-    count = num_layers if pattern is None else len(pattern)
+    main, *predictions = [""] if pattern is None else pattern.split(_PREDICTIONS)
+    main = main.replace(_STAGE, "")
+    predictions = predictions if any(predictions) else []
+    count = num_layers if pattern is None else len(main)
     require(
-        0 < count <= _MOST_LAYERS,
+        0 < count <= _MOST_LAYERS and sum(map(len, predictions)) <= _MOST_LAYERS,
         f"{count} layers: a model to show has at least one layer and at most {_MOST_LAYERS}",
     )
-    for symbol in sorted(set(pattern or ())):
+    require(
+        len(set(predictions)) < 2,
+        f"--hybrid-layer-pattern {pattern}: predictions, each after {_PREDICTIONS}, must be equal",
+    )
+    for symbol in sorted({*main, *"".join(predictions)}):
         require(
             symbol in _BLOCKS,
             f"--hybrid-layer-pattern: no block is called {symbol!r}; use {', '.join(_BLOCKS)}",
         )
-    return [
+    names = dict(_BLOCKS)
+    if q_lora_rank is not None:
+        names["+"] = _LOW_RANK_QUERIES + _BLOCKS["+"][1:]
+    found = [
         Layer(f"decoder.layers.{number}.{name}", number, count)
-        for number, symbols in enumerate(["*-"] * count if pattern is None else pattern)
+        for number, symbols in enumerate(["*-"] * count if pattern is None else main)
         for symbol in symbols
-        for name in _BLOCKS[symbol]
+        for name in names[symbol]
     ]
+    for depth, symbols in enumerate(predictions):
+        path = f"mtp.layers.{depth}"
+        inner = [
+            f"mtp_model_layer.layers.{number}.{name}"
+            for number, symbol in enumerate(symbols)
+            for name in names[symbol]
+        ]
+        found += [Layer(f"{path}.{name}", count + depth, count) for name in ("eh_proj", *inner)]
+    return found

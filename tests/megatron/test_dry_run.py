@@ -1,5 +1,6 @@
 """``--dry-run``: parameters compared with those of actual models, and the output."""
 
+import re
 import shlex
 from argparse import Namespace
 
@@ -11,6 +12,7 @@ from megatron_lowbit.megatron import dry_run, pretrain
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.precision import Machine
 from megatron_lowbit.megatron.model_config import model_config_of
+from megatron_lowbit.recipes.show import model_layers
 
 # isort: split
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -96,6 +98,20 @@ def test_experts_are_divided_over_the_ranks_that_share_them():
     # Two of four experts in each of four blocks: gate, up and down projection.
     assert stage.parameters.experts == 4 * 2 * 3 * 64 * 96
     assert stage.parameters.whole == stage.parameters.rank + stage.parameters.experts
+
+
+@pytest.mark.parametrize("rank", [(), (32,)], ids=["queries", "low-rank queries"])
+@pytest.mark.parametrize("pattern", ["M-M*ME", "ME+-/+E/+E", "M*/*M"])
+def test_layers_that_recipes_are_shown_for_are_the_models(pattern, rank):
+    """lowbit-recipes show builds no model; of all experts it has the first."""
+    line = f"{HYBRID} --hybrid-layer-pattern {pattern} --fp4-recipe nvfp4 --moe-router-topk 2"
+    if "+" in pattern:
+        line += " --multi-latent-attention --kv-lora-rank 16"
+        line += "".join(f" --q-lora-rank {size}" for size in rank)
+    (stage,) = dry_run.model_stages(parse(line))
+    found = {layer._replace(path=re.sub(r"(?<=ts\.)\d", "0", layer.path)) for layer in stage.layers}
+    shown = model_layers(pattern, 1, *rank)
+    assert len(shown) == len(set(shown)) and set(shown) == found
 
 
 def test_multi_latent_attention_counted_by_hand():

@@ -59,7 +59,11 @@ def test_hybrid_layers():
 @pytest.mark.parametrize(
     "pattern, number, parts",
     [
-        ("MX-", 4, ["'X'", "M, *, -"]),
+        ("MX-", 4, ["'X'", "M, *, +, -, E"]),
+        ("M/X", 4, ["'X'"]),
+        ("M*/M/*", 4, ["predictions", "M*/M/*", "equal"]),
+        ("/M", 4, ["one layer"]),
+        ("M/" + "M" * 500, 4, ["at most 400"]),
         ("", 4, ["one layer"]),
         (None, 0, ["one layer"]),
         (None, 10**12, ["at most 400"]),
@@ -70,6 +74,11 @@ def test_no_such_model(pattern, number, parts):
         show.model_layers(pattern, number)
     for part in parts:
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("pattern", ["M*/", "M|*", "M*//"])
+def test_borders_that_are_no_blocks(pattern):
+    assert show.model_layers(pattern, 1) == show.model_layers("M*", 1)
 
 
 # Tables
@@ -186,7 +195,7 @@ def test_a_terminal_of_80_columns(monkeypatch):
         (["show", "nvfp4", "--num-layers", "x"], ["--num-layers", "'x'"]),
         (["show", "nvfp4", "--num-layers", "-1"], ["one layer"]),
         (["show", "nvfp4", "--layers", "3"], ["--layers"]),
-        (["show", "nvfp4", "--hybrid-layer-pattern", "ME"], ["'E'", "M, *, -"]),
+        (["show", "nvfp4", "--hybrid-layer-pattern", "MG"], ["'G'", "M, *, +, -, E"]),
         (["show", "nvfp4", "--recipe-set", "grad.x=1"], ["configs.nvfp4.grad.x"]),
         (["show", "nvfp4", "--recipe-set", "bf16_blocks.numbers=[40]"], ["block 40", "0 to 11"]),
         (["show", "nvfp4", "--forward", "mxfp8", "--recipe-set", "grad=null"], ["forward.grad"]),
