@@ -1,25 +1,42 @@
 """The console that tables are printed on."""
 
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from megatron_lowbit.errors import printable
 
 _UNLIMITED = 10_000  # columns
 
 
-def plain_console(width: int | None = None) -> Console:
-    """Return a console that prints text as it is.
+class _PlainConsole(Console):
+    """Console that prints strings, in tables too, without markup and with characters escaped."""
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Return a string as a renderable; its lines stay lines."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **settings)
+
+
+def plain_console(width: int | None = None, stderr: bool = False) -> Console:
+    """Return a console that prints text as it is, but for control characters.
 
     Names come from users' files. Rich would take what they hold in brackets for markup, and words
-    between colons for emoji.
+    between colons for emoji, and would hand escape sequences on to the terminal.
 
     Args:
-        width: columns where standard output is no terminal; rich assumes 80, which breaks names.
+        width: columns where the stream is no terminal; rich assumes 80, which breaks names.
+        stderr: print on standard error.
     """
-    terminal = sys.stdout.isatty()
-    return Console(
-        width=None if terminal else width, force_terminal=terminal, markup=False, emoji=False
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return _PlainConsole(
+        width=None if terminal else width,
+        stderr=stderr,
+        force_terminal=terminal,
+        markup=False,
+        emoji=False,
     )
 
 

@@ -1,9 +1,10 @@
 """The exceptions that stand for bad input and for a lost run, and how a command ends on them."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TextIO, TypeVar
 
 _PLACES = {
     errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP,
@@ -32,6 +33,11 @@ class TrainingError(_Printable, RuntimeError):
 def printable(text: str) -> str:
     r"""Escape as ``repr`` does what moves a terminal's cursor or has no glyph: ``\x1b``, ``\n``."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def say(*lines: str, file: TextIO | None = None) -> None:
+    """Print lines at once, each as :func:`printable` escapes it."""
+    print(*map(printable, lines), sep="\n", file=file, flush=True)
 
 
 def require(condition: bool, message: str) -> None:
@@ -65,6 +71,7 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
     The exit code is main's; ``error: ...`` goes before 2 on bad input, and before 1 where a run
     cannot go on. After Ctrl-C it is 130, as shells have it, after the interrupt's own message.
     """
+    _open_closed_streams()
     try:
         code = main()
     except (UserError, TrainingError) as error:
@@ -78,6 +85,17 @@ def exit_on_user_error(main: Callable[[], int | None]) -> NoReturn:
         sys.stderr.write(f"error: {printable(place)}{error.strerror}\n")
         code = 2
     except KeyboardInterrupt as interrupt:
-        sys.stderr.write(f"{str(interrupt) or 'interrupted'}\n")
+        sys.stderr.write(f"{printable(str(interrupt)) or 'interrupted'}\n")
         code = 130
     sys.exit(code or 0)
+
+
+def _open_closed_streams() -> None:
+    """Open the null device in the place of standard streams that are closed, as after ``>&-``.
+
+    Python has None for these, and the first file that is opened would get the number of the stream,
+    so that others' output would go into it.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  open until the end

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.errors import say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -43,7 +44,7 @@ def _inspect(args: argparse.Namespace) -> None:
     from megatron_lowbit.checkpoints.inspect import inspect, report
 
     checkpoint = inspect(args.source)
-    print(json.dumps(checkpoint) if args.json else "\n".join(report(checkpoint)))
+    say(*([json.dumps(checkpoint)] if args.json else report(checkpoint)))
 
 
 def _verify(args: argparse.Namespace) -> None:
@@ -52,7 +53,7 @@ def _verify(args: argparse.Namespace) -> None:
 
     checkpoint = open_checkpoint(args.source)
     require(checkpoint.files is not None, f"{checkpoint.path}: has no lowbit.json with checksums")
-    print(f"{checkpoint.path}: {len(checkpoint.files or ())} files are as they were saved")
+    say(f"{checkpoint.path}: {len(checkpoint.files or ())} files are as they were saved")
 
 
 def _average(args: argparse.Namespace) -> None:
@@ -61,4 +62,4 @@ def _average(args: argparse.Namespace) -> None:
 
     iterations = chosen_iterations(args.source, args.last, args.iterations)
     average(args.source, iterations, args.output, args.force)
-    print(f"{args.output}: the mean of iterations {', '.join(map(str, iterations))}")
+    say(f"{args.output}: the mean of iterations {', '.join(map(str, iterations))}")

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_lowbit.collectives import reference
 from megatron_lowbit.collectives.peers import missing_peers
 from megatron_lowbit.collectives.result import NEW, Result, fill
-from megatron_lowbit.errors import TrainingError
+from megatron_lowbit.errors import TrainingError, say
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -108,7 +108,7 @@ class AllReduceNorm:
         if plan.size > self.buffer.size:
             if torch.cuda.is_current_stream_capturing():
                 raise ValueError(f"buffers cannot grow in a graph: capacity below {x.nbytes} bytes")
-            print(f"all-reduce + norm: buffers grow for {x.nbytes} bytes", flush=True)
+            say(f"all-reduce + norm: buffers grow for {x.nbytes} bytes")
             self._share(plan.size)
         self._follow()
         made = launch(self.buffer, x, residual, norm, gain, request, plan, self.limit, out)

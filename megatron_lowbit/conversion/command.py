@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.conversion.choices import DTYPES, LAYOUTS, SHARD_BYTES
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, say
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_lowbit.conversion.gguf_file import to_gguf
 
         summary = to_gguf(args.source, args.output, args.force)
-        print("\n".join(next_steps.after_to_gguf(args.output, summary)))
+        say(*next_steps.after_to_gguf(args.output, summary))
         return
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             require(quantized[1:] == ([], []), "--recipe and --recipe-set go with --quantized")
             quantized = None
         if warning := next_steps.missing_packages(args.quantized):
-            print(warning, file=sys.stderr)
+            say(warning, file=sys.stderr)
     if args.verify:
         _check_verification(args)
     if args.command == "to-megatron":
@@ -60,8 +60,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         from megatron_lowbit.conversion.verify import verify
 
         difference, largest = verify(folder, checkpoint, _tokens(args), quantized)
-        print(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
-    print("\n".join(lines))
+        say(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
+    say(*lines)
 
 
 def _check_verification(args: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantization_report import finish
 from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization, quantized_tensors
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
+from megatron_lowbit.errors import say
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.storage.resumable_output import resumable_output
 
@@ -64,7 +65,7 @@ def to_megatron(
         text = argument_file(converted.name, converted.model)
         (partial.path / MODEL_ARGUMENTS).write_text(text)
     if left_out:
-        print(f"{source}: {left_out} tensors of multi-token prediction are left out")
+        say(f"{source}: {left_out} tensors of multi-token prediction are left out")
     return converted
 
 

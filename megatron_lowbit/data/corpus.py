@@ -26,7 +26,7 @@ from megatron_lowbit.data.documents import (
     text_in,
 )
 from megatron_lowbit.data.tokenizer import Tokenizer, ids_beyond_model, load_tokenizer
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import reason
 
 _BATCH_DOCUMENTS = 64
@@ -133,7 +133,7 @@ class Corpus:
         """Print which files were split into documents, if any."""
         if self.split:
             names = f"{len(self.split)} files, the first " if len(self.split) > 1 else ""
-            print(
+            say(
                 "split after paragraphs into documents of at most "
                 f"{LONGEST_PIECE:,} characters: {names}{self.split[0]}"
             )
@@ -141,7 +141,7 @@ class Corpus:
     def report_skipped(self) -> None:
         """Print how many files of the input folders were left out, if any."""
         if self.skipped:
-            print(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
+            say(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
 
 
 def _split(text: str) -> Iterator[str]:
@@ -218,7 +218,7 @@ def preprocess(
     total_bytes = sum(file.stat().st_size for file in corpus.files)
     summaries = dataset_writer.write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
     for summary in summaries:
-        print(
+        say(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
             f"{summary.text_bytes / summary.tokens:.2f} bytes per token"
         )
@@ -227,7 +227,7 @@ def preprocess(
     special = summaries[0].special_tokens
     if special:
         counts = ", ".join(f"{token} {count:,}" for token, count in special.most_common())
-        print(f"special tokens written in the texts, which training reads as such: {counts}")
+        say(f"special tokens written in the texts, which training reads as such: {counts}")
     corpus.report_split()
     corpus.report_skipped()
     return summaries

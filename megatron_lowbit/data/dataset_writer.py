@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import Tokenizer
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import check_file, check_folder, writing
 
 _PLAIN_LINE_SECONDS = 10.0
@@ -154,6 +154,6 @@ def _progress(total_bytes: int) -> Iterator[Callable[[float, DatasetSummary], No
             bar.update(task.id, advance=size, description=text)
             if bar.disable and time.monotonic() - last_line >= _PLAIN_LINE_SECONDS:
                 last_line = time.monotonic()
-                print(f"{task.percentage:.0f} %: {text}", flush=True)
+                say(f"{task.percentage:.0f} %: {text}")
 
         yield advance

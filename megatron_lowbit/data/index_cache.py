@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_lowbit.data.dataset import read_index
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, say
 
 _LOCK = ".lock"
 
@@ -55,7 +55,7 @@ def building(folder: Path) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for path in sorted(folder.glob("*.npy")):
             if not _is_whole(path):
-                print(f"{path}: cut short or no index; built again", flush=True)
+                say(f"{path}: cut short or no index; built again")
                 path.unlink()
         yield
     finally:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.data.corpus import Corpus, add_corpus_arguments
 from megatron_lowbit.data.tokenizer import train_tokenizer
+from megatron_lowbit.errors import say
 from megatron_lowbit.folders import check_file, check_folder, writing
 
 
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     with writing("--output", args.output):
         size = train_tokenizer(texts, args.vocab_size, args.output)
     count = len(corpus.files) - len(corpus.skipped)
-    print(f"{args.output}: {size:,} tokens from {count:,} files")
+    say(f"{args.output}: {size:,} tokens from {count:,} files")
     if size < args.vocab_size:
-        print(f"the input has too few different pairs for --vocab-size {args.vocab_size:,}")
+        say(f"the input has too few different pairs for --vocab-size {args.vocab_size:,}")
     corpus.report_skipped()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_lowbit.errors import say
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.numerics import (
     Accumulation,
@@ -135,7 +136,7 @@ def _announcement() -> Any:
     def announce() -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
             message = f"compiling kernels for these formats, once: they stay in {cache_dir()}"
-            print(message, file=sys.stderr, flush=True)
+            say(message, file=sys.stderr)
 
     class Announcement(CustomGraphPass):
         def __call__(self, graph: torch.fx.Graph) -> None:

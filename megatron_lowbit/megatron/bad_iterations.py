@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_lowbit.errors import TrainingError, UserError, require
+from megatron_lowbit.errors import TrainingError, UserError, require, say
 from megatron_lowbit.json_files import parse_json
 
 NOTES = "bad_iterations.json"
@@ -54,7 +54,7 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
     bad = read_notes(notes)
     args.iterations_to_skip = sorted({*args.iterations_to_skip, *bad})
     if bad and args.rank == 0:
-        print(f"{notes}: skipping iterations {', '.join(map(str, bad))}", flush=True)
+        say(f"{notes}: skipping iterations {', '.join(map(str, bad))}")
     try:
         yield
     except RuntimeError as error:
@@ -69,7 +69,7 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
         _record(notes, [*bad, failed])
         if args.world_size > 1:
             raise TrainingError(f"{trouble}: recorded; a restarted run skips it") from error
-        print(f"{trouble}: restarting from the last checkpoint without its data", flush=True)
+        say(f"{trouble}: restarting from the last checkpoint without its data")
         # Worker processes for checkpoints and data would outlive exec and keep the output open.
         for process in multiprocessing.active_children():
             process.terminate()

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.megatron.load_source import choose_checkpoint
 from megatron_lowbit.megatron.run_record import check_resumed, record_data
 from megatron_lowbit.megatron.same_outcome import same_outcome
@@ -188,7 +188,7 @@ class Recorder:
         try:
             files.write_document(path, {"files": files.checksums(path)})
         except OSError as error:
-            print(f"cannot record the files of {path}: {error.strerror}", flush=True)
+            say(f"cannot record the files of {path}: {error.strerror}")
             return
         self._begun.discard(path)
         if self._keep_last is not None:

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-from megatron.training import print_rank_0
 from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 
 from megatron_lowbit.data.conversations import Conversation, Conversations
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, say
+from megatron_lowbit.megatron.printing import say_on_rank_0
 
 _UNMASKED = ("default", "identity")
 """Formats of Megatron-LM's SFTTokenizer that count every token."""
@@ -83,7 +83,7 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             "--tokenizer-type HuggingFaceTokenizer formats by the model's own chat template",
         )
         masked = "all tokens" if prompt_format in _UNMASKED else "answers alone"
-        print_rank_0(f"--sft: the format {prompt_format}, {masked} in the loss")
+        say_on_rank_0(f"--sft: the format {prompt_format}, {masked} in the loss")
     else:
         require(library == "huggingface", "--sft: needs --tokenizer-type HuggingFaceTokenizer, or "
                 "SFTTokenizer")  # fmt: skip
@@ -92,7 +92,7 @@ def conversation_tokenizer(tokenizer: Any, prompt_format: str) -> ConversationTo
             f"--tokenizer-model {tokenizer.path}: has no chat template, or several; give one by "
             "--chat-template",
         )
-        print_rank_0("--sft: the tokenizer's chat template, answers alone in the loss")
+        say_on_rank_0("--sft: the tokenizer's chat template, answers alone in the loss")
     return ConversationTokenizer(tokenizer)
 
 
@@ -181,7 +181,7 @@ class ConversationDataset(SFTDataset):
         except (TemplateError, AssertionError, ValueError) as error:
             raise ConversationError(f"{place}: {error}") from error
         if not sample["loss_mask"].any():
-            print(f"{place}: no answer within --seq-length, not in the loss", flush=True)
+            say(f"{place}: no answer within --seq-length, not in the loss")
         for name in ("tokens", "labels"):
             sample[name][sample[name] == IGNORE_INDEX] = _FILLER
         return sample

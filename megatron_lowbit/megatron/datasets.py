@@ -11,7 +11,7 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.training import get_args, get_tokenizer, print_rank_0
+from megatron.training import get_args, get_tokenizer
 from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.utils.common_utils import (
     get_blend_and_blend_per_split,
@@ -29,6 +29,7 @@ from megatron_lowbit.megatron.conversations import (
     ConversationsConfig,
     conversation_tokenizer,
 )
+from megatron_lowbit.megatron.printing import say_on_rank_0
 
 _PER_SPLIT = ("train", "valid", "test")
 
@@ -126,7 +127,7 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
     if args.sft:
         files = {path: Conversations(path) for path in prefixes}
         for path, conversations in files.items():
-            print_rank_0(f"--sft: {path} has {len(conversations)} conversations, one a sequence")
+            say_on_rank_0(f"--sft: {path} has {len(conversations)} conversations, one a sequence")
         return {
             "tokenizer": conversation_tokenizer(tokenizer, args.sft_tokenizer_prompt_format),
             "path_to_cache": args.data_cache_path,

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron_lowbit.errors import say
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.quantization_log import write_scalars
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
@@ -48,8 +49,7 @@ def _report(chunks: list[nn.Module], iteration: int) -> None:
 def _print(state: LayerState, iteration: int) -> None:
     for gemm, count in zip(GEMM_ROLES, state.fallbacks.tolist(), strict=True):
         if count:
-            print(
+            say(
                 f"rank {dist.get_rank()}, iteration {iteration}: {state.plan.layer.path} {gemm}: "
-                f"{count} products were not finite, and were computed again in BF16",
-                flush=True,
+                f"{count} products were not finite, and were computed again in BF16"
             )

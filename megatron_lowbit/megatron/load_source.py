@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
-from megatron.training import print_rank_0
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.pickles import check_lengths, check_objects, saved_tensors
@@ -93,7 +93,7 @@ def choose_checkpoint(args: Namespace) -> int | None:
                         f"; a start with --save {directory} restores what a killed run set aside"
                     )
                 raise UserError(f"{error} ({others})") from error
-            print_rank_0(f"--load-latest-valid: skipped {path.name}: {error}")
+            say_on_rank_0(f"--load-latest-valid: skipped {path.name}: {error}")
             skipped = error
             continue
         if args.load_latest_valid:
@@ -124,7 +124,7 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[int]:
     except UserError as error:
         if not args.load_latest_valid:
             raise
-        print_rank_0(f"--load-latest-valid: {error}")
+        say_on_rank_0(f"--load-latest-valid: {error}")
     newest = [] if latest is None else [latest]
     if not args.load_latest_valid:
         return newest
@@ -143,7 +143,7 @@ def _mend_empty_tracker(directory: Path) -> None:
     last = files.last_saved(directory)
     if last is not None:
         files.write_tracker(directory, last)
-        print_rank_0(f"{tracker}: empty after a killed save; restored to {last}")
+        say_on_rank_0(f"{tracker}: empty after a killed save; restored to {last}")
 
 
 def verify_checkpoint(path: Path) -> None:
@@ -160,7 +160,7 @@ def verify_checkpoint(path: Path) -> None:
             raise UserError(f"{path}: missing")
         elif dist.get_rank() == 0:
             check_lengths(path)
-            print_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
+            say_on_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
     with same_outcome(_READING, path.parent):
         if dist.get_rank() == 0:
             check_objects(path)

@@ -3,11 +3,11 @@
 from argparse import Namespace
 from typing import Any
 
-from megatron.training import print_rank_0
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 
 from megatron_lowbit.megatron.hybrid import use_local_stack
 from megatron_lowbit.megatron.mamba import use_best_scan
+from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.recipe_hook import use_recipe
 from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments
 
@@ -19,8 +19,8 @@ def model_config_of(args: Namespace) -> Any:
     else:
         model_config = hybrid_config_from_args(args)
         use_local_stack(model_config)
-        print_rank_0(f"Mamba scan: {use_best_scan()}")
+        say_on_rank_0(f"Mamba scan: {use_best_scan()}")
     for line in apply_ignored_arguments(model_config, args):
-        print_rank_0(line)
+        say_on_rank_0(line)
     use_recipe(model_config, args)
     return model_config

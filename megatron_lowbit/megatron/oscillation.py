@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.training.utils import print_rank_0
 from torch import Tensor, nn
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.megatron import experts
 from megatron_lowbit.megatron.layer_state import device_of
+from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.quantization_log import write_scalars
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.oscillation import OscillationReset, WeightPaths
@@ -177,5 +177,5 @@ def _log(reset: int, total: int, iteration: int) -> None:
     counts = torch.tensor([reset, total], dtype=torch.float64, device=device_of(None))
     dist.all_reduce(counts)
     share = (counts[0] / counts[1].clamp(min=1)).item()
-    print_rank_0(f"iteration {iteration}: {share:.3%} of the quantized weights oscillated, reset")
+    say_on_rank_0(f"iteration {iteration}: {share:.3%} of the quantized weights oscillated, reset")
     write_scalars({METRIC: share}, iteration)

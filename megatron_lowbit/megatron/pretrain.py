@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.megatron import failures
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
@@ -233,7 +233,7 @@ def _draw_loss(args: Namespace, metrics: Path) -> None:
     name = "+".join(args.precision_recipe or ["bf16"])
     picture = metrics.with_name("loss.png")
     plot_loss({Path(name).stem: metrics}, picture)
-    print(f"{saved_in(args)}, loss curve {picture}", flush=True)
+    say(f"{saved_in(args)}, loss curve {picture}")
 
 
 def saved_in(args: Namespace) -> str:

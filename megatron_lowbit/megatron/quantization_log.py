@@ -17,7 +17,7 @@ from megatron.training import global_vars
 from torch import Tensor, nn
 
 from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, figures, gemm_sums
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, say
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
 from megatron_lowbit.megatron.same_outcome import gather_from_ranks
@@ -129,10 +129,9 @@ class Measurement:
         for name, value in sums.items():
             if self._is_finite and name.endswith(NONFINITE) and value:
                 self._is_finite = False
-                print(
+                say(
                     f"rank {dist.get_rank()}, iteration {self._iteration + 1}: {path} "
-                    f"{name.removesuffix(NONFINITE)}{NONFINITE}: {int(value)}, the first of them",
-                    flush=True,
+                    f"{name.removesuffix(NONFINITE)}{NONFINITE}: {int(value)}, the first of them"
                 )
 
 

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.training.utils import print_rank_0
 from torch.nn import Parameter
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.layer_state import LayerState, weights_of
+from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.megatron.stored_bucket import StoredBucket
 from megatron_lowbit.recipes import Layer, Recipe
@@ -187,7 +187,7 @@ class QuantizedParameters:
                 bucket.sync()
         if not self._is_built:
             self._is_built = True
-            print_rank_0(self._describe())
+            say_on_rank_0(self._describe())
         self._is_new = False
 
     def _build(self) -> None:

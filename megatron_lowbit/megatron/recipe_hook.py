@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.training.utils import is_rank0, print_rank_0
+from megatron.training.utils import is_rank0
 
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, say
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import (
     allreduce_norm,
@@ -38,6 +38,7 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
+from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
 from megatron_lowbit.megatron.resumed_schedule import follow_schedule_arguments
 from megatron_lowbit.megatron.run_record import record_recipe
@@ -211,7 +212,7 @@ class RecipeHook:
         for line in describe(self.recipe, self.engine, layers, chunks, self.args, capability):
             console.print(line)
         if self.recipe.switches:
-            print(f"in force from iteration {self.start} on: recipe {self.current.name}")
+            say(f"in force from iteration {self.start} on: recipe {self.current.name}")
 
     def _take_over(self, chunk: torch.nn.Module) -> list[LayerState]:
         kind: Any = linear
@@ -266,7 +267,7 @@ class RecipeHook:
             for state in self.states:
                 state.set_precision(current.precision_for(state.plan.layer))
             self.current = current
-            print_rank_0(f"iteration {iteration}: recipe {current.name}")
+            say_on_rank_0(f"iteration {iteration}: recipe {current.name}")
         if self.graphs is not None:
             self.graphs.begin_step(switched)
 

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.json_files import Entries, parse_json
 
 LOCK = ".lock"
@@ -44,7 +44,7 @@ class FolderLock:
                         f"folder (delete {self._file} only if its host is down)"
                     )
                 # The file system has not yet noticed that the host of that start is gone.
-                print(f"{self._file}: taken over from {_name(holder)}, requeued by Slurm")
+                say(f"{self._file}: taken over from {_name(holder)}, requeued by Slurm")
                 self._file.unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = self._open()
@@ -74,7 +74,7 @@ class FolderLock:
             if error.errno in _HELD:
                 return False
             reason = f"cannot be locked ({error.strerror}): a second run would not be noticed"
-            print(f"{self._file}: {reason}", flush=True)
+            say(f"{self._file}: {reason}")
         return self._is_current()
 
     def _is_current(self) -> bool:

@@ -9,6 +9,7 @@ import shutil
 from os.path import lexists
 from pathlib import Path
 
+from megatron_lowbit.errors import say
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.files import sync_directory
 
@@ -61,7 +62,7 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
             sync_directory(directory)
             shutil.rmtree(hidden)
         except OSError as error:
-            print(f"cannot delete the older checkpoint {path}: {error.strerror}", flush=True)
+            say(f"cannot delete the older checkpoint {path}: {error.strerror}")
 
 
 def delete_hidden(directory: Path) -> None:
@@ -121,7 +122,7 @@ def settle_replaced(directory: Path) -> None:
         _remove(path)
         os.rename(replaced, path)
         sync_directory(directory)
-        print(f"{path}: put back, since a killed run did not finish its replacement", flush=True)
+        say(f"{path}: put back, since a killed run did not finish its replacement")
     delete_hidden(directory)
 
 

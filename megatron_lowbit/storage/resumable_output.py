@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rich.console import Console
 from rich.progress import Progress
 
-from megatron_lowbit.errors import UserError, error_behind, require
+from megatron_lowbit.console import plain_console
+from megatron_lowbit.errors import UserError, error_behind, require, say
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.storage import replacement
 
@@ -31,7 +31,7 @@ class ResumableOutput:
     """
 
     def __init__(self, path: Path, task: dict[str, Any], parts: int) -> None:
-        self.path, self.bar = path, Progress(console=Console(stderr=True))
+        self.path, self.bar = path, Progress(console=plain_console(stderr=True))
         self._bar_task = self.bar.add_task("tensors", total=parts)
         self.finished = _finished(path, json.loads(json.dumps(task)))
         if self.finished is None:
@@ -97,19 +97,19 @@ def resumable_output(
     write.
     """
     if replacement.restore_replaced(output):
-        print(f"{output}: put back, since a killed conversion did not replace it")
+        say(f"{output}: put back, since a killed conversion did not replace it")
     require(force or not output.exists(), f"{output} exists; --force replaces it")
     path = output.with_name(f".{output.name}.partial")
     try:
         partial = ResumableOutput(path, task, parts)
         if count := len(partial.finished):
-            print(f"{output}: going on where it was interrupted, {count} files are there")
+            say(f"{output}: going on where it was interrupted, {count} files are there")
         with partial.bar:
             yield partial
         (path / JOURNAL).unlink()
         replacement.replace_directory(path, output)
     except KeyboardInterrupt:
-        print(f"interrupted: {path} keeps the finished files for the same command")
+        say(f"interrupted: {path} keeps the finished files for the same command")
         raise
     except Exception as error:
         cause = error_behind(error, OSError)  # torch.save hides it

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from megatron_lowbit.command_line import command_parser, split_at_dashes
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, say
 
 if TYPE_CHECKING:
     from megatron_lowbit.study.definition import Job, Study
@@ -193,7 +193,7 @@ def _show(contenders: list, output: Path | None, title: str) -> None:
     plain_console(120).print(table(contenders))
     if output is not None:
         write_page(contenders, output, title)
-        print(output / "comparison.html")
+        say(str(output / "comparison.html"))
 
 
 def _add_sensitivity(commands: argparse._SubParsersAction) -> None:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from megatron_lowbit.errors import TrainingError, UserError
+from megatron_lowbit.console import plain_console
+from megatron_lowbit.errors import TrainingError, UserError, printable, say
 from megatron_lowbit.json_files import Entries, parse_json
 from megatron_lowbit.study.definition import (
     Job,
@@ -73,13 +73,13 @@ def run(
     failures: dict[Path, str] = {}
     clock = _Clock(minutes)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with Progress(*columns, console=plain_console(stderr=True)) as progress:
         whole = progress.add_task("runs", total=len(jobs), completed=len(finished))
 
         def leave_out() -> None:
             line, names = judge(finished)
             if line:
-                progress.console.print(line, markup=False, highlight=False)
+                progress.console.print(line, highlight=False)
             left[:] = [job for job in left if job.name not in names or job.folder in trunks]
             progress.update(whole, total=len(finished) + len(left) + len(running) + len(failures))
 
@@ -126,7 +126,7 @@ def run(
         finished.append(one.job)
     unfinished = len(left) + len(running) if minutes else 0
     if unfinished:
-        print(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
+        say(f"{unfinished} runs are left; the same command continues with them", file=sys.stderr)
     if not keep_checkpoints and not failures and not unfinished:
         for folder in trunks:
             _remove_checkpoints(folder)
@@ -212,7 +212,7 @@ def _start(job: Job, place: str | None, progress: Progress) -> _Running:
         process = subprocess.Popen(
             launch_command(job), stdout=log, stderr=log, env=environment, start_new_session=True
         )
-    task = progress.add_task(f"{job.name}, seed {job.seed}", total=total)
+    task = progress.add_task(printable(f"{job.name}, seed {job.seed}"), total=total)
     return _Running(job, process, place, task, time.monotonic())
 
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import require
+from megatron_lowbit.errors import require, say
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 
 OUTPUT, WEIGHT_GRADIENT = "fprop/error", "wgrad/error"
@@ -155,4 +155,4 @@ def _report(recipe: str, share: float, output: Path | None, found: dict[str, Lay
     document["name"] = output.stem
     document["description"] = f"{recipe} with its {len(spared)} most sensitive layers in BF16"
     output.write_text(yaml.safe_dump(document, sort_keys=False, width=100))
-    print(output)
+    say(str(output))

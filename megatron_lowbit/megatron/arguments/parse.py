@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from megatron_lowbit.command_line import CommandLine, asks_for_help
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.arguments.parser import (
     add_own_arguments,
@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     machine = Machine.current()
     lines = _translate(args, words, machine)
     if os.environ.get("RANK", "0") == "0":
-        print("\n".join(lines), flush=True)
+        say(*lines)
     if machine.capability is None and needs_one_connection(args):
         # Megatron-LM's validation demands it; nothing on a CPU reads it.
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
