@@ -21,7 +21,7 @@ from megatron_lowbit.checkpoints.reader import HISTORIES, CheckpointReader, Tens
 from megatron_lowbit.conversion.layouts import LAYOUTS, Layout, ModuleFormats
 from megatron_lowbit.conversion.lazy_tensors import lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule, TensorTransform
-from megatron_lowbit.errors import UserError, printable, require
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quantizer, Rounding
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
@@ -100,7 +100,7 @@ def plan_quantization(
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
     if not wanted.recipes and (line := _changed_since(checkpoint)):
-        print(printable(line))
+        say(line)
     layout = LAYOUTS[wanted.layout]
     weights, quantized, layers, unquantized = {}, {}, [], []
     for names, group in groupby(rules, key=lambda rule: rule.names):

@@ -223,7 +223,7 @@ def preprocess(
             f"{summary.text_bytes / summary.tokens:.2f} bytes per token"
         )
         if line := ids_beyond_model(Path(tokenizer_model), summary.largest_id):
-            print(line)
+            say(line)
     special = summaries[0].special_tokens
     if special:
         counts = ", ".join(f"{token} {count:,}" for token, count in special.most_common())

@@ -120,7 +120,7 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
     """Check the data, and return the settings that depend on its kind."""
     tokenizer, rows = get_tokenizer(), embedding_rows(args)
     if tokenizer.vocab_size > rows:
-        print_rank_0(
+        say_on_rank_0(
             f"--tokenizer-model: the tokenizer has {tokenizer.vocab_size} ids, the model's "
             f"embedding {rows} rows; data with ids from {rows} on is refused"
         )

@@ -19,9 +19,10 @@ from megatron.core.optimizer.optimizer import (
     param_group_identifier_keys,
 )
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.training import get_args, print_rank_0
+from megatron.training import get_args
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.printing import say_on_rank_0
 
 _RATES = ("max_lr", "min_lr")
 _STRUCTURE = [key for key in param_group_identifier_keys if key not in _RATES]
@@ -142,7 +143,7 @@ def _reconcile(own: Group, saved: Group) -> None:
         )
     for name, arguments in _RESTORED.items():
         if name in saved and saved[name] != own.get(name):
-            print_rank_0(
+            say_on_rank_0(
                 f"{arguments}: {saved[name]} as in the checkpoint instead of {own.get(name)}; "
                 "Megatron-LM restores it with the optimizer"
             )

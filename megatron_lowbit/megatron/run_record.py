@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from megatron.training import print_rank_0
 
 from megatron_lowbit.data.digest import dataset_digest
-from megatron_lowbit.errors import UserError, printable
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.common_state import has_common_state, read_common_state
 from megatron_lowbit.megatron.datasets import data_prefixes
 from megatron_lowbit.megatron.load_source import LoadSource
+from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.recipes import record as recipe_records
 
@@ -79,7 +79,7 @@ def check_resumed(args: Namespace) -> None:
                         f"{source.path}: saved by a run with {_OTHER[kind]}: this one has {text}; "
                         f"--resume-changed {kind} goes on with it"
                     )
-                print_rank_0(printable(f"resumed with {_OTHER[kind]}: {text}"))
+                say_on_rank_0(f"resumed with {_OTHER[kind]}: {text}")
 
 
 def _differences(args: Namespace, checkpoint: Path) -> Iterator[tuple[str, str]]:
@@ -87,7 +87,9 @@ def _differences(args: Namespace, checkpoint: Path) -> Iterator[tuple[str, str]]
     saved = read_common_state(checkpoint).get("args") if has_common_state(checkpoint) else None
     records = {name: getattr(saved, name, None) for name in (RECIPE, DATA)}
     if missing := [name.partition("_")[0] for name, record in records.items() if record is None]:
-        print_rank_0(f"{checkpoint}: records no {' and '.join(missing)} to compare with this run's")
+        say_on_rank_0(
+            f"{checkpoint}: records no {' and '.join(missing)} to compare with this run's"
+        )
     if (recipe := records[RECIPE]) is not None:
         recipe = recipe_records.checked(recipe, f"{checkpoint}: {RECIPE}")
         if text := recipe_records.difference(getattr(args, RECIPE), recipe):

@@ -99,8 +99,8 @@ def check_attention_mask(args: Namespace) -> None:
     if not args.reset_attention_mask:
         return
     idle = "--reset-attention-mask has no effect with"
-    require(not args.window_size, f"{idle} --window-size: layers with a window make their own mask; "
-            "leave out --reset-attention-mask")  # fmt: skip
+    require(not args.window_size, f"{idle} --window-size: layers with a window make their own "
+            "mask; remove --reset-attention-mask")  # fmt: skip
     require(
         args.transformer_impl == "local",
         f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own "
