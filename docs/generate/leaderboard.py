@@ -57,15 +57,18 @@ element, its share of block scales included, the mean over the operands of all l
 
 Runs: {machines}.
 
-The text is C source of Linux 6.1 (Debian's `linux-source-6.1`, 6.1.192-2): 114.2M tokens in 11,674 documents. In its
-folder:
+The text is C source of Linux 6.1 (Debian's `linux-source-6.1`, 6.1.192-2): 114.2M tokens in
+11,674 documents. In its folder:
 
-    folders="block crypto drivers/infiniband drivers/net drivers/scsi drivers/usb fs kernel lib mm net security sound"
-    lowbit-tokenizer --input $folders --pattern '*.c' --vocab-size 8192 --output data/linux-tokenizer
-    lowbit-preprocess --input $folders --pattern '*.c' --tokenizer-model data/linux-tokenizer --output-prefix data/linux
+    folders="block crypto drivers/infiniband drivers/net drivers/scsi drivers/usb"
+    folders="$folders fs kernel lib mm net security sound"
+    lowbit-tokenizer --input $folders --pattern '*.c' --vocab-size 8192 \\
+        --output data/linux-tokenizer
+    lowbit-preprocess --input $folders --pattern '*.c' \\
+        --tokenizer-model data/linux-tokenizer --output-prefix data/linux
 
-`benchmarks/results/leaderboard-mixed.json` keeps the previous board, which used another tokenizer and mixed two kinds of
-GPU. Do not compare its losses with this table.
+`benchmarks/results/leaderboard-mixed.json` keeps the previous board, which used another tokenizer
+and mixed two kinds of GPU. Do not compare its losses with this table.
 
 ## Your own recipe
 
