@@ -3,7 +3,7 @@
 Shared by this project's linear layers and by Transformer Engine's, which bring a loop of their own.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,6 +70,8 @@ class LinearContext:
         fallbacks: int64 (3,); for each of fprop, dgrad and wgrad, the number of products that were
             not finite and were computed again in high precision is added.
         saves_input: keep the input itself for wgrad, which then quantizes it, in place of codes.
+        scaled_with: further weights (N', K) that share the weight's tensor scales, made from the
+            largest amax of all.
     """
 
     precision: LinearPrecision
@@ -83,6 +85,7 @@ class LinearContext:
     weight_cache: WeightCache | None = None
     fallbacks: Tensor | None = None
     saves_input: bool = False
+    scaled_with: Sequence[Tensor] = ()
 
     def quantize(
         self,
@@ -145,6 +148,10 @@ class LinearContext:
         requests: tuple[Request | None, Request | None],
     ) -> ScaleAmaxes:
         """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
+        if role == "weight" and self.scaled_with:
+            amaxes = [self.engine.amaxes(weight, *requests) for weight in (x, *self.scaled_with)]
+            row_amaxes, col_amaxes = zip(*amaxes, strict=True)
+            return _largest(row_amaxes), _largest(col_amaxes)
         if not self.shards.roles and not self.precision.history_length:
             return None, None
         shared = [gemm for gemm in (row, col) if gemm and self.shares_amax(gemm, role)]
@@ -224,6 +231,12 @@ class LinearContext:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, *high_precision, bias, count)
         return y if out is None else deliver(out, y, adds)
+
+
+def _largest(amaxes: Sequence[Tensor | None]) -> Tensor | None:
+    """Return the largest of FP32 scalars, NaN if one is NaN; None if there are none."""
+    known = [amax for amax in amaxes if amax is not None]
+    return torch.stack(known).amax() if known else None
 
 
 def draw_key(precision: LinearPrecision) -> int:

@@ -1,7 +1,7 @@
 """Give the linear layers of a plain PyTorch model the precision of a recipe."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from types import MethodType
 from typing import Any, TypeGuard, TypeVar
@@ -25,6 +25,10 @@ _SHOWN = 8
 _FORWARDS = ("forward", "_old_forward")
 """Attributes of a module that hold the forward of its class: the second where a hook of accelerate
 took the place of the first."""
+ONE_MATRIX = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""Names of a module's linear layers whose weights are one matrix in Megatron-LM."""
+_WRAPPED = ".base_layer"
+"""End of a module's path within an adapter of PEFT."""
 
 
 def convert(
@@ -39,6 +43,8 @@ def convert(
     The module objects stay, with their parameters and hooks, accelerate's included. Only modules in
     the model's blocks are considered, as a recipe in Megatron-LM has no effect on embeddings and
     the output layer. Low-rank adapters are not converted.
+    Weights that are one matrix in Megatron-LM (``ONE_MATRIX``) share a tensor scale, as there and
+    in an export.
     Converting again applies another recipe; ``bf16`` restores ``nn.Linear``. On an error the
     model is unchanged.
 
@@ -84,6 +90,7 @@ def convert(
     for module, precision in precisions.items():
         _set_precision(module, precision, eval_precision)
     others = [(layer, module) for layer, module in others if recipe.precision_for(layer).quantized]
+    _share_scales(linears, precisions)
     if others:
         warnings.warn(_not_converted(recipe, others), stacklevel=2)
     return model
@@ -159,12 +166,28 @@ def _set_precision(module: Any, precision: LinearPrecision, eval_precision: Eval
         module.__class__ = LowbitLinear
         module.precision, module.eval_precision = precision, eval_precision
     elif isinstance(module, LowbitLinear):
-        del module.precision, module.eval_precision
+        for name in ("precision", "eval_precision", "scaled_with"):
+            vars(module).pop(name, None)
         module.__class__ = nn.Linear  # type: ignore[assignment]
     for name in _FORWARDS:
         forward = getattr(vars(module).get(name), "__func__", None)
         if forward in (nn.Linear.forward, LowbitLinear.forward):
             setattr(module, name, MethodType(type(module).forward, module))
+
+
+def _share_scales(
+    linears: Sequence[tuple[Layer, nn.Linear]], precisions: Mapping[nn.Linear, LinearPrecision]
+) -> None:
+    """Let modules of one precision whose weights Megatron-LM holds as one share a tensor scale."""
+    groups: dict[tuple[str, Sequence[str], LinearPrecision], list[LowbitLinear]] = {}
+    for layer, module in linears:
+        parent, _, name = layer.path.removesuffix(_WRAPPED).rpartition(".")
+        for names in ONE_MATRIX:
+            if name in names and isinstance(module, LowbitLinear):
+                groups.setdefault((parent, names, precisions[module]), []).append(module)
+    for members in groups.values():
+        for module in members:
+            module.scaled_with = tuple(other for other in members if other is not module)
 
 
 def _not_converted(recipe: Recipe, others: Sequence[tuple[Layer, nn.Module]]) -> str:

@@ -1,5 +1,6 @@
 """A linear layer of a plain PyTorch model in a recipe's precision."""
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -37,6 +38,8 @@ class LowbitLinear(nn.Linear):
 
     precision: LinearPrecision
     eval_precision: EvalPrecision
+    scaled_with: tuple[nn.Linear, ...] = ()
+    """Modules whose weights share this weight's tensor scale; a tuple registers no submodule."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class LowbitLinear(nn.Linear):
             TypeError: the input is no tensor.
         """
         if self.training or self.eval_precision == "recipe":
-            return _product(input, self.weight, self.bias, self.precision)
+            return _product(input, self.weight, self.bias, self.precision, self.scaled_with)
         return super().forward(input)
 
     def extra_repr(self) -> str:
@@ -95,19 +98,34 @@ def check_precision(precision: LinearPrecision) -> None:
 
 
 @eager  # The key is another one in every call.
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPrecision) -> Tensor:
+def _product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    precision: LinearPrecision,
+    scaled_with: Sequence[nn.Linear],
+) -> Tensor:
     require_type("the input of LowbitLinear", x, Tensor, "a tensor")
     require(
         type(weight) in (nn.Parameter, Tensor),
         f"LowbitLinear: the weight is a {type(weight).__name__} in the forward pass; plain tensors "
         "are supported, and fully_shard, which gathers them, but no tensor parallelism",
     )
+    others = [module.weight.detach() for module in scaled_with]
+    for other in others:
+        require(
+            type(other) is Tensor and other.device == weight.device,
+            f"LowbitLinear: a weight that shares this one's tensor scale is a "
+            f"{type(other).__name__} on {other.device} in the forward pass; give fully_shard the "
+            "block with both layers, and keep both on one device",
+        )
     if x.numel() == 0:
         # An expert without tokens has nothing to quantize.
         return F.linear(x, weight, bias)
     dtype = autocast_dtype(x.device)
     if dtype is not None:
         x, weight = x.to(dtype), weight.to(dtype)
+        others = [other.to(dtype) for other in others]
         bias = None if bias is None else bias.to(dtype)
     require(
         x.dtype == weight.dtype and x.dtype in (torch.float32, torch.bfloat16),
@@ -117,4 +135,5 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, precision: LinearPr
     if dist.is_available() and dist.is_initialized():
         # Launchers seed all ranks alike: they would round different tokens by the same bits.
         key ^= dist.get_rank()
-    return lowbit_linear(x, weight, LinearContext(precision, select_engine(x.device), key), bias)
+    context = LinearContext(precision, select_engine(x.device), key, scaled_with=others)
+    return lowbit_linear(x, weight, context, bias)

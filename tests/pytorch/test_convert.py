@@ -8,8 +8,10 @@ from accelerate import hooks
 from block_model import BLOCKS, WIDTH, Model, batch, build, loss_of
 from torch import nn
 
-from megatron_lowbit import LowbitLinear, convert, load_recipe
+from megatron_lowbit import LowbitLinear, convert, load_recipe, lowbit_linear
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.kernels.engine import ReferenceEngine
+from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.recipes import Progress
 
 pytestmark = pytest.mark.usefixtures("reference")
@@ -319,3 +321,66 @@ def test_another_forward_is_named(recipe):
     )
     with pytest.raises(UserError, match=message):
         convert(model, recipe)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate(("q_proj", "k_proj", "v_proj", "o_proj")):
+            self.add_module(name, linear())
+            getattr(self, name).weight.data *= 3**-number
+
+    def forward(self, x):
+        return torch.cat([part(x) for part in (self.q_proj, self.k_proj, self.v_proj)], dim=-1)
+
+
+def attention(*changes: str) -> Attention:
+    """Return the attention of the first of two blocks, converted."""
+    recipe = load_recipe("nvfp4", ["bf16_blocks=none", *changes])
+    torch.manual_seed(0)
+    return convert(in_list("layers", [Attention(), Attention()]), recipe).body.layers[0]
+
+
+def test_queries_keys_and_values_are_quantized_as_one_matrix():
+    """The product of each, against a product with their concatenation quantized as a whole."""
+    layer, x = attention(), torch.eye(WIDTH)
+    whole = torch.cat([getattr(layer, f"{part}_proj").weight.data for part in "qkv"])
+    biases = torch.cat([getattr(layer, f"{part}_proj").bias for part in "qkv"])
+    context = LinearContext(layer.q_proj.precision, ReferenceEngine("tests"), 0)
+    expected = lowbit_linear(x, whole, context) + biases
+    assert torch.equal(layer(x), expected)
+    apart = lowbit_linear(x, layer.v_proj.weight, context) + layer.v_proj.bias
+    assert not torch.equal(apart, expected[:, 2 * WIDTH :])
+    assert layer.o_proj.scaled_with == ()
+
+
+def test_scales_are_shared_within_an_adapter_too():
+    """PEFT keeps a layer as the ``base_layer`` of its own."""
+    block = Attention()
+    block.v_proj = nn.ModuleDict({"base_layer": block.v_proj})
+    convert(in_list("layers", [block]), load_recipe("nvfp4", ["bf16_blocks=none"]))
+    assert block.q_proj.scaled_with == (block.k_proj, block.v_proj["base_layer"])
+
+
+def test_only_modules_of_one_precision_share_a_scale():
+    layer = attention("matchers.linears.pattern='*.[qv]_proj'")
+    assert type(layer.k_proj) is nn.Linear
+    assert layer.q_proj.scaled_with == (layer.v_proj,)
+
+
+def test_shared_scales_leave_the_state_dict_and_go_with_the_recipe():
+    model = in_list("layers", [Attention()])
+    names, modules = list(model.state_dict()), list(model.modules())
+    convert(model, "fp8-tensorwise")
+    layer = model.body.layers[0]
+    assert layer.q_proj.scaled_with == (layer.k_proj, layer.v_proj)
+    assert list(model.state_dict()) == names and list(model.modules()) == modules
+    convert(model, "bf16")
+    assert "scaled_with" not in vars(layer.q_proj)
+
+
+def test_a_weight_whose_partner_is_elsewhere_is_refused():
+    layer = attention()
+    layer.v_proj.to("meta")
+    with pytest.raises(UserError, match="shares this one's tensor scale is .* on meta"):
+        layer.q_proj(torch.eye(WIDTH))
