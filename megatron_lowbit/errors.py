@@ -3,7 +3,9 @@
 import errno
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from textwrap import shorten
 from typing import Any, NoReturn, TextIO, TypeVar
 
 _PLACES = {
@@ -12,6 +14,8 @@ _PLACES = {
 }  # fmt: skip
 """Errors of the operating system that say that a path or a disk is unfit."""
 
+_LONGEST = 400
+"""Characters of a library's message."""
 _Error = TypeVar("_Error", bound=BaseException)
 
 
@@ -53,6 +57,21 @@ def require_type(name: str, value: object, kind: Any, wanted: str) -> None:
         given = f"{'an' if given[0] in 'aeiou' else 'a'} {given}"
         given = {"a NoneType": "None", "a ndarray": "a NumPy array"}.get(given, given)
         raise TypeError(f"{name} is {given}, not {wanted}")
+
+
+@contextmanager
+def as_user_error(message: str) -> Iterator[None]:
+    """Raise a UserError for whatever a library raises on a bad file, panics of its Rust code, too.
+
+    Errors of one line, of the operating system, and of too little memory pass.
+    """
+    try:
+        yield
+    except (UserError, TrainingError, OSError, MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        why = shorten(f"{type(error).__name__}: {error}", _LONGEST)
+        raise UserError(f"{message} ({why})") from error
 
 
 def error_behind(error: BaseException, kind: type[_Error]) -> _Error | None:

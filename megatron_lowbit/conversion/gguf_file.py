@@ -21,9 +21,10 @@ from megatron_lowbit.conversion.families.llama import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.ggml_blocks import mxfp4_blocks, nvfp4_blocks, q4_0_blocks
 from megatron_lowbit.conversion.gguf_vocabulary import add_vocabulary
+from megatron_lowbit.conversion.lazy_tensors import lazy_chunk
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.conversion.quantized_folder import open_folder
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, as_user_error, require
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -89,13 +90,14 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     known = " and ".join(ARCHITECTURES)
     require(converted.name in ARCHITECTURES, f"to-gguf converts {known}, not {converted.name}")
     architecture, model = ARCHITECTURES[converted.name], converted.model
+    tensors = list(_tensors(folder, converted, architecture))
     partial = output.with_name(f".{output.name}.partial")
     writer = gguf.GGUFWriter(partial, architecture.name)
     for entry, argument in _METADATA.items():
         getattr(writer, f"add_{entry}")(model[argument])
-    add_vocabulary(writer, source, model["vocab_size"])
-    tensors = list(_tensors(folder, converted, architecture))
     try:
+        with as_user_error(f"{source}: its tokenizer cannot be read"):
+            add_vocabulary(writer, source, model["vocab_size"])
         _write(writer, tensors)
         partial.replace(output)
     except OSError as error:
@@ -117,7 +119,8 @@ def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> None:
         writer.add_tensor_info(tensor.name, outline.shape, byte, outline.nbytes, kind)
     try:
         writer.write_header_to_file()
-        writer.write_kv_data_to_file()
+        with as_user_error(f"{writer.path}: the text of a tokenizer cannot be written"):
+            writer.write_kv_data_to_file()  # encodes its text
         writer.write_ti_data_to_file()
         for tensor in tensors:
             writer.write_tensor_data(tensor.read(False).numpy())
@@ -132,6 +135,8 @@ def _tensors(
 
     model, names = converted.model, [name for rule in converted.rules for name in rule.names]
     folder.check(names)
+    for rule in converted.rules:
+        lazy_chunk(folder, rule)  # checks shapes
     gguf_names = get_tensor_name_map(MODEL_ARCH[architecture.name.upper()], model["num_layers"])
     for name in names:
         gguf_name = gguf_names.get_name(name, (".weight",))

@@ -5,15 +5,14 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, as_user_error, require
 from megatron_lowbit.json_files import Entries, read_object
 
 END_OF_TEXT = "<|endoftext|>"
@@ -106,7 +105,7 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
     require(largest < 2**31 - 1, f"{path}: has the token id {largest}; ids are below {2**31 - 1}")
 
     def tokenize(text: str) -> list[int]:
-        with _one_line(f"{path}: cannot encode a text"):
+        with as_user_error(f"{path}: cannot encode a text"):
             return model.encode(text, add_special_tokens=False).ids
 
     return Tokenizer(
@@ -131,7 +130,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror})") from None
-    with _one_line(f"{path}: not a tokenizer of the tokenizers library"):
+    with as_user_error(f"{path}: not a tokenizer of the tokenizers library"):
         return tokenizers.Tokenizer.from_buffer(content), content
 
 
@@ -160,20 +159,6 @@ def ids_beyond_model(folder: Path, largest: int | None = None) -> str | None:
         f"{folder}: token ids go up to {largest}, but the model has {rows} rows (vocab_size of "
         f"config.json); training it on these ids needs --padded-vocab-size {largest + 1} or more"
     )
-
-
-@contextmanager
-def _one_line(message: str) -> Iterator[None]:
-    """Raise a UserError for whatever the library raises.
-
-    These are plain Exceptions, ValueErrors, and panics of its Rust code, which are no Exceptions.
-    """
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        raise UserError(f"{message} ({error})") from None
 
 
 def _eod_token(folder: Path) -> str:

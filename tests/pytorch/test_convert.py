@@ -382,5 +382,5 @@ def test_shared_scales_leave_the_state_dict_and_go_with_the_recipe():
 def test_a_weight_whose_partner_is_elsewhere_is_refused():
     layer = attention()
     layer.v_proj.to("meta")
-    with pytest.raises(UserError, match="shares this one's tensor scale is .* on meta"):
+    with pytest.raises(UserError, match=r"shares this one's tensor scale is .* on meta"):
         layer.q_proj(torch.eye(WIDTH))
