@@ -12,14 +12,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.conversion.choices import DTYPES, LAYOUTS, SHARD_BYTES
 from megatron_lowbit.errors import require, say
 
+if TYPE_CHECKING:
+    from megatron_lowbit.conversion.quantized import QuantizedAs
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Convert what the command line names."""
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Convert what the command line names; return 1 if ``--verify`` finds another model."""
     args = _parser().parse_args(argv)
     # After the help, which needs no torch.
     from megatron_lowbit.conversion import next_steps
@@ -29,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         summary = to_gguf(args.source, args.output, args.force)
         say(*next_steps.after_to_gguf(args.output, summary))
-        return
+        return 0
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
     from megatron_lowbit.data.tokenizer import ids_beyond_model
@@ -41,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             require(quantized[1:] == ([], []), "--recipe and --recipe-set go with --quantized")
             quantized = None
         if warning := next_steps.missing_packages(args.quantized):
+            require(not args.verify, f"--verify: {warning}")
             say(warning, file=sys.stderr)
     if args.verify:
         _check_verification(args)
@@ -56,12 +61,51 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder, checkpoint = args.output, args.source
         lines = next_steps.after_to_hugging_face(args.output, converted, args.quantized)
     lines[:0] = filter(None, [ids_beyond_model(folder)])
-    if args.verify:
-        from megatron_lowbit.conversion.verify import verify
-
-        difference, largest = verify(folder, checkpoint, _tokens(args), quantized)
-        say(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
+    wrong = _verify(args, folder, checkpoint, quantized, converted.name) if args.verify else None
     say(*lines)
+    if wrong:
+        say(f"error: --verify: {wrong}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _verify(
+    args: argparse.Namespace,
+    folder: Path,
+    checkpoint: Path,
+    quantized: "QuantizedAs | None",
+    family: str,
+) -> str | None:
+    """Compare both sides of a conversion; return what differs, None if nothing does.
+
+    A folder that transformers loads is compared as transformers loads it; any other as
+    ``to-megatron`` reads it.
+    """
+    from transformers.utils import logging
+
+    from megatron_lowbit.conversion.readers import LOADS, NOT_TRIED, READERS, outcome
+    from megatron_lowbit.conversion.verify import (
+        LIMIT,
+        ROUNDED_LIMIT,
+        verify,
+        wrong_weight,
+    )
+
+    logging.set_verbosity_error()  # what it reports is compared here
+    difference, largest = verify(folder, checkpoint, _tokens(args), quantized)
+    say(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
+    limit = largest * (ROUNDED_LIMIT if getattr(args, "dtype", None) else LIMIT)
+    if not difference <= limit:
+        return f"the limit for logits is {limit:.3g}"
+    if args.command == "to-megatron":
+        return None
+    if outcome(folder, family, args.quantized).result not in (LOADS, NOT_TRIED):
+        say("weights are compared as lowbit-convert to-megatron reads them")
+        return None
+    name = wrong_weight(folder, READERS[args.quantized].dtype)
+    if name is None:
+        say("weights in transformers are those of the files")
+        return None
+    return f"transformers does not load the weights of {folder}: {name}"
 
 
 def _check_verification(args: argparse.Namespace) -> None:
@@ -98,7 +142,9 @@ def _parser() -> argparse.ArgumentParser:
             "--shard-bytes", type=int, default=SHARD_BYTES, help="largest number of bytes in a file"
         )
         command.add_argument(
-            "--verify", action="store_true", help="compare logits of both sides, on the CPU"
+            "--verify",
+            action="store_true",
+            help="compare both sides on the CPU: logits, and the weights that transformers loads",
         )
         command.add_argument(
             "--verify-tokens", type=int, nargs="+", default=[], metavar="ID",

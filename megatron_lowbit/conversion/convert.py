@@ -19,7 +19,7 @@ from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_itera
 from megatron_lowbit.conversion.choices import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.layouts.stacked_experts import stack_experts
+from megatron_lowbit.conversion.layouts.stacked_experts import check_experts, stack_experts
 from megatron_lowbit.conversion.lazy_tensors import check_names, lazy_chunk, lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantization_report import finish
@@ -130,6 +130,8 @@ def to_hugging_face(
         plan, contents = None, lazy_tensors(tensors, rules, wanted)
     else:
         plan = plan_quantization(quantized, checkpoint, rules, model["num_layers"])
+        quantized_names = [name for names in plan.weights for name in names]
+        check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config
         contents = quantized_tensors(tensors, rules, wanted, plan)
     contents = stack_experts(contents, config)

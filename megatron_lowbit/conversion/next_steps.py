@@ -5,42 +5,31 @@ import shlex
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_lowbit.conversion.convert import COMPANIONS, MODEL_ARGUMENTS
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.gguf_file import GGUFSummary
+from megatron_lowbit.conversion.readers import (
+    FAILS,
+    LOADS,
+    NOT_TRIED,
+    READERS,
+    TRANSFORMERS,
+    WRONG,
+    outcome,
+)
+from megatron_lowbit.errors import printable
 
 _MOST_TOKENS = 2048
 """Longest sequence in the suggested training command."""
 
 
-class Reader(NamedTuple):
-    """transformers with what else it needs to load a folder.
-
-    Attributes:
-        packages: versions of its packages that the tests load with.
-        families: families of models that the tests load.
-        dtype: dtype of the model; None for that of the files.
-    """
-
-    packages: Mapping[str, str]
-    families: tuple[str, ...]
-    dtype: str | None = None
-
-
-_TRANSFORMERS = {"transformers": "5.23.0"}
 _LLAMA_CPP = {"xllamacpp": "2026.10.11549"}
-READERS = {
-    None: Reader(_TRANSFORMERS, ("Llama", "Mixtral", "GPT-2", "Nemotron-H", "gpt-oss", "Gemma-3")),
-    "fp8-blocks": Reader(_TRANSFORMERS | {"accelerate": "1.15.0"}, ("Llama", "Mixtral")),
-    # Its weights are dequantized to BF16, so the others must be BF16, too.
-    "compressed-tensors": Reader(
-        _TRANSFORMERS | {"compressed-tensors": "0.20.0"}, ("Llama",), "bfloat16"
-    ),
-    "gpt-oss": Reader(_TRANSFORMERS, ("gpt-oss",), "bfloat16"),
+_EFFECTS = {
+    WRONG: "not in {}, which loads wrong weights without an error",
+    FAILS: "not in {}, which stops with an error",
+    NOT_TRIED: "not tried in {}",
 }
-"""Readers by layout of quantized weights, None for weights as they are."""
 
 
 def missing_packages(layout: str | None) -> str | None:
@@ -85,20 +74,22 @@ def after_to_hugging_face(
     """Describe a folder of Hugging Face's: its path, its reader, and the command that loads it."""
     kind = "" if layout is None else f", quantized as {layout}"
     written = f"written: {output} ({converted.name}{kind})"
-    reader = READERS.get(layout)
-    if reader is None or converted.name not in reader.families:
+    result, reason = outcome(output, converted.name, layout)
+    if result != LOADS:
         command = shlex.join(["lowbit-convert", "to-megatron", str(output), "CHECKPOINT"])
+        elsewhere = f"{_EFFECTS[result].format(_listed(TRANSFORMERS))}: {printable(reason)}"
         return [
             written,
-            f"loads in: lowbit-convert to-megatron (tested); not in {_listed(_TRANSFORMERS)}",
+            f"loads in: lowbit-convert to-megatron (tested); {elsewhere}",
             f"next: {command}",
         ]
+    reader = READERS[layout]
     dtype = "" if reader.dtype is None else f', dtype="{reader.dtype}"'
     load = f"AutoModelForCausalLM.from_pretrained({json.dumps(str(output))}{dtype})"
     code = f"from transformers import AutoModelForCausalLM; print({load})"
     return [
         written,
-        f"loads in: {_listed(reader.packages)} (tested)",
+        f"loads in: {_listed(reader.packages)} (tested on a CPU)",
         f"next: {shlex.join(['python', '-c', code])}",
     ]
 

@@ -121,8 +121,16 @@ def plan_quantization(
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
     # A tied head has no tensor of its own, but readers build the module.
     kept = list(dict.fromkeys([*unquantized, _HEAD]))
-    config, documents = layout.config(quantized, kept), layout.documents(quantized, kept)
+    quantized = {name: quantized[own] for own in quantized for name in _names_of_module(own)}
+    named = [name for own in kept for name in _names_of_module(own)]
+    config, documents = layout.config(quantized, named), layout.documents(quantized, named)
     return Quantization(recipe, layout, weights, config, documents, kept)
+
+
+def _names_of_module(name: str) -> list[str]:
+    """Return the names of a module in files and in transformers, which renames a Nemotron-H's."""
+    is_renamed = name.startswith("backbone.")
+    return [name, name.replace("backbone", "model", 1)] if is_renamed else [name]
 
 
 def _nothing_quantized(recipe: Recipe, num_layers: int) -> str:

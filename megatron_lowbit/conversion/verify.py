@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,16 @@ from megatron_lowbit.conversion.layouts.stacked_experts import stack_experts
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import UserError, as_user_error, require
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 
 TOKENS = tuple(range(1, 9))
+LIMIT = 2**-13
+"""Largest difference of logits in FP32 that the order of sums explains, of the largest logit."""
+ROUNDED_LIMIT = 2**-4
+"""The same where an export rounds weights to another dtype."""
+_BF16_STEPS = 2**-7
+"""Relative difference of a weight that was rounded to BF16 and one that was not, or was twice."""
 
 
 def verify(
@@ -45,9 +52,40 @@ def verify(
     converted = from_config(opened.config, str(folder / CONFIG))
     size = converted.model["vocab_size"]
     batch = torch.tensor([list(tokens)])
-    theirs = _of_transformers(opened, batch, exact=quantized is not None)
+    with torch.no_grad():
+        theirs = _transformers_model(opened, exact=quantized is not None)(batch).logits.float()
     ours = _of_megatron(checkpoint, converted, batch, quantized)[..., :size]
     return float((ours - theirs).abs().max()), float(theirs.abs().max())
+
+
+def wrong_weight(folder: Path, dtype: str | None) -> str | None:
+    """Load a folder as its next command does; return the name of a weight that differs from it.
+
+    Args:
+        folder: a folder of Hugging Face's that transformers loads.
+        dtype: dtype of the loaded model; None for the dtype of the files.
+
+    Returns:
+        A parameter of transformers' model whose values are not those of the files, as
+        ``to-megatron`` reads them, or the error that transformers raises; None if all are equal.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
+        with torch.no_grad():
+            model(torch.tensor([TOKENS[:1]]))  # compressed-tensors may dequantize here
+    except Exception as error:
+        # transformers raises errors of many kinds.
+        return f"none was loaded ({type(error).__name__}: {' '.join(str(error).split())})"
+    loaded = model.state_dict()
+    for name, expected in _transformers_model(open_folder(folder), exact=False).named_parameters():
+        seen = loaded.get(name)
+        if seen is None or seen.shape != expected.shape:
+            return name
+        if not torch.allclose(seen.float(), expected, rtol=_BF16_STEPS, atol=0):
+            return name
+    return None
 
 
 def check_source(folder: Path, tokens: Sequence[int]) -> None:
@@ -60,12 +98,8 @@ def check_source(folder: Path, tokens: Sequence[int]) -> None:
     check_tokens(tokens, size)
     from transformers import AutoConfig
 
-    try:
+    with as_user_error(f"--verify: transformers does not take {folder / CONFIG}"):
         AutoConfig.from_pretrained(folder)
-    except Exception as error:
-        # Whatever transformers raises, of many kinds, it cannot build the model.
-        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"--verify: transformers does not take {folder / CONFIG}: {why}") from None
 
 
 def check_tokens(tokens: Sequence[int], size: int) -> None:
@@ -76,7 +110,11 @@ def check_tokens(tokens: Sequence[int], size: int) -> None:
         require(0 <= token < size, f"--verify-tokens {token}: the vocabulary is 0 to {size - 1}")
 
 
-def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
+def _transformers_model(folder: Folder, exact: bool) -> Any:
+    """Return transformers' model in FP32 with a folder's weights, as this project reads them.
+
+    They are dequantized exactly, or else rounded to BF16.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder.path)
@@ -99,8 +137,7 @@ def _of_transformers(folder: Folder, tokens: Tensor, exact: bool) -> Tensor:
     for name, buffer in model.named_buffers():
         if name not in weights:
             buffer.copy_(fresh[name])
-    with torch.no_grad():
-        return model.eval()(tokens).logits.float()
+    return model.eval()
 
 
 def _of_megatron(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.conversion.layouts.layout import Stored, modules_with
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 
 PAIR, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -59,6 +60,23 @@ def _one_of(name: str, number: int, outputs: slice) -> Stored:
         return own.t() if own.ndim == 2 else own
 
     return Stored((name,), None, decode, number)
+
+
+def check_experts(quantized: Iterable[str], config: Mapping[str, Any], layout: str) -> None:
+    """Raise UserError for quantized experts that no reader takes one by one.
+
+    Args:
+        quantized: names of the quantized weights.
+        config: the model's config.json.
+        layout: the layout's name.
+    """
+    if layout == "gpt-oss" or config.get("model_type") not in _MODEL_TYPES:
+        return
+    for name in filter(_EXPERT.fullmatch, quantized):
+        raise UserError(
+            f"--quantized {layout}: readers of gpt-oss take no experts in it, and the recipe "
+            f"quantizes {name}: choose --quantized gpt-oss, or a recipe that keeps experts in BF16"
+        )
 
 
 def stack_experts(
