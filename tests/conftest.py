@@ -109,7 +109,7 @@ def run_ranks(start_script, tmp_path_factory):
     return run
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def write_checkpoint():
     """Writes a small checkpoint in the format torch_dist, as Megatron-LM would, but no tracker."""
     from torch.distributed.checkpoint import DefaultSavePlanner, save

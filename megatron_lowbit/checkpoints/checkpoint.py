@@ -90,7 +90,10 @@ def open_checkpoint(source: Path, check: bool = True) -> Checkpoint:
     Raises:
         UserError: there is no checkpoint, or one of its files has changed since it was saved.
     """
-    path = source if (source / ".metadata").is_file() else _newest(source)
+    # A --save directory may hold a .metadata by accident.
+    is_directory = (source / files.TRACKER).exists() or files.iterations(source)
+    is_iteration = (source / files.METADATA).is_file() and not is_directory
+    path = source if is_iteration else _newest(source)
     if not (path / files.DOCUMENT).is_file():
         require(path.is_dir(), f"{path}: missing")
         check_lengths(path)
@@ -107,10 +110,12 @@ def _newest(source: Path) -> Path:
         return release
     iteration = files.latest_iteration(source)
     if iteration is None:
-        raise UserError(
-            f"{source}: neither a checkpoint directory, with {files.TRACKER}, nor one of its "
-            "iterations, with .metadata"
-        )
+        held = [files.iteration_directory(source, each).name for each in files.iterations(source)]
+        named = f"name one of its iterations: {', '.join(held[-5:])}" if held else (
+            f"neither a checkpoint directory, with {files.TRACKER}, nor one of its iterations, "
+            "with .metadata"
+        )  # fmt: skip
+        raise UserError(f"{source}: {named}")
     return files.iteration_directory(source, iteration)
 
 

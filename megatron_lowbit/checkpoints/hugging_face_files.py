@@ -172,8 +172,10 @@ def _head(shard: Sequence[LazyTensors]) -> bytes:
     end = 0
     for tensors in shard:
         for name, tensor in tensors.outline.items():
+            stored = DTYPE_NAMES.get(tensor.dtype)
+            require(stored is not None, f"{name}: safetensors holds no {tensor.dtype}")
             start, end = end, end + tensor.nbytes
-            header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape),
+            header[name] = {"dtype": stored, "shape": list(tensor.shape),
                             "data_offsets": [start, end]}  # fmt: skip
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Iterable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.checkpoints.model_arguments import described_by
 from megatron_lowbit.errors import printable
+from megatron_lowbit.json_files import Entries
 from megatron_lowbit.recipes.record import digest
 from megatron_lowbit.storage import files
 
@@ -46,14 +49,14 @@ def _megatron(source: Path) -> dict[str, Any]:
         "format": "torch_dist",
         "path": str(checkpoint.path),
         "iteration": checkpoint.iteration,
-        "model": described_by(tensors.args),
-        "args": {key: _plain(value) for key, value in sorted(vars(tensors.args).items())},
+        "model": _plain_values(described_by(tensors.args)),
+        "args": _plain_values(dict(sorted(vars(tensors.args).items()))),
         "recipes": checkpoint.recipes,
         "recipe_set": checkpoint.recipe_set,
         "recipe_record": record,
         "recipe_sha256": None if record is None else digest(record),
         "data": checkpoint.data_record,
-        "averaged": tensors.common.get("averaged"),
+        "averaged": Entries(tensors.common, str(checkpoint.path)).integers("averaged") or None,
         "tensors": model,
         **_sums(model),
         "optimizer": {"tensors": len(state), **_sums(state)},
@@ -63,11 +66,17 @@ def _megatron(source: Path) -> dict[str, Any]:
     }
 
 
+def _plain_values(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in arguments.items()}
+
+
 def _plain(value: Any) -> Any:
     """Return a value if JSON can hold it, or else its text."""
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    return value if isinstance(value, bool | int | float | str | None) else str(value)
+    if isinstance(value, bool | int | float | str | None):
+        return value
+    return str(value) if isinstance(value, torch.dtype | Enum | dict) else type(value).__name__
 
 
 def _hugging_face(source: Path) -> dict[str, Any]:

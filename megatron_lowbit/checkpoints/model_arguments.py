@@ -160,7 +160,8 @@ def _optional(arguments: Mapping[str, Any]) -> list[str]:
     for name, usual in FEATURES.items():
         if name in names and arguments.get(name, usual) == usual:
             names.remove(name)
-    return [*_POSITIONS.get(arguments.get("position_embedding_type", ""), ()), *names]
+    positions = Entries(arguments, _PLACE).string("position_embedding_type", "")
+    return [*_POSITIONS.get(positions, ()), *names]
 
 
 def _layers_with_experts(frequency: Any, layers: int) -> int | list[int]:

@@ -138,12 +138,24 @@ class CheckpointReader:
             raise UserError(f"{self.path}: {key}: chunks are missing, or overlap")
         target = torch.empty(block.sizes, dtype=entry.properties.dtype)
         for item in items:
-            stored = self._reader.read_tensor(self.places[item.storage_index])
+            stored = self._read_chunk(entry, item.storage_index)
             if item.lengths == block.sizes == stored.shape:
                 return stored
             into = narrow_tensor_by_index(target, item.dest_offsets, item.lengths)
             into.copy_(narrow_tensor_by_index(stored, item.storage_offsets, item.lengths))
         return target
+
+    def _read_chunk(self, entry: TensorStorageMetadata, index: MetadataIndex) -> Tensor:
+        """Read a stored chunk; raise UserError where it is not of the described shape and dtype."""
+        stored = self._reader.read_tensor(self.places[index])
+        sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
+        alike = (
+            isinstance(stored, Tensor)
+            and stored.layout is torch.strided
+            and (stored.shape, stored.dtype) == (sizes, entry.properties.dtype)
+        )
+        require(alike, f"{self.path}: {index.fqn}: its file holds no tensor of {list(sizes)}")
+        return stored
 
     def read_object(self, key: str) -> bytes:
         """Return a pickle as it is in its file, not opened."""

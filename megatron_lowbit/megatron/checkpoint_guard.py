@@ -17,12 +17,14 @@ import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError, say
+from megatron_lowbit.megatron import failures
 from megatron_lowbit.megatron.load_source import choose_checkpoint
 from megatron_lowbit.megatron.run_record import check_resumed, record_data
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.lock import FolderLock
+from megatron_lowbit.storage.selection import load_directory, selected
 
 
 class CheckpointGuard:
@@ -35,6 +37,7 @@ class CheckpointGuard:
         self._args = args
         self._opened = ExitStack()
         self._recorder: Recorder | None = None
+        self._upstream_load = training.load_checkpoint
         self._upstream_save = training.save_checkpoint
 
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -48,8 +51,9 @@ class CheckpointGuard:
             self._take_save_folder(Path(self._args.save))
             training.save_checkpoint = self._save
         record_data(self._args)
+        training.load_checkpoint = self._load
+        choose_checkpoint(self._args)
         if self._args.load is not None:
-            choose_checkpoint(self._args)
             check_resumed(self._args)
         if self._recorder is not None:
             steps_of(self._args, chunks).listeners.append(self._recorder.begin_step)
@@ -69,6 +73,18 @@ class CheckpointGuard:
                 recorder = Recorder(directory, self._args.save_keep_last)
                 self._recorder = self._opened.enter_context(closing(recorder))
 
+    def _load(self, *arguments: Any, **settings: Any) -> Any:
+        """Load by Megatron-LM's own function, which reads the checkpoint that is verified.
+
+        Raises:
+            UserError: Megatron-LM cannot load the checkpoint, such as one of another shape.
+        """
+        found = selected(self._args, load_directory(self._args))
+        if found is None:
+            return self._upstream_load(*arguments, **settings)
+        with failures.translate_load_errors(found.path):
+            return self._upstream_load(*arguments, **settings)
+
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
         """Set aside an older checkpoint of the iteration, and save by Megatron-LM's own function.
 
@@ -86,6 +102,7 @@ class CheckpointGuard:
 
     def close(self) -> None:
         """Record the remaining checkpoints, and release the folder."""
+        training.load_checkpoint = self._upstream_load
         training.save_checkpoint = self._upstream_save
         self._opened.close()
 

@@ -17,10 +17,11 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 # isort: split
 import megatron.core  # noqa: F401  it tells torch which of its classes are safe to load
 
-from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.storage.pickles import Reader, load_restricted
+from megatron_lowbit.errors import require
+from megatron_lowbit.storage.checkpoint_content import check_common_state
+from megatron_lowbit.storage.pickles import COMMON, Reader, load_restricted, the_only
 
-KEY = "common_state/shard_0_1"
+KEY = COMMON
 LEGACY = "common.pt"
 
 
@@ -39,13 +40,11 @@ def read_common_state(path: Path) -> dict[str, Any]:
     Raises:
         UserError: the state is missing or damaged, or holds classes that could run code.
     """
-    if (path / LEGACY).is_file():
-        state = [load_restricted(path / LEGACY, (path / LEGACY).read_bytes())]
-    else:
-        state = read_object(path, KEY)
-    if not (isinstance(state, list) and len(state) == 1 and isinstance(state[0], dict)):
-        raise UserError(f"{path}: its common state is damaged")
-    return state[0]
+    legacy = path / LEGACY
+    old = legacy.is_file()
+    state = load_restricted(legacy, legacy) if old else the_only(read_object(path, KEY), path)
+    check_common_state(state, str(path))
+    return state
 
 
 def read_object(path: Path, key: str) -> Any:

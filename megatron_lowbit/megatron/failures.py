@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -87,17 +88,33 @@ def translate_tokenizer_errors() -> Iterator[None]:
 
 
 @contextmanager
-def translate_load_errors(args: Namespace) -> Iterator[None]:
-    """Raise UserError for a checkpoint that Megatron-LM cannot load, such as of another shape."""
+def translate_load_errors(path: Path) -> Iterator[None]:
+    """Raise UserError for a checkpoint that Megatron-LM cannot load, such as of another shape.
+
+    Megatron-LM raises any exception on values of another type, or exits with code 0.
+    """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
-        yield
-    except (CheckpointException, CheckpointingException) as error:
-        cause = error_behind(error, CheckpointingException)
-        if args.load is None or cause is None:
+        with translate_assertions():
+            yield
+    except (UserError, TrainingError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except SystemExit as error:
+        raise UserError(f"{path}: Megatron-LM cannot load it, see above") from error
+    except (Exception, CheckpointException) as error:  # torch derives it from BaseException
+        if (refused := error_behind(error, UserError)) is not None:
+            raise refused from error
+        if (cause := error_behind(error, CheckpointingException)) is not None:
+            raise UserError(f"{path}: {in_one_line(cause)}") from error
+        reasons = [reason for reason, _ in getattr(error, "failures", {}).values()]
+        reason = reasons[0] if reasons else error
+        message = shorten(f"{type(reason).__name__}: {reason}", 400, placeholder=" ...")
+        if _NO_MEMORY_TEXT in message:
             raise
-        raise UserError(f"--load {args.load}: {in_one_line(cause)}") from error
+        raise UserError(
+            f"{path}: does not fit this model and optimizer, or is damaged: {message}"
+        ) from error
 
 
 @contextmanager

@@ -12,11 +12,19 @@ import torch.distributed as dist
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
+from megatron_lowbit.megatron.extra_states import check_extra_states
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.storage import files, replacement
-from megatron_lowbit.storage.pickles import check_lengths, check_objects, saved_tensors
+from megatron_lowbit.storage.pickles import check_lengths, read_objects, saved_tensors
+from megatron_lowbit.storage.selection import (
+    Selected,
+    load_directory,
+    newest,
+    persistent,
+    selected,
+)
 
 _READING = "read the checkpoint in"
 
@@ -38,16 +46,13 @@ class LoadSource:
     @classmethod
     def of(cls, args: Namespace) -> "LoadSource | None":
         """Return the checkpoint that the arguments select; None for new weights."""
-        if args.load is None:
+        directory = load_directory(args)
+        found = selected(args, directory)
+        if found is None:
             return None
-        release = files.release(args.load)
-        if release is not None and not args.ckpt_step:
-            return cls(release, 0, saved_tensors(release))
-        iteration = args.ckpt_step or files.latest_iteration(args.load)
-        if iteration is None:
-            return None
-        path = files.iteration_directory(Path(args.load), iteration)
-        return cls(path, 0 if args.finetune else iteration, saved_tensors(path))
+        # Megatron-LM begins with the first iteration from --pretrained-checkpoint, too.
+        resumed = not args.finetune and args.load is not None and directory == Path(args.load)
+        return cls(found.path, (found.iteration or 0) if resumed else 0, saved_tensors(found.path))
 
     def check_histories(self, states: Iterable[LayerState]) -> None:
         """Raise UserError if an amax history has another length in the checkpoint."""
@@ -75,38 +80,46 @@ def choose_checkpoint(args: Namespace) -> int | None:
     Raises:
         UserError: the checkpoint is invalid, or none is valid.
     """
-    directory = Path(args.load)
-    release = None if args.ckpt_step else files.release(directory)
-    if release is not None:
-        verify_checkpoint(release)
+    directory = load_directory(args)
+    if directory is None:
         return None
     skipped: UserError | None = None
-    for iteration in _candidates(args, directory):
-        path = files.iteration_directory(directory, iteration)
+    for step, (path, iteration) in _candidates(args, directory):
         try:
             verify_checkpoint(path)
         except UserError as error:
-            if not args.load_latest_valid:
-                others = files.alternatives(directory, besides=iteration)
-                if replacement.replaced_directory(path).exists():
-                    others += (
-                        f"; a start with --save {directory} restores what a killed run set aside"
-                    )
-                raise UserError(f"{error} ({others})") from error
+            if not args.load_latest_valid or step is None or path.parent != directory:
+                raise UserError(f"{error}{_advice(directory, step, path)}") from error
             say_on_rank_0(f"--load-latest-valid: skipped {path.name}: {error}")
             skipped = error
             continue
-        if args.load_latest_valid:
-            args.ckpt_step = iteration  # Megatron-LM's argument for a given iteration
+        if args.load_latest_valid and step is not None:
+            args.ckpt_step = step  # Megatron-LM's argument for a given iteration
         return iteration
     if skipped is not None:
         raise UserError(f"{directory}: no valid checkpoint; the last one tried: {skipped}")
     return None
 
 
-def _candidates(args: Namespace, directory: Path) -> list[int]:
-    """Return the iterations to try in order, as rank 0 reads them from the folder."""
-    candidates: list[list[int]] = [[]]
+def _advice(directory: Path, step: int | None, path: Path) -> str:
+    """Return the part of an error message that says how to go on without a checkpoint."""
+    if path.parent != directory:
+        return " (without --non-persistent-ckpt-type, the run loads the persistent checkpoint)"
+    if step is None:
+        return ""
+    others = files.alternatives(directory, besides=step)
+    if replacement.replaced_directory(path).exists():
+        others += f"; a start with --save {directory} restores what a killed run set aside"
+    return f" ({others})"
+
+
+_Candidate = tuple[int | None, Selected]
+"""Value of ``--ckpt-step``, None for a release, and the checkpoint that Megatron-LM then loads."""
+
+
+def _candidates(args: Namespace, directory: Path) -> list[_Candidate]:
+    """Return the checkpoints to try in order, as rank 0 reads them from the folder."""
+    candidates: list[list[_Candidate]] = [[]]
     with same_outcome(_READING, directory):
         if dist.get_rank() == 0:
             candidates = [_candidates_on_disk(args, directory)]
@@ -114,22 +127,27 @@ def _candidates(args: Namespace, directory: Path) -> list[int]:
     return candidates[0]
 
 
-def _candidates_on_disk(args: Namespace, directory: Path) -> list[int]:
-    if args.ckpt_step:
-        return [args.ckpt_step]
+def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
     _mend_empty_tracker(directory)
-    latest = None
+    first = None
     try:
-        latest = files.latest_iteration(directory)
+        first = persistent(args, directory)
     except UserError as error:
-        if not args.load_latest_valid:
+        if not args.load_latest_valid or args.ckpt_step:
             raise
         say_on_rank_0(f"--load-latest-valid: {error}")
-    newest = [] if latest is None else [latest]
-    if not args.load_latest_valid:
-        return newest
-    older = [number for number in files.iterations(directory) if latest is None or number < latest]
-    return newest + older[::-1]
+    saved = [] if first is None else [first]
+    is_release = first is not None and first.iteration is None
+    if args.load_latest_valid and not args.ckpt_step and not is_release:
+        latest = first and first.iteration
+        saved += [
+            Selected(files.iteration_directory(directory, number), number)
+            for number in reversed(files.iterations(directory))
+            if latest is None or number < latest
+        ]
+    loaded = [(each.iteration, newest(args, directory, each)) for each in saved]
+    loaded = loaded or [(None, newest(args, directory, None))]
+    return [(step, found) for step, found in loaded if found is not None]
 
 
 def _mend_empty_tracker(directory: Path) -> None:
@@ -163,4 +181,5 @@ def verify_checkpoint(path: Path) -> None:
             say_on_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
     with same_outcome(_READING, path.parent):
         if dist.get_rank() == 0:
-            check_objects(path)
+            for file, key, content in read_objects(path):
+                check_extra_states(file, key, content)

@@ -91,7 +91,6 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         validate_once(),
         log_metrics(args),
         closing(CheckpointGuard(args)) as guard,
-        failures.translate_load_errors(args),
         release_model(model_config),
     ):
         model_config.pre_wrap_hooks.insert(0, guard)

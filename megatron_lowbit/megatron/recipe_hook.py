@@ -30,6 +30,7 @@ from megatron_lowbit.megatron import (
     upstream_gaps,
 )
 from megatron_lowbit.megatron.amax_history import AmaxHistories
+from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
 from megatron_lowbit.megatron.graph_weights import GraphWeights
@@ -71,6 +72,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     upstream_gaps.check_local_layers(described)
     upstream_gaps.check_attention_mask(described)
     upstream_gaps.check_saves(args)
+    check_loads(args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
         upstream_gaps.use_torch_rms_norm()

@@ -159,17 +159,26 @@ def read_document(path: Path) -> dict[str, Any]:
 def check_files(path: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
     """Raise UserError at the first of ``names`` that is not as lowbit.json's ``files`` says."""
     for name in names:
-        file, expected = path / name, files[name]
+        check_sizes(path, files, [name])
         try:
-            size, length = file.stat().st_size, expected["bytes"]
-            require(size == length, f"{file}: {size} bytes instead of {length}")
-            digest = _digest(file)
+            digest = _digest(path / name)
+        except OSError as error:
+            raise UserError(f"{path / name}: cannot be read ({error.strerror})") from error
+        if digest != files[name]["blake2b"]:
+            raise UserError(f"{path / name}: its content differs from what was saved")
+
+
+def check_sizes(path: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
+    """Raise UserError at the first of ``names`` that has another length than ``files`` says."""
+    for name in names:
+        file, length = path / name, files[name]["bytes"]
+        try:
+            size = file.stat().st_size
         except FileNotFoundError:
             raise UserError(f"{file}: missing") from None
         except OSError as error:
             raise UserError(f"{file}: cannot be read ({error.strerror})") from error
-        if digest != expected["blake2b"]:
-            raise UserError(f"{file}: its content differs from what was saved")
+        require(size == length, f"{file}: {size} bytes instead of {length}")
 
 
 def is_complete(path: Path) -> bool:
@@ -179,7 +188,8 @@ def is_complete(path: Path) -> bool:
             check_lengths(path)
             return True
         files = read_document(path)["files"]
-        return all((path / name).stat().st_size == files[name]["bytes"] for name in files)
+        check_sizes(path, files, files)
+        return True
     except (UserError, OSError):
         return False
 

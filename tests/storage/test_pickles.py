@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 from contextlib import nullcontext
+from inspect import unwrap
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def test_the_planted_pickle_would_run(checkpoint, trace, kind):
     file = plant(checkpoint, kind, Evil(trace))
     if "metadata" in kind:
         with pytest.raises(AttributeError) if kind == "metadata" else nullcontext():
-            FileSystemReader(checkpoint).read_metadata()
+            unwrap(FileSystemReader.read_metadata)(FileSystemReader(checkpoint))
     elif kind == "common":
         torch.load(file, weights_only=False)
     else:
@@ -218,7 +219,7 @@ def test_files_missing_and_cut_short(checkpoint):
     with pytest.raises(UserError, match=f"{shard}: {size - 1} bytes instead of {size}$"):
         check_lengths(checkpoint)
     os.truncate(shard, size // 3)
-    with pytest.raises(UserError, match=f"{shard}: (damaged|refused)"):
+    with pytest.raises(UserError, match=f"{shard}: {size // 3} bytes instead of"):
         check_objects(checkpoint)
     shard.unlink()
     with pytest.raises(UserError, match=f"{shard}: missing$"):

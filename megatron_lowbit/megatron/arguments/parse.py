@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from megatron_lowbit.command_line import CommandLine, asks_for_help
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
+from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
 from megatron_lowbit.megatron.arguments.parser import (
     add_own_arguments,
     front_parser,
@@ -118,6 +119,7 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
+    check_loads(args)
     require(args.perform_initialization or args.load or args.pretrained_checkpoint,
             "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
             "values that memory happens to hold")  # fmt: skip

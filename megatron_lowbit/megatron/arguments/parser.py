@@ -20,6 +20,7 @@ from typing import Literal, NoReturn
 
 from megatron_lowbit import command_line
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.megatron.arguments.from_checkpoint import guard_checkpoint_arguments
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
 
@@ -152,6 +153,7 @@ def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 def _add_groups(parser: argparse.ArgumentParser, *titles: str) -> argparse.ArgumentParser:
     from megatron.training.argument_utils import ArgumentGroupFactory
 
+    guard_checkpoint_arguments()
     for title in titles:
         ArgumentGroupFactory(_OWN_GROUPS[title]).build_group(parser, title)
     return parser

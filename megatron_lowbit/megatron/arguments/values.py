@@ -172,12 +172,11 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
     destinations = words.destinations()
     for action in parser._actions:
         if action.dest in destinations and action.type in (int, float):
-            flag, value = action.option_strings[0], getattr(args, action.dest)
-            bounds = RANGES.get(flag, _INT if action.type is int else _FLOAT)
+            value = getattr(args, action.dest)
             for number in value if isinstance(value, list) else [value]:
                 require(
-                    number is None or bounds.low <= number <= bounds.high,
-                    f"{flag} {number}: must be {bounds.words}",
+                    number is None or in_range(action, number),
+                    f"{action.option_strings[0]} {number}: must be {_bounds(action).words}",
                 )
     _check_split(args.split)
     _check_layout(args.pipeline_model_parallel_layout)
@@ -185,6 +184,16 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
         args.recompute_num_layers != 0 or args.recompute_method != "uniform",
         "--recompute-num-layers 0: must be at least 1 with --recompute-method uniform",
     )
+
+
+def in_range(action: argparse.Action, number: float) -> bool:
+    """Return True if an argument of a parser accepts a number."""
+    bounds = _bounds(action)
+    return bounds.low <= number <= bounds.high
+
+
+def _bounds(action: argparse.Action) -> _Range:
+    return RANGES.get(action.option_strings[0], _INT if action.type is int else _FLOAT)
 
 
 def _check_split(split: str | None) -> None:
