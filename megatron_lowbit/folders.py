@@ -1,10 +1,11 @@
-"""Checks of folders that a command is going to write to, and one-line errors while it writes."""
+"""Checks of folders that a command is going to write to, and files that appear only when whole."""
 
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from megatron_lowbit.errors import UserError, require
 
@@ -62,6 +63,50 @@ def _nearest(place: str, path: Path) -> tuple[Path, int]:
         except (OSError, ValueError) as error:
             raise UserError(f"{place}: {reason(error)}") from error
     raise UserError(f"{place}: there is no such place")
+
+
+@contextmanager
+def replacing(path: Path, tag: str = "") -> Iterator[BinaryIO]:
+    """Open a file that takes the place of ``path`` once it is whole and on the disk.
+
+    Until then it is ``.NAME.partial`` in the same folder. Neither name is followed if it is a link.
+
+    Args:
+        path: the final name.
+        tag: part of the temporary name, for processes that may write at the same time.
+    """
+    partial = path.with_name(f".{path.name}{tag}.partial")
+    try:
+        with new_file(partial) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def replace_text(path: Path, text: str, tag: str = "") -> None:
+    """Write a file of UTF-8 text with :func:`replacing`."""
+    with replacing(path, tag) as stream:
+        stream.write(text.encode())
+
+
+def new_file(path: Path) -> BinaryIO:
+    """Open a new file for writing; an older file or link of this name is deleted first."""
+    path.unlink(missing_ok=True)
+    return open(path, "xb")
+
+
+def sync_directory(directory: Path) -> None:
+    """Write a directory's own entries to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

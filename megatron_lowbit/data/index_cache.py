@@ -1,71 +1,157 @@
-"""The cache of sample indices that Megatron-LM builds beside a dataset."""
+"""Cache of sample indices that Megatron-LM builds for datasets: its folder, lock and verification.
+
+    ROOT/DIGEST/HASH-CLASS-SPLIT-description.txt    what the index is for, JSON whose MD5 is HASH
+    ROOT/DIGEST/HASH-CLASS-SPLIT-document_index.npy   ..., sample_index.npy and shuffle_index.npy
+    ROOT/DIGEST/HASH-CLASS-SPLIT-dataset_index.npy    and dataset_sample_index.npy, of a blend
+
+ROOT is ``--data-cache-path``, or the folder ``cache`` of the first dataset. Files of any other name
+are neither read nor changed.
+"""
 
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_lowbit.data.dataset import read_index
+from megatron_lowbit.data.index_checks import is_blend_index, is_sample_index
 from megatron_lowbit.errors import UserError, require, say
+from megatron_lowbit.folders import replacing
+from megatron_lowbit.json_files import as_object, parse_json
 
-_LOCK = ".lock"
+_LOCK, _DESCRIPTION = ".lock", "description.txt"
+_NAME = re.compile(
+    r"(([0-9a-f]{32})-\w+-(?:train|valid|test))-(description\.txt|"
+    r"(?:document|sample|shuffle|dataset|dataset_sample)_index\.npy)",
+    re.A,
+)
 
 
-def cache_folder(prefixes: list[str]) -> str:
-    """Return a folder beside the first dataset for the indices of samples; make it.
+def document_lengths(prefix: str) -> np.ndarray:
+    """Return the lengths of a dataset's documents, on which its indices depend."""
+    return read_index(prefix).lengths
 
-    Its name is a digest of the datasets' document lengths: Megatron-LM names a cached index by the
-    dataset's path alone, so that data preprocessed anew under an old name would be read through the
-    old index.
 
-    Raises UserError where the folder cannot be written to.
+def cache_folder(
+    prefixes: list[str],
+    root: str | None = None,
+    content: Callable[[str], Any] = document_lengths,
+) -> str:
+    """Return the folder for the indices of samples; make it.
+
+    Its name is a digest of the datasets' content: Megatron-LM names a cached index by the dataset's
+    path, so that other data under the same path would be read through the old index.
+
+    Args:
+        prefixes: the datasets.
+        root: value of ``--data-cache-path``; None selects ``cache`` next to the first dataset.
+        content: function from a dataset to the bytes on which its indices depend.
+
+    Raises:
+        UserError: the folder cannot be written to, or is a link.
     """
     digest = hashlib.sha256()
     for prefix in prefixes:
-        digest.update(read_index(prefix).lengths)
-    folder = Path(prefixes[0]).parent / "cache" / digest.hexdigest()[:16]
+        digest.update(content(prefix))
+    parent = Path(root) if root else Path(prefixes[0]).parent / "cache"
+    folder = parent / digest.hexdigest()[:16]
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     is_writable = folder.is_dir() and os.access(folder, os.W_OK)
-    require(is_writable, f"{folder.parent}: cannot be written to; give --data-cache-path")
+    require(is_writable, f"{parent}: cannot be written to; give --data-cache-path")
+    for path in (folder,) if root else (parent, folder):
+        require(not path.is_symlink(), f"{path}: a link is not followed; give --data-cache-path")
     return str(folder)
 
 
 @contextmanager
-def building(folder: Path) -> Iterator[None]:
-    """Hold the lock of a cache folder, in which every index is whole, while indices are built.
+def building(folder: Path, prefixes: Sequence[str] = ()) -> Iterator[None]:
+    """Hold the lock of a cache folder while Megatron-LM builds the indices that are missing.
 
-    Megatron-LM writes an index in place and takes any file of the right name for a whole one. One
-    that a killed run cut short, or that holds objects instead of numbers, is deleted here, and
-    Megatron-LM builds it again. The lock keeps other runs from deleting what is being written; the
-    kernel releases it when a process is killed.
+    Wrong indices of the given datasets are deleted first, so that Megatron-LM builds them again.
+    Every array is written under a temporary name and renamed once it is on the disk.
 
-    Raises UserError where the folder cannot be made or locked.
+    The lock keeps other runs from deleting what is being written; the kernel releases it when a
+    process is killed.
+
+    Raises UserError if the folder cannot be made or locked.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise UserError(f"--data-cache-path {folder}: {error.strerror}") from error
+    save = np.save
+
+    def save_whole(file: str, array: np.ndarray, **settings: Any) -> None:
+        with replacing(Path(file)) as stream:
+            save(stream, array, **settings)
+
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for path in sorted(folder.glob("*.npy")):
-            if not _is_whole(path):
-                say(f"{path}: cut short or no index; built again")
-                path.unlink()
+        _delete_wrong(folder, prefixes)
+        np.save = save_whole
         yield
     finally:
+        np.save = save
         os.close(lock)
 
 
-def _is_whole(path: Path) -> bool:
-    """Tell whether a file is an array of numbers of the length that its header gives."""
-    try:
-        np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError):
+def _delete_wrong(folder: Path, prefixes: Sequence[str]) -> None:
+    """Delete and print the indices that are not right, with links in the places of their files."""
+    indices: dict[str, dict[str, Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if name := _NAME.fullmatch(path.name):
+            indices.setdefault(name[1], {})[name[3]] = path
+    for base, files in indices.items():
+        if not _is_right(files, base.partition("-")[0], prefixes):
+            for path in files.values():
+                path.unlink()
+            say(f"{folder / base}: the cached index is wrong or not whole; built again")
+
+
+def _is_right(files: dict[str, Path], digest: str, prefixes: Sequence[str]) -> bool:
+    """Return True for an index that fits its dataset, or whose dataset is none of these.
+
+    Args:
+        files: the index's files by the last part of their names.
+        digest: MD5 of its description, in hexadecimal digits.
+        prefixes: the datasets.
+    """
+    if any(path.is_symlink() or not path.is_file() for path in files.values()):
         return False
-    return True
+    try:
+        text = files[_DESCRIPTION].read_bytes()
+        if hashlib.md5(text, usedforsecurity=False).hexdigest() != digest:
+            return False
+        description = as_object(parse_json(text, _DESCRIPTION), _DESCRIPTION)
+        prefix = description.get("dataset_path")
+        if "datasets" not in description and prefix is not None and prefix not in prefixes:
+            return True
+
+        def array(name: str) -> np.ndarray:
+            return np.load(files[f"{name}_index.npy"], mmap_mode="r", allow_pickle=False)
+
+        if "datasets" in description:
+            count = len(description["datasets"])
+            return is_blend_index(array("dataset"), array("dataset_sample"), count)
+        arrays = (array(name) for name in ("document", "sample", "shuffle"))
+        lengths = document_lengths(prefix)
+        part = _part(description, len(lengths))
+        return is_sample_index(*arrays, lengths, part, description["sequence_length"])
+    except (LookupError, TypeError, ValueError, ArithmeticError, OSError, EOFError):
+        return False
+
+
+def _part(description: dict[str, Any], documents: int) -> range:
+    """Return the documents of an index's part of the dataset, rounded as Megatron-LM does."""
+    matrix = description["split_matrix"]  # None: the part is a dataset of its own.
+    number = ("train", "valid", "test").index(description["index_split"])
+    bounds = (0.0, 1.0) if matrix is None else matrix[number]
+    return range(*(round(bound * documents) for bound in bounds))

@@ -20,6 +20,7 @@ from megatron.training.utils.common_utils import (
 
 from megatron_lowbit.data.conversations import Conversations
 from megatron_lowbit.data.dataset import check_dataset, check_epochs, check_part
+from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.data.tokenizer import padded_vocab_size
 from megatron_lowbit.errors import UserError
@@ -31,6 +32,7 @@ from megatron_lowbit.megatron.conversations import (
 )
 from megatron_lowbit.megatron.printing import say_on_rank_0
 
+_Blend = tuple[list[str], list[float] | None]
 _PER_SPLIT = ("train", "valid", "test")
 
 
@@ -53,7 +55,8 @@ def provide_datasets(
 
     # Rank 0 builds the cached indices while other ranks wait.
     builds_cache = config.path_to_cache is not None and dist.get_rank() == 0
-    with building(Path(config.path_to_cache)) if builds_cache else nullcontext():
+    prefixes = _prefixes(config.blend, config.blend_per_split)
+    with building(Path(config.path_to_cache), prefixes) if builds_cache else nullcontext():
         kind = _classes(args)[0]
         return BlendedMegatronDatasetBuilder(kind, list(num_samples), is_built_here, config).build()
 
@@ -92,8 +95,7 @@ def data_prefixes(args: Namespace) -> list[str]:
     """
     _check_per_split(args)
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    parts = (blend, *(blend_per_split or ()))
-    return [prefix for part in parts if part for prefix in part[0]]
+    return _prefixes(blend, blend_per_split)
 
 
 def _config(args: Namespace) -> GPTDatasetConfig:
@@ -116,6 +118,11 @@ def _config(args: Namespace) -> GPTDatasetConfig:
     return kind(**settings | _data_settings(args, prefixes))
 
 
+def _prefixes(blend: _Blend | None, per_split: list[_Blend | None] | None) -> list[str]:
+    """Return the datasets of one blend, or of one for each split."""
+    return [prefix for part in (blend, *(per_split or ())) if part for prefix in part[0]]
+
+
 def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
     """Check the data, and return the settings that depend on its kind."""
     tokenizer, rows = get_tokenizer(), embedding_rows(args)
@@ -128,16 +135,17 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
         files = {path: Conversations(path) for path in prefixes}
         for path, conversations in files.items():
             say_on_rank_0(f"--sft: {path} has {len(conversations)} conversations, one a sequence")
+        root = args.data_cache_path
         return {
             "tokenizer": conversation_tokenizer(tokenizer, args.sft_tokenizer_prompt_format),
-            "path_to_cache": args.data_cache_path,
+            "path_to_cache": root and cache_folder(prefixes, root, _file_digest),
             "files": files,
         }
     for prefix in prefixes:
         check_dataset(prefix, tokenizer.vocab_size, args.tokenizer_model, rows)
     settings = {
         "tokenizer": tokenizer,
-        "path_to_cache": args.data_cache_path or (cache_folder(prefixes) if prefixes else None),
+        "path_to_cache": cache_folder(prefixes, args.data_cache_path) if prefixes else None,
     }
     if args.fim_data:
         settings["fim_extra_tokens"] = {
@@ -145,6 +153,10 @@ def _data_settings(args: Namespace, prefixes: list[str]) -> dict[str, Any]:
             for name in ("prefix", "middle", "suffix", "pad", "eod")
         }
     return settings
+
+
+def _file_digest(path: str) -> bytes:
+    return data_digest(Path(path)).encode()
 
 
 def _check_per_split(args: Namespace) -> None:
@@ -196,7 +208,7 @@ def _check_parts(
             check_epochs(f"{argument} {prefix}: the {name} part", part, samples * args.seq_length)
 
 
-def _shares(blend: tuple[list[str], list[float] | None], samples: int | None) -> list[float]:
+def _shares(blend: _Blend, samples: int | None) -> list[float]:
     """Return the number of samples from each dataset of a blend; 0 for one that is read once."""
     prefixes, weights = blend
     if samples is None or (weights is None and len(prefixes) > 1):
