@@ -1,5 +1,7 @@
 """Entry points of the installed commands. A command imports no more than it needs."""
 
+import signal
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -18,9 +20,13 @@ def pretrain(hybrid: bool | None = None) -> NoReturn:
 
 
 def _command(module: str) -> Callable[[], NoReturn]:
-    """Return the function that runs the command of a module."""
+    """Return the function that runs the command of a module.
+
+    SIGTERM ends it as an exception does, so that it ends its processes and deletes its files.
+    """
 
     def run() -> NoReturn:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         exit_on_user_error(lambda: import_module(f"megatron_lowbit.{module}").main())
 
     return run

@@ -8,9 +8,12 @@ import stat
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import numpy as np
 
@@ -28,6 +31,7 @@ from megatron_lowbit.data.documents import (
 from megatron_lowbit.data.tokenizer import Tokenizer, ids_beyond_model, load_tokenizer
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import reason
+from megatron_lowbit.storage.lock import delete_abandoned
 
 _BATCH_DOCUMENTS = 64
 _BATCH_BYTES = 1 << 20
@@ -214,9 +218,12 @@ def preprocess(
     dataset_writer.check_targets(output_prefix, prefixes)
     dtype = dataset_writer.indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
     encode = partial(_encode_batch, tokenizer, dtype, append_eod)
-    encoded = _encode_documents(corpus.documents(), encode, workers)
+    temporary = dataset_writer.temporary_path(output_prefix)
+    encoded = _encode_documents(corpus.documents(), encode, workers, temporary)
     total_bytes = sum(file.stat().st_size for file in corpus.files)
-    summaries = dataset_writer.write_datasets(encoded, dtype, prefixes, tokenizer, total_bytes)
+    summaries = dataset_writer.write_datasets(
+        encoded, dtype, output_prefix, prefixes, tokenizer, total_bytes
+    )
     for summary in summaries:
         say(
             f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
@@ -280,9 +287,20 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
 _worker_encode: Encoder | None = None
 
 
-def _start_worker(encode: Encoder) -> None:
+def _start_worker(encode: Encoder, temporary: Path) -> None:
+    """Prepare this process, which ends with its parent and then deletes the parent's files."""
     global _worker_encode
     _worker_encode = encode
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+    def end_with_parent() -> None:
+        parent_process().join()
+        with suppress(UserError, OSError):
+            delete_abandoned(temporary, "")
+        os._exit(1)
+
+    Thread(target=end_with_parent, daemon=True).start()
 
 
 def _encode_in_worker(batch: list[Document]) -> list[dataset_writer.EncodedDocument]:
@@ -290,36 +308,38 @@ def _encode_in_worker(batch: list[Document]) -> list[dataset_writer.EncodedDocum
     return _worker_encode(batch)
 
 
-def _start_pool(encode: Encoder, workers: int) -> ProcessPoolExecutor:
-    # fork: workers inherit the loaded tokenizer, and import nothing anew.
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encode,))
-    # Ctrl-C reaches the whole process group, but the parent alone must act on it: workers are born
-    # with it blocked. One that comes while forking would be lost, for Python's hooks around a fork
-    # swallow exceptions, and other threads take it in spite of the mask: it is raised after.
+def _start_pool(encode: Encoder, workers: int, temporary: Path) -> ProcessPoolExecutor:
+    # fork: workers inherit the loaded tokenizer, and import nothing again.
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encode, temporary))
+    # Ctrl-C reaches the whole process group, but only the parent must act on it: workers are born
+    # with it blocked. A signal that comes while forking would be lost, for Python's hooks around a
+    # fork swallow exceptions, and other threads take it in spite of the mask: it is raised after.
     came: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signals = (signal.SIGINT, signal.SIGTERM)
+    handlers = [signal.signal(number, lambda number, _: came.append(number)) for number in signals]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     pool.submit(int)  # the first task starts the processes
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    signal.signal(signal.SIGINT, handler)
+    for number, handler in zip(signals, handlers, strict=True):
+        signal.signal(number, handler)
     try:
-        if came:
-            signal.raise_signal(signal.SIGINT)
-    except KeyboardInterrupt:
+        for number in came:
+            signal.raise_signal(number)
+    except (KeyboardInterrupt, SystemExit):
         pool.shutdown(cancel_futures=True)
         raise
     return pool
 
 
 def _encode_documents(
-    documents: Iterator[Document], encode: Encoder, workers: int
+    documents: Iterator[Document], encode: Encoder, workers: int, temporary: Path
 ) -> Generator[dataset_writer.EncodedDocument, None, None]:
     """Encode in input order; only a few batches are in memory at a time."""
     if workers == 1:
         for batch in _batches(documents):
             yield from encode(batch)
         return
-    pool = _start_pool(encode, workers)
+    pool = _start_pool(encode, workers, temporary)
     try:
         window = deque()
         for batch in _batches(documents):
@@ -328,5 +348,10 @@ def _encode_documents(
                 yield from window.popleft().result()
         while window:
             yield from window.popleft().result()
+    except BrokenProcessPool:
+        raise UserError(
+            f"--workers {workers}: the system ended one, which may have needed more memory than "
+            "there is; give fewer"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)

@@ -3,12 +3,11 @@
 import json
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +19,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.tokenizer import Tokenizer
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.folders import check_file, check_folder, writing
+from megatron_lowbit.folders import check_file, check_folder, replace_text, writing
+from megatron_lowbit.json_files import read_object
+from megatron_lowbit.storage.lock import delete_abandoned, temporary_folder
 
 _PLAIN_LINE_SECONDS = 10.0
-_SUFFIXES = (".bin", ".json", ".idx")
+_SUFFIXES = (".json", ".bin", ".idx")
+"""In the order of their renaming: the sidecar tells whose the other files are."""
+_DIGEST = "data_sha256"
+_TEMPORARY = ".preprocess."
 _ARGUMENT = "--output-prefix"
 
 
@@ -60,8 +64,27 @@ def check_targets(output_prefix: str, prefixes: list[str]) -> None:
     for prefix in prefixes:
         is_beside = Path(prefix).parent == folder
         require(is_beside, f"--json-keys: {prefix} is no name for a file beside {output_prefix}")
-        for suffix in _SUFFIXES:
-            check_file(_ARGUMENT, prefix + suffix)
+        files = [Path(prefix + suffix) for suffix in _SUFFIXES]
+        for file in files:
+            check_file(_ARGUMENT, file)
+        existing = next((file for file in files if os.path.lexists(file)), None)
+        require(
+            existing is None or _is_sidecar(files[0]),
+            f"{_ARGUMENT} {prefix}: {existing} exists and is not of lowbit-preprocess; give "
+            "another prefix",
+        )
+
+
+def _is_sidecar(path: Path) -> bool:
+    with suppress(UserError):
+        return _DIGEST in read_object(path)
+    return False
+
+
+def temporary_path(output_prefix: str) -> Path:
+    """Return the folder that holds a command's files until they are whole."""
+    path = Path(output_prefix)
+    return path.with_name(f"{_TEMPORARY}{path.name}")
 
 
 def indexed_dataset() -> ModuleType:
@@ -82,15 +105,20 @@ def indexed_dataset() -> ModuleType:
 def write_datasets(
     encoded: Generator[EncodedDocument, None, None],
     dtype: type[np.integer],
+    output_prefix: str,
     prefixes: list[str],
     tokenizer: Tokenizer,
     total_bytes: int,
 ) -> list[DatasetSummary]:
     """Write one indexed dataset for each prefix under temporary names, then rename them all."""
-    folder = Path(prefixes[0]).parent
     summaries = [DatasetSummary(prefix) for prefix in prefixes]
-    with writing(_ARGUMENT, prefixes[0]), _temporary_folder(folder) as temporary:
-        paths = [str(Path(temporary, Path(prefix).name)) for prefix in prefixes]
+    temporary = temporary_path(output_prefix)
+    place = f"{_ARGUMENT} {output_prefix}"
+    for other in temporary.parent.glob(f"{_TEMPORARY}*"):
+        with suppress(UserError):
+            delete_abandoned(other, place)
+    with writing(_ARGUMENT, output_prefix), temporary_folder(temporary, place):
+        paths = [str(temporary / Path(prefix).name) for prefix in prefixes]
         builders = [
             indexed_dataset().IndexedDatasetBuilder(f"{path}.bin", dtype=dtype) for path in paths
         ]
@@ -119,13 +147,6 @@ def write_datasets(
     return summaries
 
 
-@contextmanager
-def _temporary_folder(folder: Path) -> Iterator[str]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".preprocess.") as temporary:
-        yield temporary
-
-
 def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) -> None:
     content = {
         "tokenizer_sha256": tokenizer.sha256,
@@ -133,9 +154,9 @@ def _write_sidecar(path: Path, tokenizer: Tokenizer, summary: DatasetSummary) ->
         "documents": summary.documents,
         "tokens": summary.tokens,
         "largest_id": summary.largest_id,
-        "data_sha256": data_digest(path.with_suffix(".bin")),
+        _DIGEST: data_digest(path.with_suffix(".bin")),
     }
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager

@@ -1,14 +1,17 @@
-"""Lock of a folder that a run saves into; one process holds it until it ends."""
+"""Locks of the folders and files that commands write; one process holds one until it ends."""
 
 import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.errors import UserError, say
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.json_files import Entries, parse_json
 
 LOCK = ".lock"
@@ -26,21 +29,24 @@ class FolderLock:
 
     Args:
         folder: an existing folder, which gets the file ``.lock`` with host and process.
+        place: the folder as errors name it; by default that of ``--save``.
+        file: another file for host and process.
 
     Raises:
-        UserError: another process has the folder.
+        UserError: another process has the folder, or the file is a link or of another program.
         OSError: the file cannot be written.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._file, self._is_mine = folder / LOCK, False
+    def __init__(self, folder: Path, place: str = "", file: Path | None = None) -> None:
+        self._file, self._is_mine = file or folder / LOCK, False
+        place = place or f"--save {folder}"
         self._descriptor = self._open()
         try:
             if not self._taken():
                 holder = _parse(os.pread(self._descriptor, 4096, 0))
                 if not _is_earlier_start(holder):
                     raise UserError(
-                        f"--save {folder}: in use by {_name(holder)}; end that run or give another "
+                        f"{place}: in use by {_name(holder)}; end that run or give another "
                         f"folder (delete {self._file} only if its host is down)"
                     )
                 # The file system has not yet noticed that the host of that start is gone.
@@ -49,7 +55,12 @@ class FolderLock:
                 os.close(self._descriptor)
                 self._descriptor = self._open()
                 if not self._taken():
-                    raise UserError(f"--save {folder}: another start of this job took it first")
+                    raise UserError(f"{place}: another start of this job took it first")
+            content = os.pread(self._descriptor, 4096, 0).strip(b"\0")  # zeros: after a power loss
+            require(
+                not content or bool(_parse(content)),
+                f"{place}: {self._file} is of another program; move it or give another place",
+            )
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, json.dumps(_this_process()).encode() + b"\n", 0)
             self._is_mine = True
@@ -64,7 +75,8 @@ class FolderLock:
         os.close(self._descriptor)
 
     def _open(self) -> int:
-        return os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
+        require(not self._file.is_symlink(), f"{self._file}: a link is not written; delete it")
+        return os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
     def _taken(self) -> bool:
         """Take the lock, and return False where another process has it, or just had it."""
@@ -83,6 +95,47 @@ class FolderLock:
             return os.path.samestat(os.stat(self._file), os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
+
+
+def output_lock(output: Path) -> FolderLock:
+    """Lock a file or folder that need not exist yet, by the file ``.NAME.lock`` in its folder."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return FolderLock(output, str(output), output.with_name(f".{output.name}.lock"))
+
+
+@contextmanager
+def temporary_folder(path: Path, place: str) -> Iterator[Path]:
+    """Make and lock a folder of this command, and delete it at the end.
+
+    Args:
+        path: the folder; one that a killed process left is deleted first.
+        place: what the folder is for, as errors name it.
+
+    Raises:
+        UserError: another process uses the folder, or it was not made by this function.
+    """
+    delete_abandoned(path, place)
+    require(not os.path.lexists(path), f"{place}: {path} is in the way; move it")
+    path.mkdir(parents=True)
+    with closing(FolderLock(path, place)):
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path)
+
+
+def delete_abandoned(path: Path, place: str) -> None:
+    """Delete a folder that :func:`temporary_folder` made for a process that was killed.
+
+    Raises UserError if the process has not ended.
+    """
+    if path.is_symlink() or not path.is_dir():
+        return
+    with suppress(OSError):
+        path.rmdir()  # It was killed before it had the lock.
+    if (path / LOCK).is_file():
+        with closing(FolderLock(path, place)):
+            shutil.rmtree(path)
 
 
 def _this_process() -> dict[str, Any]:

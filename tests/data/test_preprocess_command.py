@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -28,6 +29,7 @@ from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
 COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import preprocess; preprocess()"]
+SUFFIXES = ("bin", "idx", "json")
 TEXTS = [f"document {number}: " + "naïve words, again. " * (number % 7) for number in range(150)]
 
 
@@ -60,6 +62,29 @@ def preprocess(tokenizer_folder, tmp_path):
         return output
 
     return run
+
+
+@pytest.fixture
+def long_command(tmp_path, tokenizer_folder):
+    """Starts a command that takes minutes; returns it, and its output folder, when it has begun."""
+
+    def start(workers: int) -> tuple[subprocess.Popen, Path]:
+        source, output = tmp_path / "long.jsonl", tmp_path / "out"
+        source.write_text((json.dumps({"text": "many words " * 50}) + "\n") * 100_000)
+        command = [*COMMAND, "--input", source, "--tokenizer-model", tokenizer_folder]
+        command += ["--output-prefix", output / "data", "--workers", str(workers)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
+            # A shell lets what it runs in the background ignore Ctrl-C: so may these tests.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+        )  # fmt: skip
+        deadline = time.monotonic() + 120  # on a busy machine the imports alone take 40 s
+        while not any(file.stat().st_size for file in output.glob(".preprocess.*/*.bin")):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        return process, output
+
+    return start
 
 
 def documents(prefix):
@@ -266,22 +291,79 @@ def test_a_failure_leaves_the_former_dataset(preprocess, json_lines, workers, mo
     assert {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()} == before
 
 
-def test_ctrl_c_leaves_nothing(tmp_path, tokenizer_folder):
-    source = tmp_path / "pipe.jsonl"
-    source.write_text(json.dumps({"text": "many words " * 50}) + "\n")
-    source.write_text(source.read_text() * 100_000)
-    output = tmp_path / "out"
-    command = [*COMMAND, "--input", source, "--tokenizer-model", tokenizer_folder]
-    command += ["--output-prefix", output / "data", "--workers", "2"]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True,
-        # A shell lets what it runs in the background ignore Ctrl-C: so may these tests.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
-    )  # fmt: skip
-    deadline = time.monotonic() + 120  # on a busy machine the imports alone take 40 s
-    while not list(output.glob(".preprocess.*/*")):
-        assert process.poll() is None and time.monotonic() < deadline
+@pytest.mark.parametrize("suffix", [".json", ".bin", ".idx"])
+def test_files_of_others_are_not_replaced(preprocess, tmp_path, json_lines, suffix):
+    """PREFIX.json may be the text itself."""
+    file = tmp_path / f"in{suffix}"
+    file.write_text('{"text": "mine"}\n')
+    message = f"--output-prefix .*in: {file} exists and is not of lowbit-preprocess"
+    with pytest.raises(UserError, match=message):
+        preprocess(json_lines, prefix="in")
+    assert file.read_text() == '{"text": "mine"}\n'
+    assert {path.name for path in tmp_path.iterdir()} == {file.name, json_lines.name}
+
+
+def test_one_command_at_a_time_writes_a_prefix(preprocess, tmp_path, json_lines):
+    """Folders of commands that were killed are deleted, and others' are not."""
+    killed, foreign = tmp_path / "out/.preprocess.other", tmp_path / "out/.preprocess.mine"
+    foreign.mkdir(parents=True)
+    (foreign / "notes").write_text("notes")
+    killed.mkdir()
+    (killed / ".lock").write_text("")
+    (killed / "other.bin").write_text("half")
+    hold = (
+        "import sys; from pathlib import Path; from megatron_lowbit.storage.lock import *\n"
+        "with temporary_folder(Path(sys.argv[1]), 'place'): print(flush=True); input()"
+    )
+    command = [sys.executable, "-c", hold, str(tmp_path / "out" / ".preprocess.data")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        with pytest.raises(UserError, match=f"data: in use by process {other.pid} on"):
+            preprocess(json_lines)
+        preprocess(json_lines, prefix="out/third")
+        assert (tmp_path / "out" / ".preprocess.data").is_dir()
+        other.kill()
+    assert (tmp_path / "out" / ".preprocess.data").is_dir()
+    preprocess(json_lines)
+    left = {path.name for path in (tmp_path / "out").iterdir() if path.suffix[1:] not in SUFFIXES}
+    assert left == {".preprocess.mine"} and (foreign / "notes").read_text() == "notes"
+    with pytest.raises(UserError, match=r"\.preprocess\.mine is in the way; move it"):
+        preprocess(json_lines, prefix="out/mine")
+
+
+def processes_of_group(leader: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
+            found += [int(stat.parent.name)] * (int(group) == leader and state != "Z")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGTERM, 1)]
+)
+def test_an_ended_command_leaves_no_worker_and_no_file(long_command, number, workers):
+    """The signal reaches only the command, as that of a container or a batch system."""
+    process, output = long_command(workers)
+    os.kill(process.pid, number)
+    _, errors = process.communicate(timeout=60)  # at the end of the workers, which have the pipe
+    assert (process.returncode, errors) == (143 if number == signal.SIGTERM else -9, b"")
+    assert processes_of_group(process.pid) == [] and os.listdir(output) == []
+
+
+def test_a_worker_that_the_system_ends_is_one_line(long_command):
+    process, output = long_command(2)
+    while len(workers := set(processes_of_group(process.pid)) - {process.pid}) < 2:
         time.sleep(0.05)
+    os.kill(max(workers), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and errors.startswith(b"error: --workers 2: the system ended")
+    assert errors.count(b"\n") == 1 and os.listdir(output) == []
+
+
+def test_ctrl_c_leaves_nothing(long_command):
+    process, output = long_command(2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
     _, errors = process.communicate(timeout=60)  # workers end the batch that they are at
     assert (process.returncode, errors) == (130, b"interrupted\n")
