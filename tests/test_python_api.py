@@ -1,4 +1,4 @@
-"""What the Python API takes, refuses by name, prints and lists."""
+"""The Python API: arguments that it takes or refuses by name, text that it prints, its names."""
 
 import importlib
 import re

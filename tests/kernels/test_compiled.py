@@ -370,7 +370,7 @@ def test_calls_leave_nothing_in_the_context():
 
 @pytest.mark.parametrize("format", others_slow(GUARDED, [q.format for q in BUILT]), ids=str)
 def test_only_sizes_are_symbols(monkeypatch, format):
-    """What torch.compile is given as inputs: tensors of plain dtypes, and their sizes."""
+    """Inputs of the compiled graphs are tensors of plain dtypes, and their sizes."""
     graphs = []
 
     def keep(graph, inputs, **_):
@@ -394,7 +394,7 @@ def test_only_sizes_are_symbols(monkeypatch, format):
 
 
 def test_truncated_libraries_are_removed_from_the_cache(tmp_path, monkeypatch):
-    """Of any length; whole ones stay, and those that a process is building."""
+    """Whole ones stay, and those that another process is building."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     whole = Path(_ctypes.__file__).read_bytes()
     contents = {

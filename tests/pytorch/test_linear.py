@@ -223,7 +223,7 @@ def test_a_weight_that_is_no_plain_tensor_is_refused():
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp4-backward"])
 def test_a_weight_changed_before_backward_is_refused_as_by_linear(recipe):
-    """Whether forward quantizes the weight of the backward pass or backward does."""
+    """Forward quantizes the weight of the backward pass, or backward does."""
     (precision,) = (p for p in load_recipe(recipe).configs.values() if p.quantized)
     for module in (nn.Linear(64, 48), layer(precision)):
         x, dy = operands()
