@@ -1,5 +1,7 @@
 """Installation: the commands, the wheel and its contents, and that it trains by itself."""
 
+import json
+import os
 import re
 import runpy
 import shutil
@@ -11,6 +13,7 @@ import tomllib
 import zipfile
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 from hypothesis import settings
@@ -197,6 +200,42 @@ def test_completion_of_fish(name, command, tmp_path):
     ask = f'source {tmp_path}/script.fish; complete --do-complete "{name} --print-c"'
     result = subprocess.run(["fish", "-N", "-c", ask], capture_output=True, text=True, check=True)
     assert result.stdout.startswith("--print-completion\t") and not result.stderr
+
+
+def index_of_torch(folder: Path) -> str:
+    """Make a package index with a torch for CPUs, as far as pip reads it; return its URL."""
+    info, version = "torch-2.13.0+cpu.dist-info", "Version: 2.13.0+cpu"
+    wheel = folder / "torch" / "torch-2.13.0+cpu-py3-none-any.whl"
+    wheel.parent.mkdir()
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\n{version}\n")
+        tag = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        archive.writestr(f"{info}/WHEEL", tag)
+        archive.writestr(f"{info}/RECORD", "")
+    (wheel.parent / "index.html").write_text(f'<a href="{quote(wheel.name)}">{wheel.name}</a>')
+    return folder.as_uri()
+
+
+@pytest.mark.slow
+def test_installation_without_cuda(built, tmp_path):
+    """The commands of docs/start.md, on an index in which torch is a package without content."""
+    page = (ROOT / "docs" / "start.md").read_text()
+    first, second = re.findall(r"^pip (install .*?)(?:  .*)?$", page, re.MULTILINE)[:2]
+    source = "https://download.pytorch.org/whl/cpu"
+    assert source in first and second == "install ."
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    pip = [str(tmp_path / "venv" / "bin" / "python"), "-m", "pip"]
+    (tmp_path / "index").mkdir()
+    index = first.replace(source, index_of_torch(tmp_path / "index"))
+    # Without other indexes and constraints of this machine.
+    only = {**os.environ, "PIP_CONFIG_FILE": os.devnull, "PIP_FIND_LINKS": ""}
+    subprocess.run([*pip, *index.split()], check=True, env=only)
+    report, wheel = tmp_path / "report.json", str(next(built.glob("*.whl")))
+    resolve = [*pip, "install", "--dry-run", "--quiet", "--report", str(report), wheel]
+    subprocess.run(resolve, check=True)
+    packages = {entry["metadata"]["name"] for entry in json.loads(report.read_text())["install"]}
+    assert {"transformers", "megatron-lowbit"} <= packages
+    assert not [name for name in packages if re.match(r"torch$|triton|nvidia|cuda", name)]
 
 
 @pytest.mark.slow
