@@ -4,35 +4,29 @@ Dropout is on, as it is upstream unless an argument turns it off: its random num
 """
 
 import runpy
+import shlex
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tiny_run import ROOT, arguments_for, done
-
-# isort: split
-from megatron.core import mpu
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
-from megatron.core.enums import ModelType
-from megatron.training import get_args, get_tokenizer, pretrain
-from megatron.training.argument_utils import (
-    gpt_config_from_args,
-    pretrain_cfg_container_from_args,
-)
-from megatron.training.arguments import parse_and_validate_args
+from tiny_run import ENVIRONMENT, ROOT, arguments_for, done
 
 from megatron_lowbit.megatron.arguments.cpu import _ADDED
 from megatron_lowbit.megatron.pretrain import teardown
-from megatron_lowbit.megatron.upstream_gaps import use_prebuilt_dataset_helpers
 
 DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
 RUN = ("--mock-data", "--train-iters", 3, "--eval-iters", 1, "--eval-interval", 2)
+ON_CPU = shlex.split("""
+    --distributed-backend gloo --transformer-impl local --use-cpu-initialization
+    --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-swiglu-fusion
+    --no-bias-dropout-fusion --no-rope-fusion --no-gradient-accumulation-fusion
+    --no-create-attention-mask-in-dataloader --rerun-mode disabled
+""")
 NVFP4 = ("--precision-recipe", "nvfp4")
 
 
@@ -60,10 +54,13 @@ def ours(memory, pretrain_here, tmp_path_factory) -> Callable[..., dict]:
 
 
 @pytest.fixture
-def upstream(memory, main_of, arguments, tmp_path) -> dict[str, list[tuple[int, float]]]:
-    """Records of Megatron-LM's own run."""
+def upstream(memory, arguments, tmp_path) -> dict[str, list[tuple[int, float]]]:
+    """Records of stock Megatron-LM's run, in a process without this package."""
     if "upstream" not in memory:
-        main_of(megatron_lm, without_own(arguments("upstream")))
+        command = [sys.executable, "-P", Path(__file__).with_name("stock_run.py")]
+        command += [*without_own(arguments("upstream")), *ON_CPU]
+        result = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+        done(result)
         memory["upstream"] = recorded(tmp_path / "upstream")
     return memory["upstream"]
 
@@ -95,44 +92,6 @@ def main_of(monkeypatch):
             main()
 
     return run
-
-
-def datasets(samples: tuple[int, int, int], vp_stage: int | None = None):
-    args = get_args()
-    config = GPTDatasetConfig(
-        random_seed=args.seed, sequence_length=args.seq_length, split=args.split,
-        tokenizer=get_tokenizer(), reset_position_ids=False, reset_attention_mask=False,
-        eod_mask_loss=False, create_attention_mask=False,
-    )  # fmt: skip
-    build = BlendedMegatronDatasetBuilder(MockGPTDataset, list(samples), lambda: True, config)
-    return build.build()
-
-
-datasets.is_distributed = True
-
-
-def forward_step(data, model):
-    """Run one microbatch like Megatron-LM's own script without parallelism."""
-    assert mpu.get_model_parallel_group().size() == 1
-    batch = next(data)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
-
-    def loss(output):
-        mask = batch["loss_mask"].view(-1)
-        total = torch.sum(output.view(-1) * mask)
-        tokens = mask.sum().to(torch.int)
-        return total, tokens, {"lm loss": torch.stack([total.detach(), tokens.float()])}
-
-    return output, loss
-
-
-def megatron_lm() -> None:
-    """Train by Megatron-LM alone, without hooks and arguments of this project."""
-    use_prebuilt_dataset_helpers()
-    args = parse_and_validate_args()
-    config = gpt_config_from_args(args)
-    container = pretrain_cfg_container_from_args(args, config)
-    pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
 
 def without_own(argv: list[str]) -> list[str]:
