@@ -77,6 +77,11 @@ def check_local_layers(args: Namespace) -> None:
         "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
     )
     require(
+        not {"D", "G"}.intersection(args.hybrid_layer_pattern or ""),
+        f"--hybrid-layer-pattern {args.hybrid_layer_pattern} with --transformer-impl local: D "
+        "and G would be empty; they need Transformer Engine",
+    )
+    require(
         args.num_experts is None or not (args.add_bias_linear and args.moe_grouped_gemm),
         "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; give "
         "--disable-bias-linear, or leave it out",

@@ -114,6 +114,15 @@ def test_layers_that_recipes_are_shown_for_are_the_models(pattern, rank):
     assert len(shown) == len(set(shown)) and set(shown) == found
 
 
+def test_blocks_that_local_layers_lack_are_refused():
+    """Megatron-LM would build modules that return their input."""
+    args = parse(HYBRID.replace("M-M*ME", "M-G"))
+    with pytest.raises(
+        UserError, match="M-G with --transformer-impl local: D and G would be empty"
+    ):
+        model_config_of(args)
+
+
 def test_multi_latent_attention_counted_by_hand():
     (stage,) = dry_run.model_stages(parse(LATENT))
     heads, rotary, nope, value = 4, 64, 128, 128
