@@ -195,10 +195,26 @@ def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]
     """Write config.json into a folder, and copy another's tokenizer and generation files there."""
     target.mkdir(exist_ok=True)
     write_json(target / CONFIG, config)
-    for pattern in COMPANIONS if source is not None else ():
-        for file in sorted(source.glob(pattern)):
-            if file.is_file():
-                shutil.copy2(file, target / file.name)
+    for file in companion_files(source) if source is not None else ():
+        shutil.copy2(file, target / file.name)
+
+
+def companion_files(folder: Path) -> list[Path]:
+    """Return a folder's tokenizer and generation files.
+
+    Raises UserError if one, or config.json, is a link out of the folder: a conversion would publish
+    what it points to. In Hugging Face's cache, the files of a folder are links into ``blobs``.
+    """
+    found = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
+    root = folder.resolve()
+    blobs = root.parent.with_name("blobs") if root.parent.name == "snapshots" else root
+    for file in sorted(found | {folder / CONFIG}):
+        target = file.resolve()
+        require(
+            target.is_relative_to(root) or target.parent == blobs,
+            f"{file}: a link out of this folder is not followed; put the file itself there",
+        )
+    return sorted(found)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import (
     CONFIG,
     Folder,
+    companion_files,
     copy_companions,
     write_tensors,
 )
@@ -25,7 +26,7 @@ from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantization_report import finish
 from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization, quantized_tensors
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
-from megatron_lowbit.errors import say
+from megatron_lowbit.errors import require, say
 from megatron_lowbit.json_files import read_object
 from megatron_lowbit.storage.resumable_output import resumable_output
 
@@ -47,6 +48,7 @@ def to_megatron(
 
     Raises UserError, and leaves nothing, where the source is of no known family or not complete.
     """
+    companion_files(source)
     folder = open_folder(source)
     converted = from_config(folder.config, str(source / CONFIG))
     left_out = folder.leave_out(converted.left_out)
@@ -122,6 +124,9 @@ def to_hugging_face(
     family = family_of(model)
     if companions is None and (source / COMPANIONS).is_dir():
         companions = source / COMPANIONS
+        require(not companions.is_symlink(), f"{companions}: a link is not followed; delete it")
+    if companions is not None:
+        companion_files(companions)
     rules, wanted = family.rules(model), getattr(torch, dtype) if dtype else None
     config = _other_entries(companions) | family.to_config(model)
     tensors.check(rule.target for rule in rules)

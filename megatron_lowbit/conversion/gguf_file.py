@@ -8,14 +8,16 @@ the product with. Source: llama.cpp's ``convert_hf_to_gguf.py`` for names and me
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
+from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, companion_files
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.families.llama import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
@@ -25,6 +27,7 @@ from megatron_lowbit.conversion.lazy_tensors import lazy_chunk
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.conversion.quantized_folder import open_folder
 from megatron_lowbit.errors import UserError, as_user_error, require
+from megatron_lowbit.storage.lock import output_lock
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -84,7 +87,8 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
         import gguf
     except ImportError:
         raise UserError("to-gguf needs gguf: pip install 'megatron-lowbit[serve]'") from None
-    require(force or not output.exists(), f"{output} exists; --force replaces it")
+    require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
+    companion_files(source)
     folder = open_folder(source)
     converted = from_config(folder.config, str(source / CONFIG))
     known = " and ".join(ARCHITECTURES)
@@ -95,22 +99,26 @@ def to_gguf(source: Path, output: Path, force: bool = False) -> GGUFSummary:
     writer = gguf.GGUFWriter(partial, architecture.name)
     for entry, argument in _METADATA.items():
         getattr(writer, f"add_{entry}")(model[argument])
-    try:
-        with as_user_error(f"{source}: its tokenizer cannot be read"):
-            add_vocabulary(writer, source, model["vocab_size"])
-        _write(writer, tensors)
-        partial.replace(output)
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    with as_user_error(f"{source}: its tokenizer cannot be read"):
+        add_vocabulary(writer, source, model["vocab_size"])
+    with closing(output_lock(output)):
+        try:
+            partial.unlink(missing_ok=True)  # It might be a link.
+            size = _write(writer, tensors)
+            require(partial.stat().st_size == size, f"{partial}: not the {size} bytes written")
+            require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
+            partial.replace(output)
+        except OSError as error:
+            raise UserError(f"{output}: cannot be written ({error.strerror or error})") from None
+        finally:
+            partial.unlink(missing_ok=True)
     matrices = [tensor.type for tensor in tensors if tensor.read(True).ndim > 1]
     types = {type: matrices.count(type) for type in dict.fromkeys(matrices)}
     return GGUFSummary(converted.name, types)
 
 
-def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> None:
-    """Write metadata and tensors, with one tensor in memory at a time."""
+def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> int:
+    """Write metadata and tensors, one tensor in memory at a time; return the number of bytes."""
     from gguf import GGMLQuantizationType
 
     for tensor in tensors:
@@ -124,6 +132,10 @@ def _write(writer: "GGUFWriter", tensors: list[GGUFTensor]) -> None:
         writer.write_ti_data_to_file()
         for tensor in tensors:
             writer.write_tensor_data(tensor.read(False).numpy())
+        (stream,) = writer.fout
+        stream.flush()
+        os.fsync(stream.fileno())
+        return stream.tell()
     finally:
         writer.close()
 

@@ -3,8 +3,9 @@
     DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
     DIR/iter_0000100/...                     what Megatron-LM has saved
     DIR/iter_0000100/lowbit.json             length and checksum of each of these files
-    DIR/.iter_0000100.replaced/...           an older one, while the iteration is saved anew
+    DIR/.iter_0000100.replaced/...           an older one, while the iteration is saved again
     DIR/.iter_0000100.deleted/...            one that is being deleted
+    DIR/.saving                              the iteration that is being saved, if higher ones exist
 
 Nothing here talks to other ranks.
 """
@@ -19,11 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object
 from megatron_lowbit.storage.pickles import check_lengths
 
 TRACKER = "latest_checkpointed_iteration.txt"
 DOCUMENT = "lowbit.json"
+SAVING = ".saving"
 METADATA = ".metadata"
 CONFIG = "metadata.json"
 FORMAT_VERSION = 3
@@ -63,7 +66,7 @@ def release(directory: str | Path) -> Path | None:
 
 def _tracker_text(directory: str | Path) -> str | None:
     tracker = Path(directory) / TRACKER
-    if not tracker.exists():
+    if not os.path.lexists(tracker):
         return None
     require(tracker.is_file(), f"{tracker}: is no file")
     try:
@@ -85,15 +88,25 @@ def complete_iterations(directory: Path) -> list[int]:
 
 
 def last_saved(directory: Path) -> int | None:
-    """Return the complete iteration of DIR that was written last; None where none is complete.
+    """Return the newest complete iteration of DIR; None if none is complete.
 
-    It need not be the highest: a run that went back leaves higher ones of before.
+    That is the highest one. After a run that went back, for which :func:`note_saving` has left a
+    note, it is the highest one that this run may have saved.
     """
+    complete = complete_iterations(directory)
+    note = directory / SAVING
+    text = note.read_text(errors="replace").strip() if note.is_file() else ""
+    begun = int(text) if text.isdecimal() and len(text) <= _DIGITS else None
+    own = [number for number in complete if begun is None or number <= begun]
+    return max(own or complete, default=None)
 
-    def written(iteration: int) -> tuple[int, int]:
-        return iteration_directory(directory, iteration).stat().st_mtime_ns, iteration
 
-    return max(complete_iterations(directory), key=written, default=None)
+def note_saving(directory: Path, iteration: int) -> None:
+    """Record in DIR that an iteration is saved, if DIR has higher ones of an earlier run."""
+    if any(number > iteration for number in iterations(directory)):
+        replace_text(directory / SAVING, f"{iteration}\n")
+    else:
+        (directory / SAVING).unlink(missing_ok=True)
 
 
 def alternatives(directory: Path, besides: int | None = None) -> str:
@@ -127,7 +140,7 @@ def write_document(directory: Path, document: dict[str, Any]) -> None:
     """
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **document}))
     content["blake2b"] = _document_digest(content)
-    _replace_text(directory / DOCUMENT, json.dumps(content, indent=1))
+    replace_text(directory / DOCUMENT, json.dumps(content, indent=1) + "\n")
 
 
 def read_document(path: Path) -> dict[str, Any]:
@@ -206,23 +219,4 @@ def _document_digest(document: dict[str, Any]) -> str:
 
 def write_tracker(directory: Path, iteration: int) -> None:
     """Let DIR's tracker file name an iteration."""
-    _replace_text(directory / TRACKER, str(iteration))
-
-
-def _replace_text(path: Path, text: str) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "w") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(directory: Path) -> None:
-    """Write a directory's own entries to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    replace_text(directory / TRACKER, f"{iteration}\n")

@@ -5,13 +5,18 @@ checkpoints there, so the old directory is set aside until the new one is comple
 """
 
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from os.path import lexists
 from pathlib import Path
 
-from megatron_lowbit.errors import say
+from megatron_lowbit.errors import UserError, say
+from megatron_lowbit.folders import sync_directory
 from megatron_lowbit.storage import files
-from megatron_lowbit.storage.files import sync_directory
+
+_UNFINISHED = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp", re.A)
+"""Files that torch writes before ``.metadata``, without which they cannot be read."""
 
 
 def replace_directory(partial: Path, final: Path) -> None:
@@ -67,8 +72,32 @@ def delete_older(directory: Path, saved: int, keep: int) -> None:
 
 def delete_hidden(directory: Path) -> None:
     """Delete what was moved out of DIR's checkpoints to be deleted, also by a killed run."""
-    for hidden in directory.glob(".iter_*.deleted"):
+    for hidden in _hidden(directory, "deleted"):
         _remove(hidden)
+
+
+def delete_unfinished(directory: Path) -> None:
+    """Delete and print the checkpoints of DIR of which a killed run has written only a part.
+
+    Kept: what the tracker file names, symbolic links, and folders with any other file.
+    """
+    try:
+        named = files.latest_iteration(directory)
+    except UserError:  # It is empty, or names a release.
+        named = None
+    for number in files.iterations(directory):
+        path = files.iteration_directory(directory, number)
+        if number == named or path.is_symlink():
+            continue
+        if all(_UNFINISHED.fullmatch(entry.name) for entry in path.iterdir()):
+            _remove(path)
+            print(f"{path}: deleted, since a killed run did not finish it", flush=True)
+
+
+def _hidden(directory: Path, ending: str) -> Iterator[Path]:
+    """Yield the hidden folders of DIR's iterations with an ending, in ascending order."""
+    name = re.compile(rf"\.iter_\d{{7,}}\.{ending}", re.A)
+    yield from (path for path in sorted(directory.glob(".iter_*")) if name.fullmatch(path.name))
 
 
 def replaced_directory(path: Path) -> Path:
@@ -114,7 +143,7 @@ def settle_replaced(directory: Path) -> None:
     The new checkpoint stays if it is complete, otherwise the old one comes back. No run may be
     saving into DIR.
     """
-    for replaced in sorted(directory.glob(".iter_*.replaced")):
+    for replaced in _hidden(directory, "replaced"):
         path = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
         if is_replacement(path):
             discard_replaced(path)

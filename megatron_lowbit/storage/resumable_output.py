@@ -1,14 +1,16 @@
 """Output folder that is written file by file and renamed to its final name once complete.
 
-Until then it is a hidden folder beside it, with a journal of its finished files. An interruption
+Until then it is a hidden folder next to it, with a journal of its finished files. An interruption
 (Ctrl-C, a kill, a full disk) leaves it there, and the same work started again makes only the rest.
+One process at a time can write an output.
 """
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,8 +18,10 @@ from rich.progress import Progress
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, error_behind, require, say
+from megatron_lowbit.folders import new_file, replace_text
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
 from megatron_lowbit.storage import replacement
+from megatron_lowbit.storage.lock import FolderLock, output_lock
 
 JOURNAL = ".finished.jsonl"
 Span = tuple[int, int]
@@ -36,10 +40,10 @@ class ResumableOutput:
         self.finished = _finished(path, json.loads(json.dumps(task)))
         if self.finished is None:
             shutil.rmtree(path, ignore_errors=True)
-            path.mkdir(parents=True)
+            path.mkdir()
             self.finished = {}
         # Write all lines again, since the last one may be torn.
-        _write(path / JOURNAL, "w", task, *self.finished.values())
+        replace_text(path / JOURNAL, "".join(map(_line, (task, *self.finished.values()))))
 
     def write(
         self,
@@ -64,7 +68,7 @@ class ResumableOutput:
             self.bar.advance(self._bar_task, len(parts))
         else:
             spans = []
-            with open(file, "wb") as stream:
+            with new_file(file) as stream:
                 stream.write(head)
                 for part in parts:
                     start = stream.tell()
@@ -73,14 +77,23 @@ class ResumableOutput:
                     self.bar.advance(self._bar_task)
                 stream.flush()
                 os.fsync(stream.fileno())
-            self.finish(name, spans)
+                size = stream.tell()
+            self.finish(name, spans, size)
         return self.finished[name]["note"]
 
-    def finish(self, name: str, spans: list[Span]) -> None:
-        """Record that a file is written, and on the disk."""
-        entry = {"file": name, "bytes": (self.path / name).stat().st_size, "note": spans}
-        self.finished[name] = entry
-        _write(self.path / JOURNAL, "a", entry)
+    def finish(self, name: str, spans: list[Span], size: int) -> None:
+        """Record that a file of so many bytes is written, and on the disk."""
+        self.finished[name] = {"file": name, "bytes": size, "note": spans}
+        with open(self.path / JOURNAL, "a") as journal:
+            journal.write(_line(self.finished[name]))
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def check_sizes(self) -> None:
+        """Raise UserError unless all files are as long as what was written into them."""
+        for name, entry in self.finished.items():
+            size, length = (self.path / name).stat().st_size, entry["bytes"]
+            require(size == length, f"{self.path / name}: {size} bytes instead of {length}")
 
 
 @contextmanager
@@ -93,21 +106,44 @@ def resumable_output(
     which names the source and every argument that decides on the files. Bad input leaves nothing.
     A bar on the terminal counts the ``parts`` of all files.
 
-    Raises UserError where ``output`` exists, without ``force``, or the system refuses to read or
-    write.
+    Raises UserError if ``output`` exists, without ``force``, holds the source or is being written
+    by another process, or if the system refuses to read or write.
     """
+    path = output.with_name(f".{output.name}.partial") if output.name else output
+    with ExitStack() as locks:
+        _take(output, path, force, Path(task["source"]), locks)
+        yield from _written(output, path, force, task, parts)
+
+
+def _take(output: Path, path: Path, force: bool, source: Path, locks: ExitStack) -> None:
+    """Lock an output and check that it, and the hidden folder, may be made or replaced."""
+    require(output.name not in ("", ".."), f"{output}: not a name for a new folder")
+    locks.enter_context(closing(output_lock(output)))
     if replacement.restore_replaced(output):
         say(f"{output}: put back, since a killed conversion did not replace it")
-    require(force or not output.exists(), f"{output} exists; --force replaces it")
-    path = output.with_name(f".{output.name}.partial")
+    require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
+    source = source.resolve()
+    require(output.resolve() not in (source, *source.parents), f"{output} holds the source")
+    require(not _is_foreign(path), f"{output}: {path} is in the way; move it")
+    if output.is_dir() and not output.is_symlink():
+        locks.enter_context(closing(FolderLock(output, str(output))))
+
+
+def _written(
+    output: Path, path: Path, force: bool, task: dict[str, Any], parts: int
+) -> Iterator[ResumableOutput]:
+    """Yield the hidden folder of an output, and give it its name at the end."""
     try:
         partial = ResumableOutput(path, task, parts)
         if count := len(partial.finished):
             say(f"{output}: going on where it was interrupted, {count} files are there")
         with partial.bar:
             yield partial
-        (path / JOURNAL).unlink()
+        partial.check_sizes()
+        if not force and os.path.lexists(output):
+            raise FileExistsError(errno.EEXIST, "another process has made it meanwhile")
         replacement.replace_directory(path, output)
+        (output / JOURNAL).unlink()  # Only now: it tells whose the hidden folder is.
     except KeyboardInterrupt:
         say(f"interrupted: {path} keeps the finished files for the same command")
         raise
@@ -153,16 +189,25 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
             break
         name = entry.get("file")
         file = path / name if is_inside(name) else None
-        if file and file.is_file() and file.stat().st_size == entry.get("bytes"):
+        if file and _is_plain(file) and file.stat().st_size == entry.get("bytes"):
             finished[name] = entry
     for file in path.rglob("*"):
-        if file.is_file() and str(file.relative_to(path)) not in finished:
+        if file.is_symlink() or (file.is_file() and str(file.relative_to(path)) not in finished):
             file.unlink()
     return finished
 
 
-def _write(journal: Path, mode: str, *lines: dict[str, Any]) -> None:
-    with open(journal, mode) as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
-        file.flush()
-        os.fsync(file.fileno())
+def _is_plain(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
+def _is_foreign(path: Path) -> bool:
+    """Return True if a hidden folder's place is taken by something of another program."""
+    if path.is_symlink() or not path.is_dir():
+        return os.path.lexists(path)
+    own = {JOURNAL, f".{JOURNAL}.partial"}
+    return not _is_plain(path / JOURNAL) and any(entry.name not in own for entry in path.iterdir())
+
+
+def _line(entry: dict[str, Any]) -> str:
+    return json.dumps(entry) + "\n"

@@ -14,7 +14,9 @@ import torch
 from small_llama import write_llama
 
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
+from megatron_lowbit.conversion.gguf_file import to_gguf
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.storage.lock import FolderLock
 from megatron_lowbit.storage.resumable_output import JOURNAL, ResumableOutput
 
 DIRECTIONS = ("to-megatron", "to-hugging-face")
@@ -43,7 +45,7 @@ def stop(patch: pytest.MonkeyPatch, how: Callable[[], None]) -> None:
     finish, count = ResumableOutput.finish, iter(range(FINISHED + 1))
 
     def finish_or_stop(self, *rest):
-        if next(count) == FINISHED:
+        if next(count, None) == FINISHED:
             how()
         finish(self, *rest)
 
@@ -208,3 +210,127 @@ def test_a_damaged_journal(folder, tmp_path, line):
     convert(tmp_path / "out")
     convert(tmp_path / "whole")
     assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def stopped(convert: Callable[[Path], object], output: Path) -> int:
+    """Convert in a process that stops in the middle; return the process."""
+    child = os.fork()
+    if child == 0:
+        stop(pytest.MonkeyPatch(), lambda: os.kill(os.getpid(), signal.SIGSTOP))
+        try:
+            convert(output)
+        finally:
+            os._exit(0)
+    os.waitpid(child, os.WUNTRACED)
+    return child
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_one_conversion_at_a_time_writes_an_output(folder, tmp_path, direction):
+    """The first one, stopped in a file, goes on undisturbed."""
+    convert = conversion(folder, direction)
+    convert(tmp_path / "whole")
+    child = stopped(convert, tmp_path / "out")
+    before = noted(tmp_path / ".out.partial")
+    with pytest.raises(UserError, match=f"out: in use by process {child} on .*; end that run"):
+        convert(tmp_path / "out")
+    assert noted(tmp_path / ".out.partial") == before
+    os.kill(child, signal.SIGCONT)
+    assert os.waitpid(child, 0)[1] == 0
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_a_folder_that_a_run_saves_into_is_not_replaced(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    child = os.fork()
+    if child == 0:
+        FolderLock(tmp_path / "out")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(child, os.WUNTRACED)
+    with pytest.raises(UserError, match=f"out: in use by process {child}"):
+        to_megatron(folder / "source", tmp_path / "out", force=True)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    to_megatron(folder / "source", tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_file_that_is_shorter_than_what_was_written(folder, tmp_path, direction):
+    convert = conversion(folder, direction)
+    suffix = "distcp" if direction == "to-megatron" else "safetensors"
+
+    def cut() -> None:
+        file = next((tmp_path / ".out.partial").rglob(f"*.{suffix}"))
+        os.truncate(file, 10)
+
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, cut)
+        with pytest.raises(UserError, match=rf"\.{suffix}: 10 bytes instead of \d+"):
+            convert(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_that_comes_meanwhile_is_not_replaced(folder, tmp_path):
+    convert = conversion(folder, "to-megatron")
+    with pytest.MonkeyPatch.context() as patch:
+        stop(patch, (tmp_path / "out").mkdir)
+        with pytest.raises(UserError, match="out: stopped: another process has made it meanwhile"):
+            convert(tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "out").rmdir()
+    convert(tmp_path / "out")
+
+
+def test_outputs_that_would_delete_something_else(folder, tmp_path):
+    shutil.copytree(folder / "source", tmp_path / "models" / "source")
+    source = tmp_path / "models" / "source"
+    for output in (source, tmp_path / "models", tmp_path / "models" / ".." / "models"):
+        with pytest.raises(UserError, match=f"{output} holds the source"):
+            to_megatron(source, output, force=True)
+    (tmp_path / ".out.partial").mkdir()
+    (tmp_path / ".out.partial" / "thesis").write_text("text")
+    with pytest.raises(UserError, match=r"out: .*\.out\.partial is in the way; move it"):
+        to_megatron(source, tmp_path / "out")
+    with pytest.raises(UserError, match=r"^\.: not a name for a new folder"):
+        to_megatron(source, Path("."), force=True)
+    assert (tmp_path / ".out.partial" / "thesis").read_text() == "text"
+    assert sorted(os.listdir(tmp_path)) == [".out.partial", "models"]
+
+
+COMPANION = ("tokenizer.json", "tokenizer.secret", "chat_template.jinja", "config.json")
+
+
+@pytest.mark.parametrize("name", COMPANION)
+@pytest.mark.parametrize("command", ["to-megatron", "to-hugging-face", "--carry", "to-gguf"])
+def test_links_out_of_the_source_are_not_copied(folder, tmp_path, command, name):
+    """A conversion would publish what they point to."""
+    source = tmp_path / "source"
+    shutil.copytree(folder / ("there" if command == "to-hugging-face" else "source"), source)
+    file = source / "hugging_face" / name if command == "to-hugging-face" else source / name
+    secret = tmp_path / "secret"
+    secret.write_text(file.read_text() if file.exists() else "{}")
+    file.unlink(missing_ok=True)
+    file.symlink_to(secret)
+    convert = {
+        "to-megatron": to_megatron, "to-hugging-face": to_hugging_face, "to-gguf": to_gguf,
+        "--carry": lambda _, out: to_hugging_face(folder / "there", out, companions=source),
+    }[command]  # fmt: skip
+    with pytest.raises(UserError, match=f"{file}: a link out of this folder is not followed"):
+        convert(source, tmp_path / "out")
+    assert sorted(os.listdir(tmp_path)) == ["secret", "source"]
+
+
+def test_links_of_hugging_faces_cache_are_followed(folder, tmp_path):
+    """A model's files are links into ``blobs`` there."""
+    model = tmp_path / "models--a--b"
+    (model / "blobs").mkdir(parents=True)
+    (model / "snapshots" / "rev").mkdir(parents=True)
+    for file in (folder / "source").iterdir():
+        shutil.copy(file, model / "blobs" / f"digest-of-{file.name}")
+        (model / "snapshots" / "rev" / file.name).symlink_to(f"../../blobs/digest-of-{file.name}")
+    (model / "blobs" / "t").write_text("{}")
+    (model / "snapshots" / "rev" / "tokenizer_config.json").symlink_to("../../blobs/t")
+    to_megatron(model / "snapshots" / "rev", tmp_path / "out")
+    copied = tmp_path / "out" / "hugging_face" / "tokenizer_config.json"
+    assert copied.read_text() == "{}" and not copied.is_symlink()

@@ -258,4 +258,28 @@ def test_alternatives(saved, write_checkpoint):
     assert files.alternatives(saved / "nowhere") == "complete: none"
 
 
+def test_the_newest_complete_one_is_the_last_saved(saved):
+    """Whatever the times of the folders are."""
+    os.utime(saved / "iter_0000001")
+    assert files.last_saved(saved) == 3
+    os.truncate(saved / "iter_0000003" / SHARD, 100)
+    assert files.last_saved(saved) == 2
+    for number in (1, 2):
+        os.truncate(saved / f"iter_000000{number}" / SHARD, 100)
+    assert files.last_saved(saved) is files.last_saved(saved / "nowhere") is None
+
+
+def test_the_last_saved_of_a_run_that_went_back(saved):
+    """Iterations above the one being saved are of before, until the run has reached them."""
+    files.note_saving(saved, 2)
+    assert files.last_saved(saved) == 2
+    os.truncate(saved / "iter_0000002" / SHARD, 100)
+    assert files.last_saved(saved) == 1
+    files.note_saving(saved, 3)
+    assert files.last_saved(saved) == 3 and not (saved / files.SAVING).exists()
+    for content in ("", "x", "9" * 99, "0"):
+        (saved / files.SAVING).write_text(content)
+        assert files.last_saved(saved) == 3
+
+
 # -- writing and deleting --------------------------------------------------------------------------

@@ -135,3 +135,22 @@ def test_a_lock_that_was_taken_over_leaves_the_new_ones_file(tmp_path):
     (tmp_path / ".lock").write_text("another start's")
     lock.close()
     assert (tmp_path / ".lock").read_text() == "another start's"
+
+
+@pytest.mark.parametrize("content", ["my own notes\n", '{"version": 3}', "7"])
+def test_a_file_of_another_program_is_not_overwritten(tmp_path, content):
+    (tmp_path / LOCK).write_text(content)
+    assert refusal(tmp_path) == (
+        f"--save {tmp_path}: {tmp_path / LOCK} is of another program; move it or give another place"
+    )
+    assert (tmp_path / LOCK).read_text() == content
+
+
+def test_a_record_that_a_power_loss_left_as_zeros_is_overwritten(tmp_path):
+    (tmp_path / LOCK).write_bytes(bytes(90))
+    assert take(tmp_path)["process"] == os.getpid()
+
+
+def test_a_link_is_refused(tmp_path):
+    (tmp_path / LOCK).symlink_to(tmp_path / "other")
+    assert refusal(tmp_path) == f"{tmp_path / LOCK}: a link is not written; delete it"

@@ -125,3 +125,36 @@ def test_error_messages_name_the_folder(saved):
     (saved / files.TRACKER).write_text("?")
     with pytest.raises(UserError, match=re.escape(f"{saved / files.TRACKER}: '?' is not")):
         replacement.delete_older(saved, 3, 1)
+
+
+def test_checkpoints_that_a_killed_run_did_not_finish_are_deleted(saved, capsys):
+    """Without ``.metadata`` nobody can read their shards."""
+    for number, names in (
+        (4, ["__0_0.distcp", "__1_0.distcp"]), (5, ["__0_0.distcp", ".metadata.tmp"]), (6, []),
+        (7, ["__0_0.distcp", "notes.txt"]), (8, ["mp_rank_00"]), (9, ["__0_0.distcp"]),
+        (10, ["__0_0.distcp", ".metadata"]), (11, ["__0_0.distcp", "lowbit.json"]),
+    ):  # fmt: skip
+        path = files.iteration_directory(saved, number)
+        path.mkdir()
+        for name in names:
+            (path / name).write_text("half")
+    (saved / "iter_0000012").symlink_to(saved / "iter_0000004")
+    (saved / "iter_5").mkdir()
+    files.write_tracker(saved, 9)
+    replacement.delete_unfinished(saved)
+    kept = (1, 2, 3, 7, 8, 9, 10, 11)
+    assert files.iterations(saved) == list(kept)
+    assert (saved / "iter_0000012").is_symlink() and (saved / "iter_5").is_dir()
+    assert capsys.readouterr().out.splitlines() == [
+        f"{saved}/iter_000000{number}: deleted, since a killed run did not finish it"
+        for number in (4, 5, 6)
+    ]
+
+
+def test_hidden_folders_of_other_names_stay(saved):
+    for name in (".iter_mine.deleted", ".iter_mine.replaced", "iter_mine", ".iter_5.deleted"):
+        (saved / name).mkdir()
+    before = names(saved)
+    (saved / ".iter_0000009.deleted").mkdir()
+    replacement.settle_replaced(saved)
+    assert names(saved) == before
