@@ -91,7 +91,7 @@ def delete_unfinished(directory: Path) -> None:
             continue
         if all(_UNFINISHED.fullmatch(entry.name) for entry in path.iterdir()):
             _remove(path)
-            print(f"{path}: deleted, since a killed run did not finish it", flush=True)
+            say(f"{path}: deleted, since a killed run did not finish it")
 
 
 def _hidden(directory: Path, ending: str) -> Iterator[Path]:

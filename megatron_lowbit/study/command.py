@@ -15,6 +15,7 @@ Arguments after -- are those of training.
 
 import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from math import inf, ulp
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,6 +87,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
+    from megatron_lowbit.folders import check_folder
+    from megatron_lowbit.storage.lock import FolderLock
     from megatron_lowbit.study.definition import jobs_of
     from megatron_lowbit.study.runner import run
     from megatron_lowbit.study.standing import contenders_of, described, far_behind, standing
@@ -99,12 +102,15 @@ def _run(args: argparse.Namespace, training: list[str]) -> None:
 
     jobs = jobs_of(study, args.output, training)
     places = (args.gpus or [None]) * args.at_once
-    jobs = run(jobs, places, args.keep_checkpoints, judge, args.minutes)
-    if not jobs:
-        return
-    contenders = contenders_of(jobs)
-    contenders.sort(key=lambda contender: study.names.index(contender.name))
-    _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))
+    check_folder("--output", args.output)
+    args.output.mkdir(parents=True, exist_ok=True)
+    with closing(FolderLock(args.output, f"--output {args.output}")):
+        jobs = run(jobs, places, args.keep_checkpoints, judge, args.minutes)
+        if not jobs:
+            return
+        contenders = contenders_of(jobs)
+        contenders.sort(key=lambda contender: study.names.index(contender.name))
+        _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
@@ -206,10 +207,15 @@ def training_words(job: Job) -> list[str]:
 def is_finished(job: Job) -> bool:
     """Return True if a run has ended well before.
 
-    Raises UserError where its folder is of another command.
+    Raises UserError if its folder is of another command, or of no study.
     """
     file = job.folder / _STATE
     if not file.is_file():
+        others = {path.name for path in job.folder.glob("*")} - {f".{_STATE}.partial"}
+        require(
+            not others and not job.folder.is_symlink(),
+            f"{job.folder}: is a link, or holds files of no study; give another --output",
+        )
         return False
     state = Entries(read_object(file), str(file))
     if state.strings("command") != job.command[1:]:
@@ -227,7 +233,7 @@ def mark(job: Job, finished: bool) -> None:
         "finished": finished,
         "machine": machine(),
     }
-    (job.folder / _STATE).write_text(json.dumps(state, indent=1) + "\n")
+    replace_text(job.folder / _STATE, json.dumps(state, indent=1) + "\n")
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """Runs a study's jobs as processes, some at once, and shows how far they are."""
 
+import ctypes
 import math
 import os
 import re
@@ -17,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import TrainingError, UserError, printable, say
 from megatron_lowbit.json_files import Entries, parse_json
+from megatron_lowbit.storage import files
 from megatron_lowbit.study.definition import (
     Job,
     has_checkpoint,
@@ -29,6 +31,7 @@ from megatron_lowbit.study.definition import (
 _LOG, _METRICS = "output.log", "metrics.jsonl"
 _LOOK_S = 0.5
 _LAST_LINES = 20
+_LIBC, _PR_SET_PDEATHSIG = ctypes.CDLL(None), 1
 _ERROR = re.compile(r"[\w.]*(error|Error|Exception)\b")
 
 
@@ -207,20 +210,28 @@ def _start(job: Job, place: str | None, progress: Progress) -> _Running:
     total = planned_iterations(job)
     mark(job, finished=False)
     environment = os.environ if place is None else os.environ | {"CUDA_VISIBLE_DEVICES": place}
-    with (job.folder / _LOG).open("a") as log:
-        # A group of its own: Ctrl-C reaches this process alone, which then ends the others.
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+    with open(os.open(job.folder / _LOG, flags, 0o666), "a") as log:
+        # A group of its own: Ctrl-C reaches only this process, which then ends the others.
         process = subprocess.Popen(
-            launch_command(job), stdout=log, stderr=log, env=environment, start_new_session=True
-        )
+            launch_command(job), stdout=log, stderr=log, env=environment, start_new_session=True,
+            preexec_fn=_end_with_parent,
+        )  # fmt: skip
     task = progress.add_task(printable(f"{job.name}, seed {job.seed}"), total=total)
     return _Running(job, process, place, task, time.monotonic())
 
 
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process once its parent is killed."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _remove_checkpoints(folder: Path) -> None:
-    for directory in folder.glob("iter_*"):
-        shutil.rmtree(directory)
-    for file in folder.glob("latest_*.txt"):
-        file.unlink()
+    for iteration in files.iterations(folder):
+        directory = files.iteration_directory(folder, iteration)
+        if not directory.is_symlink():
+            shutil.rmtree(directory)
+    (folder / files.TRACKER).unlink(missing_ok=True)
 
 
 def _iteration(job: Job) -> int:

@@ -6,6 +6,7 @@ they are.
 """
 
 import argparse
+import os
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from rich.table import Table
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
+from megatron_lowbit.folders import replace_text
 from megatron_lowbit.recipes.sensitive import keeping, most_sensitive
 
 OUTPUT, WEIGHT_GRADIENT = "fprop/error", "wgrad/error"
@@ -108,6 +110,8 @@ def rank_layers(
     """
     require(0 <= share <= 1, f"--keep {share:g}: a share of the weights is 0 to 1")
     require(batches > 0, f"--batches {batches}: must be positive")
+    if output is not None:
+        require(not os.path.lexists(output), f"--output {output} exists; give a new file")
     require("--load" in training, "give training's arguments, --load among them, after --")
     with tempfile.TemporaryDirectory() as folder:
         everywhere = Path(folder) / "everywhere.yaml"
@@ -154,5 +158,5 @@ def _report(recipe: str, share: float, output: Path | None, found: dict[str, Lay
     document = keeping(recipe, spared)
     document["name"] = output.stem
     document["description"] = f"{recipe} with its {len(spared)} most sensitive layers in BF16"
-    output.write_text(yaml.safe_dump(document, sort_keys=False, width=100))
+    replace_text(output, yaml.safe_dump(document, sort_keys=False, width=100))
     say(str(output))

@@ -55,6 +55,7 @@ def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
         (["--recipe", "nvfp4", "--keep", "2", "--", "--load", "x"], "--keep 2: a share"),
         (["--recipe", "nvfp4", "--batches", "0", "--", "--load", "x"], "must be positive"),
         (["--recipe", "nvfp4", "--"], "--load among them, after --"),
+        (["--recipe", "nvfp4", "--output", __file__, "--", "--load", "x"], "exists; give a new"),
         (["--recipe", "nvfp5", "--", "--load", "x"], "nvfp5"),
     ],
 )

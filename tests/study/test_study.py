@@ -436,3 +436,52 @@ def test_names_that_would_share_a_folder(study, tmp_path):
     file = study(**{"a b": "--scale 2", "a/b": "--scale 2"})
     with pytest.raises(UserError, match="another run's name is the same"):
         jobs_of(read_study(file), tmp_path, [])
+
+
+@pytest.mark.parametrize("what", ["files", "a link", "a link to nothing"])
+def test_folders_of_others_are_refused(study, tmp_path, what):
+    """Their checkpoints would be continued, and deleted at the end."""
+    file, output, other = study(base="--scale 2"), tmp_path / "out", tmp_path / "other"
+    if what == "files":
+        other = output / "base-1"
+    else:
+        output.mkdir()
+        (output / "base-1").symlink_to(other)
+    if what != "a link to nothing":
+        (other / "iter_0000040").mkdir(parents=True)
+    with pytest.raises(UserError, match="base-1: is a link, or holds files of no study"):
+        main(["run", str(file), "--output", str(output)])
+    assert what == "a link to nothing" or os.listdir(other) == ["iter_0000040"]
+
+
+def test_only_checkpoints_are_deleted(study, tmp_path):
+    file, output = study(base="--scale 2", other="--scale 2"), tmp_path / "out"
+    more = (
+        "\n(folder / 'iter_notes').mkdir(exist_ok=True)"
+        "\n(folder / 'latest_notes.txt').write_text('')"
+        "\n(folder / 'iter_0000009').symlink_to('iter_notes')\n"
+    )
+    (tmp_path / "train.py").write_text(TRAINING.replace("sys.exit(int(", more + "sys.exit(int("))
+    main(["run", str(file), "--output", str(output), "--seeds", "1"])
+    left = {path.name for path in (output / "base-1").iterdir()}
+    assert left == {"iter_notes", "iter_0000009", "latest_notes.txt", "metrics.jsonl",
+                    "output.log", "study.json"}  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_study_that_is_ended_leaves_no_run(study, tmp_path, number):
+    """Its run saves a checkpoint. Meanwhile a second study into the folder is refused."""
+    file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
+    arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
+    first = subprocess.Popen([sys.executable, "-c", RUN, *arguments], stderr=subprocess.DEVNULL)
+    while not (output / "base-1" / "metrics.jsonl").is_file():
+        time.sleep(0.05)
+    with pytest.raises(UserError, match=f"--output {output}: in use by process {first.pid}"):
+        main(arguments)
+    os.kill(first.pid, number)
+    assert first.wait(timeout=30) == (143 if number == signal.SIGTERM else -number)
+    deadline = time.monotonic() + 30
+    while not (output / "base-1" / TRACKER).is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert (output / "base-1" / TRACKER).read_text() == "7"
