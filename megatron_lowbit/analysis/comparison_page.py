@@ -16,6 +16,7 @@ from megatron_lowbit.analysis.comparison import (
     visible_gap,
 )
 from megatron_lowbit.analysis.comparison_picture import gap_text, picture
+from megatron_lowbit.folders import replace_text, replacing
 
 _COLUMNS = ("", "seeds", "final loss", "gap to {}", "perplexity", "spike score", "tokens/s")
 _PAGE = """<!doctype html>
@@ -53,7 +54,8 @@ def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> 
     """Write ``comparison.png`` and ``comparison.html`` into a folder."""
     directory.mkdir(parents=True, exist_ok=True)
     image, rows = picture(contenders), compare(contenders)
-    (directory / "comparison.png").write_bytes(image)
+    with replacing(directory / "comparison.png") as file:
+        file.write(image)
     page = jinja2.Environment(autoescape=True).from_string(_PAGE)
     text = page.render(
         title=title,
@@ -63,7 +65,7 @@ def write_page(contenders: Sequence[Contender], directory: Path, title: str) -> 
         power=_power(rows),
         picture=base64.b64encode(image).decode(),
     )
-    (directory / "comparison.html").write_text(text, encoding="utf-8")
+    replace_text(directory / "comparison.html", text)
 
 
 def _heads(contenders: Sequence[Contender]) -> list[str]:

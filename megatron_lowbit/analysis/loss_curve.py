@@ -1,6 +1,5 @@
 """Loss curves of one or several runs as a picture."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.folders import replacing
 from megatron_lowbit.json_files import Entries, as_object, parse_json
 
 # The smoothing window is this share of the logged iterations.
@@ -114,7 +114,9 @@ def plot_loss(runs: dict[str, Path], output: Path) -> None:
     for panel in axes:
         panel.grid(alpha=0.3)
     axes[-1].set_xlabel("training step (iteration)")
-    _save(figure, output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as file:
+        figure.savefig(file, format="png")
 
 
 def _draw_losses(panel: Axes, name: str, curve: LossCurve, color: object) -> None:
@@ -142,13 +144,3 @@ def colors(number: int) -> list[object]:
     if number <= 10:
         return list(matplotlib.colormaps["tab10"].colors[:number])
     return list(matplotlib.colormaps["turbo"](np.linspace(0, 1, number)))
-
-
-def _save(figure: Figure, output: Path) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(f".{output.name}.tmp")
-    try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)

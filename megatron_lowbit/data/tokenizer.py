@@ -4,8 +4,8 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,9 +13,18 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_lowbit.errors import UserError, as_user_error, require
+from megatron_lowbit.folders import replace_text, replacing
 from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.storage.lock import FolderLock
 
 END_OF_TEXT = "<|endoftext|>"
+_CONFIG_FILE = "tokenizer_config.json"
+_CONFIG = json.dumps({
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
+    # Otherwise decoding drops spaces before punctuation.
+    "clean_up_tokenization_spaces": False,
+}, indent=2) + "\n"  # fmt: skip
 TOKENIZER_TYPES = ("HuggingFaceTokenizer", "NullTokenizer")
 
 # megatron-core zeroes the loss where the label equals the pad id. Documents are packed without
@@ -202,20 +211,24 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> 
     return model.get_vocab_size()
 
 
+def check_output(output: Path) -> None:
+    """Raise UserError if a folder holds a tokenizer that :func:`train_tokenizer` did not write."""
+    config = output / _CONFIG_FILE
+    is_own = config.is_file() and config.read_text(errors="replace") == _CONFIG
+    for file in (config, output / "tokenizer.json"):
+        require(
+            is_own or not os.path.lexists(file),
+            f"--output {output}: {file.name} exists and is not of lowbit-tokenizer; give another "
+            "folder",
+        )
+
+
 def _save_tokenizer(model: tokenizers.Tokenizer, output: Path) -> None:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
-        # Otherwise decoding drops spaces before punctuation.
-        "clean_up_tokenization_spaces": False,
-    }
     output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".tokenizer.") as temporary:
-        files = {
-            "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
-            "tokenizer.json": model.to_str(pretty=True) + "\n",
-        }
-        for name, text in files.items():
-            Path(temporary, name).write_text(text, encoding="utf-8")
-        for name in files:
-            os.replace(Path(temporary, name), output / name)
+    with closing(FolderLock(output, f"--output {output}")):
+        check_output(output)
+        with replacing(output / "tokenizer.json") as file:
+            file.write(model.to_str(pretty=True).encode() + b"\n")
+            file.flush()
+            # Its name comes first: it tells that the other file is this command's.
+            replace_text(output / _CONFIG_FILE, _CONFIG)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_lowbit.command_line import command_parser
 from megatron_lowbit.data.corpus import Corpus, add_corpus_arguments
-from megatron_lowbit.data.tokenizer import train_tokenizer
+from megatron_lowbit.data.tokenizer import check_output, train_tokenizer
 from megatron_lowbit.errors import say
 from megatron_lowbit.folders import check_file, check_folder, writing
 
@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> None:
     check_folder("--output", args.output)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         check_file("--output", args.output / name)
+    check_output(args.output)
     corpus = Corpus(args.input, args.json_keys, args.pattern, args.exclude)
     texts = (text for document in corpus.documents() for text in document.texts)
     with writing("--output", args.output):

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_lowbit.errors import TrainingError, UserError, require, say
+from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import parse_json
 
 NOTES = "bad_iterations.json"
@@ -66,7 +67,8 @@ def skip_bad_iterations(args: Namespace) -> Iterator[None]:
             raise TrainingError(
                 f"{trouble}, after {len(bad)} skipped iterations (--skip-bad-iterations)"
             ) from error
-        _record(notes, [*bad, failed])
+        # Several ranks may record it.
+        replace_text(notes, json.dumps([*bad, failed]) + "\n", tag=f".{args.rank}")
         if args.world_size > 1:
             raise TrainingError(f"{trouble}: recorded; a restarted run skips it") from error
         say(f"{trouble}: restarting from the last checkpoint without its data")
@@ -88,9 +90,3 @@ def read_notes(path: Path) -> list[int]:
     if not (isinstance(bad, list) and all(type(number) is int and number > 0 for number in bad)):
         raise UserError(f"{path}: not a JSON list of iterations; correct or delete it")
     return bad
-
-
-def _record(path: Path, bad: list[int]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(bad) + "\n")
-    os.replace(temporary, path)

@@ -16,15 +16,22 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 
-from megatron_lowbit.errors import UserError, say
+from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.megatron import failures
 from megatron_lowbit.megatron.load_source import choose_checkpoint
+from megatron_lowbit.megatron.metrics import METRICS_FILE, check_metrics
 from megatron_lowbit.megatron.run_record import check_resumed, record_data
 from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.lock import FolderLock
 from megatron_lowbit.storage.selection import load_directory, selected
+
+_NON_PERSISTENT = "non_persistent"
+_WRITTEN_IN_PLACE = (
+    files.TRACKER, METRICS_FILE, _NON_PERSISTENT, "progress.txt", "latest_wandb_artifact_path.txt",
+)  # fmt: skip
+"""Names in ``--save`` that are written without being replaced."""
 
 
 class CheckpointGuard:
@@ -67,9 +74,11 @@ class CheckpointGuard:
                     directory.mkdir(parents=True, exist_ok=True)
                     self._opened.callback(_remove_if_empty, directory)
                 self._opened.enter_context(closing(FolderLock(directory)))
-                replacement.settle_replaced(directory)
-                if (temporary := _non_persistent_directory(self._args)) is not None:
-                    replacement.settle_replaced(temporary)
+                check_metrics(directory)
+                for folder in filter(None, (directory, _non_persistent_directory(self._args))):
+                    _refuse_links(folder)
+                    replacement.settle_replaced(folder)
+                    replacement.delete_unfinished(folder)
                 recorder = Recorder(directory, self._args.save_keep_last)
                 self._recorder = self._opened.enter_context(closing(recorder))
 
@@ -107,6 +116,13 @@ class CheckpointGuard:
         self._opened.close()
 
 
+def _refuse_links(directory: Path) -> None:
+    """Raise UserError for a link that Megatron-LM or this package would write through."""
+    for name in _WRITTEN_IN_PLACE:
+        path = directory / name
+        require(not path.is_symlink(), f"{path}: a link is not written; delete it")
+
+
 def _remove_if_empty(directory: Path) -> None:
     with suppress(OSError):  # The folder of a refused run is empty.
         directory.rmdir()
@@ -116,7 +132,7 @@ def _non_persistent_directory(args: Namespace) -> Path | None:
     """Return the folder of Megatron-LM's non-persistent checkpoints, if the run has any."""
     if args.non_persistent_ckpt_type != "global":
         return None
-    return Path(args.non_persistent_global_ckpt_dir or Path(args.save) / "non_persistent")
+    return Path(args.non_persistent_global_ckpt_dir or Path(args.save) / _NON_PERSISTENT)
 
 
 class Recorder:
@@ -140,6 +156,8 @@ class Recorder:
         if path.is_symlink() or path.exists():
             replacement.set_aside(path)
             self._replacements.append(path)
+        if path.parent == self._directory:
+            files.note_saving(self._directory, int(path.name.removeprefix("iter_")))
 
     def begin_step(self, iteration: int, training: bool) -> None:
         """Start to record a newly saved checkpoint, before the first forward pass of each step."""

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import replacing
 from megatron_lowbit.json_files import Entries, parse_json
 
 METRICS_FILE = "metrics.jsonl"
@@ -25,6 +26,7 @@ _NAMES = {
 }
 """Names in the file by Megatron-LM's; in other names, underscores replace blanks."""
 _REPEATED = " vs samples"
+_LONGEST_LINE = 1 << 20
 
 
 class MetricsWriter:
@@ -102,7 +104,8 @@ class MetricsWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # A checkpoint on disk relies on its line. A longer line overwrites it in one write, so that
         # the file is never without it.
-        with open(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b") as file:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with open(os.open(self.path, flags, 0o666), "r+b") as file:
             end = file.seek(0, os.SEEK_END) if self._final is None else file.seek(self._final)
             file.write(b"".join(lines))
         self._final = end + sum(map(len, lines[:-1])) if keep_last else None
@@ -140,12 +143,24 @@ def _drop_lines_after(path: Path, iteration: int) -> None:
     remaining = [line for line in lines if _iteration_of(line) <= iteration]
     if len(remaining) == len(lines):
         return
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        temporary.write_bytes(b"".join(remaining))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(b"".join(remaining))
+
+
+def check_metrics(directory: Path) -> None:
+    """Raise UserError if DIR/metrics.jsonl is a file of another program.
+
+    A run would drop its lines as those of iterations that are trained again.
+    """
+    path = directory / METRICS_FILE
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        line = file.readline(_LONGEST_LINE)
+    require(
+        not line.endswith(b"\n") or math.isfinite(_iteration_of(line)),
+        f"{path}: line 1 has no iteration, so the file is of another program; move it",
+    )
 
 
 def _iteration_of(line: bytes) -> float:

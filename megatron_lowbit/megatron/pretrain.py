@@ -15,6 +15,7 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from megatron_lowbit.errors import UserError, say
+from megatron_lowbit.folders import reason
 from megatron_lowbit.megatron import failures
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.arguments.parse import command_line
@@ -219,9 +220,13 @@ def log_metrics(args: Namespace) -> Iterator[None]:
     try:
         yield
     finally:
-        writer.close()
-        if writer.started:  # The folder of a refused run may belong to another run.
-            _draw_loss(args, writer.path)
+        try:
+            writer.close()
+            if writer.started:  # The folder of a refused run may belong to another run.
+                _draw_loss(args, writer.path)
+        except (OSError, UserError) as error:
+            # The checkpoints are complete: a launcher must not start a finished run again.
+            say(f"{args.save}: metrics or loss.png are not whole: {reason(error)}")
 
 
 def _draw_loss(args: Namespace, metrics: Path) -> None:

@@ -132,3 +132,14 @@ def test_the_command_exits_with_2(tmp_path):
     done = subprocess.run([*command, "--output", tmp_path], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == f"error: --input {tmp_path / 'no'}: no such file or folder\n"
+
+
+def test_a_tokenizer_of_another_program_is_not_replaced(corpus, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+        with pytest.raises(UserError, match=r"\.json exists and is not of lowbit-tokenizer"):
+            train(corpus, tmp_path / name)
+        assert os.listdir(tmp_path / name) == ["tokenizer.json"]
+    train(corpus, tmp_path / "own")
+    train(corpus, tmp_path / "own", "--pattern", "*.py")

@@ -145,8 +145,8 @@ def check_killed_while_indexing(start: Callable, save: Path, kills: int, *option
     cache = save.with_name("cache")
     for _ in range(kills):
         process = start(save, *options, "--data-cache-path", cache)
-        before = len([*cache.glob("*")])
-        wait_until(process, save, lambda n=before: len([*cache.glob("*")]) > min(n, 4))
+        before = len([*cache.rglob("*")])
+        wait_until(process, save, lambda n=before: len([*cache.rglob("*")]) > min(n, 5))
         kill(process)
 
 

@@ -566,3 +566,48 @@ def test_another_rank_does_not_record(saved, monkeypatch):
     guard(chunks)
     assert chunks[0].lowbit_steps.listeners == []
     guard.close()
+
+
+def take(directory: Path) -> None:
+    """Begin a run that saves into a folder, and end it."""
+    guard = CheckpointGuard(arguments(None, save=str(directory), non_persistent_ckpt_type="global",
+                                      non_persistent_global_ckpt_dir=None))  # fmt: skip
+    try:
+        guard([chunk_with_steps()])
+    finally:
+        guard.close()
+
+
+@pytest.mark.parametrize("name", [files.TRACKER, "metrics.jsonl", "progress.txt", "non_persistent"])
+def test_links_that_a_run_would_write_through_are_refused(saved, tmp_path, name):
+    (saved / name).unlink(missing_ok=True)
+    (saved / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(UserError, match=f"{saved / name}: a link is not written; delete it"):
+        take(saved)
+    assert not (tmp_path / "victim").exists() and not (saved / ".lock").exists()
+
+
+def test_metrics_of_another_program_are_refused(saved):
+    metrics = saved / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "loss": 2.5}\n')
+    with pytest.raises(UserError, match=f"{metrics}: line 1 has no iteration"):
+        take(saved)
+    for own in ('{"iteration": 1}\n', '{"iteration": 1', "", "\0" * 50):
+        metrics.write_text(own)
+        take(saved)
+        assert metrics.read_text() == own
+
+
+def test_a_start_deletes_what_a_killed_run_did_not_finish(saved):
+    for directory in (saved, saved / "non_persistent"):
+        (directory / "iter_0000009").mkdir(parents=True)
+        (directory / "iter_0000009" / SHARD).write_text("half")
+    take(saved)
+    assert files.iterations(saved) == [1, 2, 3]
+    assert files.iterations(saved / "non_persistent") == []
+
+
+def test_an_empty_tracker_names_the_newest_and_not_the_one_changed_last(saved):
+    (saved / files.TRACKER).write_text("")
+    (saved / "iter_0000001" / "more").write_text("")
+    assert choose(saved)[0] == 3

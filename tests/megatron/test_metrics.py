@@ -2,13 +2,17 @@
 
 import json
 import math
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megatron_lowbit.megatron import metrics
+from megatron_lowbit.megatron import metrics, pretrain
 from megatron_lowbit.megatron.metrics import MetricsWriter
+
+# isort: split
+from megatron.training import global_vars
 
 TOKENS = 512
 
@@ -254,3 +258,26 @@ def test_real_tensorboard(tmp_path):
     events = EventAccumulator(str(tmp_path / "board")).Reload()
     assert [(event.step, event.value) for event in events.Scalars("lm loss")] == [(3, 2.5)]
     assert [event.step for event in events.Scalars("lm loss vs samples")] == [24]
+
+
+@pytest.mark.parametrize("place", ["metrics.jsonl", "loss.png"])
+def test_a_disk_that_fills_at_the_end_does_not_fail_a_finished_run(
+    tmp_path, monkeypatch, capsys, place
+):
+    """Its checkpoints are complete, and its launcher must not start it again."""
+    args = Namespace(save=str(tmp_path), rank=0, world_size=1, global_batch_size=1, seq_length=1,
+                     log_interval=9, precision_recipe=["nvfp4"])  # fmt: skip
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pretrain, "_draw_loss", full)
+    if place == "metrics.jsonl":
+        monkeypatch.setattr(MetricsWriter, "close", full)
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", None)
+    with pretrain.log_metrics(args):
+        global_vars.get_tensorboard_writer().add_text("args", "")
+    message = f"{tmp_path}: metrics or loss.png are not whole: No space left on device\n"
+    assert capsys.readouterr().out == message
+    with pytest.raises(ZeroDivisionError), pretrain.log_metrics(args):
+        raise ZeroDivisionError

@@ -20,6 +20,7 @@ from typing import Literal, NoReturn
 
 from megatron_lowbit import command_line
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import replace_text
 from megatron_lowbit.megatron.arguments.from_checkpoint import guard_checkpoint_arguments
 from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
@@ -248,13 +249,7 @@ def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
     with suppress(OSError, RuntimeError):
         path = command_line.help_cache(command)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Rename a complete file, so that no other process reads a partial one.
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_text(path, text, tag=f".{os.getpid()}")
     command_line.print_help(text)
 
 
