@@ -78,7 +78,7 @@ def convert(folder: Path) -> None:
 
 
 def go_on_converting(folder: Path) -> None:
-    """After an interruption, with links in the hidden folder."""
+    """Continue an interrupted task, with links in the hidden folder."""
     path, task = folder / "dir", {"source": "/nowhere"}
     if not (path / JOURNAL).is_symlink():
         (path / JOURNAL).write_text('{"source": "/nowhere"}\n{"file": "a", "bytes": 6}\n')
