@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     own, training = read_arguments(argv)
     # After the help, which needs no torch.
-    from megatron_lowbit.planning.search import print_plan
+    from megatron_lowbit.planning.print_plan import print_plan
 
     print_plan(own, training)
 

@@ -2,7 +2,8 @@
 
 from argparse import Namespace
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import megatron_lowbit.megatron.cpu  # noqa: F401  before megatron
 
@@ -16,6 +17,7 @@ from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.memory import Memory, rank_memory, saved_parameter_bytes
 from megatron_lowbit.planning.model import Parameters, Part, parameters
 
+_T = TypeVar("_T")
 _ADAM_BYTES = 46
 """Bytes a parameter that an optimizer's step moves: 12 for the gradient's norm and clipping, 28 for
 Transformer Engine's fused Adam, 6 for the copy to the BF16 parameter."""
@@ -77,20 +79,31 @@ def estimate(
         cluster: how GPUs are joined.
     """
     padded = padded_vocabulary(args, vocabulary, layout.tensor)
-    counts = [
-        parameters(args, parts, padded, layout.tensor, layout.expert, ends(stage, layout.pipeline))
+    kinds = [
+        (id(parts), ends(stage, layout.pipeline), layout.recomputed_layers(stage))
         for stage, parts in enumerate(stages)
     ]
+    first = [kinds.index(kind) for kind in kinds]
+
+    def each(compute_stage: Callable[[int], _T]) -> list[_T]:
+        """Compute something of every stage, once for stages that are alike."""
+        made = {stage: compute_stage(stage) for stage in set(first)}
+        return [made[stage] for stage in first]
+
+    counts = each(
+        lambda stage: parameters(
+            args, stages[stage], padded, layout.tensor, layout.expert, kinds[stage][1]
+        )
+    )
     memory = [
         rank_memory(args, parts, count, layout, stage, padded, device)
         for stage, (parts, count) in enumerate(zip(stages, counts, strict=True))
     ]
-    times = [
-        _stage_times(args, parts, layout, padded, device, cluster, ends(stage, layout.pipeline))
-        for stage, parts in enumerate(stages)
-    ]
-    launches = [stage_launches(args, parts, layout, device.gpu) for parts in stages]
-    saved = [saved_parameter_bytes(args, parts, layout.tensor) for parts in stages]
+    times = each(
+        lambda stage: _stage_times(args, stages[stage], layout, stage, padded, device, cluster)
+    )
+    launches = each(lambda stage: stage_launches(args, stages[stage], layout, stage, device.gpu))
+    saved = each(lambda stage: saved_parameter_bytes(args, stages[stage], layout.tensor))
     seconds = _step(args, times, launches, counts, saved, layout, device, cluster)
     tokens = layout.data * layout.microbatches * layout.micro_batch * args.seq_length
     counted = Namespace(**vars(args) | {"padded_vocab_size": padded})
@@ -110,8 +123,8 @@ def ends(stage: int, pipeline: int) -> str:
 
 
 def _stage_times(
-    args: Namespace, parts: Counter[Part], layout: Layout, vocabulary: int,
-    device: compute.Device, cluster: communication.Cluster, which: str,
+    args: Namespace, parts: Counter[Part], layout: Layout, stage: int, vocabulary: int,
+    device: compute.Device, cluster: communication.Cluster,
 ) -> compute.Passes:  # fmt: skip
     """Time one microbatch in one stage, and what it does once a step."""
     tokens = layout.micro_batch * args.seq_length
@@ -124,7 +137,8 @@ def _stage_times(
             for name, seconds in more.items():
                 sums[name] += number * seconds
     if layout.recomputed:
-        backward["recomputation"] = forward.total() * layout.recomputed / layout.layers
+        backward["recomputation"] = forward.total() * layout.recomputed_share(stage)
+    which = ends(stage, layout.pipeline)
     if "first" in which:
         backward += compute.embedding_times(args, vocabulary, device).backward
     if "last" in which:

@@ -33,7 +33,9 @@ class Launches(NamedTuple):
     between: float
 
 
-def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: GPU) -> Launches:
+def stage_launches(
+    args: Namespace, parts: Counter[Part], layout: Layout, stage: int, gpu: GPU
+) -> Launches:
     """Time the CPU of one rank for the parts of its pipeline stage."""
     forward = backward = tensors = 0.0
     for part, number in parts.items():
@@ -50,7 +52,7 @@ def stage_launches(args: Namespace, parts: Counter[Part], layout: Layout, gpu: G
         backward += times * (gpu["host_us.backward"] + linears)
         forward += number * there * gpu["host_us.collective"]
         backward += number * back * gpu["host_us.collective"]
-    backward += forward * layout.recomputed / layout.layers
+    backward += forward * layout.recomputed_share(stage)
     step = (tensors + _AROUND) * gpu["host_us.tensor"]
     return Launches(1e-6 * forward, 1e-6 * backward, 1e-6 * step, 1e-6 * gpu["host_us.between"])
 

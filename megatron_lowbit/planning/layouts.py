@@ -6,12 +6,16 @@ from typing import NamedTuple
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.model import check_plannable
+from megatron_lowbit.planning.pipeline import chunk_arguments, divisions, model_chunks
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 _SHARDED = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
 _OF_A_LAYOUT = (
     "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size",
     "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank",
+    "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
+    "--pipeline-model-parallel-layout", "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
     "--expert-model-parallel-size", "--recompute-granularity", "--recompute-method",
     "--recompute-num-layers", "--fused-allreduce-norm", *_SHARDED,
 )  # fmt: skip
@@ -21,10 +25,11 @@ _PARTLY = (0.25, 0.5)
 
 
 class Layout(NamedTuple):
-    """Ranks of each kind of parallelism, sequences of a microbatch, layers recomputed in a stage.
+    """Ranks of each kind of parallelism, sequences of a microbatch, layers of each model chunk.
 
-    ``virtual`` stages on a rank of each pipeline stage, 1 without interleaving; ``recomputed``
-    layers of the ``layers`` of a stage; ``microbatches`` in a step of one replica.
+    ``virtual``: model chunks on a rank of each pipeline stage, 1 without interleaving.
+    ``microbatches``: those of one replica in a step. ``recomputed``: layers that are recomputed in
+    each chunk, if it has as many. ``chunks``: layers of each chunk, as in :mod:`.pipeline`.
     """
 
     tensor: int
@@ -35,31 +40,43 @@ class Layout(NamedTuple):
     micro_batch: int
     microbatches: int
     recomputed: int
-    layers: int
+    chunks: tuple[int, ...]
+
+    def layers(self, stage: int) -> int:
+        """Return the layers of a pipeline stage."""
+        return sum(self.chunks[stage :: self.pipeline])
+
+    def recomputed_layers(self, stage: int) -> int:
+        """Return the layers of a pipeline stage that are recomputed."""
+        return sum(min(self.recomputed, size) for size in self.chunks[stage :: self.pipeline])
+
+    def recomputed_share(self, stage: int) -> float:
+        """Return the recomputed share of a pipeline stage's layers."""
+        return self.recomputed_layers(stage) / max(1, self.layers(stage))
 
     @property
     def recompute(self) -> str:
-        """None, all, or how many of a stage's layers."""
+        """None, all, or how many of the layers of the stage that recomputes most."""
         if self.recomputed == 0:
             return "-"
-        return "all" if self.recomputed == self.layers else f"{self.recomputed} of {self.layers}"
+        stage = max(range(self.pipeline), key=self.recomputed_layers)
+        recomputed, layers = self.recomputed_layers(stage), self.layers(stage)
+        return "all" if recomputed == layers else f"{recomputed} of {layers}"
 
-    def arguments(self) -> list[str]:
-        """Return the training arguments that ask for the layout."""
+    def arguments(self, pattern: str | None = None) -> list[str]:
+        """Return the training arguments that ask for the layout; ``pattern``: a hybrid's blocks."""
         found = ["--micro-batch-size", str(self.micro_batch)]
         if self.tensor > 1:
             found += ["--tensor-model-parallel-size", str(self.tensor), "--sequence-parallel"]
         if self.pipeline > 1:
             found += ["--pipeline-model-parallel-size", str(self.pipeline)]
-        if self.virtual > 1:
-            chunk = self.layers // self.virtual
-            found += ["--num-layers-per-virtual-pipeline-stage", str(chunk)]
+            found += chunk_arguments(self.chunks, self.pipeline, pattern)
         if self.expert > 1:
             found += ["--expert-model-parallel-size", str(self.expert)]
         if self.data > 1:
             found += list(_SHARDED)
         if self.recomputed:
-            method = "uniform" if self.recomputed == self.layers else "block"
+            method = "uniform" if self.recomputed == max(self.chunks) else "block"
             number = 1 if method == "uniform" else self.recomputed
             found += ["--recompute-granularity", "full", "--recompute-method", method]
             found += ["--recompute-num-layers", str(number)]
@@ -96,11 +113,11 @@ def candidate_of(args: Namespace, gpus: int) -> Candidate:
             f"--global-batch-size {batch} is not divisible by --micro-batch-size "
             f"{args.micro_batch_size} x {data} data-parallel ranks"
         )
-    layers = args.num_layers // args.pipeline_model_parallel_size
+    chunks = model_chunks(args)
     layout = Layout(
         args.tensor_model_parallel_size, args.pipeline_model_parallel_size,
         args.virtual_pipeline_model_parallel_size or 1, data, expert, args.micro_batch_size,
-        batch // step, _recomputed(args, layers), layers,
+        batch // step, _recomputed(args, max(chunks)), chunks,
     )  # fmt: skip
     return Candidate(layout, args)
 
@@ -113,18 +130,20 @@ def _recomputed(args: Namespace, layers: int) -> int:
 
 
 def candidates(
-    training: TrainingArguments, gpus: int, gpus_per_node: int
+    training: TrainingArguments, gpus: int, gpus_per_node: int, interleaved: bool = True
 ) -> Iterator[Candidate | str]:
     """Yield every layout to try of training's arguments; a text where training refuses one.
 
     Tensor parallelism stays within a node, sequence parallelism goes with it, data parallelism
     shards the optimizer. What the arguments say of the layout themselves is left out.
+    ``interleaved``: try several model chunks on a rank, too.
     """
     training.remove(*_OF_A_LAYOUT, "--micro-batch-size", "--global-batch-size")
+    training.join_pattern()
     args = training.parse(gpus, ["--micro-batch-size", "1"])
-    for bare in _ranks(args, gpus, gpus_per_node):
+    for bare in _ranks(args, gpus, gpus_per_node, interleaved):
         try:
-            parsed = training.parse(gpus, bare.arguments())
+            parsed = training.parse(gpus, bare.arguments(args.hybrid_layer_pattern))
             check_plannable(parsed)
         except UserError as error:
             yield str(error)
@@ -133,19 +152,19 @@ def candidates(
         yield from _batches(parsed, bare)
 
 
-def _ranks(args: Namespace, gpus: int, gpus_per_node: int) -> Iterator[Layout]:
+def _ranks(args: Namespace, gpus: int, gpus_per_node: int, interleaved: bool) -> Iterator[Layout]:
     """Yield every division of the GPUs, one sequence a microbatch, without recomputation."""
-    gpt = args.hybrid_layer_pattern is None
+    interleaved = interleaved and args.hybrid_layer_pattern is None
     experts = _powers(gpus) if args.num_experts is not None else [1]
     for tensor in _powers(min(gpus, gpus_per_node)):
-        for pipeline in _divisors(args.num_layers):
+        for pipeline in range(1, args.num_layers + 1):
             if gpus % (tensor * pipeline):
                 continue
-            data, layers = gpus // (tensor * pipeline), args.num_layers // pipeline
-            interleaved = _divisors(layers) if gpt and pipeline > 1 else [1]
+            data = gpus // (tensor * pipeline)
             for expert in (n for n in experts if data % n == 0):
-                for virtual in interleaved:
-                    yield Layout(tensor, pipeline, virtual, data, expert, 1, 1, 0, layers)
+                for chunks in divisions(args.num_layers, pipeline, interleaved):
+                    virtual = len(chunks) // pipeline
+                    yield Layout(tensor, pipeline, virtual, data, expert, 1, 1, 0, chunks)
 
 
 def _batches(parsed: Namespace, bare: Layout) -> Iterator[Candidate]:
@@ -154,7 +173,7 @@ def _batches(parsed: Namespace, bare: Layout) -> Iterator[Candidate]:
     shares = {1.0} if bare.virtual > 1 else {1.0, *_PARTLY}
     if parsed.hybrid_layer_pattern is not None:
         shares = set()
-    extents = {0, *(max(1, round(share * bare.layers)) for share in shares)}
+    extents = {0, *(max(1, round(share * max(bare.chunks))) for share in shares)}
     for size in _powers(_MOST_IN_A_BATCH):
         microbatches = whole // (bare.data * size)
         # Interleaved stages take their microbatches in groups of as many as there are stages.
@@ -167,10 +186,6 @@ def _batches(parsed: Namespace, bare: Layout) -> Iterator[Candidate]:
             copied = Namespace(**vars(parsed))
             copied.micro_batch_size, copied.global_batch_size = size, whole
             yield Candidate(layout, copied)
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _powers(most: int) -> list[int]:

@@ -112,13 +112,13 @@ def rank_memory(
             microbatch[name] += number * size
     local = tokens // tensor if args.sequence_parallel else tokens
     stream = local * args.hidden_size * compute.BF16
-    share = layout.recomputed / layout.layers
+    share = layout.recomputed_share(stage)
     again: Counter[str] = Counter()
     if share:
         # The layers that are recomputed keep their input; one of them at a time all the rest.
-        again = Counter({name: size / layout.layers for name, size in microbatch.items()})
+        again = Counter({name: size / layout.layers(stage) for name, size in microbatch.items()})
         microbatch = Counter({name: size * (1 - share) for name, size in microbatch.items()})
-        microbatch["recomputed layers' inputs"] = layout.recomputed * stream
+        microbatch["recomputed layers' inputs"] = layout.recomputed_layers(stage) * stream
     copies = in_flight(layout, stage)
     held_by_all = Counter({name: copies * size for name, size in microbatch.items()})
     moments = {

@@ -6,7 +6,7 @@ whole layer; ``tensor`` ranks divide a first layer's outputs and a second layer'
 
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_lowbit.errors import require
@@ -80,17 +80,24 @@ def mixer(args: Namespace) -> Mixer:
 
 
 def stages(
-    args: Namespace, recipe: Recipe, pipeline: int = 1, virtual: int = 1
+    args: Namespace, recipe: Recipe, pipeline: int = 1, chunks: Sequence[int] = ()
 ) -> list[Counter[Part]]:
     """Count the parts of each kind that the ranks of each pipeline stage have.
 
-    Interleaved, a rank has ``virtual`` pieces, every ``pipeline``-th.
+    Equal stages are the same object.
+
+    Args:
+        args: training's arguments.
+        recipe: precision of the linear layers.
+        pipeline: number of stages.
+        chunks: layers of each model chunk (default: one chunk for each stage, all equal).
     """
-    piece = args.num_layers // (pipeline * virtual)
+    chunks = chunks or [args.num_layers // pipeline] * pipeline
+    stage = [chunk % pipeline for chunk, size in enumerate(chunks) for _ in range(size)]
     found: list[Counter[Part]] = [Counter() for _ in range(pipeline)]
     for block, kind in _kinds(args):
-        found[block // piece % pipeline][_part(args, recipe, kind, block)] += 1
-    return found
+        found[stage[block]][_part(args, recipe, kind, block)] += 1
+    return [found[found.index(parts)] for parts in found]
 
 
 def layers(args: Namespace) -> list[Layer]:
@@ -114,16 +121,8 @@ def query_groups(args: Namespace) -> int:
 
 def check_plannable(args: Namespace) -> None:
     """Raise UserError for a model or a layout that plans do not describe."""
-    pattern = args.hybrid_layer_pattern or ""
-    unknown = sorted(set(pattern) - set(BLOCKS))
+    unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    uneven = (
-        args.pipeline_model_parallel_layout
-        or args.decoder_first_pipeline_num_layers
-        or args.decoder_last_pipeline_num_layers
-        or args.account_for_embedding_in_pipeline_split
-        or args.account_for_loss_in_pipeline_split
-    )
     tensor, heads, groups = (
         args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)
     )  # fmt: skip
@@ -140,7 +139,6 @@ def check_plannable(args: Namespace) -> None:
         ("--moe-latent-size", args.moe_latent_size),
         ("--context-parallel-size", args.context_parallel_size > 1),
         ("--expert-tensor-parallel-size", expert_tensor != args.tensor_model_parallel_size),
-        ("pipeline stages of unequal numbers of layers", uneven),
         ("a heterogeneous model", args.heterogeneous_layers_config_path),
         ("fully sharded data parallelism", args.use_megatron_fsdp or args.use_torch_fsdp2),
         (f"{', '.join(unknown)} in --hybrid-layer-pattern", unknown),
@@ -151,7 +149,8 @@ def check_plannable(args: Namespace) -> None:
 def _kinds(args: Namespace) -> Iterator[tuple[int, str]]:
     """Return block number and kind of every part, in order."""
     if args.hybrid_layer_pattern is not None:
-        yield from enumerate(BLOCKS[symbol] for symbol in args.hybrid_layer_pattern)
+        symbols = args.hybrid_layer_pattern.replace("|", "")
+        yield from enumerate(BLOCKS[symbol] for symbol in symbols)
         return
     for block in range(args.num_layers):
         yield block, "attention"

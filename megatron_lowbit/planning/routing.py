@@ -1,5 +1,7 @@
 """Tensor cores of a GEMM on a kind of GPU, by the engine's own table."""
 
+from functools import cache
+
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tile
 from megatron_lowbit.recipes import LinearPrecision
@@ -30,6 +32,7 @@ def needs_transformer_engine(capability: tuple[int, int]) -> bool:
     return capability >= (10, 0)
 
 
+@cache
 def gemm_name(
     precision: LinearPrecision, gemm: str, capability: tuple[int, int], transformer_engine: bool
 ) -> str:

@@ -1,17 +1,11 @@
-"""Search of the layouts of a training run, and its report."""
+"""Search of the layouts of a training run."""
 
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Sequence
-from math import inf
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
-
-from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.planning import report
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate, estimate
@@ -22,21 +16,31 @@ from megatron_lowbit.planning.model import Part, check_plannable, layers, stages
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import Recipe, load_recipes
 
-_WIDTH = 130
+MOST_GPUS = 3 << 15
+"""GPUs up to which a run that does not fit is tried on more."""
 
 
 class Plan(NamedTuple):
     """Estimates of a run under one recipe.
 
-    ``parts`` are the whole model's, ``refused`` is the number of rank layouts that training
-    refuses, and ``tokens`` are those of the whole run, where the arguments say it.
+    Attributes:
+        training: arguments of the run as given.
+        words: the same, without those of a layout if layouts were searched.
+        parts: those of the whole model.
+        found: estimates of the layouts ``tried``, in their order.
+        refused: number of rank layouts that training refuses.
+        tokens: tokens of the whole run; None if the arguments do not say it.
     """
 
+    training: Sequence[str]
+    words: TrainingArguments
     args: Namespace
     recipe: Recipe
     parts: Counter[Part]
     vocabulary: int
     device: Device
+    cluster: Cluster
+    tried: list[Candidate]
     found: list[Estimate]
     refused: int
     tokens: float | None
@@ -54,48 +58,6 @@ class Plan(NamedTuple):
         return (self.ranked or [min(self.found, key=lambda one: one.most_memory)])[0]
 
 
-def print_plan(own: Namespace, training: Sequence[str]) -> None:
-    """Print the layouts of a run, fastest first, or the fastest under each of several recipes.
-
-    Args:
-        own: arguments of ``lowbit-plan``.
-        training: arguments of the run.
-
-    Raises:
-        UserError: an argument is wrong, or no layout fits.
-    """
-    for name in ("gpus", "gpus_per_node", "top", "tokens"):
-        value = getattr(own, name)
-        message = f"--{name.replace('_', '-')} {value}: must be positive"
-        require(value is None or 0 < value < inf, message)
-    names = own.recipes.split(",") if own.recipes else []
-    if names:
-        given = TrainingArguments(training).flags.precision_recipe
-        require(given is None, "--recipes excludes --precision-recipe: leave one of them out")
-    choices = [("--precision-recipe", name) for name in names] or [()]
-    plans = [plan_run(own, [*training, *choice]) for choice in choices]
-    first, console = plans[0], plain_console(_WIDTH)
-    if own.figures:
-        console.print(report.gpu_table(first.device))
-    heading = report.heading(first.args, first.parts, first.vocabulary, own.gpus, first.device)
-    console.print(heading, highlight=False)
-    if names:
-        console.print(_comparison(own, plans))
-    else:
-        _show(console, own, first)
-    for one in plans:
-        for line in report.routing_notes(one.parts, one.recipe, one.device):
-            console.print(line, highlight=False)
-    smallest = min((one.best for one in plans), key=lambda one: one.most_memory)
-    usable = usable_bytes(first.device) / report.GIB
-    require(
-        any(one.ranked for one in plans),
-        f"--gpus {own.gpus}: no layout fits in {usable:.0f} GiB a GPU, the smallest, "
-        f"above, takes {smallest.most_memory / report.GIB:.0f}; pipeline stages must divide "
-        "--num-layers and the GPUs",
-    )
-
-
 def plan_run(own: Namespace, training: Sequence[str]) -> Plan:
     """Estimate the layouts of a run under the recipe of its arguments.
 
@@ -109,11 +71,12 @@ def plan_run(own: Namespace, training: Sequence[str]) -> Plan:
     kind, words = gpu(own.gpu), TrainingArguments(training)
     cluster = Cluster(kind, min(own.gpus_per_node, own.gpus))
     if own.as_given:
-        tried, refused = [candidate_of(words.parse(own.gpus), own.gpus)], 0
+        args = words.parse(own.gpus)
+        check_plannable(args)
+        tried, refused = [candidate_of(args, own.gpus)], 0
     else:
         tried, refused = _search(words, own.gpus, cluster.gpus_per_node)
-    args = tried[0].args
-    check_plannable(args)
+    args = tried[0].args if tried else words.parse(own.gpus, ["--micro-batch-size", "1"])
     vocabulary = vocabulary_size(args)
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
     recipe.check_matchers(layers(args))
@@ -121,32 +84,10 @@ def plan_run(own: Namespace, training: Sequence[str]) -> Plan:
     found = plan(tried, recipe, vocabulary, device, cluster)
     (parts,) = stages(args, recipe)
     tokens = own.tokens or words.tokens
-    return Plan(args, recipe, parts, vocabulary, device, found, refused, tokens)
-
-
-def _comparison(own: Namespace, plans: Sequence[Plan]) -> Table:
-    """Tabulate the fastest layout under each recipe."""
-    rows = [(one.recipe.name, one.best, bool(one.ranked)) for one in plans]
-    title = "the layout as given" if own.as_given else "fastest layout of each recipe"
-    return report.recipe_table(rows, plans[0].device, title, plans[0].tokens)
-
-
-def _show(console: Console, own: Namespace, found: Plan) -> None:
-    """Print the layouts, ranked, and the first of them in detail."""
-    device, usable = found.device, usable_bytes(found.device)
-    console.print(report.gemm_table(found.parts, found.recipe, device))
-    if not own.as_given:
-        caption = (
-            f"{len(found.found)} layouts tried: {len(found.found) - len(found.ranked)} do not fit "
-            f"in {usable / report.GIB:.0f} GiB and are left out, {found.refused} more are refused "
-            "by training's own checks"
-        )
-        title = "layouts, fastest first"
-        console.print(report.layout_table(found.ranked[: own.top], device, title, caption))
-    best = found.best
-    console.print("arguments: " + " ".join(best.layout.arguments()), highlight=False)
-    console.print(report.memory_table(best, usable))
-    console.print(report.time_table(best, device, found.tokens))
+    return Plan(
+        training, words, args, recipe, parts, vocabulary, device, cluster, tried, found, refused,
+        tokens,
+    )  # fmt: skip
 
 
 def plan(
@@ -156,7 +97,7 @@ def plan(
     made: dict[tuple, list] = {}
     found = []
     for layout, args in tried:
-        key = layout.pipeline, layout.virtual
+        key = layout.pipeline, layout.chunks
         if key not in made:
             made[key] = stages(args, recipe, *key)
         found.append(estimate(args, made[key], layout, vocabulary, device, cluster))
@@ -168,12 +109,34 @@ def _search(words: TrainingArguments, gpus: int, per_node: int) -> tuple[list[Ca
     tried = list(candidates(words, gpus, per_node))
     refusals = [one for one in tried if isinstance(one, str)]
     good = [one for one in tried if not isinstance(one, str)]
-    if not good:
-        why = (
-            refusals[0] if refusals else "--global-batch-size is no multiple of any layout's ranks"
-        )
-        raise UserError(f"--gpus {gpus}: no layout is possible; {why}")
+    if refusals and not good:
+        raise UserError(f"--gpus {gpus}: no layout is possible; {refusals[0]}")
     return good, len(refusals)
+
+
+def enough_gpus(own: Namespace, found: Plan) -> int | None:
+    """Return the smallest number of GPUs tried on which a run fits; None if none is enough.
+
+    Numbers tried are powers of two and three times those, from ``own.gpus`` on; more than a host's
+    are whole hosts.
+    """
+    words, device = TrainingArguments(found.training), found.device
+    for gpus in sorted(size << power for power in range(16) for size in (1, 3)):
+        per_node = min(own.gpus_per_node, gpus)
+        if gpus < own.gpus or gpus % per_node:
+            continue
+        tried = [
+            one
+            for one in candidates(words, gpus, per_node, interleaved=False)
+            if not isinstance(one, str)
+            and one.layout.micro_batch == 1
+            and one.layout.recompute in ("all", "-")
+        ]
+        cluster = Cluster(device.gpu, per_node)
+        estimates = plan(tried, found.recipe, found.vocabulary, device, cluster)
+        if any(one.most_memory <= usable_bytes(device) for one in estimates):
+            return gpus
+    return None
 
 
 def vocabulary_size(args: Namespace) -> int:

@@ -11,6 +11,7 @@ import os
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.megatron.arguments.cpu import needs_one_connection
@@ -25,11 +26,7 @@ from megatron_lowbit.megatron.arguments.precision import Machine, translate_prec
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-_FILLED = (
-    ("--lr", "1"),
-    ("--eval-interval", "1"),
-    ("--tokenizer-type", "NullTokenizer"),
-)
+_FILLED = (("--lr", "1e-4"), ("--tokenizer-type", "NullTokenizer"))
 """Arguments that training demands and that change nothing about a plan."""
 _RECIPES = Machine(capability=None, transformer_engine=False)
 """A machine without FP8 of Megatron-LM's own: its precision arguments are planned as recipes."""
@@ -45,16 +42,23 @@ class TrainingArguments:
 
     Attributes:
         flags: the arguments as given, before Megatron-LM derives any from others.
+        given: the same as a command line, without what was removed.
+        added: arguments that training demands and that were not given.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
         args, self._command_line = read_command_line(front_parser(), words)
         self.flags = args
+        self.given = deepcopy(self._command_line)
         self.remove("--dry-run", "--world-size", "--gpu")
+        self.added: list[str] = []
+        # Training adds this one itself.
+        if "--eval-interval" not in self._command_line:
+            self._command_line.add("--eval-interval", "1")
         for flag, value in _FILLED:
             self._fill(flag, value)
         if args.train_samples is None:
-            self._fill("--train-iters", "1")
+            self._fill("--train-iters", "1000")
         if args.seq_length is not None:
             self._fill("--max-position-embeddings", str(args.seq_length))
         if not args.fp16:
@@ -66,6 +70,7 @@ class TrainingArguments:
     def _fill(self, flag: str, *values: str) -> None:
         if flag not in self._command_line:
             self._command_line.add(flag, *values)
+            self.added += [flag, *values]
 
     @property
     def tokens(self) -> int | None:
@@ -78,11 +83,20 @@ class TrainingArguments:
         """Leave arguments out from now on."""
         for flag in flags:
             self._command_line.remove(flag)
+            self.given.remove(flag)
+
+    def join_pattern(self) -> None:
+        """Remove the bars, which divide a hybrid into model chunks, from now on."""
+        pattern = self.flags.hybrid_layer_pattern or self.flags.hybrid_override_pattern
+        if pattern is not None:
+            self.remove("--hybrid-layer-pattern", "--hybrid-override-pattern")
+            for line in (self._command_line, self.given):
+                line.add("--hybrid-layer-pattern", pattern.replace("|", ""))
 
     def parse(self, ranks: int, more: Sequence[str] = ()) -> Namespace:
         """Return validated arguments of a run on so many ranks, with more arguments at the end."""
         tokens = [*self._command_line.tokens(), *more]
-        with _quiet(), _one_line_errors():
+        with _quiet(), one_line_errors():
             args = self._parser.parse_args(tokens)
             args.rank, args.world_size = 0, ranks
             args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
@@ -101,7 +115,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _one_line_errors() -> Iterator[None]:
+def one_line_errors() -> Iterator[None]:
+    """Raise a UserError in place of an exception by which Megatron-LM refuses arguments."""
     try:
         yield
     except UserError:

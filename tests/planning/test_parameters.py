@@ -92,7 +92,7 @@ def test_of_llama_3_405b_counted_by_hand():
 
 def test_interleaved_stages_hold_every_so_many_blocks():
     args = parse("@llama3-tiny")
-    first, second = stages(args, load_recipe("nvfp4"), 2, 2)
+    first, second = stages(args, load_recipe("nvfp4"), 2, (1, 1, 1, 1))
     # Block 0 and block 3, the last, stay in BF16: pieces 0 and 2 are stage 0's, 1 and 3 stage 1's.
     for stage in (first, second):
         kinds = [part.first.precision.quantized for part in stage]

@@ -83,16 +83,16 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
         f"--gpus 7 {LLAMA_8B} --as-given": "global_batch_size (256)",
         f"--gpus 8 {LLAMA_8B} --mtp-num-layers 1": "no layout is possible; --mtp-num-layers",
         f"--gpus 8 {LLAMA_8B} --as-given --context-parallel-size 2": "do not cover",
-        f"--gpus 7 {LLAMA_8B}": "--gpus 7: no layout is possible; --global-batch-size",
+        f"--gpus 37 {LLAMA_8B}": "--gpus 37: no layout is possible; --global-batch-size",
         f"--gpus 8 {LLAMA_8B} --tokens -3": "--tokens -3.0: must be positive",
         f"--gpus 8 {LLAMA_8B} --recipes bf16,nvfp5": "nvfp5",
         f"--gpus 8 {LLAMA_8B} --recipes bf16 --precision-recipe nvfp4": (
             "--recipes excludes --precision-recipe"
         ),
-        f"--gpus 2 --gpu h100 @{EXAMPLES}/llama3-405b.args --vocab-size 128256 --recipes bf16": (
-            "no layout fits"
-        ),
-        f"--gpus 2 --gpu h100 @{EXAMPLES}/llama3-405b.args --vocab-size 128256": "no layout fits",
+        f"--gpus 8 {LLAMA_8B} --pipeline-model-parallel-size 2 --as-given "
+        "--decoder-first-pipeline-num-layers 40": "--decoder-first-pipeline-num-layers 40",
+        f"--gpus 8 {LLAMA_8B} --pipeline-model-parallel-size 2 --as-given "
+        "--pipeline-model-parallel-layout Ettt|ttL": "must match num_layers 32",
         LLAMA_8B: "--gpus",
     }.items(),
 )
@@ -192,7 +192,7 @@ def test_every_layout_has_all_gpus_the_whole_batch_and_arguments_that_training_t
     for layout in layouts:
         assert layout.tensor * layout.pipeline * layout.data == 16 and layout.tensor <= 8
         assert layout.data * layout.micro_batch * layout.microbatches == 256
-        assert layout.pipeline * layout.layers == 32
+        assert sum(layout.chunks) == 32 and len(layout.chunks) == layout.pipeline * layout.virtual
     for layout in sorted(layouts)[::25]:
         args = words.parse(16, ["--global-batch-size", "256", *layout.arguments()])
         assert candidate_of(args, 16).layout == layout
@@ -335,7 +335,7 @@ def test_collectives_over_a_host_and_between_hosts():
 
 
 def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quarters():
-    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, 1)
+    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, (1,))
     args = parse("@llama3-tiny --use-distributed-optimizer")
     count, cluster = Parameters(10**9, 0), Cluster(SIMPLE, 8)
     sharded = data_parallel(args, count, layout, cluster)
@@ -349,7 +349,7 @@ def test_the_distributed_optimizer_moves_as_much_as_an_all_reduce_of_three_quart
 
 def test_18_bytes_a_parameter_of_which_12_are_sharded():
     args = parse("@llama3-tiny --use-distributed-optimizer")
-    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, 1)
+    layout = Layout(1, 1, 1, 4, 1, 1, 1, 0, (1,))
     found = state(args, Parameters(1000, 0), layout)
     assert found == {"weights": 2000, "main gradients": 4000, "optimizer": 3000}
     one = state(parse("@llama3-tiny"), Parameters(1, 0), layout._replace(data=1))
@@ -357,7 +357,7 @@ def test_18_bytes_a_parameter_of_which_12_are_sharded():
 
 
 def test_1f1b_holds_a_microbatch_less_in_each_later_stage():
-    layout = Layout(1, 4, 1, 1, 1, 1, 8, 0, 8)
+    layout = Layout(1, 4, 1, 1, 1, 1, 8, 0, (8,) * 4)
     assert [in_flight(layout, stage) for stage in range(4)] == [4, 3, 2, 1]
     assert in_flight(layout._replace(microbatches=2), 0) == 2
     # Interleaved, the first of 4 stages with 2 pieces each warms up 2 * 3 + 4 pieces, and 1.

@@ -28,7 +28,7 @@ def test_state_is_as_large_as_after_a_step(model, replicas, expert):
     args = parse(f"{model} --bf16 --expert-model-parallel-size {expert}")
     (parts,) = stages(args, load_recipe("bf16"))
     count = parameters(args, parts, VOCABULARY, 1, expert, "first last")
-    layout = Layout(1, 1, 1, replicas * expert, expert, 1, 1, 0, args.num_layers)
+    layout = Layout(1, 1, 1, replicas * expert, expert, 1, 1, 0, (args.num_layers,))
     measured = state_bytes(args, VOCABULARY, replicas)
     # Buffers are padded to a few hundred numbers.
     assert state(args, count, layout) == pytest.approx(measured, rel=0.01)
@@ -39,5 +39,5 @@ def test_a_mixer_keeps_no_parameter_in_fp32():
     args = parse("@hybrid-tiny --bf16")
     (parts,) = stages(args, load_recipe("bf16"))
     count = parameters(args, parts, VOCABULARY, 1, 1, "first last")
-    found = state(args, count, Layout(1, 1, 1, 1, 1, 1, 1, 0, args.num_layers))
+    found = state(args, count, Layout(1, 1, 1, 1, 1, 1, 1, 0, (args.num_layers,)))
     assert found == state_bytes(args, VOCABULARY, 1)

@@ -1,0 +1,116 @@
+"""Report of a search of layouts, and the command that starts the fastest."""
+
+from argparse import Namespace
+from collections.abc import Sequence
+from math import inf
+from operator import attrgetter
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_lowbit.console import plain_console
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.planning import report
+from megatron_lowbit.planning.changes import changes, layout_arguments
+from megatron_lowbit.planning.memory import usable_bytes
+from megatron_lowbit.planning.run_command import run_command
+from megatron_lowbit.planning.search import MOST_GPUS, Plan, enough_gpus, plan_run
+from megatron_lowbit.planning.training_arguments import TrainingArguments
+
+_WIDTH = 130
+
+
+def print_plan(own: Namespace, training: Sequence[str]) -> None:
+    """Print the layouts of a run, fastest first, or the fastest under each of several recipes.
+
+    Args:
+        own: arguments of ``lowbit-plan``.
+        training: arguments of the run.
+
+    Raises:
+        UserError: an argument is wrong, or no layout fits.
+    """
+    for name in ("gpus", "gpus_per_node", "top", "tokens"):
+        value = getattr(own, name)
+        message = f"--{name.replace('_', '-')} {value}: must be positive"
+        require(value is None or 0 < value < inf, message)
+    names = own.recipes.split(",") if own.recipes else []
+    if names:
+        given = TrainingArguments(training).flags.precision_recipe
+        require(given is None, "--recipes excludes --precision-recipe: leave one of them out")
+    choices = [("--precision-recipe", name) for name in names] or [()]
+    plans = [plan_run(own, [*training, *choice]) for choice in choices]
+    if not any(one.ranked for one in plans):
+        raise UserError(_too_large(own, plans))
+    first, console = plans[0], plain_console(_WIDTH)
+    if own.figures:
+        console.print(report.gpu_table(first.device))
+    heading = report.heading(first.args, first.parts, first.vocabulary, own.gpus, first.device)
+    console.print(heading, highlight=False)
+    if names:
+        console.print(_comparison(own, plans))
+    else:
+        _show(console, own, first)
+    for one in plans:
+        for line in report.routing_notes(one.parts, one.recipe, one.device):
+            console.print(line, highlight=False)
+    fitting = [one for one in plans if one.ranked]
+    for one in fitting:
+        start = f"recipe {one.recipe.name}: " if names else ""
+        for line in changes(one, own.gpus, own.as_given):
+            console.print(start + line, highlight=False, soft_wrap=True)
+    _show_command(console, own, max(fitting, key=lambda one: one.best.tokens_per_second))
+
+
+def _comparison(own: Namespace, plans: Sequence[Plan]) -> Table:
+    """Tabulate the fastest layout under each recipe."""
+    rows = [(one.recipe.name, one.best, bool(one.ranked)) for one in plans]
+    title = "the layout as given" if own.as_given else "fastest layout of each recipe"
+    return report.recipe_table(rows, plans[0].device, title, plans[0].tokens)
+
+
+def _show(console: Console, own: Namespace, found: Plan) -> None:
+    """Print the layouts, ranked, and the first of them in detail."""
+    device, usable = found.device, usable_bytes(found.device)
+    console.print(report.gemm_table(found.parts, found.recipe, device))
+    if not own.as_given:
+        caption = (
+            f"{len(found.found)} layouts tried: {len(found.found) - len(found.ranked)} do not fit "
+            f"in {usable / report.GIB:.0f} GiB and are left out, {found.refused} more are refused "
+            "by training's own checks"
+        )
+        title = "layouts, fastest first"
+        console.print(report.layout_table(found.ranked[: own.top], device, title, caption))
+    best = found.best
+    console.print(report.memory_table(best, usable))
+    console.print(report.time_table(best, device, found.tokens))
+
+
+def _show_command(console: Console, own: Namespace, found: Plan) -> None:
+    """Print the command that starts the fastest plan, as one line."""
+    command, added = run_command(
+        found.training, found.words, [] if own.as_given else layout_arguments(found, found.best),
+        own.gpus, own.gpus_per_node, found.device.gpu,
+    )  # fmt: skip
+    if added:
+        line = f"added since nobody gave them and training needs them: {' '.join(added)}"
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(command, highlight=False, soft_wrap=True)
+
+
+def _too_large(own: Namespace, plans: Sequence[Plan]) -> str:
+    """Describe a run that has no layout, and the number of GPUs on which it has one."""
+    enough = [number for one in plans if (number := enough_gpus(own, one)) is not None]
+    help_ = f"--gpus {min(enough)} would do" if enough else f"{MOST_GPUS:,} GPUs would not do"
+    if own.as_given and enough:
+        help_ += ", without --as-given"
+    smallest = min(
+        (one.best for one in plans if one.found), key=attrgetter("most_memory"), default=None
+    )
+    if smallest is None:
+        why = "no layout is possible; --global-batch-size is no multiple of any layout's ranks"
+    else:
+        what = "the layout as given" if own.as_given else "no layout fits, the smallest"
+        usable = usable_bytes(plans[0].device) / report.GIB
+        why = f"{what} takes {smallest.most_memory / report.GIB:.0f} GiB of a GPU's {usable:.0f}"
+    return f"--gpus {own.gpus}: {why}; {help_}"

@@ -1,0 +1,107 @@
+"""Division of layers over pipeline stages, against the models that Megatron-LM builds."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from built import parameter_count, parse
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.planning.estimate import ends, padded_vocabulary
+from megatron_lowbit.planning.layouts import candidate_of, candidates
+from megatron_lowbit.planning.model import parameters, stages
+from megatron_lowbit.planning.pipeline import chunk_arguments, divisions, model_chunks
+from megatron_lowbit.planning.training_arguments import TrainingArguments
+from megatron_lowbit.recipes import load_recipe
+
+# isort: split
+from megatron.core.transformer.enums import LayerType
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LLAMA_405B = f"@{EXAMPLES}/llama3-405b.args --vocab-size 128256"
+GPT = "@llama3-tiny --num-layers 5 --pipeline-model-parallel-size"
+HYBRID = "@hybrid-tiny --pipeline-model-parallel-size 2 --hybrid-layer-pattern"
+UNEQUAL = {
+    f"{GPT} 2 --decoder-first-pipeline-num-layers 1": (1, 4),
+    f"{GPT} 3 --decoder-last-pipeline-num-layers 1": (2, 2, 1),
+    f"{GPT} 3 --account-for-embedding-in-pipeline-split": (1, 2, 2),
+    f"{GPT} 2 --account-for-loss-in-pipeline-split --num-layers-per-virtual-pipeline-stage 1": (
+        1, 1, 1, 1, 1, 0,
+    ),
+    f"{GPT} 2 --pipeline-model-parallel-layout Ett|t|t|tL": (2, 1, 1, 1),
+    f"{HYBRID} M*|-M-": (2, 3),
+    f"{HYBRID} M|*|-M|-": (1, 1, 2, 1),
+    f"{HYBRID} M*-M- --decoder-last-pipeline-num-layers 1": (4, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "chunks"), UNEQUAL.items(), ids=UNEQUAL)
+def test_unequal_stages_have_the_parameters_of_the_models_that_are_built(text, chunks):
+    args = parse(text)
+    assert model_chunks(args) == chunks
+    pipeline, padded = args.pipeline_model_parallel_size, padded_vocabulary(args, 1000, 1)
+    for stage, parts in enumerate(stages(args, load_recipe("bf16"), pipeline, chunks)):
+        planned = parameters(args, parts, padded, 1, 1, ends(stage, pipeline)).all
+        assert planned == parameter_count(args, padded, stage)
+
+
+def test_divisions_are_as_equal_as_they_can_be_and_megatron_lm_reads_them():
+    for layers in (1, 5, 12, 61, 126):
+        for pipeline in range(1, layers + 1):
+            found = list(divisions(layers, pipeline, interleaved=True))
+            assert len(found) == len(set(found)) and len(found[0]) == pipeline
+            for chunks in found:
+                totals = [sum(chunks[stage::pipeline]) for stage in range(pipeline)]
+                assert sum(chunks) == layers and max(totals) - min(totals) <= 1
+                assert layers % pipeline or len(set(chunks)) == 1
+                asked = chunk_arguments(chunks, pipeline, None)
+                if asked and asked[0] == "--pipeline-model-parallel-layout":
+                    layout = PipelineParallelLayerLayout(asked[1], pipeline)
+                    layout.validate_layer_layout(layers, None)
+                    read = [layout.layout[i % pipeline][i // pipeline] for i in range(len(chunks))]
+                    assert tuple(row.count(LayerType.decoder) for row in read) == chunks
+    # 126 layers of Llama 3 405B as its paper has them: one less in the first and the last stage.
+    assert (7, *[8] * 14, 7) in divisions(126, 16, interleaved=False)
+
+
+def test_the_arguments_of_a_searched_layout_build_its_model():
+    """Three layers over two stages of two chunks each: the last chunk has none."""
+    words = "@llama3-tiny --num-layers 3 --pipeline-model-parallel-size 2"
+    asked = chunk_arguments((1, 1, 1, 0), 2, None)
+    assert asked == ["--pipeline-model-parallel-layout", "Et*1|(t*1|)*2t*0L"]
+    args = parse(f"{words} {asked[0]} {asked[1]}")
+    assert model_chunks(args) == (1, 1, 1, 0)
+    padded = padded_vocabulary(args, 1000, 1)
+    for stage, parts in enumerate(stages(args, load_recipe("bf16"), 2, (1, 1, 1, 0))):
+        planned = parameters(args, parts, padded, 1, 1, ends(stage, 2)).all
+        assert planned == parameter_count(args, padded, stage)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus"), [(LLAMA_405B, 1024), (f"@{EXAMPLES}/hybrid-tiny.args --vocab-size 100", 6)]
+)
+def test_a_search_tries_stages_that_do_not_divide_the_layers(model, gpus):
+    words = TrainingArguments(shlex.split(model))
+    tried = [
+        one for one in candidates(words, gpus, 8, interleaved=False) if not isinstance(one, str)
+    ]
+    unequal = [one for one in tried if len(set(one.layout.chunks)) > 1]
+    assert unequal
+    for layout, args in unequal[::40]:
+        asked = [*layout.arguments(args.hybrid_layer_pattern), "--global-batch-size"]
+        parsed = words.parse(gpus, [*asked, str(args.global_batch_size)])
+        assert candidate_of(parsed, gpus).layout == layout
+
+
+def test_bars_of_a_hybrid_are_part_of_its_layout():
+    model = f"@{EXAMPLES}/hybrid-tiny.args --vocab-size 100 --hybrid-layer-pattern M|*|-M|-"
+    words = TrainingArguments(shlex.split(model))
+    layouts = [one.layout for one in candidates(words, 2, 8) if not isinstance(one, str)]
+    assert {layout.chunks for layout in layouts} == {(5,), (3, 2)}
+
+
+@pytest.mark.parametrize("size", ["0", "6", "-1"])
+def test_stages_that_cannot_hold_the_layers_are_refused(size):
+    with pytest.raises(UserError, match="--decoder-first-pipeline-num-layers"):
+        model_chunks(parse(f"{GPT} 2 --decoder-first-pipeline-num-layers={size}"))

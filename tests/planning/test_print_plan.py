@@ -1,0 +1,134 @@
+"""Output of lowbit-plan: refusals, arguments that change the answer, the command at the end."""
+
+import re
+import shlex
+import subprocess
+import sys
+from argparse import Namespace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.planning.changes import changes
+from megatron_lowbit.planning.command import main
+from megatron_lowbit.planning.layouts import candidate_of
+from megatron_lowbit.planning.search import enough_gpus, plan_run
+from megatron_lowbit.planning.training_arguments import TrainingArguments
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+LLAMA_8B = f"@{EXAMPLES}/llama3-8b.args --vocab-size 128256"
+TINY = f"@{EXAMPLES}/llama3-tiny.args --vocab-size 1000"
+EXPERTS = f"@{EXAMPLES}/qwen3-30b-a3b.args --vocab-size 151936 --num-layers 4"
+
+
+def searched(text: str, **own):
+    settings = {"gpu": "h200", "gpus": 1, "gpus_per_node": 8, "as_given": False, "tokens": None}
+    return plan_run(Namespace(**settings | {"scan": "mamba-ssm"} | own), shlex.split(text))
+
+
+def printed(text: str, capsys) -> list[str]:
+    main(shlex.split(text))
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "enough"),
+    {
+        f"--gpus 8 --gpu b200 @{EXAMPLES}/llama3-405b.args --vocab-size 128256": 48,
+        f"--gpus 1 --gpu h100 {LLAMA_8B} --recipes bf16,fp8-tile": 2,
+        f"--gpus 1 --gpu h100 {LLAMA_8B} --as-given": 2,
+        # Without a sharded optimizer no number of replicas helps, another layout does.
+        f"--gpus 8 --gpu h100 {LLAMA_8B} --as-given": 8,
+        f"--gpus 37 {LLAMA_8B}": 48,
+    }.items(),
+)
+def test_an_impossible_plan_names_a_number_of_gpus_and_prints_nothing(words, enough, capsys):
+    with pytest.raises(UserError, match=f"--gpus {enough} would do") as error:
+        main(shlex.split(words))
+    assert "\n" not in str(error.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_the_number_of_gpus_is_the_smallest_of_those_tried():
+    model = f"{LLAMA_8B} --num-layers 64 --precision-recipe fp8-tile"
+    enough = enough_gpus(Namespace(gpus=1, gpus_per_node=8), searched(model, gpu="h100"))
+    assert enough == 4
+    assert searched(model, gpu="h100", gpus=4).ranked
+    assert not searched(model, gpu="h100", gpus=3).ranked
+
+
+def test_no_number_of_gpus_is_enough_for_a_batch_that_none_divides():
+    own = Namespace(gpus=37, gpus_per_node=37)
+    assert enough_gpus(own, searched(LLAMA_8B, gpus=37, gpus_per_node=37)) is None
+
+
+def test_grouped_experts_are_named_with_the_speed_that_a_search_finds(capsys):
+    plain, grouped = (
+        searched(f"{EXPERTS}{more}", gpus=2, gpu="b200").best.tokens_per_second
+        for more in ("", " --moe-grouped-gemm")
+    )
+    assert grouped > 1.1 * plain
+    lines = printed(f"--gpus 2 --gpu b200 {EXPERTS}", capsys)
+    (line,) = (line for line in lines if line.startswith("--moe-grouped-gemm"))
+    ratio = float(re.search(r"([\d.]+) times the tokens/s", line)[1])
+    assert ratio == pytest.approx(grouped / plain, rel=0.02)
+    given = list(changes(searched(f"{EXPERTS} --moe-grouped-gemm", gpus=2), 2, as_given=False))
+    assert not any("grouped" in line for line in given)
+
+
+def test_arguments_that_a_given_layout_lacks_are_named(capsys):
+    lines = printed(f"--gpus 8 --gpu h200 --as-given {EXPERTS} --micro-batch-size 1", capsys)
+    (line,) = (line for line in lines if line.startswith("--use-distributed-optimizer"))
+    assert float(re.search(r"layout ([\d.]+) times the GiB", line)[1]) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("words", "starts"),
+    {
+        f"--gpus 1 {TINY}": f"lowbit-pretrain @{EXAMPLES}",
+        f"--gpus 16 {TINY} --lr 1e-3": "torchrun --nnodes 2 ",
+        f"--gpus 12 --gpus-per-node 8 {TINY} --global-batch-size 24": "torchrun --nnodes 2 ",
+        f"--gpus 8 --gpu h100 --as-given {LLAMA_8B} --tensor-model-parallel-size 8": (
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun --nproc-per-node 8 "
+        ),
+        f"--gpus 8 --gpu b200 --as-given {LLAMA_8B} --tensor-model-parallel-size 8": (
+            "torchrun --nproc-per-node 8 "
+        ),
+        f"--gpus 8 {TINY} --recompute-granularity selective --recompute-modules core_attn": (
+            "torchrun --nproc-per-node 8 --no-python lowbit-pretrain --num-layers"
+        ),
+        f"--gpus 2 {LLAMA_8B} --recipes bf16,fp8-tile --data-path 'my data'": "torchrun",
+    }.items(),
+)
+def test_the_last_line_is_a_command_that_asks_for_the_first_layout(words, starts, capsys):
+    lines = printed(words, capsys)
+    assert lines[-1].startswith(starts) and not lines[-1].endswith(" ")
+    tokens = shlex.split(lines[-1])
+    run = tokens[tokens.index("lowbit-pretrain") + 1 :]
+    gpus = int(re.search(r"--gpus (\d+)", words)[1])
+    args = TrainingArguments(run).parse(gpus)
+    layout = candidate_of(args, gpus).layout
+    if "--as-given" not in words and "--recipes" not in words:
+        row = [str(size) for size in layout[:7]]
+        table = [re.split(r"\s*│\s*", line.strip("│ ")) for line in lines if line.startswith("│")]
+        assert next(cells for cells in table if len(cells) == 12)[:7] == row
+    if "--recipes" in words:
+        assert args.precision_recipe == ["fp8-tile"] and args.data_path == ["my data"]
+        assert "--mock-data" not in run
+    assert ("--tokenizer-type", "NullTokenizer") in pairwise(run)
+
+
+@pytest.mark.slow
+def test_the_command_trains(tmp_path):
+    """As a shell runs it, on a CPU, from the output in a pipe."""
+    plan = [f"{sys.prefix}/bin/lowbit-plan", "--gpus", "1", *shlex.split(TINY)]
+    words = ["--train-iters", "2", "--global-batch-size", "2", "--lr-warmup-iters", "0"]
+    words += ["--eval-iters", "1"]
+    out = subprocess.run([*plan, *words], capture_output=True, text=True, check=True).stdout
+    command = out.splitlines()[-1].replace("lowbit-pretrain", f"{sys.prefix}/bin/lowbit-pretrain")
+    run = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr[-500:]
+    assert "validation loss at iteration 2" in run.stdout
