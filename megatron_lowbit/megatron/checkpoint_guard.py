@@ -88,10 +88,13 @@ class CheckpointGuard:
         Raises:
             UserError: Megatron-LM cannot load the checkpoint, such as one of another shape.
         """
-        found = selected(self._args, load_directory(self._args))
+        directory = load_directory(self._args)
+        found = selected(self._args, directory)
         if found is None:
             return self._upstream_load(*arguments, **settings)
-        with failures.translate_load_errors(found.path):
+        resumed = self._args.load is not None and directory == Path(self._args.load)
+        argument = "--load" if resumed else "--pretrained-checkpoint"
+        with failures.translate_load_errors(f"{argument} {found.path}"):
             return self._upstream_load(*arguments, **settings)
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:

@@ -63,6 +63,7 @@ def _states(key: str, content: Any) -> Iterator[Any]:
             yield from _states(f"{key}.{name}", value)
     elif KEY in key:
         for value in content if isinstance(content, list | tuple) else (content,):
-            is_tensor = isinstance(value, torch.Tensor) and value.dtype == torch.uint8
-            if isinstance(value, io.BytesIO) or (is_tensor and value.numel()):
+            # Transformer Engine takes the bytes of tensors of any dtype.
+            is_tensor = isinstance(value, torch.Tensor) and value.numel() > 0
+            if is_tensor or isinstance(value, io.BytesIO):
                 yield value

@@ -88,10 +88,13 @@ def translate_tokenizer_errors() -> Iterator[None]:
 
 
 @contextmanager
-def translate_load_errors(path: Path) -> Iterator[None]:
+def translate_load_errors(place: str) -> Iterator[None]:
     """Raise UserError for a checkpoint that Megatron-LM cannot load, such as of another shape.
 
     Megatron-LM raises any exception on values of another type, or exits with code 0.
+
+    Args:
+        place: the checkpoint, and the argument that names its directory.
     """
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -101,19 +104,19 @@ def translate_load_errors(path: Path) -> Iterator[None]:
     except (UserError, TrainingError, MemoryError, torch.OutOfMemoryError):
         raise
     except SystemExit as error:
-        raise UserError(f"{path}: Megatron-LM cannot load it, see above") from error
+        raise UserError(f"{place}: Megatron-LM cannot load it, see above") from error
     except (Exception, CheckpointException) as error:  # torch derives it from BaseException
         if (refused := error_behind(error, UserError)) is not None:
             raise refused from error
         if (cause := error_behind(error, CheckpointingException)) is not None:
-            raise UserError(f"{path}: {in_one_line(cause)}") from error
+            raise UserError(f"{place}: {in_one_line(cause)}") from error
         reasons = [reason for reason, _ in getattr(error, "failures", {}).values()]
         reason = reasons[0] if reasons else error
         message = shorten(f"{type(reason).__name__}: {reason}", 400, placeholder=" ...")
         if _NO_MEMORY_TEXT in message:
             raise
         raise UserError(
-            f"{path}: does not fit this model and optimizer, or is damaged: {message}"
+            f"{place}: does not fit this model and optimizer, or is damaged: {message}"
         ) from error
 
 

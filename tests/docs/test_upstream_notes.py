@@ -52,6 +52,8 @@ CITED = {
     "arguments.py:1741": "if not args.use_persistent_ckpt_worker:",
     "filesystem_async.py:65": "_results_queue = ctx.Manager().Queue()",
     "data_samplers.py:95": "DistributedSignalHandler(args.exit_signal).__enter__()",
+    "arguments.py:99": "load_args_from_checkpoint(args, load_arg='pretrained_checkpoint')",
+    "checkpointing.py:1664": "if getattr(args, 'ckpt_step', None):",
     "checkpointing.py:767": "TODO Handle non-empty directories",
     "checkpointing.py:882": "enable_cache=args.ckpt_assume_constant_structure",
     "checkpointing.py:1011": "open(tracker_filename, 'w')",

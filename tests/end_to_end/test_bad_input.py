@@ -2,7 +2,10 @@
 
 import errno
 import json
+import os
+import pickle
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ from tiny_run import done, refused, steps
 
 from megatron_lowbit.data import dataset
 from megatron_lowbit.megatron import recipe_hook
+from megatron_lowbit.storage.files import write_tracker
 
 
 @pytest.mark.parametrize(
@@ -172,3 +176,37 @@ def test_rows_that_ranks_cannot_divide(pretrain_here, monkeypatch):
     error = refused(pretrain_here(*ranks, "--padded-vocab-size", 513))
     assert "--padded-vocab-size 513 cannot be divided by --tensor-model-parallel-size 2" in error
     assert "give --padded-vocab-size 514, also for a checkpoint with 513 rows" in error
+
+
+class Evil:
+    """Object whose pickle creates a folder when it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.trace),)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        ["--load", "evil", "--use-checkpoint-args"],
+        ["--load", "evil", "--use-checkpoint-args", "--dry-run"],
+        ["--load", "evil", "--dry-run"],
+        ["--pretrained-checkpoint", "evil"],
+        ["--pretrained-checkpoint", "evil", "--use-checkpoint-args", "--dry-run"],
+        ["--load", "good", "--non-persistent-ckpt-type", "global",
+         "--non-persistent-global-ckpt-dir", "evil"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_code_in_a_checkpoint_does_not_run(pretrain_here, write_checkpoint, tmp_path, ways):
+    for name in ("good", "evil"):
+        path = write_checkpoint(tmp_path / name / "iter_0000001")
+        write_tracker(path.parent, 1)
+    (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "trace")))
+    ways = [str(tmp_path / word) if word in ("good", "evil") else word for word in ways]
+    error = refused(pretrain_here("--train-iters", 2, "--fp4-recipe", "nvfp4", *ways))
+    assert f"{path / '.metadata'}: refused: " in error
+    assert not (tmp_path / "trace").exists()
