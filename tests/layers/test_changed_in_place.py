@@ -52,7 +52,7 @@ def change(tensor: torch.Tensor) -> None:
 
 
 def assert_raises_as_linear(y: torch.Tensor, weight: torch.Tensor) -> None:
-    """A weight that did not change gives gradients before; afterwards both raise."""
+    """Check that backward works before the weight changes, and raises afterwards."""
     y.sum().backward(retain_graph=True)
     change(weight)
     with pytest.raises(RuntimeError, match=CHANGED):
@@ -67,7 +67,7 @@ def test_reference():
 @each_precision
 @pytest.mark.parametrize("cached", [False, True])
 def test_changed_weight(precision, cached):
-    """Whether backward quantizes the weight, forward did, or a cache has it."""
+    """Backward quantizes the weight, or forward did, or a cache has it."""
     context = context_of(precision, weight_cache=WeightCache() if cached else None)
     x, weight = leaf(32, 64), leaf(48, 64, seed=1)
     for _ in range(2):  # the second call takes the weight from the cache
