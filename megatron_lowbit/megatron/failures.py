@@ -8,12 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.errors import TrainingError, UserError, as_user_error, error_behind
+from megatron_lowbit.errors import TrainingError, UserError, error_behind
 from megatron_lowbit.megatron.arguments.parse import in_one_line
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -67,24 +66,6 @@ def _is_ours(error: Exception) -> bool:
     """Return True if code of this project raised an exception."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return Path(frame.filename).is_relative_to(Path(__file__).parents[1])
-
-
-@contextmanager
-def translate_tokenizer_errors() -> Iterator[None]:
-    """Raise UserError for a tokenizer that Megatron-LM cannot build."""
-    from megatron.training import global_vars
-
-    original = global_vars.build_tokenizer
-
-    def build(args: Namespace) -> Any:
-        with as_user_error(f"--tokenizer-model {args.tokenizer_model}: cannot be loaded"):
-            return original(args)
-
-    global_vars.build_tokenizer = build
-    try:
-        yield
-    finally:
-        global_vars.build_tokenizer = original
 
 
 @contextmanager

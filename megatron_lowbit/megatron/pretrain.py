@@ -86,7 +86,6 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
         container = pretrain_cfg_container_from_args(args, model_config)
     with (
         failures.translate_machine_limits(args),
-        failures.translate_tokenizer_errors(),
         unfilled_memory(args),
         explain_interruption(args),
         validate_once(),

@@ -15,6 +15,7 @@ from megatron_lowbit.conversion.convert import to_megatron
 from megatron_lowbit.conversion.gguf_file import to_gguf
 from megatron_lowbit.data.tokenizer import load_tokenizer
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.arguments.parse import parse_arguments, translate_tokenizer_errors
 
 pytest.importorskip("gguf")
 VALUES = [
@@ -50,8 +51,6 @@ def broken(source, tmp_path) -> Path:
 def start_training(folder: Path) -> None:
     """Build the tokenizer as a training run does."""
     from megatron.training import global_vars
-
-    from megatron_lowbit.megatron.failures import translate_tokenizer_errors
 
     names = ("vocab_file", "merge_file", "chat_template", "special_tokens", "metadata_path",
              "tokenizer_hf_no_use_fast", "tokenizer_hf_no_include_special_tokens",
@@ -152,5 +151,8 @@ def test_files_that_llama_cpp_cannot_have(file, change, message, broken):
 
 def test_a_run_names_the_tokenizer_that_cannot_be_loaded(broken):
     (broken / "tokenizer_config.json").write_text('{"tokenizer_class": 5}')
-    refusal = read(broken, "training")
-    assert refusal is not None and refusal.startswith(f"--tokenizer-model {broken}: cannot be load")
+    sizes = "--num-layers 1 --hidden-size 64 --num-attention-heads 2 --seq-length 32 --lr 1e-3"
+    data = "--max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --mock-data"
+    words = f"{sizes} {data} --tokenizer-type HuggingFaceTokenizer --tokenizer-model".split()
+    with pytest.raises(UserError, match=r"^--tokenizer-model .*broken: cannot be loaded \(Val"):
+        parse_arguments([*words, str(broken)], False)

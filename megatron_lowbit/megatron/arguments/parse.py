@@ -7,9 +7,10 @@ import traceback
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from megatron_lowbit.command_line import CommandLine, asks_for_help
-from megatron_lowbit.errors import UserError, require, say
+from megatron_lowbit.errors import UserError, as_user_error, require, say
 from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
 from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
 from megatron_lowbit.megatron.arguments.parser import (
@@ -236,7 +237,7 @@ def _parse_upstream(tokens: list[str]) -> Namespace:
     from megatron.training.global_vars import unset_global_variables
 
     try:
-        with command_line(tokens):
+        with command_line(tokens), translate_tokenizer_errors():
             args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
         if not args.dry_run:
             check_samples(args)
@@ -266,6 +267,24 @@ def _check_vocabulary(args: Namespace) -> None:
         f"give --padded-vocab-size {rows + -rows % ranks}, also for a checkpoint with {rows} rows: "
         "the other rows stand for no token",
     )
+
+
+@contextmanager
+def translate_tokenizer_errors() -> Iterator[None]:
+    """Raise UserError for a tokenizer that Megatron-LM cannot build."""
+    from megatron.training import global_vars
+
+    original = global_vars.build_tokenizer
+
+    def build(args: Namespace) -> Any:
+        with as_user_error(f"--tokenizer-model {args.tokenizer_model}: cannot be loaded"):
+            return original(args)
+
+    global_vars.build_tokenizer = build
+    try:
+        yield
+    finally:
+        global_vars.build_tokenizer = original
 
 
 def in_one_line(error: Exception) -> str:
