@@ -18,18 +18,24 @@ from megatron_lowbit.megatron.arguments.parse import in_one_line
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = "unexpected pos"
 """Part of the message of torch's checkpoint writer in C++, which raises no OSError."""
+_GROUPS = "parallel_state.py"
+"""Megatron-LM's file that makes process groups."""
 _NO_MEMORY_TEXT = "can't allocate memory"
 """Part of torch's message on a CPU, which is no MemoryError."""
 
 
 @contextmanager
 def translate_assertions() -> Iterator[None]:
-    """Raise UserError with the source line for an assertion that fails in Megatron-LM."""
+    """Raise UserError with the source line for a check that fails in Megatron-LM.
+
+    Checks are assertions, and those of process groups RuntimeErrors.
+    """
     try:
         yield
-    except AssertionError as error:
+    except (AssertionError, RuntimeError) as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
-        if f"{os.sep}megatron{os.sep}" not in frame.filename:
+        is_check = isinstance(error, AssertionError) or frame.filename.endswith(_GROUPS)
+        if f"{os.sep}megatron{os.sep}" not in frame.filename or not is_check:
             raise
         source = f"{Path(frame.filename).name}:{frame.lineno}"
         raise UserError(f"Megatron-LM ({source}): {in_one_line(error)}") from error

@@ -31,6 +31,7 @@ from megatron_lowbit.megatron import (
 )
 from megatron_lowbit.megatron.amax_history import AmaxHistories
 from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
+from megatron_lowbit.megatron.arguments.parse import OF_GPUS
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
 from megatron_lowbit.megatron.graph_weights import GraphWeights
@@ -68,9 +69,7 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     record_recipe(args)
     if args.gradient_accumulation_fusion:
         upstream_gaps.fuse_gradient_accumulation()
-    described = on_described_machine(args)
-    upstream_gaps.check_local_layers(described)
-    upstream_gaps.check_attention_mask(described)
+    upstream_gaps.check_local_layers(on_described_machine(args))
     upstream_gaps.check_saves(args)
     check_loads(args)
     use_gemma_layers(model_config, args)
@@ -110,8 +109,7 @@ def on_described_machine(args: Namespace) -> Namespace:
     """Return the arguments as the machine that a dry run describes has them."""
     if not getattr(args, "dry_run", False):
         return args
-    names = ("cuda_graph_impl", "transformer_impl")
-    return Namespace(**vars(args) | {name: getattr(args, f"{name}_on_gpus") for name in names})
+    return Namespace(**vars(args) | {name: getattr(args, f"{name}_on_gpus") for name in OF_GPUS})
 
 
 def _check(args: Namespace) -> None:

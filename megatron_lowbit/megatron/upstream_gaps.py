@@ -87,6 +87,11 @@ def check_local_layers(args: Namespace) -> None:
         "--disable-bias-linear, or leave it out",
     )
     require(
+        not (args.window_size and args.reset_attention_mask),
+        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
+        "layers with a window ignore the mask; leave out --reset-attention-mask",
+    )
+    require(
         args.cuda_graph_impl != "local",
         "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
         "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
@@ -104,8 +109,6 @@ def check_attention_mask(args: Namespace) -> None:
     if not args.reset_attention_mask:
         return
     idle = "--reset-attention-mask has no effect with"
-    require(not args.window_size, f"{idle} --window-size: layers with a window make their own "
-            "mask; remove --reset-attention-mask")  # fmt: skip
     require(
         args.transformer_impl == "local",
         f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own "

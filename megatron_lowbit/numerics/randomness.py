@@ -147,7 +147,7 @@ def uniform(key_words: Tensor, rows: Tensor, groups: Tensor, bits: int, draw: in
 
     A number is ``1 - (r + 1/2) / 2**bits`` of its bits r: a fraction is larger where the sum of
     fraction and bits exceeds 1. Numbers lie symmetric in (0, 1), so that rounding is unbiased over
-    fractions.
+    fractions; a single fraction is rounded up with the nearest chance in steps of 2**-bits.
     """
     per_group = GROUP * bits // 128
     blocks = (groups[:, None] * per_group + torch.arange(per_group, device=groups.device)).flatten()

@@ -71,6 +71,8 @@ def _read_model(file: str) -> argparse.Namespace:
     parser = CommandParser(prog=file, allow_abbrev=False)
     _add_shape(parser)
     args = parser.parse_known_args([word for word, _ in expanded])[0]
-    of_user, _ = parser.parse_known_args([word for word, of_preset in expanded if not of_preset])
-    args.blocks_of_preset = not of_user.first_last_layers_bf16
+    blocks = ("--first-last-layers-bf16", "--num-layers-at-")
+    args.blocks_of_preset = not any(
+        word.startswith(blocks) for word, of_preset in expanded if not of_preset
+    )
     return args

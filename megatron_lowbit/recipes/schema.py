@@ -153,13 +153,12 @@ class PrecisionSpec(_RoleSettings):
 
         A field that says what holds without it, as a default, is none of them.
         """
-        given = self.model_dump(exclude_unset=True)
-        idle = {}
+        given, idle = self.model_dump(exclude_unset=True), {}
+        computed, in_force = _computed(self.build()), self._in_force()
         for path in leaves(given):
             try:
                 other = PrecisionSpec.model_validate(_without(given, path))
-                same = _computed(other.build()) == _computed(self.build())
-                if same and other._in_force() != self._in_force():
+                if _computed(other.build()) == computed and other._in_force() != in_force:
                     idle[path] = _READERS.get(path[-1], "no GEMM of the config reads it")
             except ValueError:
                 continue  # other fields need it

@@ -85,6 +85,8 @@ MIXTRAL = f"""
     ids=["llama3", "gpt3", "mamba", "mixtral"],
 )
 def test_they_train_two_iterations(script, processes, arguments, recipe, tmp_path):
+    if recipe:
+        arguments = arguments.replace("--fp16", "--bf16")  # recipes refuse FP16
     folders = f"--save {tmp_path} --load {tmp_path} --tensorboard-dir {tmp_path / 'board'}"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",

@@ -248,3 +248,17 @@ def test_each_number_with_each_bad_value(parser):
     numeric = [a.option_strings[0] for a in parser._actions if a.type in (int, float)]
     for flag, value in itertools.product(numeric, ("-1", "0", "nan", "9" * 25)):
         refusal([*TINY, flag, value])
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--window-size 1", "--window-size .*: must be two numbers"),
+        ("--position-embedding-type rope --kv-channels 3", "--kv-channels: must be an even number"),
+        ("--position-embedding-type rope --hidden-size 4", "rotates 1 of a head's 1 --kv-channels"),
+        ("--position-embedding-type rope --rotary-percent 0.2", "rotates 3 of a head's 16"),
+    ],
+)
+def test_widths_of_heads_and_windows(line, message):
+    with pytest.raises(UserError, match=message):
+        arguments.parse_arguments([*TINY, *shlex.split(line)])

@@ -338,7 +338,6 @@ def test_documents_get_masks_beside_a_preset_without_them(capsys):
     [
         ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
         ({"masked_softmax_fusion": True}, "--masked-softmax-fusion"),
-        ({"window_size": (16, 0)}, "--window-size"),
         ({"pipeline_model_parallel_size": 3}, "more than two pipeline stages"),
         ({"virtual_pipeline_model_parallel_size": 2}, "more than two pipeline stages"),
     ],
@@ -346,7 +345,7 @@ def test_documents_get_masks_beside_a_preset_without_them(capsys):
 def test_masks_that_layers_ignore_are_refused(layers, obstacle):
     local = argparse.Namespace(
         reset_attention_mask=True, transformer_impl="local", masked_softmax_fusion=False,
-        window_size=None, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
     )  # fmt: skip
     check_attention_mask(local)
     changed = argparse.Namespace(**vars(local) | layers)
@@ -377,6 +376,14 @@ def test_arguments_without_effect_are_printed(line, shown, capsys):
 def test_arguments_that_end_every_run_are_refused():
     assert "give --init-method-std" in refusal("--init-method-xavier-uniform")
     assert "process groups" in refusal("--lazy-mpu-init")
+    assert "profiler" in refusal("--rl-profile")
+    assert "give --make-vocab-size-divisible-by 1" in refusal("--no-pad-vocab-size")
+    assert "needs --load" in refusal("--no-initialization")
+    assert "a script of your own" in refusal("--dataloader-type external")
+    assert "of text" in refusal("--tokenizer-type NullMultimodalTokenizer")
+    full, several = "--full-validation", "--multiple-validation-sets"
+    assert refusal(full) == f"{full} needs {several}"
+    assert refusal(several) == f"{several} needs {full}"
     assert refusal("--precision-recipe mxfp8 --mxnorm-p 1") == "--mxnorm-p needs --mxnorm"
     assert refusal("--gpu h200") == "--gpu needs --dry-run"
 

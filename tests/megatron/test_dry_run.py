@@ -152,6 +152,30 @@ def test_recipe_parameters_memory_and_time_are_printed_once(model, capsys):
     assert shown.rstrip().endswith("dry run: nothing was trained, nothing was written")
 
 
+def test_layers_and_products_are_those_of_the_gpus_that_are_described(capsys):
+    """Megatron-LM's default there is Transformer Engine's layers."""
+    line = f"{LAYERS} --precision-recipe mxfp8"
+    shown = run(f"{line} --gpu h100", capsys)
+    assert "planned for 1 x NVIDIA H100" in shown and "as --gpu asks" in shown
+    assert "quantization engine: fused (GPU of compute capability 9.0)" in shown
+    assert ": folded to FP8 tensors, " in shown
+    assert "transformer layers: transformer_engine" in shown
+    assert "mxfp8: this project's kernels" in shown
+    assert "mxfp8: Transformer Engine's MXFP8BlockScaling" in run(f"{line} --gpu b200", capsys)
+    shown = run(f"{line} --transformer-impl local --quantization-engine reference", capsys)
+    assert "transformer layers: local" in shown and "local layers, BF16" in shown
+    assert "quantization engine: reference (asked for)" in shown
+
+
+def test_what_gpus_refuse_is_refused(capsys):
+    with pytest.raises(UserError, match="its causal layers make their own mask"):
+        run(f"{LAYERS} --reset-attention-mask", capsys)
+    local = f"{LAYERS} --reset-attention-mask --transformer-impl local"
+    with pytest.raises(UserError, match="give --no-masked-softmax-fusion"):
+        run(local, capsys)
+    run(f"{local} --no-masked-softmax-fusion", capsys)
+
+
 def test_the_table_is_of_the_whole_model(capsys):
     shown = run(f"{LAYERS} --fp8-recipe fp8-tile {LAYOUTS['PP2'][1]}", capsys, 2)
     assert "of 16 linear layers quantized" in shown

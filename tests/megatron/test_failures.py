@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import TrainingError, UserError
 from megatron_lowbit.megatron.failures import (
+    translate_assertions,
     translate_machine_limits,
     translate_missing_packages,
     translate_model_errors,
@@ -60,3 +61,18 @@ def test_a_model_that_cannot_be_built(error):
     refused = pytest.raises(UserError, match=r"^Megatron-LM cannot build the model: .*Error: ")
     with refused, translate_model_errors():
         raise error
+
+
+def test_process_groups_that_do_not_fit_the_ranks():
+    from megatron.core import parallel_state
+
+    refused = pytest.raises(
+        UserError, match=r"parallel_state.py:\d+\): world_size .* not divisible"
+    )
+    with pytest.MonkeyPatch.context() as patch, refused, translate_assertions():
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 1)
+        patch.setattr(torch.distributed, "get_rank", lambda: 0)
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with pytest.raises(RuntimeError, match="another"), translate_assertions():
+        raise RuntimeError("another")

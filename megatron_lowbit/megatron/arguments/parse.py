@@ -30,6 +30,7 @@ _REFUSED = {
     # With these Megatron-LM 0.19.2 ends every run in an error of Python.
     "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
     "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; leave it out",
+    "--rl-profile": "its profiler is not in Megatron-LM's package; leave it out",
 }
 """Arguments that no run supports, and why."""
 _NOT_WITH_SFT = (
@@ -44,6 +45,10 @@ _OF_QUANTIZED_LAYERS = (
     "--eval-precision", "--quantization-engine", "--log-quantization-error-interval",
     "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
 )  # fmt: skip
+OF_GPUS = ("cuda_graph_impl", "transformer_impl", "masked_softmax_fusion")
+"""Attributes that a CPU changes and that decide what a run on GPUs supports."""
+_FULL = ("--full-validation", "--multiple-validation-sets")
+"""Arguments of which Megatron-LM evaluates with both only."""
 _NEVER = 10**9
 """Interval that is longer than any run, in iterations."""
 
@@ -60,8 +65,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     Returns:
         Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
         the tokens that Megatron-LM parsed; ``given``: the command line;
-        ``cuda_graph_impl_on_gpus``, ``transformer_impl_on_gpus``: those of a machine with GPUs,
-        where this one has none.
+        ``cuda_graph_impl_on_gpus`` and others of ``OF_GPUS``: those of a machine with GPUs, where
+        this one has none.
 
     Raises:
         UserError: an argument is unknown, has an invalid value, or contradicts another one.
@@ -88,8 +93,8 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     parsed.upstream_command_line = tokens
     parsed.given = given
     found = args if machine.capability is None else parsed
-    parsed.cuda_graph_impl_on_gpus = found.cuda_graph_impl
-    parsed.transformer_impl_on_gpus = found.transformer_impl
+    for name in OF_GPUS:
+        setattr(parsed, f"{name}_on_gpus", getattr(found, name))
     return parsed
 
 
@@ -121,6 +126,14 @@ def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
         require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
                 "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
     check_loads(args)
+    for flag, other in (_FULL, _FULL[::-1]):
+        require(flag not in words or other in words, f"{flag} needs {other}")
+    require(args.dataloader_type != "external", "--dataloader-type external: the loaders are those "
+            "of a script of your own")  # fmt: skip
+    multimodal = "Multimodal" in (args.tokenizer_type or "")
+    require(not multimodal, f"--tokenizer-type {args.tokenizer_type}: the models are of text")
+    require(args.pad_vocab_size or args.padded_vocab_size is not None, "--no-pad-vocab-size: "
+            "Megatron-LM trains without a size; give --make-vocab-size-divisible-by 1")  # fmt: skip
     require(args.perform_initialization or args.load or args.pretrained_checkpoint,
             "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
             "values that memory happens to hold")  # fmt: skip
@@ -136,8 +149,7 @@ def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[st
     Returns:
         Lines to print that explain the changes.
     """
-    for flag in ("--world-size", "--gpu"):
-        words.remove(flag)
+    words.remove("--world-size")
     if args.dry_run:
         # Megatron-LM opens its writers while it parses the arguments.
         for flag in ("--tensorboard-dir", "--wandb-project"):

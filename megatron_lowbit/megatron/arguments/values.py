@@ -179,6 +179,7 @@ def check_values(parser: argparse.ArgumentParser, args: Namespace, words: Comman
                     f"{action.option_strings[0]} {number}: must be {_bounds(action).words}",
                 )
     _check_split(args.split)
+    _check_attention(args)
     _check_layout(args.pipeline_model_parallel_layout)
     require(
         args.recompute_num_layers != 0 or args.recompute_method != "uniform",
@@ -194,6 +195,21 @@ def in_range(action: argparse.Action, number: float) -> bool:
 
 def _bounds(action: argparse.Action) -> _Range:
     return RANGES.get(action.option_strings[0], _INT if action.type is int else _FLOAT)
+
+
+def _check_attention(args: Namespace) -> None:
+    """Check widths of heads and windows, with which Megatron-LM computes before it checks them."""
+    window = args.window_size
+    require(
+        window is None or len(window) == 2,
+        f"--window-size {window}: must be two numbers, such as 127,0",
+    )
+    heads = args.num_attention_heads
+    if args.position_embedding_type == "rope" and not args.multi_latent_attention and heads:
+        width = args.kv_channels or (args.hidden_size or 0) // heads
+        rotated = int(width * args.rotary_percent)
+        require(rotated % 2 == 0, f"--position-embedding-type rope rotates {rotated} of a head's "
+                f"{width} --kv-channels: must be an even number")  # fmt: skip
 
 
 def _check_split(split: str | None) -> None:

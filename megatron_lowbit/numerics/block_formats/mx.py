@@ -10,7 +10,7 @@ naming of torchao. Exponents come from the bits of FP32 numbers, never from a ro
 
 clamped to [-127, 127]. ``three_quarters`` ("Training LLMs with MXFP4", arXiv 2502.20586, algorithm
 2) multiplies the scaled elements by 3/4, so that ``floor`` never clips, and decodes with 4/3: with
-stochastic rounding every element is unbiased.
+stochastic rounding every element is unbiased, to 1/512 of a step with the 8 bits of E2M1.
 
 A block of zeros has scale 2**-127. A NaN or an infinity makes its block's scale, and so all of the
 block, NaN: so does microxcaling, the emulation of the specification's authors. (The specification

@@ -1,0 +1,117 @@
+"""The plan of a dry run is that of ``lowbit-plan --as-given``, on whatever machine it is made."""
+
+import shlex
+from itertools import takewhile
+from pathlib import Path
+
+import pytest
+
+from megatron_lowbit.command_line import shipped_presets
+from megatron_lowbit.console import plain_console
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.planning.command import main as lowbit_plan
+from megatron_lowbit.planning.run_plan import describe_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 32000 --bf16"
+SHARDED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+LLAMA = f"@llama3-8b --global-batch-size 64 {SHARDED}"
+# Arguments of Megatron-LM's functional tests, without folders and logs.
+GPT3_7B = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention
+    --num-query-groups 8 --untie-embeddings-and-output-weights --micro-batch-size 1
+    --global-batch-size 8 --seq-length 8192 --max-position-embeddings 8192 --train-iters 25
+    --lr 0.00015 --lr-decay-iters 320000 --distributed-backend nccl --eval-interval 1000
+    --transformer-impl transformer_engine --deterministic-mode --no-gradient-accumulation-fusion
+    --use-mcore-models --ckpt-format torch_dist --async-save --use-persistent-ckpt-worker"""
+MOE = """--num-layers 12 --hidden-size 512 --num-attention-heads 8 --swiglu --disable-bias-linear
+    --num-experts 8 --moe-router-topk 2 --moe-grouped-gemm --moe-permute-fusion
+    --moe-token-dispatcher-type alltoall --seq-length 1024 --max-position-embeddings 1024
+    --micro-batch-size 2 --train-iters 50 --lr 1e-4 --disable-bias-linear --normalization RMSNorm"""
+LISTS = [  # GPUs and arguments
+    (8, f"{LLAMA} --grad-reduce-in-bf16 --cross-entropy-loss-fusion"),
+    (8, f"{LLAMA} --precision-recipe nvfp4 --tensor-model-parallel-size 8 --sequence-parallel"),
+    (8, f"{LLAMA} --transformer-impl local --fp8-recipe fp8-tile --cross-entropy-loss-fusion"),
+    (16, f"{LLAMA} --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2"),
+    (8, f"{LLAMA} --recompute-granularity full --recompute-method uniform "
+        "--recompute-num-layers 1"),
+    (8, f"{LLAMA} --use-precision-aware-optimizer --main-grads-dtype bf16 --exp-avg-dtype bf16 "
+        f"--exp-avg-sq-dtype bf16"),
+    (8, f"{LLAMA} --precision-recipe nvfp4 --quantized-param-gather"),
+    (4, f"{LLAMA} --cuda-graph-impl local --precision-recipe fp8-tile --eval-iters 0"),
+    (8, f"{LLAMA} --fp8-format hybrid --fp8-recipe blockwise"),
+    (8, "@hybrid-12b --precision-recipe fp8-tile-e4m3 --tensor-model-parallel-size 8 "
+        "--sequence-parallel"),
+    (4, GPT3_7B + " --pipeline-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 1"),
+    (4, GPT3_7B + " --tensor-model-parallel-size 4 --micro-batch-size 2"),
+    (8, MOE + " --expert-model-parallel-size 2"),
+    (8, MOE + " --expert-model-parallel-size 4 --fp8-recipe mxfp8 --tensor-model-parallel-size 2 "
+              "--sequence-parallel"),
+    (64, "@llama3-70b --tensor-model-parallel-size 8 --sequence-parallel --global-batch-size 64 "
+         + SHARDED),
+    (8, "@qwen3-30b-a3b --expert-model-parallel-size 8 --moe-grouped-gemm --global-batch-size 64"),
+    *[(8, f"@{Path(name).stem} --global-batch-size 256 {SHARDED}") for name in shipped_presets()
+      if "405b" not in name and "70b" not in name and "30b" not in name],
+]  # fmt: skip
+SMALL = [2, 3, 8, 12]
+"""Numbers of lists for every run of the tests."""
+
+
+def words(line: str) -> list[str]:
+    line = f"{line} {DATA}"
+    return [f"@{EXAMPLES / w[1:]}.args" if w[0] == "@" else w for w in shlex.split(line)]
+
+
+def planned(given: list[str], gpus: int, kind: str, capsys) -> str:
+    """Return the printed plan of a dry run."""
+    for line in describe_plan(given, gpus, kind, "as --gpu asks"):
+        plain_console(130).print(line)
+    return capsys.readouterr().out
+
+
+def tables(output: str) -> list[str]:
+    """Return the lines from the table of memory on, without the last words of a dry run."""
+    lines = output.splitlines()
+    first = next(n for n, line in enumerate(lines) if "GiB on a rank of a stage" in line)
+    return [
+        line.rstrip()
+        for line in takewhile(lambda line: not line.startswith("dry run"), lines[first:])
+    ]
+
+
+def test_there_are_thirty_lists():
+    assert len(LISTS) >= 30
+
+
+@pytest.mark.parametrize("number", SMALL)
+def test_the_plan_is_of_the_arguments_as_given(number, capsys):
+    gpus, line = LISTS[number]
+    lowbit_plan(["--gpu", "h200", "--gpus", str(gpus), "--as-given", *words(line)])
+    expected = tables(capsys.readouterr().out)
+    given = [*words(line), "--dry-run", "--world-size", str(gpus), "--gpu", "h200"]
+    assert tables(planned(given, gpus, "h200", capsys)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("gpus", "line"), LISTS)
+def test_a_dry_run_prints_the_plan_of_lowbit_plan(gpus, line, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    lowbit_plan(["--gpus", str(gpus), "--as-given", *words(line)])
+    expected = tables(capsys.readouterr().out)
+    pretrain.main([*words(line), "--dry-run", "--world-size", str(gpus)])
+    assert tables(capsys.readouterr().out) == expected
+
+
+@pytest.mark.parametrize(("flags", "gib"), [("", "29.92"), ("--grad-reduce-in-bf16", "14.96")])
+def test_main_gradients_have_the_bytes_that_are_asked_for(flags, gib, capsys):
+    """8,030,261,248 parameters of 4 or 2 bytes."""
+    line = f"@{EXAMPLES / 'llama3-8b'}.args --vocab-size 128256 --bf16 {flags} --dry-run"
+    rows = planned(line.split(), 8, "h200", capsys).splitlines()
+    (row,) = (row for row in rows if "main gradients" in row)
+    assert row.split("│")[2].strip() == gib == f"{8_030_261_248 * (2 if flags else 4) / 2**30:.2f}"
+
+
+def test_a_kind_of_gpu_without_figures_is_refused(capsys):
+    line = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --lr 1"
+    line += " --max-position-embeddings 32 --micro-batch-size 1 --train-iters 1 --dry-run"
+    with pytest.raises(ValueError, match="--gpu h300: not in the table, use h200"):
+        pretrain.main([*words(line), "--gpu", "h300"])
