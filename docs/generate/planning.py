@@ -186,33 +186,33 @@ def long_steps(results: Path) -> str:
 
 
 CLUSTERS = {
-    "hybrid-12b": ("131072", [
+    "hybrid-12b": (["131072"], [
         ("h100", 736, "bf16"), ("h200", 736, "bf16"), ("h200", 736, "fp8-tile"),
         ("h200", 2944, "fp8-tile"), ("b200", 736, "mxfp8"), ("b200", 736, "nvfp4"),
         ("b200", 2944, "nvfp4"),
     ]),
-    "llama3-405b": ("128256", [
+    "llama3-405b": (["128256"], [
         ("h100", 9216, "bf16"), ("h200", 9216, "bf16"), ("h200", 9216, "fp8-tile"),
         ("h200", 4608, "fp8-tile"), ("b200", 4608, "mxfp8"), ("b200", 4608, "nvfp4"),
-        ("b200", 9216, "nvfp4"),
+        ("b200", 9216, "nvfp4"), ("b200", 512, "nvfp4"), ("b200", 1024, "nvfp4"),
     ]),
-    "llama3-70b": ("128256", [
+    "llama3-70b": (["128256"], [
         ("h100", 1024, "fp8-tensorwise"), ("h200", 1024, "fp8-tensorwise"),
         ("b200", 1024, "mxfp8"), ("b200", 1024, "nvfp4"),
     ]),
-    "qwen3-30b-a3b": ("151936", [
+    "qwen3-30b-a3b": (["151936", "--moe-grouped-gemm"], [
         ("h100", 256, "fp8-tensorwise"), ("h200", 256, "fp8-tensorwise"), ("b200", 256, "mxfp8"),
     ]),
 }  # fmt: skip
-"""Presets, their vocabulary, and what each is planned for: GPU, how many, recipe."""
+"""Presets, their vocabulary and more arguments; GPU, number and recipe of each of their plans."""
 
 
 def calculated(preset: str) -> str:
     """Return the fastest layout of a preset on each of its clusters."""
-    vocabulary, clusters = CLUSTERS[preset]
+    (vocabulary, *more), clusters = CLUSTERS[preset]
     lines = []
     for kind, gpus, recipe in clusters:
-        words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe]
+        words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe, *more]
         training = TrainingArguments(words)
         device = Device(gpu(kind), True, "mamba-ssm")
         every = candidates(training, gpus, GPUS_PER_NODE)

@@ -63,10 +63,10 @@ def changes(found: Plan, gpus: int, as_given: bool) -> Iterator[str]:
         speed = after.tokens_per_second / before.tokens_per_second
         memory = estimates[0].most_memory / before.most_memory
         if max(abs(speed - 1), abs(memory - 1)) >= _A_TENTH:
-            where = "" if after.layout == before.layout else ", in another layout"
+            where = "" if after.layout == before.layout else " in another layout"
             yield (
-                f"{' '.join(change)} would give {speed:.2f} times the tokens/s{where}, and this "
-                f"layout {memory:.2f} times the GiB"
+                f"{' '.join(change)}: {speed:.2f}x the tokens/s{where}, "
+                f"{memory:.2f}x the memory of this layout"
             )
 
 

@@ -93,7 +93,7 @@ def _show_command(console: Console, own: Namespace, found: Plan) -> None:
         own.gpus, own.gpus_per_node, found.device.gpu,
     )  # fmt: skip
     if added:
-        line = f"added since nobody gave them and training needs them: {' '.join(added)}"
+        line = f"added because the run needs them: {' '.join(added)}"
         console.print(line, highlight=False, soft_wrap=True)
     console.print(command, highlight=False, soft_wrap=True)
 
