@@ -24,7 +24,12 @@ from megatron_lowbit.conversion.layouts.stacked_experts import check_experts, st
 from megatron_lowbit.conversion.lazy_tensors import check_names, lazy_chunk, lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantization_report import finish
-from megatron_lowbit.conversion.quantized import QuantizedAs, plan_quantization, quantized_tensors
+from megatron_lowbit.conversion.quantized import (
+    QuantizedAs,
+    plan_quantization,
+    quantized_tensors,
+    recipe_digest,
+)
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, open_folder
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.json_files import read_object
@@ -141,8 +146,9 @@ def to_hugging_face(
         contents = quantized_tensors(tensors, rules, wanted, plan)
     contents = stack_experts(contents, config)
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
-            "files": checkpoint.fingerprint(), "quantized": repr((quantized, plan and plan.recipe)),
-            "config": config, "dtype": dtype, "shard_bytes": shard_bytes}  # fmt: skip
+            "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
+            "recipe": quantized and recipe_digest(quantized, checkpoint), "dtype": dtype,
+            "shard_bytes": shard_bytes}  # fmt: skip
     with resumable_output(output, force, task, len(contents)) as partial:
         write_tensors(partial, contents, shard_bytes)
         copy_companions(companions, partial.path, config)

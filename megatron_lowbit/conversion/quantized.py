@@ -28,7 +28,7 @@ from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
 from megatron_lowbit.recipes import OPERANDS, GemmPrecision, Layer, Recipe, load_recipes
 from megatron_lowbit.recipes.precision import GEMM_ROLES
-from megatron_lowbit.recipes.record import difference, recipe_from, record_of
+from megatron_lowbit.recipes.record import difference, digest, recipe_from, record_of
 
 _FORMATS_ADVICE = "the checkpoint names its recipe; name it by --recipe"
 _LINEAR = re.compile(r"(decoder\.layers\.)(.*\b(?:linear_\w+|in_proj|out_proj))\.weight(\.\w+)?")
@@ -163,6 +163,14 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
         if checkpoint.recipe_record is None:
             return load_recipes(names, overrides)
         return recipe_from(checkpoint.recipe_record, f"{checkpoint.path}: recipe")
+
+
+def recipe_digest(wanted: QuantizedAs, checkpoint: Checkpoint) -> str:
+    """Return the digest of the text of the recipe that :func:`recipe_of` loads."""
+    if not wanted.recipes and checkpoint.recipe_record is not None:
+        return digest(checkpoint.recipe_record)
+    source = wanted if wanted.recipes else checkpoint
+    return digest(record_of(source.recipes, source.recipe_set))
 
 
 def _changed_since(checkpoint: Checkpoint) -> str | None:

@@ -11,7 +11,6 @@ from megatron_lowbit.megatron import allreduce_norm
 from megatron_lowbit.megatron.mxnorm import mxnorm_layers
 from megatron_lowbit.recipes import Layer, Recipe, precision_table
 from megatron_lowbit.recipes.precision import GemmPrecision
-from megatron_lowbit.transformer_engine.native import kernels
 
 
 def describe(
@@ -76,6 +75,8 @@ def _product(gemm: GemmPrecision, engine: Engine) -> str:
 
 def _kernels(recipe: Recipe, layers: Iterable[Layer], capability: tuple[int, int]) -> Iterable[str]:
     """Describe the kernels of each configuration in Transformer Engine's layers."""
+    from megatron_lowbit.transformer_engine.native import kernels
+
     lines = {}
     for layer in layers:
         name = recipe.config_for(layer) or "high precision"

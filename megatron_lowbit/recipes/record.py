@@ -137,7 +137,9 @@ def _meaning(record: Record) -> tuple[Any, ...]:
     quantizes = recipe is not None and (
         recipe.oscillation or any(precision.quantized for precision in recipe.precisions())
     )
-    return repr(recipe) if quantizes else "", record["format_files"], record["megatron_lm"]
+    order = [list(raw.get("matchers", ())) for raw in (*raws, *targets)]
+    what = (recipe, order) if quantizes else None
+    return what, record["format_files"], record["megatron_lm"]
 
 
 def _fields(record: Record) -> Iterator[tuple[str, Any]]:

@@ -52,6 +52,9 @@ def resumed(start, corpus, folder, monkeypatch) -> Namespace:
     return Namespace(
         load=str(start.parent),
         ckpt_step=None,
+        pretrained_checkpoint=None,
+        non_persistent_ckpt_type=None,
+        non_persistent_global_ckpt_dir=None,
         finetune=False,
         skip_train=False,
         phase_transition_iterations=None,

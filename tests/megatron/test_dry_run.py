@@ -116,7 +116,7 @@ def test_layers_that_recipes_are_shown_for_are_the_models(pattern, rank):
 
 def test_blocks_that_local_layers_lack_are_refused():
     """Megatron-LM would build modules that return their input."""
-    args = parse(HYBRID.replace("M-M*ME", "M-G"))
+    args = parse(HYBRID.replace("M-M*ME", "M-G") + " --transformer-impl local")
     with pytest.raises(
         UserError, match="M-G with --transformer-impl local: D and G would be empty"
     ):

@@ -20,7 +20,7 @@ FINE = {
     "reset_attention_mask": False, "layernorm_zero_centered_gamma": False,
     "quantized_param_gather": False, "virtual_pipeline_model_parallel_size": None,
     "async_save": False, "use_megatron_fsdp": False, "mtp_num_layers": None,
-    "non_persistent_ckpt_type": None, "enable_msc": False,
+    "non_persistent_ckpt_type": None, "enable_msc": False, "hybrid_layer_pattern": None,
 }  # fmt: skip
 
 

@@ -109,13 +109,13 @@ def test_the_recipe_of_a_switch_counts(tmp_path, mine):
 
 
 def test_the_content_of_a_format_file_counts(tmp_path, mine):
-    edit(mine, "configs:\n", "formats: [mine.py]\nconfigs:\n")
-    (tmp_path / "mine.py").write_text(FORMAT)
+    edit(mine, "configs:\n", "formats: [counted.py]\nconfigs:\n")
+    (tmp_path / "counted.py").write_text(FORMAT)
     before = record_of([str(mine)])
     moved = before | {"recipes": [before["recipes"][0].replace(str(tmp_path), "/elsewhere")]}
     assert difference(before, moved) is None
-    changed = before | {"format_files": {"mine.py": "0" * 64}}
-    assert difference(before, changed).startswith("recipe nvfp4 with mine.py ")
+    changed = before | {"format_files": {"counted.py": "0" * 64}}
+    assert difference(before, changed).startswith("recipe nvfp4 with counted.py ")
 
 
 def test_digests_are_those_of_content(mine):
