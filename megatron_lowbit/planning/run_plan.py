@@ -53,3 +53,4 @@ def describe_plan(training: Sequence[str], gpus: int, kind: str, why: str) -> It
     yield f"planned for {gpus} x {device.gpu.name} ({why}), {layers}, BF16"
     yield report.memory_table(found, usable_bytes(device))
     yield report.time_table(found, device, plan.tokens)
+    yield from report.routing_notes(plan.parts, plan.recipe, device)

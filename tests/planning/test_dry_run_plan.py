@@ -52,7 +52,7 @@ LISTS = [  # GPUs and arguments
     *[(8, f"@{Path(name).stem} --global-batch-size 256 {SHARDED}") for name in shipped_presets()
       if "405b" not in name and "70b" not in name and "30b" not in name],
 ]  # fmt: skip
-SMALL = [2, 3, 8, 12]
+SMALL = [1, 2, 8, 12]
 """Numbers of lists for every run of the tests."""
 
 
