@@ -1,4 +1,4 @@
-"""Plan of one run for ``--dry-run``: the plan of ``lowbit-plan --as-given``."""
+"""Plan of one run for ``--dry-run``: the tables and notes of ``lowbit-plan --as-given``."""
 
 from collections.abc import Iterator, Sequence
 

@@ -349,6 +349,9 @@ def test_an_ended_command_leaves_no_worker_and_no_file(long_command, number, wor
     os.kill(process.pid, number)
     _, errors = process.communicate(timeout=60)  # at the end of the workers, which have the pipe
     assert (process.returncode, errors) == (143 if number == signal.SIGTERM else -9, b"")
+    deadline = time.monotonic() + 60
+    while processes_of_group(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.05)  # a worker closes the pipe before it ends
     assert processes_of_group(process.pid) == [] and os.listdir(output) == []
 
 

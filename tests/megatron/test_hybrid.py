@@ -166,7 +166,10 @@ def test_hybrids_of_all_layers_have_the_best_scan(layers, monkeypatch, capsys):
     monkeypatch.setattr(f"{place}.use_best_scan", lambda: "the best")
     monkeypatch.setattr(f"{place}.apply_ignored_arguments", lambda config, args: [])
     monkeypatch.setattr(f"{place}.use_recipe", lambda config, args: None)
-    assert model_config_of(SimpleNamespace(hybrid_layer_pattern="M*")) is config
+    assert (
+        model_config_of(SimpleNamespace(hybrid_layer_pattern="M*", reset_attention_mask=False))
+        is config
+    )
     assert "Mamba scan: the best" in capsys.readouterr().out
 
 

@@ -52,6 +52,7 @@ LISTS = [  # GPUs and arguments
     *[(8, f"@{Path(name).stem} --global-batch-size 256 {SHARDED}") for name in shipped_presets()
       if "405b" not in name and "70b" not in name and "30b" not in name],
 ]  # fmt: skip
+_ENDS = ("dry run", "--", "added because", "torchrun", "lowbit-pretrain")
 SMALL = [1, 2, 8, 12]
 """Numbers of lists for every run of the tests."""
 
@@ -69,12 +70,14 @@ def planned(given: list[str], gpus: int, kind: str, capsys) -> str:
 
 
 def tables(output: str) -> list[str]:
-    """Return the lines from the table of memory on, without the last words of a dry run."""
+    """Return the lines from the table of memory on.
+
+    The last words of a dry run, and the advice and the command of lowbit-plan, are not among them.
+    """
     lines = output.splitlines()
     first = next(n for n, line in enumerate(lines) if "GiB on a rank of a stage" in line)
     return [
-        line.rstrip()
-        for line in takewhile(lambda line: not line.startswith("dry run"), lines[first:])
+        line.rstrip() for line in takewhile(lambda line: not line.startswith(_ENDS), lines[first:])
     ]
 
 
