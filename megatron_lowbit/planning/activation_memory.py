@@ -113,7 +113,9 @@ def _reuses_input(args: Namespace, part: Part) -> bool:
     """
     if part.kind != "attention":
         return False
-    recomputed = args.recompute_granularity == "selective" and "core_attn" in args.recompute_modules
+    # Megatron-LM recomputes attention where no module is named.
+    modules = args.recompute_modules or ["core_attn"]
+    recomputed = args.recompute_granularity == "selective" and "core_attn" in modules
     again = args.transformer_impl == "transformer_engine" and not recomputed
     return again or _bytes_of_input(part.second) is None
 

@@ -123,6 +123,10 @@ def check_plannable(args: Namespace) -> None:
     """Raise UserError for a model or a layout that plans do not describe."""
     unknown = sorted(set(args.hybrid_layer_pattern or "") - {*BLOCKS, "|"})
     expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    require(
+        args.num_experts is not None or "E" not in (args.hybrid_layer_pattern or ""),
+        f"--hybrid-layer-pattern {args.hybrid_layer_pattern}: E needs --num-experts",
+    )
     tensor, heads, groups = (
         args.tensor_model_parallel_size, args.num_attention_heads, query_groups(args)
     )  # fmt: skip

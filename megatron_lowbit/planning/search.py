@@ -147,8 +147,7 @@ def vocabulary_size(args: Namespace) -> int:
     if args.padded_vocab_size is not None:
         return int(args.padded_vocab_size)
     if args.vocab_size is not None:
-        require(args.vocab_size > 0, f"--vocab-size {args.vocab_size}: must be positive")
-        return args.vocab_size
+        return int(args.vocab_size)
     require(
         args.tokenizer_model is not None,
         "--vocab-size is missing: give the tokenizer's size, or the tokenizer by --tokenizer-model",

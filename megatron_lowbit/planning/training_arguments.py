@@ -22,6 +22,7 @@ from megatron_lowbit.megatron.arguments.parser import (
     read_command_line,
 )
 from megatron_lowbit.megatron.arguments.precision import Machine, translate_precision
+from megatron_lowbit.megatron.arguments.values import check_values
 
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args
@@ -47,7 +48,9 @@ class TrainingArguments:
     """
 
     def __init__(self, words: Sequence[str]) -> None:
-        args, self._command_line = read_command_line(front_parser(), words)
+        parser = front_parser()
+        args, self._command_line = read_command_line(parser, words)
+        check_values(parser, args, self._command_line)
         self.flags = args
         self.given = deepcopy(self._command_line)
         self.remove("--dry-run", "--world-size", "--gpu")

@@ -84,6 +84,11 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
         f"--gpus 8 {LLAMA_8B} --mtp-num-layers 1": "no layout is possible; --mtp-num-layers",
         f"--gpus 8 {LLAMA_8B} --as-given --context-parallel-size 2": "do not cover",
         f"--gpus 37 {LLAMA_8B}": "--gpus 37: no layout is possible; --global-batch-size",
+        f"--gpus 8 {LLAMA_8B} --context-parallel-size 0": "--context-parallel-size 0: must be at",
+        f"--gpus 8 {LLAMA_8B} --padded-vocab-size 0": "--padded-vocab-size 0: must be at least 1",
+        f"--gpus 2 @{EXAMPLES}/hybrid-tiny.args --vocab-size 100 --hybrid-layer-pattern M*-E": (
+            "E needs --num-experts"
+        ),
         f"--gpus 8 {LLAMA_8B} --tokens -3": "--tokens -3.0: must be positive",
         f"--gpus 8 {LLAMA_8B} --recipes bf16,nvfp5": "nvfp5",
         f"--gpus 8 {LLAMA_8B} --recipes bf16 --precision-recipe nvfp4": (
@@ -216,6 +221,12 @@ def test_a_search_takes_no_notice_of_the_layout_that_is_given(given_too):
         assert args.sequence_parallel == (layout.tensor > 1)
         assert args.pipeline_model_parallel_size == layout.pipeline
         assert (args.virtual_pipeline_model_parallel_size or 1) == layout.virtual
+
+
+def test_selective_recomputation_is_of_attention_if_no_module_is_named():
+    model = f"{LLAMA_8B} --precision-recipe nvfp4 --recompute-granularity selective"
+    named = planned(f"{model} --recompute-modules core_attn").memory
+    assert planned(model).memory == named != planned(f"{model} --recompute-modules mlp").memory
 
 
 def test_more_never_takes_less():
