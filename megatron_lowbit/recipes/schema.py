@@ -74,13 +74,14 @@ class OperandSpec(BaseModel):
         options = self.model_extra or {}
         given = {name: value for name, value in options.items() if value is not None}
         keys = operand_keys(self.format)
-        # An option that no format has is a slip of the pen even where it is null.
-        known = {name for format in FORMATS for name in operand_keys(format)}
-        wrong = sorted((given.keys() - set(keys)) | (options.keys() - known))
-        if wrong:
-            raise ValueError(
-                f"{wrong[0]}: no such key with format {self.format}; use one of {', '.join(keys)}"
-            )
+        if other := options.keys() - set(keys):
+            # An option that no format has is a typo even if its value is null.
+            known = {name for format in FORMATS for name in operand_keys(format)}
+            if wrong := sorted((given.keys() & other) | (other - known)):
+                raise ValueError(
+                    f"{wrong[0]}: no such key with format {self.format}; "
+                    f"use one of {', '.join(keys)}"
+                )
         if self.format is None:
             return None
         format = format_by_name(self.format, **given)

@@ -25,7 +25,8 @@ GRAPHS = PAIR._replace(features=("graphs", "switch"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="judges what a CPU refuses")
-@pytest.mark.parametrize("parity", [[], pytest.param([PAIR], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parity", [[], [PAIR]])
 def test_the_cheapest_cells(start_script, tmp_path, parity):
     """Cells that are equal, refused, and impossible without a GPU; one at parity has two ranks.
 

@@ -16,6 +16,7 @@ from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.conversion.verify import verify
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import quantize
+from tests.marks import others_slow
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +206,7 @@ def test_verify_loads_the_biases_of_the_router(sources, tmp_path):
 TILES = "fp8-128x128-e4m3"
 
 
-@pytest.mark.parametrize("name", ["qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize("name", others_slow(["qwen3-moe", "deepseek-v3"], ["qwen3-moe"]))
 def test_fp8_blocks_there_and_back(name, tmp_path):
     """Codes and scales of training's weights, of experts, shared experts and projections alike."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}

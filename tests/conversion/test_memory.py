@@ -31,6 +31,7 @@ def peaks(tmp_path_factory) -> dict:
     return json.loads(result.stdout.splitlines()[-1]) | {"shard": largest, "model": model}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", ["to-megatron", "to-hugging-face"])
 def test_the_peak_is_two_files_at_most(peaks, direction):
     """Above what the interpreter had before; mapped pages of files count."""

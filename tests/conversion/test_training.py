@@ -62,7 +62,7 @@ def model_tensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", others_slow(SOURCES, ("tied llama", "nemotron-h", "deepseek-v3")))
+@pytest.mark.parametrize("name", others_slow(SOURCES, ("tied llama", "nemotron-h")))
 def test_a_converted_model_is_trained(name, tmp_path):
     """A step with a rate of 0 leaves every tensor as it was; one more with another changes it."""
     torch.manual_seed(0)
@@ -85,6 +85,7 @@ def test_a_converted_model_is_trained(name, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_larger_vocabulary_and_the_checkpoint_s_own_arguments(tmp_path):
     """Rows that only pad are allowed, for tensor parallelism; --use-checkpoint-args knows all."""
     torch.manual_seed(0)

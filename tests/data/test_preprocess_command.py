@@ -27,6 +27,7 @@ from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.preprocess_command import main
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
+from tests.marks import others_slow
 
 COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import preprocess; preprocess()"]
 SUFFIXES = ("bin", "idx", "json")
@@ -341,7 +342,10 @@ def processes_of_group(leader: int) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("number", "workers"), [(signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGTERM, 1)]
+    ("number", "workers"),
+    others_slow(
+        [(signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGTERM, 1)], [(signal.SIGKILL, 2)]
+    ),
 )
 def test_an_ended_command_leaves_no_worker_and_no_file(long_command, number, workers):
     """The signal reaches only the command, as that of a container or a batch system."""
@@ -355,6 +359,7 @@ def test_an_ended_command_leaves_no_worker_and_no_file(long_command, number, wor
     assert processes_of_group(process.pid) == [] and os.listdir(output) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_the_system_ends_is_one_line(long_command):
     process, output = long_command(2)
     while len(workers := set(processes_of_group(process.pid)) - {process.pid}) < 2:

@@ -5,7 +5,6 @@ what a GPU's generator would; what draws from the host's generator there must no
 """
 
 import os
-import socket
 import sys
 import types
 import typing
@@ -108,10 +107,12 @@ def main() -> None:
         ).build()
 
     datasets.is_distributed = True
-    with socket.socket() as taken:  # for a launcher's rendezvous, which a single process needs too
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # A single process needs the rendezvous of a launcher, too. The store takes a free port itself.
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
     args = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)

@@ -130,6 +130,7 @@ def test_a_history_of_another_length_is_refused_and_the_fix_named(
     ]
 
 
+@pytest.mark.slow
 def test_what_the_kept_steps_suffice_for_may_change(whole, train, tmp_path):
     """Steps 3 and 4 also scale just in time after the change, by each tensor's own amax."""
     for name in ("longer", "tensorwise"):

@@ -28,6 +28,7 @@ class Breaking(ReferenceEngine):
         return y * torch.nan if not self.broken or next(self.products) in self.broken else y
 
 
+@pytest.mark.slow
 def test_counted(pretrain_here, monkeypatch, tmp_path):
     """The first product is fprop's of the first layer that is quantized."""
     monkeypatch.setattr(recipe_hook, "select_engine", lambda *_: Breaking(0, 1))

@@ -3,6 +3,8 @@
 import pytest
 from tiny_run import HYBRID, LATENT, ONE_MICROBATCH, done, losses, start_from, steps
 
+from tests.marks import others_slow
+
 RECIPES = {
     "bf16": ("--precision-recipe", "bf16"),
     "fp8-tile": ("--fp8-recipe", "fp8-tile"),
@@ -18,7 +20,7 @@ DISTRIBUTED = ("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(r, marks=pytest.mark.slow) if r == "mxfp4-backward" else r for r in RECIPES],
+    others_slow(RECIPES, ("bf16", "nvfp4")),
 )
 def test_it_learns(recipe, pretrain_here, tmp_path):
     result = pretrain_here(

@@ -20,7 +20,12 @@ BLOCKS_OF_16 = ("--precision-recipe", "mxfp8", "--recipe-set", "input.block=16",
             "8 linear_qkv and linear_fc1 on rank 0; RMSNorm in 0",
         ),
         ((), ("--fp4-recipe", "nvfp4"), "4 linear_qkv and linear_fc1 on rank 0; RMSNorm in 4"),
-        (HYBRID, ("--precision-recipe", "mxfp8"), "4 linear_qkv and linear_fc1 on rank 0"),
+        pytest.param(
+            HYBRID,
+            ("--precision-recipe", "mxfp8"),
+            "4 linear_qkv and linear_fc1 on rank 0",
+            marks=pytest.mark.slow,
+        ),
         ((), BLOCKS_OF_16, "8 linear_qkv and linear_fc1 on rank 0; RMSNorm in 0"),
     ],
     ids=["mxfp8", "nvfp4", "hybrid", "blocks of 16"],
@@ -68,6 +73,7 @@ def test_engines_agree(short_run):
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_rms_norm_and_back(pretrain_here, tmp_path):
     recipe = ("--precision-recipe", "mxfp8", *SHORT, "--save-interval", 1)
     rms, mx, back = (tmp_path / name for name in ("rms", "mx", "back"))

@@ -65,6 +65,7 @@ def test_which_weights_are_reset(whole):
         assert torch.equal(seen[iteration, "before"], seen[iteration, "after"])
 
 
+@pytest.mark.slow
 def test_a_resumed_run_resets_the_same_weights(whole, pretrain_here, tmp_path):
     """It was saved within the measurement, and after it."""
     folder = whole[0]

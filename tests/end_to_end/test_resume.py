@@ -78,7 +78,7 @@ def check(resumed: Path, source: Path) -> None:
 # test_delayed those of delayed scaling; the others add none.
 SLOW = (
     "nvfp4", "delayed scaling", "distributed optimizer", "full recomputation",
-    "selective recomputation", "MXNorm", "latent attention", "two tokens ahead",
+    "selective recomputation", "hybrid", "MXNorm", "latent attention", "two tokens ahead",
 )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ RANKS = {
 
 
 # The others are like these, but for what one process shows as well, or test_resharding.
-QUICK_RANKS = ("data parallel", "tensor and sequence parallel with dropout")
+QUICK_RANKS = ("tensor and sequence parallel with dropout",)
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,7 @@ def check_killed_while_indexing(start: Callable, save: Path, kills: int, *option
         kill(process)
 
 
+@pytest.mark.slow
 def test_killed_at_a_random_moment(start, tmp_path, uninterrupted):
     """The run may be killed during a save. It resumes from a complete checkpoint.
 

@@ -41,7 +41,10 @@ CASES = {
 
 
 # Units that tests/recipes converts, and combinations of other cases.
-SLOW = ("forward", "to delayed scaling, backward", "tokens", "tokens between steps", "fraction")
+SLOW = (
+    "forward", "from delayed scaling", "to delayed scaling, backward", "tokens",
+    "tokens between steps", "fraction",
+)  # fmt: skip
 IN_ORDER = [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
 
 

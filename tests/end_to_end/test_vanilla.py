@@ -5,7 +5,6 @@ Dropout is on, as it is upstream unless an argument turns it off: its random num
 
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import ENVIRONMENT, ROOT, arguments_for, done
 
@@ -81,11 +81,10 @@ def main_of(monkeypatch):
     """Function that runs a main with ``sys.argv`` and the launcher's environment variables."""
 
     def run(main: Callable[[], object], argv: list[str]) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-        monkeypatch.setenv("MASTER_PORT", str(port))
+        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(store.port))
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         on_cpu = [word for argument in _ADDED for word in argument]
         monkeypatch.setattr(sys, "argv", ["script.py", *argv, *on_cpu])
         with teardown():

@@ -368,7 +368,7 @@ def test_calls_leave_nothing_in_the_context():
     assert len(copy_context()) == before
 
 
-@pytest.mark.parametrize("format", others_slow(GUARDED, [q.format for q in BUILT]), ids=str)
+@pytest.mark.parametrize("format", others_slow(GUARDED, [BUILT[1].format]), ids=str)
 def test_only_sizes_are_symbols(monkeypatch, format):
     """Inputs of the compiled graphs are tensors of plain dtypes, and their sizes."""
     graphs = []

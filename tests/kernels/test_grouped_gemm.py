@@ -13,6 +13,7 @@ from megatron_lowbit.kernels.stacked_gemm import _shares
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
+from tests.marks import others_slow
 
 TOKENS = [72, 0, 16]
 IN, OUT = 144, 136
@@ -109,7 +110,9 @@ def test_products(case, together=False):
         assert ((out.double() - expected).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("case", ["mxfp8", "fp8 gradients", "fp8 tensors", "fp8 tiles"])
+@pytest.mark.parametrize(
+    "case", others_slow(["mxfp8", "fp8 gradients", "fp8 tensors", "fp8 tiles"], ["fp8 tensors"])
+)
 @pytest.mark.parametrize("together", [False, True])
 def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
     """Products of FP8 whose results are parts of one matrix, and not."""

@@ -119,6 +119,8 @@ TRANSFORMED = (
 )  # fmt: skip
 # One transform for each format, and one format with them all.
 ONE_EACH = {*zip(TRANSFORMED, cycle(TRANSFORMS), strict=False), *product(["nvfp4"], TRANSFORMS)}
+if DEVICE == "cpu":  # in the interpreter size 128 takes longer than all others; a test has size 256
+    ONE_EACH = {case for case in ONE_EACH if case[1].size < 128}
 
 
 @pytest.mark.parametrize(

@@ -239,6 +239,7 @@ def test_a_run_without_data(datasets):
         datasets("", 1, 0, 0)
 
 
+@pytest.mark.slow
 def test_mock_data_needs_no_files(datasets):
     train, valid, _ = datasets("--mock-data", 5, 1, 0)
     assert len(train) >= 5 and len(valid) >= 1 and len(train[0]["tokens"]) == 16

@@ -119,7 +119,7 @@ def check(folder: Path, model: str) -> None:
         assert math.isfinite(found[3][f"{layer}/wgrad/grad/amax"])
 
 
-@pytest.mark.parametrize("model", others_slow(MODELS, ("dense", "hybrid")))
+@pytest.mark.parametrize("model", others_slow(MODELS, ("dense",)))
 def test_every_layer_and_the_same_training(folder_of, model):
     folder = folder_of(model)
     train(model, folder / "off", *ONE_MICROBATCH)

@@ -19,6 +19,7 @@ ARGUMENTS = shlex.split("""
 """)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_keeps_the_worst(tmp_path, capsys):
     run, recipe = tmp_path / "run", tmp_path / "mine.yaml"
     # A schedule longer than the batches that are measured, and the precision of training.

@@ -95,6 +95,7 @@ def test_every_run_of_every_seed(study, tmp_path, capsys):
         main([*command[:-1], "y"])
 
 
+@pytest.mark.slow
 def test_a_run_that_is_far_behind_gets_no_further_seeds(study, tmp_path, capsys):
     """Its first two seeds are run, and are in the table; a resumed study leaves it out again."""
     file, output = study(base="--scale 2", near="--scale 2.02", far="--scale 4"), tmp_path / "out"
@@ -189,6 +190,7 @@ def test_seeds_of_the_command_line_are_used(study, tmp_path):
     assert (tmp_path / "out" / "base-5").is_dir() and not (tmp_path / "out" / "base-1").exists()
 
 
+@pytest.mark.slow
 def test_recipes_in_place_of_a_studys_runs(study, tmp_path):
     """The baseline, which is there already, and the seeds are the study's."""
     file, output = study(base="--scale 2", other="--scale 3"), tmp_path / "out"
@@ -301,6 +303,7 @@ def test_an_interrupted_study_goes_on(study, tmp_path):
     assert lines(output / "base-1")[-1]["iteration"] == 40
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_waits_for_no_checkpoint(study, tmp_path):
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     stubborn = TRAINING.replace("sys.exit()", "time.sleep(60)")
@@ -468,6 +471,7 @@ def test_only_checkpoints_are_deleted(study, tmp_path):
                     "output.log", "study.json"}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_study_that_is_ended_leaves_no_run(study, tmp_path, number):
     """Its run saves a checkpoint. Meanwhile a second study into the folder is refused."""
