@@ -27,7 +27,6 @@ from megatron_lowbit.data.digest import data_digest
 from megatron_lowbit.data.preprocess_command import main
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
-from tests.marks import others_slow
 
 COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import preprocess; preprocess()"]
 SUFFIXES = ("bin", "idx", "json")
@@ -343,9 +342,11 @@ def processes_of_group(leader: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("number", "workers"),
-    others_slow(
-        [(signal.SIGTERM, 2), (signal.SIGKILL, 2), (signal.SIGTERM, 1)], [(signal.SIGKILL, 2)]
-    ),
+    [
+        (signal.SIGKILL, 2),
+        pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_an_ended_command_leaves_no_worker_and_no_file(long_command, number, workers):
     """The signal reaches only the command, as that of a container or a batch system."""

@@ -82,12 +82,12 @@ def main_of(monkeypatch):
 
     def run(main: Callable[[], object], argv: list[str]) -> None:
         store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        monkeypatch.setenv("MASTER_ADDR", "localhost")
-        monkeypatch.setenv("MASTER_PORT", str(store.port))
-        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
         on_cpu = [word for argument in _ADDED for word in argument]
-        monkeypatch.setattr(sys, "argv", ["script.py", *argv, *on_cpu])
-        with teardown():
+        with monkeypatch.context() as patch, teardown():
+            patch.setenv("MASTER_ADDR", "localhost")
+            patch.setenv("MASTER_PORT", str(store.port))
+            patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            patch.setattr(sys, "argv", ["script.py", *argv, *on_cpu])
             main()
 
     return run

@@ -113,8 +113,8 @@ def began(folder: Path) -> list[int]:
 
 def test_runs_stop_in_time_and_go_on_elsewhere(study, tmp_path, capsys):
     """A run that is stopped is not finished; its folder may be carried to another machine."""
-    file, output, carried = study(sleep=0.1), tmp_path / "here", tmp_path / "there" / "runs"
-    main(["run", str(file), "--output", str(output), "--minutes", str(1 / 60)])
+    file, output, carried = study(sleep=0.5), tmp_path / "here", tmp_path / "there" / "runs"
+    main(["run", str(file), "--output", str(output), "--minutes", str(4 / 60)])
     assert "4 runs are left; the same command continues with them" in capsys.readouterr().err
     assert [path.name for path in output.iterdir()] == ["base-1"]
     assert not json.loads((output / "base-1" / "study.json").read_text())["finished"]
