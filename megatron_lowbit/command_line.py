@@ -210,6 +210,25 @@ class CommandLine:
         return self._destinations[entry[0]] == self._destinations[flag]
 
 
+def shell_line(words: Iterable[object]) -> str:
+    r"""Join words into a shell command as ``shlex.join`` does, in printable characters only.
+
+    Words with others, such as line breaks, are quoted as bash and zsh read them: ``$'a\x0ab'``.
+    """
+
+    def quoted(word: str) -> str:
+        if word.isprintable():
+            return shlex.quote(word)
+        escaped = (
+            char if char.isprintable() and char not in "\\'"
+            else "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
+            for char in word
+        )  # fmt: skip
+        return f"$'{''.join(escaped)}'"
+
+    return " ".join(quoted(str(word)) for word in words)
+
+
 def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     """Split a command line (default: the program's own) at ``--`` into own and passed arguments."""
     given = list(sys.argv[1:] if argv is None else argv)

@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         summary = to_gguf(args.source, args.output, args.force)
         say(*next_steps.after_to_gguf(args.output, summary))
         return 0
+    require(args.shard_bytes > 0, f"--shard-bytes {args.shard_bytes}: must be positive")
     from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
     from megatron_lowbit.conversion.quantized import QuantizedAs
     from megatron_lowbit.data.tokenizer import ids_beyond_model

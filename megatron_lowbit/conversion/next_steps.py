@@ -1,11 +1,11 @@
 """Reader of a conversion's result and the next command, as ``lowbit-convert`` prints them."""
 
 import json
-import shlex
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.conversion.convert import COMPANIONS, MODEL_ARGUMENTS
 from megatron_lowbit.conversion.family import ConvertibleModel
 from megatron_lowbit.conversion.gguf_file import GGUFSummary
@@ -64,7 +64,7 @@ def after_to_megatron(output: Path, converted: ConvertibleModel) -> list[str]:
     return [
         f"written: {output} ({converted.name}, Megatron-LM's torch_dist)",
         f"loads in: megatron-core {version('megatron-core')} (tested)",
-        f"next: {shlex.join(map(str, command))}",
+        f"next: {shell_line(command)}",
     ]
 
 
@@ -76,7 +76,7 @@ def after_to_hugging_face(
     written = f"written: {output} ({converted.name}{kind})"
     result, reason = outcome(output, converted.name, layout)
     if result != LOADS:
-        command = shlex.join(["lowbit-convert", "to-megatron", str(output), "CHECKPOINT"])
+        command = shell_line(["lowbit-convert", "to-megatron", output, "CHECKPOINT"])
         elsewhere = f"{_EFFECTS[result].format(_listed(TRANSFORMERS))}: {printable(reason)}"
         return [
             written,
@@ -90,7 +90,7 @@ def after_to_hugging_face(
     return [
         written,
         f"loads in: {_listed(reader.packages)} (tested on a CPU)",
-        f"next: {shlex.join(['python', '-c', code])}",
+        f"next: {shell_line(['python', '-c', code])}",
     ]
 
 
@@ -100,7 +100,7 @@ def after_to_gguf(output: Path, summary: GGUFSummary) -> list[str]:
     return [
         f"written: {output} ({summary.family}, {types})",
         f"loads in: llama.cpp by {_listed(_LLAMA_CPP)} (tested)",
-        f"next: {shlex.join(['llama-server', '--model', str(output)])}",
+        f"next: {shell_line(['llama-server', '--model', output])}",
     ]
 
 

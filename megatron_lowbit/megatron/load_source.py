@@ -133,9 +133,12 @@ def _candidates_on_disk(args: Namespace, directory: Path) -> list[_Candidate]:
     try:
         first = persistent(args, directory)
     except UserError as error:
-        if not args.load_latest_valid or args.ckpt_step:
+        last = files.last_saved(directory)
+        if not args.load_latest_valid or args.ckpt_step or last is None:
             raise
         say_on_rank_0(f"--load-latest-valid: {error}")
+        # Megatron-LM reads the file all the same, and exits with code 0 if it is damaged.
+        files.write_tracker(directory, last)
     saved = [] if first is None else [first]
     is_release = first is not None and first.iteration is None
     if args.load_latest_valid and not args.ckpt_step and not is_release:

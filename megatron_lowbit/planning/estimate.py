@@ -12,7 +12,7 @@ from megatron.training.training import num_floating_point_operations
 from megatron.training.vocab_utils import calculate_padded_vocab_size
 
 from megatron_lowbit.planning import communication, compute
-from megatron_lowbit.planning.launches import Launches, stage_launches, waiting
+from megatron_lowbit.planning.launches import Launches, repeated, stage_launches, waiting
 from megatron_lowbit.planning.layouts import Layout
 from megatron_lowbit.planning.memory import Memory, rank_memory, saved_parameter_bytes
 from megatron_lowbit.planning.model import Parameters, Part, parameters
@@ -178,7 +178,7 @@ def _step(
     cpu = launches[slowest]
     microbatch = [(cpu.forward, passes.forward.total()), (cpu.backward, passes.backward.total())]
     step = [(cpu.step, found["optimizer"])] if device.accumulate else []
-    found["waiting for the CPU"] = waiting(layout.microbatches * microbatch + step)
+    found["waiting for the CPU"] = waiting(repeated(microbatch, layout.microbatches) + step)
     if device.accumulate:
         found["waiting for the CPU"] += cpu.between
     return {name: seconds for name, seconds in found.items() if seconds > 0}

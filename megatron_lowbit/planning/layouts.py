@@ -4,7 +4,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.planning.model import check_plannable
 from megatron_lowbit.planning.pipeline import chunk_arguments, divisions, model_chunks
 from megatron_lowbit.planning.training_arguments import TrainingArguments
@@ -20,6 +20,8 @@ _OF_A_LAYOUT = (
     "--recompute-num-layers", "--fused-allreduce-norm", *_SHARDED,
 )  # fmt: skip
 _MOST_IN_A_BATCH = 16
+_MOST_LAYERS = 1024
+"""Layers of a model whose layouts are searched: their number grows with it."""
 _PARTLY = (0.25, 0.5)
 """Shares of a stage's layers that are worth recomputing, beside none and all of them."""
 
@@ -141,6 +143,11 @@ def candidates(
     training.remove(*_OF_A_LAYOUT, "--micro-batch-size", "--global-batch-size")
     training.join_pattern()
     args = training.parse(gpus, ["--micro-batch-size", "1"])
+    require(
+        args.num_layers <= _MOST_LAYERS,
+        f"--num-layers {args.num_layers}: layouts of at most {_MOST_LAYERS} are searched; "
+        "--as-given plans one layout",
+    )
     for bare in _ranks(args, gpus, gpus_per_node, interleaved):
         try:
             parsed = training.parse(gpus, bare.arguments(args.hybrid_layer_pattern))

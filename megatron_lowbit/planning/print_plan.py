@@ -34,7 +34,7 @@ def print_plan(own: Namespace, training: Sequence[str]) -> None:
         value = getattr(own, name)
         message = f"--{name.replace('_', '-')} {value}: must be positive"
         require(value is None or 0 < value < inf, message)
-    names = own.recipes.split(",") if own.recipes else []
+    names = [] if own.recipes is None else own.recipes.split(",")
     if names:
         given = TrainingArguments(training).flags.precision_recipe
         require(given is None, "--recipes excludes --precision-recipe: leave one of them out")

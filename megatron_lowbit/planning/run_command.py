@@ -1,10 +1,10 @@
 """Command that starts a planned run, in one line."""
 
-import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.hardware import GPU
 from megatron_lowbit.planning.routing import needs_transformer_engine
@@ -46,7 +46,7 @@ def run_command(
             rendezvous = "--rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:29500"
             start.append(f"--nnodes {gpus // processes} {rendezvous}")
         start.append(f"--nproc-per-node {processes} --no-python")
-    return " ".join([*start, "lowbit-pretrain", shlex.join(chosen)]), added
+    return " ".join([*start, "lowbit-pretrain", shell_line(chosen)]), added
 
 
 def _data(flags: Namespace) -> list[str]:

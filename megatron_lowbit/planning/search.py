@@ -121,9 +121,14 @@ def enough_gpus(own: Namespace, found: Plan) -> int | None:
     are whole hosts.
     """
     words, device = TrainingArguments(found.training), found.device
+    weights = sum(
+        number * linear.elements(1) for part, number in found.parts.items() for linear in part[1:]
+    )
     for gpus in sorted(size << power for power in range(16) for size in (1, 3)):
         per_node = min(own.gpus_per_node, gpus)
-        if gpus < own.gpus or gpus % per_node:
+        # A weight has 4 bits at least, whatever the layout.
+        fits = weights / 2 <= gpus * usable_bytes(device)
+        if gpus < own.gpus or gpus % per_node or not fits:
             continue
         tried = [
             one

@@ -42,7 +42,8 @@ def persistent(args: Namespace, directory: Path) -> Selected | None:
             f"{files.TRACKER} names; write {args.ckpt_step} into that file instead",
         )
         return Selected(release, None)
-    iteration = args.ckpt_step or files.latest_iteration(directory)
+    latest = files.latest_iteration(directory)
+    iteration = args.ckpt_step or latest
     if iteration is None:
         return None
     return Selected(files.iteration_directory(directory, iteration), iteration)

@@ -1,5 +1,6 @@
 """Reader and next command as lowbit-convert prints them, and needs that it checks first."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from small_llama import write_llama
 
+from megatron_lowbit.command_line import shell_line
 from megatron_lowbit.conversion import next_steps
 from megatron_lowbit.conversion.choices import LAYOUTS
 from megatron_lowbit.conversion.command import main
@@ -152,3 +154,21 @@ def test_blocks_that_all_stay_in_bf16_are_named(folder):
         main(words)
     assert not list(folder.glob("*out*"))
     main([*words, "--recipe-set", "bf16_blocks=none"])
+
+
+@pytest.mark.parametrize(
+    "word", ["a\nb", "it's\n", "\udcff", "x\x1b[2J\\", "\u0085", "é\t1", "a b", ""]
+)
+def test_a_suggested_command_can_be_pasted_whatever_the_names(word):
+    """``say`` leaves printable lines as they are."""
+    line = shell_line(["printf", "%s.", word])
+    assert line.isprintable()
+    shown = subprocess.run(["bash", "-c", line], capture_output=True, check=True).stdout
+    assert shown == os.fsencode(f"{word}.")
+
+
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_a_file_has_at_least_a_byte(folder, size):
+    with pytest.raises(UserError, match=f"--shard-bytes {size}: must be positive"):
+        main(["to-megatron", "source", "out", "--shard-bytes", size])
+    assert [path.name for path in folder.iterdir()] == ["source"]

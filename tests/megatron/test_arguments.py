@@ -162,7 +162,7 @@ def test_dashes_alone_are_refused_by_themselves():
         ("--mxnorm-p 0", "--mxnorm-p 0.0: must be positive"),
         ("--load-latest-valid", "needs --load"),
         ("--save-keep-last 2", "needs --save"),
-        ("--save a --save-interval 1 --save-keep-last 0", "at least 1"),
+        ("--save a --save-interval 1 --save-keep-last 0", "an integer from 1"),
         ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "excludes"),
     ],
 )

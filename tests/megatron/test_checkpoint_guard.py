@@ -16,6 +16,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 
 # isort: split
 from megatron.training import global_vars, training
+from megatron.training.checkpointing import read_metadata
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
@@ -113,6 +114,16 @@ def test_it_goes_back_from_a_damaged_tracker_to_the_newest(saved, tracker, capsy
         (saved / files.TRACKER).write_text(tracker)
     assert choose(saved, load_latest_valid=True) == (3, 3)
     assert ("'x' is not an iteration" in capsys.readouterr().out) == (tracker == "x")
+    # Megatron-LM reads the file, although ``ckpt_step`` names the iteration, and exits with code 0.
+    assert tracker is None or read_metadata(str(saved / files.TRACKER)) == (3, False)
+
+
+def test_a_damaged_tracker_is_refused_where_megatron_lm_would_exit(saved):
+    (saved / files.TRACKER).write_text("x")
+    assert "'x' is not an iteration" in refusal(saved, ckpt_step=2)
+    for number in (1, 2, 3):
+        shutil.rmtree(saved / f"iter_000000{number}")
+    assert "'x' is not an iteration" in refusal(saved, load_latest_valid=True)
 
 
 def test_it_does_not_go_forward(saved):

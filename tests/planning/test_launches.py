@@ -5,7 +5,7 @@ import pytest
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.launches import waiting
+from megatron_lowbit.planning.launches import repeated, waiting
 from megatron_lowbit.planning.layouts import candidate_of
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
@@ -26,6 +26,16 @@ from megatron_lowbit.recipes import load_recipes
 )
 def test_a_gpu_waits_for_what_is_not_launched_yet(phases, idle):
     assert waiting(phases) == pytest.approx(idle)
+
+
+@pytest.mark.parametrize("times", [1, 2, 3, 7])
+@pytest.mark.parametrize("first", [1.0, 4.0])
+@pytest.mark.parametrize("second", [0.5, 6.0])
+def test_repetitions_as_few_phases_wait_as_long(times, first, second):
+    phases, step = [(first, 2.0), (second, 3.0)], [(9.0, 1.0)]
+    expected = pytest.approx(waiting(times * phases + step))
+    assert waiting(repeated(phases, times) + step) == expected
+    assert len(repeated(phases, 2**63)) == 5
 
 
 def step(words: str) -> dict[str, float]:

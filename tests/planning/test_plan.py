@@ -84,8 +84,8 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
         f"--gpus 8 {LLAMA_8B} --mtp-num-layers 1": "no layout is possible; --mtp-num-layers",
         f"--gpus 8 {LLAMA_8B} --as-given --context-parallel-size 2": "do not cover",
         f"--gpus 37 {LLAMA_8B}": "--gpus 37: no layout is possible; --global-batch-size",
-        f"--gpus 8 {LLAMA_8B} --context-parallel-size 0": "--context-parallel-size 0: must be at",
-        f"--gpus 8 {LLAMA_8B} --padded-vocab-size 0": "--padded-vocab-size 0: must be at least 1",
+        f"--gpus 8 {LLAMA_8B} --context-parallel-size 0": "--context-parallel-size 0: must be an",
+        f"--gpus 8 {LLAMA_8B} --padded-vocab-size 0": "--padded-vocab-size 0: must be an",
         f"--gpus 2 @{EXAMPLES}/hybrid-tiny.args --vocab-size 100 --hybrid-layer-pattern M*-E": (
             "E needs --num-experts"
         ),
@@ -98,6 +98,9 @@ def searched(text: str, gpus: int, kind: str = "h200") -> list[Estimate]:
         "--decoder-first-pipeline-num-layers 40": "--decoder-first-pipeline-num-layers 40",
         f"--gpus 8 {LLAMA_8B} --pipeline-model-parallel-size 2 --as-given "
         "--pipeline-model-parallel-layout Ettt|ttL": "must match num_layers 32",
+        f"--gpus 8 {LLAMA_8B} --recipes ''": "unknown recipe ''",
+        f"--gpus 8 {LLAMA_8B} --num-layers 100000": "--num-layers 100000: layouts of at most",
+        f"--gpus 8 {LLAMA_8B} --vocab-size {2**63}": "an integer from 1 to 2**63 - 1",
         LLAMA_8B: "--gpus",
     }.items(),
 )

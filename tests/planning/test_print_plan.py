@@ -65,6 +65,12 @@ def test_no_number_of_gpus_is_enough_for_a_batch_that_none_divides():
     assert enough_gpus(own, searched(LLAMA_8B, gpus=37, gpus_per_node=37)) is None
 
 
+def test_no_number_of_gpus_is_searched_that_cannot_hold_the_weights(monkeypatch):
+    found = searched(f"{LLAMA_8B} --ffn-hidden-size {2**62}")
+    monkeypatch.setattr("megatron_lowbit.planning.search.candidates", None)
+    assert enough_gpus(Namespace(gpus=8, gpus_per_node=8), found) is None
+
+
 def test_grouped_experts_are_named_with_the_speed_that_a_search_finds(capsys):
     plain, grouped = (
         searched(f"{EXPERTS}{more}", gpus=2, gpu="b200").best.tokens_per_second
