@@ -140,7 +140,7 @@ class FusedEngine(Engine):
         lhs: Sequence[GpuOperand],
         rhs: Sequence[GpuOperand],
         outs: Sequence[Tensor],
-        adds: bool = False,
+        beta: bool = False,
         accumulation: Accumulation | None = None,
         folding: bool = True,
     ) -> None:
@@ -150,16 +150,16 @@ class FusedEngine(Engine):
             route = self.route_of(one_to_look_at(lhs), one_to_look_at(rhs), folding)
             pair = grouped_pair(route, lhs, rhs, outs)
         if pair is not None:
-            multiply_groups(*pair, outs, adds)
+            multiply_groups(*pair, outs, beta)
             return
         for left, right, out in zip(lhs, rhs, outs, strict=True):
             if _are_empty_codes(left, right):
-                if not adds:
+                if not beta:
                     out.zero_()
             elif accumulation is not None or not self._write_product(
-                out, left, right, adds, folding
+                out, left, right, beta, folding
             ):
-                super().gemm_all([left], [right], [out], adds, accumulation, folding)
+                super().gemm_all([left], [right], [out], beta, accumulation, folding)
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
@@ -231,32 +231,32 @@ class FusedEngine(Engine):
         out: Tensor,
         lhs: GpuOperand,
         rhs: GpuOperand,
-        adds: bool | Tensor = True,
+        beta: bool | Tensor = True,
         folding: bool = True,
     ) -> Tensor:
         """Write or add the product inside the GEMM where its route can."""
         if are_bf16(lhs, rhs):
             if out.dtype is torch.float32 and out.is_contiguous():
-                exact_product_to(out, lhs, rhs, adds)
+                exact_product_to(out, lhs, rhs, beta)
                 return out
-            return deliver(out, exact_product(lhs, rhs, None, torch.float32), adds)
-        if self._write_product(out, lhs, rhs, adds, folding):
+            return deliver(out, exact_product(lhs, rhs, None, torch.float32), beta)
+        if self._write_product(out, lhs, rhs, beta, folding):
             return out
-        return super().product_to(out, lhs, rhs, adds, folding)
+        return super().product_to(out, lhs, rhs, beta, folding)
 
     def _write_product(
-        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool | Tensor, folding: bool
+        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool | Tensor, folding: bool
     ) -> bool:
         """Write the product to ``out`` or add it, where the route can; else return False."""
         lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         quantized = quantized and not _are_empty_codes(lhs, rhs)
-        dtypes = (torch.float32, torch.bfloat16) if adds is False else (torch.float32,)
+        dtypes = (torch.float32, torch.bfloat16) if beta is False else (torch.float32,)
         if not quantized or out.dtype not in dtypes or not out.is_contiguous():
             return False
         found, operands = self._routed(lhs, rhs, folding)
         if found in PRODUCTS_TO:
-            PRODUCTS_TO[found](out, *operands, adds)
+            PRODUCTS_TO[found](out, *operands, beta)
         return found in PRODUCTS_TO
 
     def _routed(

@@ -111,7 +111,7 @@ def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
     )
 
 
-def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bool) -> None:
+def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, beta: bool) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors and scales, to out_i, or add it to that.
 
     Sums are in FP32, those of FP8 tensor cores every 128 products, and rounded once.
@@ -127,7 +127,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     triton.set_allocator(_scratch)
     scaled = lhs.scales is not None
     if lhs.like.element_size() == 1 and not scaled:
-        multiply_stacked(lhs, rhs, outs, adds)
+        multiply_stacked(lhs, rhs, outs, beta)
         return
     terms = np.minimum(lhs.terms, rhs.terms)
     few = terms.sum() <= _FEW_TERMS * len(terms)
@@ -140,7 +140,7 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
     table = table_of(tiles, fields, lhs.like.device)
     constants = (
-        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows, scaled, adds, table.count,
+        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows, scaled, beta, table.count,
     )  # fmt: skip
     kinds = lhs.like, rhs.like, outs.like
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)

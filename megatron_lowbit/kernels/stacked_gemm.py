@@ -45,7 +45,7 @@ _OCCUPANCY = {torch.bfloat16: _Occupancy(2, 2, 4), torch.float32: _Occupancy(1, 
 added to, leave no room for two programs."""
 
 
-def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bool) -> None:
+def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, beta: bool) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors, to out_i, or add it to that.
 
     FP8 tensor cores add up 128 products, FP32 those sums.
@@ -75,7 +75,7 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
     table = table_of(tiles, fields, device, ahead=shares)
     kinds = lhs.like, rhs.like, outs.like
     parts = occupancy.parts
-    constants = _ROWS // parts, _COLUMNS, _TERMS, parts, adds, table.count
+    constants = _ROWS // parts, _COLUMNS, _TERMS, parts, beta, table.count
     options = ("num_warps", occupancy.warps), ("num_stages", 3)
     dtypes = [kind.dtype for kind in kinds]
     launch = table_launcher(stacked_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)

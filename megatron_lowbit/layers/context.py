@@ -208,7 +208,7 @@ class LinearContext:
         bias: Tensor | None = None,
         high_precision: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
-        adds: bool | Tensor = True,
+        beta: bool | Tensor = True,
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
@@ -225,12 +225,12 @@ class LinearContext:
         if precision.rhs_of_fprop and not serves_both:
             rhs = self.engine.transpose(rhs, lhs)
         if out is not None and precision.accumulation is None and precision.fallback is None:
-            return self.engine.product_to(out, lhs, rhs, adds, precision.folding)
+            return self.engine.product_to(out, lhs, rhs, beta, precision.folding)
         y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)
         if precision.fallback is not None and high_precision is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, *high_precision, bias, count)
-        return y if out is None else deliver(out, y, adds)
+        return y if out is None else deliver(out, y, beta)
 
 
 def _largest(amaxes: Sequence[Tensor | None]) -> Tensor | None:

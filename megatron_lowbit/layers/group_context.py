@@ -68,11 +68,11 @@ class GroupContext:
         lhs: Sequence[Any],
         rhs: Sequence[Any],
         outs: Sequence[Tensor],
-        adds: bool = False,
+        beta: bool = False,
     ) -> None:
         """Write one of the three products of each layer to its out, or add it to that."""
         precision, engine = self.context.precision.gemms[name], self.context.engine
-        engine.gemm_all(lhs, rhs, outs, adds, precision.accumulation, precision.folding)
+        engine.gemm_all(lhs, rhs, outs, beta, precision.accumulation, precision.folding)
 
 
 def can_group(context: LinearContext) -> bool:

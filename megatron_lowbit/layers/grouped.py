@@ -126,8 +126,8 @@ def _deliver_wgrads(
     found = [operands.main_grad_of(group.context, weight) for weight in weights]
     main_grads = [one for one in found if one is not None]
     if len(main_grads) == len(weights):
-        adds = any(one.adds is not False for one in main_grads)
-        group.multiply("wgrad", lhs, rhs, [one.sums for one in main_grads], adds)
+        beta = any(one.beta is not False for one in main_grads)
+        group.multiply("wgrad", lhs, rhs, [one.sums for one in main_grads], beta)
         return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
     group.multiply("wgrad", lhs, rhs, wgrads)

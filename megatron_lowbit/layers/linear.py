@@ -96,7 +96,7 @@ def _wgrad(
     grad: Tensor,
     dtype: torch.dtype,
     out: Tensor | None,
-    adds: bool | Tensor,
+    beta: bool | Tensor,
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
 
@@ -106,7 +106,7 @@ def _wgrad(
     saved = gathered()
     rhs = operands.wgrad_input(context, saved)
     plain = (grad.t(), saved.t()) if context.precision.wgrad.fallback else None
-    return context.gemm("wgrad", lhs, rhs, dtype, high_precision=plain, out=out, adds=adds)
+    return context.gemm("wgrad", lhs, rhs, dtype, high_precision=plain, out=out, beta=beta)
 
 
 @eager

@@ -90,8 +90,8 @@ class _MXNormLinear(torch.autograd.Function):
             wgrad = operands.deliver_wgrad(
                 context,
                 weight,
-                lambda dtype, out, adds: (
-                    gained.to(dtype) if out is None else deliver(out, gained, adds)
+                lambda dtype, out, beta: (
+                    gained.to(dtype) if out is None else deliver(out, gained, beta)
                 ),
             )
         return (

@@ -242,7 +242,7 @@ class MainGrad(NamedTuple):
     """Main gradient (N, K) of a weight; ``adds`` is as for :meth:`Engine.product_to`."""
 
     sums: Tensor
-    adds: bool | Tensor
+    beta: bool | Tensor
 
 
 def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:

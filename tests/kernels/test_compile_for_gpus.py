@@ -174,7 +174,7 @@ def main(cases: list[str]) -> None:
         print(name)
     stacked_gemm.multiprocessors = lambda device: 132
     for name in [name for name in PRODUCTS if name in cases]:
-        fp8, adds, terms = name.startswith("fp8"), name.endswith("added"), 2048
+        fp8, beta, terms = name.startswith("fp8"), name.endswith("added"), 2048
         if name.startswith("few"):
             terms = 256
         lhs_type = torch.float8_e5m2 if fp8 else torch.bfloat16
@@ -182,14 +182,14 @@ def main(cases: list[str]) -> None:
         lhs = lhs.contiguous() if fp8 else lhs
         rhs_type = torch.float8_e4m3fn if fp8 else torch.bfloat16
         rhs = torch.empty(384, terms, dtype=rhs_type, device="meta")
-        out = torch.empty(256, 384, dtype=torch.float32 if adds else torch.bfloat16, device="meta")
+        out = torch.empty(256, 384, dtype=torch.float32 if beta else torch.bfloat16, device="meta")
         pair = [matrices_of([matrix] * 3) for matrix in (lhs, rhs)]
         if "tiles" in name:
             pair = [matrices._replace(scales=[16] * 3) for matrices in pair]
         elif fp8:
             begin = np.zeros(3, np.int64)
             pair = [m._replace(stack=Stack(3 * m.rows[0], terms, begin, begin)) for m in pair]
-        grouped_gemm.multiply_groups(*pair, Apart([out] * 3), adds)
+        grouped_gemm.multiply_groups(*pair, Apart([out] * 3), beta)
         print(name)
 
 

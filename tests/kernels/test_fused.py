@@ -175,10 +175,10 @@ def test_products(pair, dtype, shape):
     assert ((seen.double() - expected).abs() <= bound + rounding).all()
     product, before = expected - bias, torch.randn(rows, columns, device="cuda")
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    for adds, there in ((True, before), (one, before), (False, before), (zero, 0 * before)):
+    for beta, there in ((True, before), (one, before), (False, before), (zero, 0 * before)):
         total = there.clone()
-        assert engine.product_to(total, left, right, adds) is total
-        expected = product if adds is False else there.double() + product
+        assert engine.product_to(total, left, right, beta) is total
+        expected = product if beta is False else there.double() + product
         assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
 
 

@@ -81,9 +81,9 @@ def many_terms(request, monkeypatch):
 
 def results_of(case: str, together: bool) -> list[torch.Tensor]:
     """Return memory for products, parts of one matrix or each apart, that holds 3."""
-    *_, wgrad, adds = CASES[case]
+    *_, wgrad, beta = CASES[case]
     rows, columns = [OUT if wgrad else count for count in TOKENS], IN if wgrad else OUT
-    options = {"dtype": torch.float32 if adds else torch.bfloat16, "device": DEVICE}
+    options = {"dtype": torch.float32 if beta else torch.bfloat16, "device": DEVICE}
     if together:
         return list(torch.full((sum(rows), columns), 3.0, **options).split(rows))
     return [torch.full((count, columns), 3.0, **options) for count in rows]
@@ -92,21 +92,21 @@ def results_of(case: str, together: bool) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("many_terms", "not_a_number_in_free_memory")
 @pytest.mark.parametrize("case", CASES)
 def test_products(case, together=False):
-    *_, adds = CASES[case]
+    *_, beta = CASES[case]
     engine = FusedEngine((9, 0))
     lhs, rhs = operands_of(engine, case)
     outs = results_of(case, together)
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
     pair = grouped_pair(route, lhs, rhs, looked_at(outs))
     assert (pair is None) == (grouped_gemm.LOOP_FROM == 0)
-    engine.gemm_all(lhs, rhs, outs, adds)
+    engine.gemm_all(lhs, rhs, outs, beta)
     for left, right, out in zip(lhs, rhs, outs, strict=True):
         a, b = exact(left), exact(right)
         terms = min(a.shape[1], b.shape[1])
         a, b = a[:, :terms], b[:, :terms]
-        expected, magnitude = a @ b.t() + 3.0 * adds, a.abs() @ b.abs().t() + 3.0 * adds
+        expected, magnitude = a @ b.t() + 3.0 * beta, a.abs() @ b.abs().t() + 3.0 * beta
         bound = magnitude * BOUNDS[route.name](terms)
-        bound += expected.abs() * (1e-5 if adds else BF16_ERROR) + 1e-30
+        bound += expected.abs() * (1e-5 if beta else BF16_ERROR) + 1e-30
         assert ((out.double() - expected).abs() <= bound).all()
 
 

@@ -101,12 +101,12 @@ def test_kernels_quantize_residuals(rounding):
 def exact_products(monkeypatch):
     """Take cuBLAS's place without a GPU, and forbid products of FP32 values."""
 
-    def multiply(a, b, factor, out_dtype, out=None, adds=True):
+    def multiply(a, b, factor, out_dtype, out=None, beta=True):
         assert a.dtype is b.dtype is torch.bfloat16
         product = a.float() @ b.float().t() * (1.0 if factor is None else factor)
         if out is None:
             return product.to(out_dtype)
-        return out.add_(product) if adds else out.copy_(product)
+        return out.add_(product) if beta else out.copy_(product)
 
     if DEVICE == "cpu":
         monkeypatch.setattr(gemm, "scaled_matmul", multiply)
