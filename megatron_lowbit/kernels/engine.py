@@ -135,7 +135,7 @@ class Engine:
         if are_bf16(lhs, rhs):
             lhs, rhs = lhs.float(), rhs.float()
         product = self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding)
-        return deliver(out, product, beta)
+        return accumulate_into(out, product, beta)
 
     def gemm_all(
         self,
@@ -152,7 +152,7 @@ class Engine:
                 self.product_to(out, left, right, beta, folding)
             else:
                 product = self.gemm(left, right, None, accumulation, out.dtype, folding)
-                deliver(out, product, beta)
+                accumulate_into(out, product, beta)
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""
@@ -199,7 +199,7 @@ class ReferenceEngine(Engine):
         return "dequantized to FP32, FP32 sums"
 
 
-def deliver(out: Tensor, product: Tensor, beta: bool | Tensor) -> Tensor:
+def accumulate_into(out: Tensor, product: Tensor, beta: bool | Tensor) -> Tensor:
     """Write a product to ``out``, or add it to that, as :meth:`Engine.product_to` says."""
     return out.copy_(product) if beta is False else out.add_(product)
 

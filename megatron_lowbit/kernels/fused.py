@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
-from megatron_lowbit.kernels.engine import Engine, are_bf16, deliver
+from megatron_lowbit.kernels.engine import Engine, accumulate_into, are_bf16
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import (
     PRODUCTS,
@@ -239,7 +239,7 @@ class FusedEngine(Engine):
             if out.dtype is torch.float32 and out.is_contiguous():
                 exact_product_to(out, lhs, rhs, beta)
                 return out
-            return deliver(out, exact_product(lhs, rhs, None, torch.float32), beta)
+            return accumulate_into(out, exact_product(lhs, rhs, None, torch.float32), beta)
         if self._write_product(out, lhs, rhs, beta, folding):
             return out
         return super().product_to(out, lhs, rhs, beta, folding)

@@ -7,7 +7,7 @@ from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
-from megatron_lowbit.kernels.engine import deliver
+from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.kernels.means import add_means, without_mean
 from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold, is_exact
 from megatron_lowbit.numerics import QuantizedTensor
@@ -49,7 +49,7 @@ def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool |
     """
     left, right = _as_values(lhs), _as_values(rhs)
     if left.mean is not None or right.mean is not None:
-        deliver(out, exact_product(left, right, None, torch.float32), beta)
+        accumulate_into(out, exact_product(left, right, None, torch.float32), beta)
     else:
         scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, beta)
 
@@ -85,7 +85,7 @@ def tile_product_to(
     if beta is False and out.shape == (pair[0].shape[0], pair[1].shape[1]):
         torch._scaled_mm(*pair, out_dtype=out.dtype, out=out)
     else:
-        deliver(out, tile_product(lhs, rhs, None, _product_dtype(out, beta)), beta)
+        accumulate_into(out, tile_product(lhs, rhs, None, _product_dtype(out, beta)), beta)
 
 
 def _product_dtype(out: Tensor, beta: bool | Tensor) -> torch.dtype:
@@ -144,7 +144,7 @@ def tensor_product_to(
         scaled_matmul(a, b, factor, out.dtype, out, beta)
     else:
         product = scaled_matmul(a, b, factor, _product_dtype(out, beta))
-        deliver(out, product[: out.shape[0], : out.shape[1]], beta)
+        accumulate_into(out, product[: out.shape[0], : out.shape[1]], beta)
 
 
 def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:

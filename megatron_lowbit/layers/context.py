@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.engine import Engine, deliver
+from megatron_lowbit.kernels.engine import Engine, accumulate_into
 from megatron_lowbit.layers.fallback import recompute_unless_finite
 from megatron_lowbit.layers.keys import Key, sign_key
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
@@ -230,7 +230,7 @@ class LinearContext:
         if precision.fallback is not None and high_precision is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, *high_precision, bias, count)
-        return y if out is None else deliver(out, y, beta)
+        return y if out is None else accumulate_into(out, y, beta)
 
 
 def _largest(amaxes: Sequence[Tensor | None]) -> Tensor | None:

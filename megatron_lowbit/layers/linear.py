@@ -80,7 +80,7 @@ class _LowbitLinear(torch.autograd.Function):
             by_row = dgrad_weight = None
             dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
         if ctx.needs_input_grad[1]:
-            wgrad = operands.deliver_wgrad(
+            wgrad = operands.accumulate_wgrad_into(
                 context, weight, partial(_wgrad, context, by_col, gathered, grad)
             )
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None

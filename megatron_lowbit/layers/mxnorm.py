@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.engine import deliver
+from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -87,11 +87,11 @@ class _MXNormLinear(torch.autograd.Function):
             gain_grad = _gain_grad(context.shards, product, weight).to(gain.dtype)
         if product is not None and needs_weight:
             gained = product * gain.float()
-            wgrad = operands.deliver_wgrad(
+            wgrad = operands.accumulate_wgrad_into(
                 context,
                 weight,
                 lambda dtype, out, beta: (
-                    gained.to(dtype) if out is None else deliver(out, gained, beta)
+                    gained.to(dtype) if out is None else accumulate_into(out, gained, beta)
                 ),
             )
         return (

@@ -222,7 +222,7 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
     return dgrad, None
 
 
-def deliver_wgrad(
+def accumulate_wgrad_into(
     context: LinearContext,
     weight: Tensor,
     wgrad: Callable[[torch.dtype, Tensor | None, bool | Tensor], Tensor],
