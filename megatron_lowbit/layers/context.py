@@ -80,7 +80,7 @@ class LinearContext:
     training: bool = True
     shards: Shards = UNSHARDED
     accumulate_main_grad: bool = False
-    main_grad_share: Tensor | None = None
+    main_grad_beta: Tensor | None = None
     amax_history: AmaxHistory | None = None
     weight_cache: WeightCache | None = None
     fallbacks: Tensor | None = None

@@ -259,8 +259,8 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
         return None
     if getattr(weight, "overwrite_main_grad", False):
         return MainGrad(sums, False)
-    if context.main_grad_share is not None:
-        return MainGrad(sums, context.main_grad_share)
+    if context.main_grad_beta is not None:
+        return MainGrad(sums, context.main_grad_beta)
     return MainGrad(sums, getattr(weight, "grad_added_to_main_grad", True))
 
 

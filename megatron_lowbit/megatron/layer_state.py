@@ -48,7 +48,7 @@ class LayerState:
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
-        self.main_grad_share: torch.Tensor | None = None
+        self.main_grad_beta: torch.Tensor | None = None
         self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
         self.path_key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
@@ -84,7 +84,7 @@ class LayerState:
             self.call_key(),
             shards=shards,
             accumulate_main_grad=self.plan.accumulate_main_grad,
-            main_grad_share=self.main_grad_share,
+            main_grad_beta=self.main_grad_beta,
             amax_history=self.call_history(),
             weight_cache=self._cache_for_calls(cache or self.weight_cache),
             fallbacks=None if _is_warming_up() else self.fallbacks,

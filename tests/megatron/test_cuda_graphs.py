@@ -142,9 +142,9 @@ def test_gradients_are_added_behind_the_first_microbatch(change, monkeypatch):
         made.begin_step(switched=False)
         for _ in range(3):
             made.begin_pass()
-            shares.append(float(layer.context(UNSHARDED).main_grad_share))
+            shares.append(float(layer.context(UNSHARDED).main_grad_beta))
     assert shares == ([1.0] * 6 if change else [0.0, 1.0, 1.0] * 2)
-    assert expert.context(UNSHARDED).main_grad_share is None
+    assert expert.context(UNSHARDED).main_grad_beta is None
 
 
 class Linear(torch.nn.Module):
