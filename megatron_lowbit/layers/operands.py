@@ -267,8 +267,10 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
 def added_to_main_grad(weight: Tensor) -> Tensor:
     """Mark that dW is in ``weight.main_grad``; return what autograd takes in its place."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    stand_in = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return stand_in(weight)
+    placeholder_grad = (
+        torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    )
+    return placeholder_grad(weight)
 
 
 def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -276,8 +278,8 @@ def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
 
     Nobody reads it.
     """
-    stand_in = added_to_main_grad(weights[0])
+    placeholder_grad = added_to_main_grad(weights[0])
     for weight in weights[1:]:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     # Tensors of their own: autograd copies one that others hold.
-    return [stand_in.detach() for _ in weights]
+    return [placeholder_grad.detach() for _ in weights]
