@@ -27,7 +27,7 @@ from megatron_lowbit.kernels.operand_group import (
 from megatron_lowbit.kernels.product_tiles import Tile, factor_of, place_of_tile
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
-from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
 from megatron_lowbit.kernels.stacked_gemm import multiply_stacked
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
@@ -51,7 +51,7 @@ LOOP_FROM = 2**36
 
 
 def grouped_pair(
-    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Split | Apart
+    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: RowSlices | SeparateMatrices
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
     products = int(outs.rows.numbers @ _terms(lhs))
@@ -72,7 +72,7 @@ def _terms(side: Sequence[Any]) -> np.ndarray:
         return side.places.terms
     if isinstance(side, TransposedGroup):
         return side.of.places.rows
-    if isinstance(side, Split):
+    if isinstance(side, RowSlices):
         return np.full(len(side), side.whole.shape[1])
     return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
@@ -94,11 +94,11 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
         return whole and whole.transpose()
     if isinstance(side, OperandGroup):
         return matrices_of(side) if side.layout.values else decode(side)
-    tensors = isinstance(side, Split) or all(isinstance(x, Tensor) for x in side)
+    tensors = isinstance(side, RowSlices) or all(isinstance(x, Tensor) for x in side)
     return matrices_of(side) if tensors else None
 
 
-def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
+def _takes(lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices) -> bool:
     """Return True if the kernel takes these matrices."""
     step = outs.like.shape[1] * outs.like.element_size()
     wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
@@ -111,7 +111,9 @@ def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
     )
 
 
-def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, beta: bool) -> None:
+def multiply_groups(
+    lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices, beta: bool
+) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors and scales, to out_i, or add it to that.
 
     Sums are in FP32, those of FP8 tensor cores every 128 products, and rounded once.

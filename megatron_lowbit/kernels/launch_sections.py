@@ -29,7 +29,7 @@ from megatron_lowbit.kernels.sides import (
     signs_of,
     transform_of,
 )
-from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
 from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Request, Requests
 
@@ -37,7 +37,9 @@ _SCALARS = 4
 """Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
 
-def takes_sections(xs: Split | Apart, rows: Requests | None, cols: Requests | None) -> bool:
+def takes_sections(
+    xs: RowSlices | SeparateMatrices, rows: Requests | None, cols: Requests | None
+) -> bool:
     """Return True if one launch quantizes these matrices."""
     requests = [side.like for side in (rows, cols) if side is not None]
     return (
@@ -68,7 +70,10 @@ def _counts_from_zero(request: Request) -> bool:
 
 
 def quantize_sections(
-    xs: Split | Apart, rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
+    xs: RowSlices | SeparateMatrices,
+    rows: Requests | None,
+    cols: Requests | None,
+    forms: tuple[Form, Form],
 ) -> tuple[OperandGroup | None, OperandGroup | None]:
     """Quantize each x (R, C) by its row request, and its transpose by its column request.
 

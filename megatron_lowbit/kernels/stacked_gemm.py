@@ -19,14 +19,14 @@ from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launch
 from megatron_lowbit.kernels.operand_group import Matrices
 from megatron_lowbit.kernels.product_tiles import factor_of, place_of_tile
 from megatron_lowbit.kernels.sections import FIRST_TILE, entry, pointer, section_of, table_of
-from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
 
 A, A_ROWS, A_COLUMNS, A_ROW, A_COLUMN, A_FACTOR = (tl.constexpr(i) for i in range(1, 7))
 B, B_ROWS, B_COLUMNS, B_ROW, B_COLUMN, B_FACTOR = (tl.constexpr(i) for i in range(7, 13))
 OUTS, OUT, OUT_ROW, ROWS, COLUMNS, STEPS = (tl.constexpr(i) for i in range(13, 19))
 _FIELDS = tl.constexpr(19)
 """Rows of the table of products, after the first tiles; their number."""
-_APART = tl.constexpr(2**31 - 1)
+_NOT_STACKED = tl.constexpr(2**31 - 1)
 """First row of a result that is no part of one matrix with the others."""
 _ROWS, _COLUMNS, _TERMS = 128, 128, 128
 """Rows and columns of a tile, and terms of a step."""
@@ -45,7 +45,9 @@ _OCCUPANCY = {torch.bfloat16: _Occupancy(2, 2, 4), torch.float32: _Occupancy(1, 
 added to, leave no room for two programs."""
 
 
-def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, beta: bool) -> None:
+def multiply_stacked(
+    lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices, beta: bool
+) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors, to out_i, or add it to that.
 
     FP8 tensor cores add up 128 products, FP32 those sums.
@@ -90,12 +92,16 @@ def _operand(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
     return side.like.data_ptr(), rows, columns, first_rows, first_columns, side.factors
 
 
-def _results(outs: Split | Apart) -> tuple[int, np.ndarray, np.ndarray]:
+def _results(outs: RowSlices | SeparateMatrices) -> tuple[int, np.ndarray, np.ndarray]:
     """Return the lowest address of all results, then each address and its row from there on."""
     addresses, step = outs.addresses, outs.like.shape[1] * outs.like.itemsize
     first = int(addresses.min())
     rows, rest = np.divmod(addresses - first, step)
-    return first, addresses, np.where((rest == 0) & (rows < _APART.value), rows, _APART.value)
+    return (
+        first,
+        addresses,
+        np.where((rest == 0) & (rows < _NOT_STACKED.value), rows, _NOT_STACKED.value),
+    )
 
 
 def _shares(steps: np.ndarray, programs: int) -> np.ndarray:
@@ -132,7 +138,7 @@ def stacked_gemm_kernel(
     # It stores whole tiles alone: how many rows it has does not matter.
     outs = tl.make_tensor_descriptor(
         pointer(table, 0, OUTS, COUNT, out_like),
-        [_APART, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
+        [_NOT_STACKED, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
     )  # fmt: skip
     upper, lower = tl.zeros((TM, TN), tl.float32), tl.zeros((TM, TN), tl.float32)
     i, row0, col0, rows, k0, left = tile, tile, tile, tile, 0, 0
@@ -159,7 +165,7 @@ def stacked_gemm_kernel(
             factor = factor_of(table, i, A_FACTOR, COUNT) * factor_of(table, i, B_FACTOR, COUNT)
             upper, lower = upper * factor, lower * factor
             first = _number(table, i, OUT_ROW, COUNT)
-            if (first != _APART) & (row0 + PARTS * TM <= rows):
+            if (first != _NOT_STACKED) & (row0 + PARTS * TM <= rows):
                 _store(outs, first + row0, col0, upper, lower, out_like, PARTS, ADDS)
             else:
                 columns = _number(table, i, COLUMNS, COUNT)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Apart, Rows, Split, rows_of
+from megatron_lowbit.kernels.split import Rows, RowSlices, SeparateMatrices, rows_of
 from megatron_lowbit.layers import operands
 from megatron_lowbit.layers.autocast import without_autocast
 from megatron_lowbit.layers.autograd_state import flatten, unflatten
@@ -65,10 +65,10 @@ class _GroupedLinear(torch.autograd.Function):
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
         col = "wgrad" if keeps else None
-        inputs, kept = group.quantize(Split(x, tokens), "input", "fprop", col, saved={"wgrad"})
-        by_row, by_col = _quantize_weights(group, Apart(weights))
+        inputs, kept = group.quantize(RowSlices(x, tokens), "input", "fprop", col, saved={"wgrad"})
+        by_row, by_col = _quantize_weights(group, SeparateMatrices(weights))
         y = x.new_empty(len(x), len(weights[0]))
-        group.multiply("fprop", inputs, by_row, Split(y, tokens))
+        group.multiply("fprop", inputs, by_row, RowSlices(y, tokens))
         needs_dgrad = trains and x.requires_grad
         saved = kept if keeps else None, by_col if needs_dgrad else None
         tensors: list[Tensor] = []
@@ -88,13 +88,15 @@ class _GroupedLinear(torch.autograd.Function):
         kept, dgrad_weights = (unflatten(part, tensors) for part in ctx.saved)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
         row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
-        by_row, by_col = group.quantize(Split(grad, tokens), "grad", row, col)
+        by_row, by_col = group.quantize(RowSlices(grad, tokens), "grad", row, col)
         dgrad = None
         if needs_dgrad:
             if dgrad_weights is None:
-                _, dgrad_weights = group.quantize(Apart(weights), "weight", None, "dgrad")
+                _, dgrad_weights = group.quantize(
+                    SeparateMatrices(weights), "weight", None, "dgrad"
+                )
             dgrad = grad.new_empty(len(grad), weights[0].shape[1])
-            group.multiply("dgrad", by_row, dgrad_weights, Split(dgrad, tokens))
+            group.multiply("dgrad", by_row, dgrad_weights, RowSlices(dgrad, tokens))
             by_row = dgrad_weights = None
         wgrads: Sequence[Tensor | None] = [None] * len(weights)
         if needs_wgrad:

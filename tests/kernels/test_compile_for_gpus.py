@@ -96,7 +96,7 @@ def main(cases: list[str]) -> None:
     )
     from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
-    from megatron_lowbit.kernels.split import Apart
+    from megatron_lowbit.kernels.split import SeparateMatrices
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -162,7 +162,7 @@ def main(cases: list[str]) -> None:
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)
         many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
-        both = Apart([odd, odd])  # not of whole tiles
+        both = SeparateMatrices([odd, odd])  # not of whole tiles
         if amax is None and launch_sections.takes_sections(both, *many):
             launch_sections.quantize_sections(both, *many, sides)
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
@@ -189,7 +189,7 @@ def main(cases: list[str]) -> None:
         elif fp8:
             begin = np.zeros(3, np.int64)
             pair = [m._replace(stack=Stack(3 * m.rows[0], terms, begin, begin)) for m in pair]
-        grouped_gemm.multiply_groups(*pair, Apart([out] * 3), beta)
+        grouped_gemm.multiply_groups(*pair, SeparateMatrices([out] * 3), beta)
         print(name)
 
 

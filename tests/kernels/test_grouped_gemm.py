@@ -8,7 +8,7 @@ from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import Transposed, Values
-from megatron_lowbit.kernels.split import Apart, looked_at
+from megatron_lowbit.kernels.split import SeparateMatrices, looked_at
 from megatron_lowbit.kernels.stacked_gemm import _shares
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
@@ -144,6 +144,6 @@ def test_what_takes_a_launch_each():
     outs = [torch.empty(OUT, IN, device=DEVICE) for _ in TOKENS]
     assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
-    assert grouped_pair(route, lhs, [y[1:] for y in rhs], Apart(odd)) is None
+    assert grouped_pair(route, lhs, [y[1:] for y in rhs], SeparateMatrices(odd)) is None
     large = torch.empty(1, device="meta").expand(grouped_gemm.LOOP_FROM // (2 * 16), 1)
-    assert grouped_pair(route, lhs, rhs, Apart([large] * len(TOKENS))) is None
+    assert grouped_pair(route, lhs, rhs, SeparateMatrices([large] * len(TOKENS))) is None

@@ -13,7 +13,7 @@ from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sec
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Transposed
 from megatron_lowbit.kernels.sections import table_of
-from megatron_lowbit.kernels.split import Apart, looked_at
+from megatron_lowbit.kernels.split import SeparateMatrices, looked_at
 from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
@@ -157,14 +157,18 @@ def test_square_blocks_that_serve_both_sides():
 
 def test_what_takes_a_launch_each():
     x, requests = torch.zeros(16, 32), Requests(request_of("mxfp8", 0))
-    assert takes_sections(Apart([x, x[:0]]), requests, None)
+    assert takes_sections(SeparateMatrices([x, x[:0]]), requests, None)
     for others in ([x, x[:, :16]], [x, x.bfloat16()], [x, x.t().contiguous().t()], [x[:0]]):
-        assert not takes_sections(Apart(others), requests, None)
-    assert not takes_sections(Apart([x.half()] * 2), requests, None)  # which is a TypeError
+        assert not takes_sections(SeparateMatrices(others), requests, None)
+    assert not takes_sections(
+        SeparateMatrices([x.half()] * 2), requests, None
+    )  # which is a TypeError
     rows = Requests(Request(Quantizer(format_by_name("fp8-row-e4m3"))))
-    assert not takes_sections(Apart([x, x]), rows, None)
+    assert not takes_sections(SeparateMatrices([x, x]), rows, None)
     draw = Draw(0, groups=torch.arange(2))
-    assert not takes_sections(Apart([x, x]), Requests(replace(requests.like, draw=draw)), None)
+    assert not takes_sections(
+        SeparateMatrices([x, x]), Requests(replace(requests.like, draw=draw)), None
+    )
 
 
 def test_too_many_matrices_for_the_numbers_of_a_table():
