@@ -28,7 +28,7 @@ from megatron_lowbit.kernels.means import residual_request, split_mean
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
-from megatron_lowbit.kernels.operand_group import TransposedGroup, one_to_look_at
+from megatron_lowbit.kernels.operand_group import TransposedGroup, representative_operand
 from megatron_lowbit.kernels.operands import (
     Transposed,
     Values,
@@ -38,7 +38,7 @@ from megatron_lowbit.kernels.operands import (
     transposed,
 )
 from megatron_lowbit.kernels.routes import form_of_many, forms_of, written_form
-from megatron_lowbit.kernels.split import looked_at
+from megatron_lowbit.kernels.split import as_matrix_list
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -122,7 +122,7 @@ class FusedEngine(Engine):
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
     ) -> tuple[Sequence[GpuOperand] | None, Sequence[GpuOperand] | None]:
         """Quantize matrices of one kind by one launch where their formats have kernels for it."""
-        xs = looked_at(xs)
+        xs = as_matrix_list(xs)
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
         dtype, capability = xs.like.dtype, self.capability
@@ -145,9 +145,9 @@ class FusedEngine(Engine):
         folding: bool = True,
     ) -> None:
         """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
-        pair, outs = None, looked_at(outs)
+        pair, outs = None, as_matrix_list(outs)
         if accumulation is None and self.capability[0] == 9:
-            route = self.route_of(one_to_look_at(lhs), one_to_look_at(rhs), folding)
+            route = self.route_of(representative_operand(lhs), representative_operand(rhs), folding)
             pair = grouped_pair(route, lhs, rhs, outs)
         if pair is not None:
             multiply_groups(*pair, outs, beta)

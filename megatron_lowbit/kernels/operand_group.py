@@ -24,7 +24,7 @@ from megatron_lowbit.kernels.operands import (
 )
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of, memory_of, output_of
-from megatron_lowbit.kernels.split import Rows, looked_at
+from megatron_lowbit.kernels.split import Rows, as_matrix_list
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
@@ -204,7 +204,7 @@ class TransposedGroup:
         return (self[number] for number in range(len(self)))
 
 
-def one_to_look_at(operands: Sequence[Any]) -> Any:
+def representative_operand(operands: Sequence[Any]) -> Any:
     """Return an operand of the kind that all are; of codes in a group their format."""
     group = operands.of if isinstance(operands, TransposedGroup) else operands
     if not isinstance(group, OperandGroup):
@@ -253,7 +253,7 @@ class Matrices(NamedTuple):
 def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     """Return operands as matrices: FP8 codes, exact BF16 numbers, or BF16 tensors themselves."""
     if not isinstance(operands, OperandGroup):
-        known = looked_at(operands)
+        known = as_matrix_list(operands)
         first, rows, count = known.like, known.rows.numbers, len(known)
         by_rows = first.stride(1) == 1
         if by_rows:

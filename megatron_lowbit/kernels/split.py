@@ -138,7 +138,7 @@ class SeparateMatrices(Sequence[Tensor]):
         return all((x.shape[1], x.stride(), x.dtype, x.device) == kind for x in others)
 
 
-def looked_at(matrices: Sequence[Tensor]) -> RowSlices | SeparateMatrices:
+def as_matrix_list(matrices: Sequence[Tensor]) -> RowSlices | SeparateMatrices:
     """Return matrices whose rows and addresses are known."""
     return (
         matrices

@@ -8,7 +8,7 @@ from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import Transposed, Values
-from megatron_lowbit.kernels.split import SeparateMatrices, looked_at
+from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
 from megatron_lowbit.kernels.stacked_gemm import _shares
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
@@ -97,7 +97,7 @@ def test_products(case, together=False):
     lhs, rhs = operands_of(engine, case)
     outs = results_of(case, together)
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
-    pair = grouped_pair(route, lhs, rhs, looked_at(outs))
+    pair = grouped_pair(route, lhs, rhs, as_matrix_list(outs))
     assert (pair is None) == (grouped_gemm.LOOP_FROM == 0)
     engine.gemm_all(lhs, rhs, outs, beta)
     for left, right, out in zip(lhs, rhs, outs, strict=True):
@@ -142,7 +142,7 @@ def test_what_takes_a_launch_each():
     lhs, rhs = operands_of(engine, "bf16")
     route = engine.route_of(lhs[0], rhs[0])
     outs = [torch.empty(OUT, IN, device=DEVICE) for _ in TOKENS]
-    assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
+    assert grouped_pair(route, lhs, rhs, as_matrix_list(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
     assert grouped_pair(route, lhs, [y[1:] for y in rhs], SeparateMatrices(odd)) is None
     large = torch.empty(1, device="meta").expand(grouped_gemm.LOOP_FROM // (2 * 16), 1)

@@ -13,7 +13,7 @@ from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sec
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Transposed
 from megatron_lowbit.kernels.sections import table_of
-from megatron_lowbit.kernels.split import SeparateMatrices, looked_at
+from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
 from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
@@ -101,8 +101,8 @@ def compare_with_a_launch_for_each(case, x, heights):
     xs = x.to(DEVICE).split(heights)
     rows = requests_of(case, range(7, 7 + len(xs)), left=True)
     cols = requests_of(case, range(17, 17 + len(xs)))
-    assert takes_sections(looked_at(xs), rows, cols)
-    left, right = quantize_sections(looked_at(xs), rows, cols, forms)
+    assert takes_sections(as_matrix_list(xs), rows, cols)
+    left, right = quantize_sections(as_matrix_list(xs), rows, cols, forms)
     assert len(left) == len(right) == len(xs)
     for number, (x, by_row, by_col) in enumerate(zip(xs, left, right, strict=True)):
         if len(x):
@@ -119,7 +119,7 @@ FORMS = {"mxfp8": "FOLDED", "fp8 tensor": "CODES"}
 @pytest.mark.parametrize("rows", [(24, 0, 16), (128, 256), (64, 128)])
 def test_zeros_fill_up_codes_that_lie_beside_others(rows, case):
     """GEMMs read whole steps of 128 terms, and a row of all matrices' codes as one."""
-    xs = looked_at(values(sum(rows), 48, torch.bfloat16).to(DEVICE).split(rows))
+    xs = as_matrix_list(values(sum(rows), 48, torch.bfloat16).to(DEVICE).split(rows))
     cols, form = requests_of(case, range(len(rows))), Form[FORMS[case]]
     _, group = quantize_sections(xs, None, cols, (Form.CODES, form))
     parts = group.codes.view(torch.uint8).view(48, -1).split([cdiv(n, 128) * 128 for n in rows], 1)
@@ -136,7 +136,7 @@ def test_one_side(side):
     requests = requests_of("mxfp8", range(2))
     sides = [None, None]
     sides[side] = requests
-    made = quantize_sections(looked_at(xs), *sides, (Form.CODES, Form.CODES))
+    made = quantize_sections(as_matrix_list(xs), *sides, (Form.CODES, Form.CODES))
     assert made[1 - side] is None
     for number, (x, operand) in enumerate(zip(xs, made[side], strict=True)):
         pair = [None, None]
