@@ -104,7 +104,7 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def places_of(layout: GroupLayout, rows: Rows) -> Places:
+def operand_offsets(layout: GroupLayout, rows: Rows) -> Places:
     """Return where operands of matrices of so many rows lie."""
     units = rows.in_units(layout.unit)
     has_scales = layout.scales is not None and math.prod(layout.scales.shape)
@@ -169,7 +169,7 @@ class OperandGroup:
     @property
     def places(self) -> Places:
         """Sizes and offsets of the operands."""
-        return places_of(self.layout, self.rows)
+        return operand_offsets(self.layout, self.rows)
 
     @property
     def code_addresses(self) -> np.ndarray:
@@ -214,7 +214,7 @@ def representative_operand(operands: Sequence[Any]) -> Any:
 
 def allocate(layout: GroupLayout, rows: Rows, tensor_scales: Tensor) -> OperandGroup:
     """Allocate the operands of matrices of so many rows; tensor scales are there."""
-    units, device = places_of(layout, rows).units, tensor_scales.device
+    units, device = operand_offsets(layout, rows).units, tensor_scales.device
     codes, scales = (
         None
         if memory is None
