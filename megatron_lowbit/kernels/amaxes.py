@@ -22,28 +22,28 @@ _TILE, _THREADS = 8192, 128
 """Elements of a tile; threads of a program, each of which takes whole transforms."""
 
 
-class Measured(NamedTuple):
+class AmaxSpec(NamedTuple):
     """A side whose amax is taken: after which transform."""
 
     hadamard: Hadamard | None
 
 
-_AS_IT_IS = Measured(None)
+NO_TRANSFORM = AmaxSpec(None)
 
 
-def measured(kind: Request, form: Form) -> Measured | None:
+def measured(kind: Request, form: Form) -> AmaxSpec | None:
     """Return after which transform a tensor's amax is needed: for folding, before any."""
     if kind.quantizer.format.tensor_scaled:
-        return Measured(kind.hadamard)
-    return _AS_IT_IS if form is Form.FOLDED else None
+        return AmaxSpec(kind.hadamard)
+    return NO_TRANSFORM if form is Form.FOLDED else None
 
 
 class AmaxPass(NamedTuple):
     """A pass over matrices of one kind; ``shared``: the column side has the row side's amax."""
 
     launch: Launcher
-    row: Measured | None
-    col: Measured | None
+    row: AmaxSpec | None
+    col: AmaxSpec | None
     shared: bool
 
     def __call__(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
@@ -61,14 +61,14 @@ def amax_pass(
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    row: Measured | None,
-    col: Measured | None,
+    row: AmaxSpec | None,
+    col: AmaxSpec | None,
     same: bool,
 ) -> AmaxPass | None:
     """Return the pass for matrices of one kind; ``same``: both sides are of one request."""
     if row is None and col is None:
         return None
-    shared = row is not None and col is not None and (same or row == col == _AS_IT_IS)
+    shared = row is not None and col is not None and (same or row == col == NO_TRANSFORM)
     col = None if shared else col
     tile, *transforms = _tile_and_transforms(row, col)
     drawn = [place for place, one in zip((7, 9), transforms, strict=True) if draws_signs(one)]
@@ -78,13 +78,13 @@ def amax_pass(
     return AmaxPass(launch, row, col, shared)
 
 
-def _tile_and_transforms(row: Measured | None, col: Measured | None) -> tuple[Any, ...]:
+def _tile_and_transforms(row: AmaxSpec | None, col: AmaxSpec | None) -> tuple[Any, ...]:
     """Return the tile that both sides' transforms fit, and the transforms as kernels take them."""
     hadamards = [one and one.hadamard for one in (row, col)]
     return amax_tile(*hadamards), *map(transform_of, hadamards)
 
 
-def _sign(side: Measured | None, request: Request | None) -> int | Tensor:
+def _sign(side: AmaxSpec | None, request: Request | None) -> int | Tensor:
     if side is None or request is None or side.hadamard is None:
         return 0
     return signs_of(side.hadamard, request.sign_key)
@@ -140,7 +140,7 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
     A row of the transpose is a column of x: all of its tokens, where wgrad contracts them.
     """
     sides = [
-        None if side is None or not side.quantizer.format.row_scaled else Measured(side.hadamard)
+        None if side is None or not side.quantizer.format.row_scaled else AmaxSpec(side.hadamard)
         for side in (row, col)
     ]
     whole = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device).split(list(x.shape))
@@ -158,8 +158,8 @@ def _row_launcher(
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    row: Measured | None,
-    col: Measured | None,
+    row: AmaxSpec | None,
+    col: AmaxSpec | None,
 ) -> Launcher:
     tile, *transforms = _tile_and_transforms(row, col)
     varying = (0, *range(5, 9))
