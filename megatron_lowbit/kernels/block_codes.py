@@ -14,7 +14,7 @@ from megatron_lowbit.kernels.elements import (
     code_values,
     exact_bf16,
     larger,
-    on_grid,
+    round_nearest,
     stochastic_codes,
 )
 from megatron_lowbit.kernels.random_words import philox, random_of
@@ -58,7 +58,7 @@ def _candidate(
     OPTIONS: tl.constexpr = S.options
     SELECTION: tl.constexpr = OPTIONS.selection
     E4M3: tl.constexpr = OPTIONS.element
-    stored, scale = scale_code(on_grid(base, E4M3), base, E4M3)
+    stored, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
     factor = quotient(1.0, scale * s_dec)
     drawn = (group, group, group, group)
     if S.stochastic:
@@ -168,7 +168,7 @@ def ms_eden_torchao(points, most, amax, key, group, row, BELOW: tl.constexpr, S:
     E4M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     base = finite_or_nan(most * SIXTH * s_enc, most)
-    _, scale = scale_code(on_grid(base, E4M3), base, E4M3)
+    _, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
     factor = quotient(1.0, scale * s_dec)
     words = ()
     word, squares, products = group, base, base
@@ -199,7 +199,7 @@ def _drawn_scale(corrected, key, group, row, S: tl.constexpr):
         random = w0.to(tl.int32, bitcast=True) & 0xFFFF
         value = code_values(stochastic_codes(corrected, random, E4M3), E4M3)
     else:
-        value = on_grid(corrected, E4M3)
+        value = round_nearest(corrected, E4M3)
     return scale_code(value, corrected, E4M3)
 
 
@@ -220,7 +220,7 @@ def _positive_scale(base, tensor_scale, S: tl.constexpr):
     E4M3: tl.constexpr = OPTIONS.element
     scale = tl.div_rn(base, tl.zeros_like(base) + tensor_scale)
     scale = finite_or_nan(scale, base)
-    value = on_grid(scale, E4M3)
+    value = round_nearest(scale, E4M3)
     return scale_code(tl.where(value == 0.0, 1.0, value), scale, E4M3)
 
 

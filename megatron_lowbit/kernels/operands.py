@@ -14,8 +14,8 @@ from megatron_lowbit.kernels.elements import (
     bf16_values,
     code_values,
     encode,
-    on_grid,
     over_block,
+    round_nearest,
 )
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.sections import FIRST_TILE, ROWS, X, entry, pointer, section_of
@@ -273,7 +273,7 @@ def decode_kernel(
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:
-            lost = (on_grid(value, TARGET) != tl.abs(value)) & (value == value)
+            lost = (round_nearest(value, TARGET) != tl.abs(value)) & (value == value)
             tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
 
 

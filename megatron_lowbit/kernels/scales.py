@@ -16,7 +16,7 @@ from megatron_lowbit.kernels.elements import (
     abs_bits,
     fold_ratio,
     magnitude_codes,
-    on_grid,
+    round_nearest,
 )
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -91,7 +91,7 @@ def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     if OPTIONS.rounding:
         value = _foldable(scale, OPTIONS.rounding == 2)
     else:
-        value = on_grid(scale, E4M3)
+        value = round_nearest(scale, E4M3)
     code, value = scale_code(value, scale, E4M3)
     return code, quotient(1.0, value * s_dec), value, s_dec
 
@@ -142,7 +142,7 @@ def ue5m3_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     if OPTIONS.top > 0.0:
         s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     scale = finite_or_nan(most * (s_enc * SIXTH), most)
-    code, value = scale_code(on_grid(scale, UE5M3), scale, UE5M3)
+    code, value = scale_code(round_nearest(scale, UE5M3), scale, UE5M3)
     return code, quotient(1.0, value * s_dec), value, s_dec
 
 
