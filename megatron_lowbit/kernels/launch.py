@@ -18,9 +18,9 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_POINTS
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import Values
-from megatron_lowbit.kernels.quantize import Side, quantize_kernel
+from megatron_lowbit.kernels.quantize import QuantizeSpec, quantize_kernel
 from megatron_lowbit.kernels.sides import (
-    NOTHING,
+    NO_SIDE,
     POINTS,
     Layout,
     Output,
@@ -107,7 +107,7 @@ def _outputs(
 ) -> tuple[tuple, QuantizedTensor | Values | None]:
     """Allocate a side's operand; return the kernel's arguments for it, and the operand."""
     if plan is None:
-        return NOTHING, None
+        return NO_SIDE, None
     output = plan.allocate()
     return arguments(plan.layout, output, request, amax if plan.takes_amax else None), output.made
 
@@ -152,7 +152,7 @@ def _plan(
     wanted = [(kind, form) for kind, form in ((row, row_form), (col, col_form)) if kind]
     casts = all(_casts(kind, form) for kind, form in wanted)
     own = (_OWN,) if casts else ()
-    places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NOTHING))
+    places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NO_SIDE))
     views = views_of(by_row and by_row.layout, by_col and by_col.layout)
     launch = tile_launcher(
         quantize_kernel, shape, tile, *sides, 0, varying=(0, *own, *places), views=views, **options
@@ -171,7 +171,7 @@ def _plan(
 def views_of(row: Layout | None, col: Layout | None) -> dict[int, torch.dtype]:
     """Return as which dtypes the kernel takes codes and scales, by their places."""
     found = {}
-    for layout, first in ((row, _ROW), (col, _ROW + len(NOTHING))):
+    for layout, first in ((row, _ROW), (col, _ROW + len(NO_SIDE))):
         for place, dtype in enumerate(() if layout is None else taken_as(layout), first + _CODES):
             if dtype is not None:
                 found[place] = dtype
@@ -207,7 +207,9 @@ def _casts(kind: Request, form: Form) -> bool:
     return casts and form is Form.CODES
 
 
-def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:
+def tile_of(
+    row: QuantizeSpec | None, col: QuantizeSpec | None
+) -> tuple[tuple[int, int], dict[str, int]]:
     """Return rows and columns of the tile, and the launch's options.
 
     They were found by trying on an H200; those of 128 points are the least that holds them.

@@ -24,7 +24,7 @@ from megatron_lowbit.kernels.operand_group import (
 from megatron_lowbit.kernels.quantize import quantize_kernel
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
 from megatron_lowbit.kernels.sides import (
-    NOTHING,
+    NO_SIDE,
     signed,
     signs_of,
     transform_of,
@@ -230,7 +230,7 @@ def _signs(requests: Requests) -> Entries:
 def _arguments(group: OperandGroup | None, amax: Tensor | None) -> tuple:
     """Return a kernel's arguments for a side; keys and places are in the table."""
     if group is None:
-        return NOTHING
+        return NO_SIDE
     layout = group.layout
     columns = OF_THE_TABLE if layout.transposed else layout.operand.columns
     scales = None if group.places.scales is None else group.scales

@@ -13,7 +13,7 @@ from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values
-from megatron_lowbit.kernels.quantize import Side
+from megatron_lowbit.kernels.quantize import QuantizeSpec
 from megatron_lowbit.kernels.quantize_tile import tile_side
 from megatron_lowbit.kernels.sides import allocator, filled, layout_of, taken_as
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
@@ -69,7 +69,7 @@ def _launch(
     gain: Tensor | None,
     most: Tensor | None,
     arguments: tuple,
-    side: Side | None,
+    side: QuantizeSpec | None,
 ) -> Tensor:
     """Launch the kernel to quantize a side, or for the amax alone; return the rows' factors."""
     rows, columns = x.shape
@@ -104,7 +104,7 @@ def row_side(
     amax: Tensor | None,
     form: Form,
     out: QuantizedTensor | None = None,
-) -> tuple[Side, tuple, QuantizedTensor | Values]:
+) -> tuple[QuantizeSpec, tuple, QuantizedTensor | Values]:
     """Return the constexpr that quantizes rows like x's, a kernel's arguments, and what it fills.
 
     That is ``out``, or new where none is given.

@@ -38,7 +38,7 @@ from megatron_lowbit.kernels.sections import (
 from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
 
 
-class Side(NamedTuple):
+class QuantizeSpec(NamedTuple):
     """Quantization of one side, as a constexpr.
 
     ``scales`` is a function of ``scales.py``, or, where ``from_numbers``, of ``block_codes.py``.

@@ -20,7 +20,7 @@ from megatron_lowbit.kernels.hadamard import (
 )
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
-from megatron_lowbit.kernels.quantize import Side
+from megatron_lowbit.kernels.quantize import QuantizeSpec
 from megatron_lowbit.kernels.scales import ScaleOptions
 from megatron_lowbit.numerics import (
     Hadamard,
@@ -36,7 +36,7 @@ from megatron_lowbit.numerics.randomness import GROUP
 
 POINTS = 32
 """Points of a group in longer blocks."""
-NOTHING = (0, None, None, None, None, 0, None, None, 0)
+NO_SIDE = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
 
 
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     the format of the result, of size ``shape``.
     """
 
-    side: Side
+    side: QuantizeSpec
     stored: BlockFormat
     shape: tuple[int, int]
     columns: int
@@ -199,7 +199,7 @@ def filled(out: QuantizedTensor) -> Output:
 
 
 def arguments(layout: Layout, output: Output, request: Request, amax: Tensor | None) -> tuple:
-    """Return a kernel's arguments for a side, in the order of :data:`NOTHING`."""
+    """Return a kernel's arguments for a side, in the order of :data:`NO_SIDE`."""
     key, numbers = 0, (None, None)
     if layout.side.stochastic:
         key, numbers = key_of(request), numbers_of(request, layout, output.codes.device)
@@ -217,13 +217,13 @@ def key_of(request: Request) -> int | Tensor:
 
 
 @cache
-def _side(kind: Request, form: Form, stored: BlockFormat) -> Side:
+def _side(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
     format, hadamard = kind.quantizer.format, kind.hadamard
     function, options = _scale_function(format)
     points = min(format.block, POINTS) if format.block > 1 else 0
     if hadamard is not None and points:
         points = max(points, hadamard.size) if format.block <= POINTS else 0
-    return Side(
+    return QuantizeSpec(
         scales=function,
         from_numbers=format.scales_from_numbers,
         block_rows=format.block_rows,
