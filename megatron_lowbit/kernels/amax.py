@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.elements import abs_bits
-from megatron_lowbit.kernels.hadamard import MAX_POINTS, butterfly_points, finish, transform_tile
+from megatron_lowbit.kernels.hadamard import MAX_LANES, butterfly_lanes, finish, transform_tile
 from megatron_lowbit.kernels.sections import (
     COL_SIGNS,
     FIRST_TILE,
@@ -20,7 +20,7 @@ from megatron_lowbit.kernels.sections import (
     pointer,
     section_of,
 )
-from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
+from megatron_lowbit.kernels.tiles import load_column_lanes, load_row_lanes, load_tile
 
 
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
@@ -56,7 +56,7 @@ def amax_kernel(
     PLAIN: tl.constexpr = (row_amax is not None and ROW is None) or (
         col_amax is not None and COL is None
     )
-    COLUMNS: tl.constexpr = COL is not None and COL.points <= MAX_POINTS
+    COLUMNS: tl.constexpr = COL is not None and COL.size <= MAX_LANES
     if PLAIN and not COLUMNS:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         most = tl.max(tl.max(abs_bits(values), 1), 0)
@@ -65,20 +65,20 @@ def amax_kernel(
         if col_amax is not None and COL is None:
             tl.atomic_max(col_amax, most)
     if row_amax is not None and ROW is not None:
-        if ROW.points <= MAX_POINTS and ROW.points >= 8:
-            P: tl.constexpr = ROW.points
-            points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
-            tl.atomic_max(row_amax, _most_of_sums(points, row_signs, ROW))
+        if ROW.size <= MAX_LANES and ROW.size >= 8:
+            P: tl.constexpr = ROW.size
+            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+            tl.atomic_max(row_amax, _most_of_sums(lanes, row_signs, ROW))
         else:
             values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             values = transform_tile(values, row_signs, TM, TN, ROW)
             tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(values), 1), 0))
     if COLUMNS:
-        Q: tl.constexpr = COL.points
-        points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+        Q: tl.constexpr = COL.size
+        lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
         if PLAIN:
-            tl.atomic_max(row_amax, tl.max(_most(points, Q), 0))
-        tl.atomic_max(col_amax, _most_of_sums(points, col_signs, COL))
+            tl.atomic_max(row_amax, tl.max(_most(lanes, Q), 0))
+        tl.atomic_max(col_amax, _most_of_sums(lanes, col_signs, COL))
     elif col_amax is not None and COL is not None:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         values = transform_tile(tl.trans(values), col_signs, TN, TM, COL)
@@ -86,16 +86,16 @@ def amax_kernel(
 
 
 @triton.jit
-def _most(points, N: tl.constexpr):
-    most = abs_bits(points[0])
+def _most(lanes, N: tl.constexpr):
+    most = abs_bits(lanes[0])
     for i in tl.static_range(1, N):
-        most = tl.maximum(most, abs_bits(points[i]))
+        most = tl.maximum(most, abs_bits(lanes[i]))
     return most
 
 
 @triton.jit
-def _most_of_sums(points, signs, H: tl.constexpr):
-    N: tl.constexpr = H.points
-    sums = butterfly_points(points, signs, N, H)
+def _most_of_sums(lanes, signs, H: tl.constexpr):
+    N: tl.constexpr = H.size
+    sums = butterfly_lanes(lanes, signs, N, H)
     most = tl.max(_most(sums, N), 0).to(tl.float32, bitcast=True)
     return abs_bits(finish(most, H))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import MAX_POINTS
+from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.row_amax import row_amax_kernel
 from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
@@ -173,7 +173,7 @@ def amax_tile(row: Hadamard | None, col: Hadamard | None, height: int = 64) -> t
     """
     across, down = (1 if one is None else one.size for one in (row, col))
     longest = max(across, down)
-    if longest > MAX_POINTS.value:
+    if longest > MAX_LANES.value:
         return max(32, down), max(32, across)
     rows = max(height, down)
     return rows, max(_TILE, _THREADS * longest) // rows

@@ -15,13 +15,13 @@ from megatron_lowbit.kernels.amaxes import (
 )
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import MAX_POINTS
+from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import Values
 from megatron_lowbit.kernels.quantize import QuantizeSpec, quantize_kernel
 from megatron_lowbit.kernels.sides import (
+    LANES,
     NO_SIDE,
-    POINTS,
     Layout,
     Output,
     allocator,
@@ -42,7 +42,7 @@ _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 _CODES = 2
 """Place of a side's codes, which scales follow."""
 _REGISTERS = {64: 168, 128: 255}
-"""Registers of a thread by the points of a transform that it holds."""
+"""Registers of a thread by the lanes of a transform that it holds."""
 
 
 def quantize_both(
@@ -143,7 +143,7 @@ def _plan(
 
     ``same``: both sides are of one request.
     """
-    if row and col and max(_points(row), _points(col)) > MAX_POINTS.value:
+    if row and col and max(_lanes(row), _lanes(col)) > MAX_LANES.value:
         return None
     by_row = None if row is None else _side_plan(row, row_form, shape, device, False)
     by_col = None if col is None else _side_plan(col, col_form, shape[::-1], device, True)
@@ -197,7 +197,7 @@ def _varying(plan: _SidePlan | None, first: int) -> tuple[int, ...]:
     return tuple(first + place for place in places)
 
 
-def _points(request: Request) -> int:
+def _lanes(request: Request) -> int:
     return request.hadamard.size if request.hadamard else 1
 
 
@@ -212,15 +212,15 @@ def tile_of(
 ) -> tuple[tuple[int, int], dict[str, int]]:
     """Return rows and columns of the tile, and the launch's options.
 
-    They were found by trying on an H200; those of 128 points are the least that holds them.
+    They were found by trying on an H200; those of 128 lanes are the least that holds them.
     """
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
-    if any(side.transform and side.transform.points > MAX_POINTS.value for side in sides):
+    if any(side.transform and side.transform.size > MAX_LANES.value for side in sides):
         height = width = 32
-    points, most = all(side.points for side in sides), max(side.points for side in sides)
-    if points and all(side.block <= POINTS for side in sides):
-        if most > POINTS:
+    lanes, most = all(side.lanes for side in sides), max(side.lanes for side in sides)
+    if lanes and all(side.block <= LANES for side in sides):
+        if most > LANES:
             return (most, 128), {"num_warps": 4, "maxnreg": _REGISTERS[most]}
         # Fewer values a thread, so that more threads hide each other's waiting.
         if any(side.stochastic for side in sides):
@@ -229,10 +229,10 @@ def tile_of(
         return (height, 64 if waits else 128), {"num_warps": 4}
     for side, is_col in ((row, False), (col, True)):
         if side is not None:
-            along = max(side.block, side.transform.points if side.transform else 0, side.points)
+            along = max(side.block, side.transform.size if side.transform else 0, side.lanes)
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
-    if points:
-        warps = 4 if most > POINTS else max(4, height * width // 2048)
+    if lanes:
+        warps = 4 if most > LANES else max(4, height * width // 2048)
         return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(most, 80)}
     return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import MAX_POINTS
+from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launch import READY, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
@@ -60,7 +60,7 @@ def _takes(kind: Request) -> bool:
     return (
         quantizer.has_kernel
         and not quantizer.format.row_scaled
-        and (hadamard is None or hadamard.size <= MAX_POINTS.value)
+        and (hadamard is None or hadamard.size <= MAX_LANES.value)
     )
 
 

@@ -109,7 +109,7 @@ def row_side(
 
     That is ``out``, or new where none is given.
     """
-    layout = layout_of(request.kind, form, *x.shape, False, points=False)
+    layout = layout_of(request.kind, form, *x.shape, False, lanes=False)
     output = allocator(layout, x.device)() if out is None else filled(out)
     codes, scales = (
         tensor if tensor is None or dtype is None else tensor.view(dtype)

@@ -46,8 +46,8 @@ class GroupLayout:
 
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
         self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
-        format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
-        self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
+        format, lanes = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
+        self.multiples = lanes, lanes if form is Form.VALUES else math.lcm(lanes, format.block)
         is_fp8 = form is not Form.VALUES and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
         self.stacks_columns = transposed and is_fp8
         if self.stacks_columns:

@@ -1,6 +1,6 @@
 """Quantization on a GPU: a matrix and its transpose in one pass, bit for bit as ``numerics/`` says.
 
-A program takes a tile of the matrix. A side with blocks is computed on points (see ``tiles.py``):
+A program takes a tile of the matrix. A side with blocks is computed on lanes (see ``tiles.py``):
 the amaxes of up to 64 neighbours, butterflies and random bits then stay within a thread. Sides
 without blocks and longer transforms are computed on the tile as one tensor.
 """
@@ -14,7 +14,7 @@ import triton.language as tl
 from megatron_lowbit.kernels.delayed import note_amax
 from megatron_lowbit.kernels.elements import Element
 from megatron_lowbit.kernels.hadamard import Transform
-from megatron_lowbit.kernels.quantize_points import points_side
+from megatron_lowbit.kernels.quantize_lanes import lanes_side
 from megatron_lowbit.kernels.quantize_tile import tile_side
 from megatron_lowbit.kernels.random_words import key_of
 from megatron_lowbit.kernels.sections import (
@@ -35,7 +35,7 @@ from megatron_lowbit.kernels.sections import (
     pointer,
     section_of,
 )
-from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
+from megatron_lowbit.kernels.tiles import load_column_lanes, load_row_lanes, load_tile
 
 
 class QuantizeSpec(NamedTuple):
@@ -43,7 +43,7 @@ class QuantizeSpec(NamedTuple):
 
     ``scales`` is a function of ``scales.py``, or, where ``from_numbers``, of ``block_codes.py``.
     ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
-    row from the row's amax in its place. ``points``: the neighbours that make a group;
+    row from the row's amax in its place. ``lanes``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
     own layout on both sides, in place of codes and scales. ``fold``: write codes of this element,
     folded with the factor ``lift`` (``numerics/folding.py``), and no block scales; ``bound`` times
@@ -61,7 +61,7 @@ class QuantizeSpec(NamedTuple):
     options: tuple
     stochastic: bool
     transform: Transform | None
-    points: int
+    lanes: int
     values: bool
     fold: Element | None
     lift: float
@@ -131,12 +131,12 @@ def quantize_kernel(
         note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
         r_key = key_of(r_key)
-        if ROW.points > 0:
-            P: tl.constexpr = ROW.points
-            points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+        if ROW.lanes > 0:
+            P: tl.constexpr = ROW.lanes
+            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
             place = tl.arange(0, TM * TN // P)
-            points_side(
-                points, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
+            lanes_side(
+                lanes, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
                 r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
                 first_program, TN // P, ROW, False, EVEN,
             )  # fmt: skip
@@ -148,12 +148,12 @@ def quantize_kernel(
             )  # fmt: skip
     if COL is not None:
         c_key = key_of(c_key)
-        if COL.points > 0:
-            Q: tl.constexpr = COL.points
-            points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+        if COL.lanes > 0:
+            Q: tl.constexpr = COL.lanes
+            lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
             place = tl.arange(0, TM // Q * TN)
-            points_side(
-                points, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
+            lanes_side(
+                lanes, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
                 c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
                 first_program, TN, COL, True, EVEN,
             )  # fmt: skip

@@ -13,7 +13,7 @@ from megatron_lowbit.kernels.elements import (
     rounded,
 )
 from megatron_lowbit.kernels.hadamard import transform_tile
-from megatron_lowbit.kernels.quantize_points import quantize_block
+from megatron_lowbit.kernels.quantize_lanes import quantize_block
 from megatron_lowbit.kernels.random_words import number, random_tile
 from megatron_lowbit.kernels.scales import fold_scales
 from megatron_lowbit.kernels.tiles import apart, store_tile
@@ -51,7 +51,7 @@ def _split_tile(
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr, first_program,
 ):  # fmt: skip
-    """Quantize a tile that was transformed on the points of its blocks."""
+    """Quantize a tile that was transformed on the lanes of its blocks."""
     BLOCK: tl.constexpr = S.block
     N: tl.constexpr = A * B // BLOCK
     WIDE: tl.constexpr = A if TRANSPOSED else B // BLOCK
@@ -61,13 +61,13 @@ def _split_tile(
     if TRANSPOSED:
         groups_of_rows = tl.permute(groups_of_rows, (1, 0, 2))
         r, group = group, r
-    points = apart(tl.reshape(groups_of_rows, (N, BLOCK)), BLOCK)
+    lanes = apart(tl.reshape(groups_of_rows, (N, BLOCK)), BLOCK)
     if not S.values:
         codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     amax = tl.load(amax) if amax is not None else 0.0
     r += row0
     quantize_block(
-        points, col0 + group * BLOCK, r, 0, number(rows, r, R), R, columns, amax, codes, scales,
+        lanes, col0 + group * BLOCK, r, 0, number(rows, r, R), R, columns, amax, codes, scales,
         tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED, EVEN,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import (
     DRAWN_SIGNS,
     FIXED_SIGNS,
-    MAX_POINTS,
+    MAX_LANES,
     NO_SIGNS,
     Transform,
 )
@@ -34,7 +34,7 @@ from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP
 
-POINTS = 32
+LANES = 32
 """Points of a group in longer blocks."""
 NO_SIDE = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
@@ -63,17 +63,17 @@ def layout_of(
     rows: int,
     columns: int,
     transposed: bool,
-    points: bool = True,
+    lanes: bool = True,
 ) -> Layout:
     """Return the layout of a side (rows, columns); ``transposed`` for a matrix's transpose.
 
-    ``kind`` is a request's. ``points``: False for a kernel that quantizes tiles as one tensor.
+    ``kind`` is a request's. ``lanes``: False for a kernel that quantizes tiles as one tensor.
     """
     format = stored = kind.quantizer.format
     if form is Form.FOLDED:
         stored = folded_format(format, kind.left, kind.partner)
     side = _side(kind, form, stored)
-    side = side if points else side._replace(points=0)
+    side = side if lanes else side._replace(lanes=0)
     if kind.hadamard is not None:
         columns = cdiv(columns, kind.hadamard.size) * kind.hadamard.size
     padded = cdiv(columns, format.block) * format.block
@@ -104,7 +104,7 @@ class Memory(NamedTuple):
 def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
     """Return the memory of the codes and of the scales that a kernel writes for a side.
 
-    Scales are contiguous, but those of FP8 tiles of one row that are quantized on points have rows
+    Scales are contiguous, but those of FP8 tiles of one row that are quantized on lanes have rows
     fastest, as cuBLAS reads them.
     """
     side, format = layout.side, layout.stored
@@ -118,13 +118,13 @@ def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
 def taken_as(layout: Layout) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Return the dtypes as which a kernel takes codes and scales; None for their own.
 
-    It writes four bytes of codes at once where it quantizes on points.
+    It writes four bytes of codes at once where it quantizes on lanes.
     """
     _, scales = memory_of(layout)
     if scales is None:
         return None, None
     is_byte = scales.dtype.itemsize == 1
-    return torch.int32 if layout.side.points else torch.uint8, torch.uint8 if is_byte else None
+    return torch.int32 if layout.side.lanes else torch.uint8, torch.uint8 if is_byte else None
 
 
 def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
@@ -190,7 +190,7 @@ def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Outpu
 
 def _has_rows_fastest(layout: Layout) -> bool:
     format = layout.stored
-    return bool(layout.side.points) and not format.repeats_scales and format.block_rows == 1
+    return bool(layout.side.lanes) and not format.repeats_scales and format.block_rows == 1
 
 
 def filled(out: QuantizedTensor) -> Output:
@@ -220,9 +220,9 @@ def key_of(request: Request) -> int | Tensor:
 def _side(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
     format, hadamard = kind.quantizer.format, kind.hadamard
     function, options = _scale_function(format)
-    points = min(format.block, POINTS) if format.block > 1 else 0
-    if hadamard is not None and points:
-        points = max(points, hadamard.size) if format.block <= POINTS else 0
+    lanes = min(format.block, LANES) if format.block > 1 else 0
+    if hadamard is not None and lanes:
+        lanes = max(lanes, hadamard.size) if format.block <= LANES else 0
     return QuantizeSpec(
         scales=function,
         from_numbers=format.scales_from_numbers,
@@ -235,7 +235,7 @@ def _side(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
         options=options,
         stochastic=kind.quantizer.rounding is Rounding.STOCHASTIC,
         transform=transform_of(hadamard),
-        points=points if points <= MAX_POINTS.value else 0,
+        lanes=lanes if lanes <= MAX_LANES.value else 0,
         values=form is Form.VALUES,
         fold=element(stored.element) if form is Form.FOLDED else None,
         lift=lift(format, stored) if form is Form.FOLDED else 1.0,

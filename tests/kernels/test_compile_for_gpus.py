@@ -153,9 +153,9 @@ def main(cases: list[str]) -> None:
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     odd = torch.empty(272, 528, dtype=torch.bfloat16, device="meta")
     for name in [name for name in FORMATS if name in cases]:
-        format, options, rounding, points, forms = FORMATS[name]
+        format, options, rounding, size, forms = FORMATS[name]
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
-        transform = None if points is None else Hadamard(points, "fresh", "fp32")
+        transform = None if size is None else Hadamard(size, "fresh", "fp32")
         key = torch.empty((), dtype=torch.int64, device="meta") if "two" in name else 3
         request = Request(quantizer, transform, key, Draw(key), left=True, partner=quantizer.format)
         amax = DelayedAmax(earlier, earlier) if name.endswith("delayed") else None

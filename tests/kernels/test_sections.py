@@ -27,7 +27,7 @@ from tests.kernels.test_quantize import DEVICE, values
 from tests.marks import others_slow
 
 ROWS = (24, 0, 16)
-CASES = {  # format, options, rounding, transform's points, forms of both sides
+CASES = {  # format, options, rounding, transform's size, forms of both sides
     "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
     "nvfp4 folded": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED FOLDED"),
     "nvfp4 4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "VALUES CODES"),
@@ -45,9 +45,9 @@ CASES = {  # format, options, rounding, transform's points, forms of both sides
 
 
 def request_of(case: str, key: int, **changes) -> Request:
-    name, options, rounding, points, _ = CASES[case]
+    name, options, rounding, size, _ = CASES[case]
     quantizer = Quantizer(format_by_name(name, **options), Rounding(rounding))
-    transform = None if points is None else Hadamard(points, "fresh", "fp32")
+    transform = None if size is None else Hadamard(size, "fresh", "fp32")
     partner = quantizer.format
     return Request(quantizer, transform, key + 100, Draw(key), partner=partner, **changes)
 

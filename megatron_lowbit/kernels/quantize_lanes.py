@@ -1,4 +1,4 @@
-"""Device functions: quantization of a side on points (see ``tiles.py``)."""
+"""Device functions: quantization of a side on lanes (see ``tiles.py``)."""
 
 import triton
 import triton.language as tl
@@ -14,66 +14,66 @@ from megatron_lowbit.kernels.elements import (
     larger,
     rounded,
 )
-from megatron_lowbit.kernels.hadamard import transform_points
+from megatron_lowbit.kernels.hadamard import transform_lanes
 from megatron_lowbit.kernels.random_words import number, philox, random_of
 from megatron_lowbit.kernels.scales import fold_scales
 from megatron_lowbit.kernels.tiles import side_by_side, store_groups
 
 
 @triton.jit
-def points_side(
-    points, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
+def lanes_side(
+    lanes, r, group, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
     first_program, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize groups of points: the ``group``-th of row ``r`` of x, or of its TRANSPOSED.
+    """Quantize groups of lanes: the ``group``-th of row ``r`` of x, or of its TRANSPOSED.
 
     Groups come in the order of the tile, which has ``WIDE`` of them from left to right.
     """
     H: tl.constexpr = S.transform
-    P: tl.constexpr = S.points
+    P: tl.constexpr = S.lanes
     BLOCK: tl.constexpr = S.block
     if S.transform is not None:
-        points = transform_points(points, signs, P, H)
+        lanes = transform_lanes(lanes, signs, P, H)
     amax = tl.load(amax) * S.bound if amax is not None else 0.0
     row_number = number(rows, r, R)
     if P <= BLOCK:
-        quantize_block(points, 0, r, group, row_number, R, columns, amax, codes, scales,
+        quantize_block(lanes, 0, r, group, row_number, R, columns, amax, codes, scales,
                        tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
                        EVEN)  # fmt: skip
     else:
         # A loop, for Triton's sake: compiled once, and apart from the transform.
         for first in range(0, P, BLOCK):
-            quantize_block(points, first, r, group, row_number, R, columns, amax, codes,
+            quantize_block(lanes, first, r, group, row_number, R, columns, amax, codes,
                            scales, tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED,
                            EVEN)  # fmt: skip
-            points = points[BLOCK:] + points[:BLOCK]
+            lanes = lanes[BLOCK:] + lanes[:BLOCK]
 
 
 @triton.jit
 def quantize_block(
-    points, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
+    lanes, first, r, group, row_number, R, columns, amax, codes, scales, tensor_scale, key, groups,
     first_program, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Quantize the first block of ``points``, or all of them where a block has several groups.
+    """Quantize the first block of ``lanes``, or all of them where a block has several groups.
 
-    ``first`` is the place of the first point in its group, or in its row where S has no points.
+    ``first`` is the place of the first lane in its group, or in its row where S has no lanes.
     """
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
     BLOCK: tl.constexpr = S.block
     ROWS: tl.constexpr = S.block_rows
-    WHOLE: tl.constexpr = S.from_numbers or S.points > S.block
-    LENGTH: tl.constexpr = S.block if WHOLE else S.points
-    most = _block_most(points, LENGTH, WIDE, S, TRANSPOSED)
+    WHOLE: tl.constexpr = S.from_numbers or S.lanes > S.block
+    LENGTH: tl.constexpr = S.block if WHOLE else S.lanes
+    most = _block_most(lanes, LENGTH, WIDE, S, TRANSPOSED)
     if S.from_numbers:
-        at = group * S.points + first
+        at = group * S.lanes + first
         BELOW: tl.constexpr = 1 if TRANSPOSED else WIDE
         group_number = number(groups, at // 16, tl.cdiv(columns, 16))
         outs, stored, scale, decode = SCALES(
-            points, most, amax, key, group_number, row_number, BELOW, S
+            lanes, most, amax, key, group_number, row_number, BELOW, S
         )
         if S.values:
             outs = bf16_of_words(outs, scale, E)
@@ -81,10 +81,10 @@ def quantize_block(
         stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)
-        at = group * S.points + first
-        outs = _encoded(points, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
+        at = group * S.lanes + first
+        outs = _encoded(lanes, factor, scale, at, row_number, columns, key, groups, LENGTH, S)
     if S.values and TRANSPOSED:
-        # One store in a loop compiles sooner than many: see load_column_points.
+        # One store in a loop compiles sooner than many: see load_column_lanes.
         for i in range(0, LENGTH):
             store_groups(codes, outs[0][:, None], at + i, r, columns, R, EVEN)
             outs = outs[1:] + outs[:1]
@@ -109,16 +109,16 @@ def quantize_block(
 
 @triton.jit
 def _block_most(
-    points, LENGTH: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr
+    lanes, LENGTH: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """Return the largest magnitude of LENGTH points, with all groups that share their block."""
+    """Return the largest magnitude of LENGTH lanes, with all groups that share their block."""
     # Groups of the tile that have a block in common, from top to bottom and from left to right.
     DOWN: tl.constexpr = S.block // LENGTH if TRANSPOSED else S.block_rows
     ACROSS: tl.constexpr = S.block_rows if TRANSPOSED else S.block // LENGTH
-    N: tl.constexpr = points[0].shape[0]
-    most = tl.abs(points[0])
+    N: tl.constexpr = lanes[0].shape[0]
+    most = tl.abs(lanes[0])
     for i in tl.static_range(1, LENGTH):
-        most = larger(most, tl.abs(points[i]))
+        most = larger(most, tl.abs(lanes[i]))
     if DOWN * ACROSS > 1:
         shape: tl.constexpr = (N // (WIDE * DOWN), DOWN, WIDE // ACROSS, ACROSS)
         bits = tl.max(tl.max(tl.reshape(abs_bits(most), shape), 3), 1)
@@ -129,10 +129,10 @@ def _block_most(
 
 @triton.jit
 def _encoded(
-    points, factor, scale, at, row_number, columns, key, groups, LENGTH: tl.constexpr,
+    lanes, factor, scale, at, row_number, columns, key, groups, LENGTH: tl.constexpr,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Return what is written of LENGTH points: BF16 values, or words of codes (int32)."""
+    """Return what is written of LENGTH lanes: BF16 values, or words of codes (int32)."""
     E: tl.constexpr = S.element
     F: tl.constexpr = S.fold
     FOLD: tl.constexpr = S.fold is not None
@@ -143,8 +143,8 @@ def _encoded(
     outs = ()
     if E.bits == 8 and not S.stochastic and not S.values:
         for i in tl.static_range(0, LENGTH, 4):
-            low = code_pair(points[i] * factor, points[i + 1] * factor, scale, E, FOLD)
-            high = code_pair(points[i + 2] * factor, points[i + 3] * factor, scale, E, FOLD)
+            low = code_pair(lanes[i] * factor, lanes[i + 1] * factor, scale, E, FOLD)
+            high = code_pair(lanes[i + 2] * factor, lanes[i + 3] * factor, scale, E, FOLD)
             outs = outs + (join_pairs(low, high),)
     else:
         values = ()
@@ -152,7 +152,7 @@ def _encoded(
         word = at
         PER: tl.constexpr = 8 if E.bits == 4 else 4
         for i in tl.static_range(LENGTH):
-            x = points[i] * factor
+            x = lanes[i] * factor
             random = x
             if S.stochastic:
                 if i % DRAWN == 0:
