@@ -28,7 +28,7 @@ ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 
 @triton.jit(do_not_specialize=["R", "rank", "tag", "shape", "limit", "constant", "eps"])
 def all_reduce_norm_kernel(
-    x, residual, total, R, C, gain, constant, eps, y, most, amax, codes, scales, tensor_scale,
+    x, residual, total, R, C, gain, constant, eps, y, amax_out, amax, codes, scales, tensor_scale,
     buffers, state, fault, rank, tag, shape, limit, data, half,
     RANKS: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -73,7 +73,7 @@ def all_reduce_norm_kernel(
                                  EVEN)  # fmt: skip
             barrier += 1
             arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
-        finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, most, amax,
+        finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, amax_out, amax,
                     codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S,
                     EVEN)  # fmt: skip
         if PATH == COMPACT:
@@ -94,7 +94,7 @@ def all_reduce_norm_kernel(
                     parts = _take_sum(buffers, gathered, total, rank, row0, col0, R, C, well,
                                       DTYPE, TM, TN, PARTS, EVEN)  # fmt: skip
                     finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None,
-                                most, amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS,
+                                amax_out, amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS,
                                 BLOCK, P, S, EVEN)  # fmt: skip
         if following < groups:
             barrier += 1

@@ -59,16 +59,16 @@ def amax_kernel(
     COLUMNS: tl.constexpr = COL is not None and COL.size <= MAX_LANES
     if PLAIN and not COLUMNS:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        most = tl.max(tl.max(abs_bits(values), 1), 0)
+        amax = tl.max(tl.max(abs_bits(values), 1), 0)
         if row_amax is not None and ROW is None:
-            tl.atomic_max(row_amax, most)
+            tl.atomic_max(row_amax, amax)
         if col_amax is not None and COL is None:
-            tl.atomic_max(col_amax, most)
+            tl.atomic_max(col_amax, amax)
     if row_amax is not None and ROW is not None:
         if ROW.size <= MAX_LANES and ROW.size >= 8:
             P: tl.constexpr = ROW.size
             lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
-            tl.atomic_max(row_amax, _most_of_sums(lanes, row_signs, ROW))
+            tl.atomic_max(row_amax, _transformed_amax(lanes, row_signs, ROW))
         else:
             values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             values = transform_tile(values, row_signs, TM, TN, ROW)
@@ -77,8 +77,8 @@ def amax_kernel(
         Q: tl.constexpr = COL.size
         lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
         if PLAIN:
-            tl.atomic_max(row_amax, tl.max(_most(lanes, Q), 0))
-        tl.atomic_max(col_amax, _most_of_sums(lanes, col_signs, COL))
+            tl.atomic_max(row_amax, tl.max(_lane_amax(lanes, Q), 0))
+        tl.atomic_max(col_amax, _transformed_amax(lanes, col_signs, COL))
     elif col_amax is not None and COL is not None:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         values = transform_tile(tl.trans(values), col_signs, TN, TM, COL)
@@ -86,16 +86,16 @@ def amax_kernel(
 
 
 @triton.jit
-def _most(lanes, N: tl.constexpr):
-    most = abs_bits(lanes[0])
+def _lane_amax(lanes, N: tl.constexpr):
+    amax = abs_bits(lanes[0])
     for i in tl.static_range(1, N):
-        most = tl.maximum(most, abs_bits(lanes[i]))
-    return most
+        amax = tl.maximum(amax, abs_bits(lanes[i]))
+    return amax
 
 
 @triton.jit
-def _most_of_sums(lanes, signs, H: tl.constexpr):
+def _transformed_amax(lanes, signs, H: tl.constexpr):
     N: tl.constexpr = H.size
     sums = butterfly_lanes(lanes, signs, N, H)
-    most = tl.max(_most(sums, N), 0).to(tl.float32, bitcast=True)
-    return abs_bits(finish(most, H))
+    amax = tl.max(_lane_amax(sums, N), 0).to(tl.float32, bitcast=True)
+    return abs_bits(finish(amax, H))

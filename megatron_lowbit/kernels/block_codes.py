@@ -32,12 +32,12 @@ ABS_MAX = tl.constexpr(3)
 
 
 @triton.jit
-def four_over_six(lanes, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def four_over_six(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Take the scale that puts the block's amax at 6, or at 4 where the error is less."""
     OPTIONS: tl.constexpr = S.options
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
-    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
-    base = finite_or_nan(base, most)
+    base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor) * s_enc
+    base = finite_or_nan(base, block_amax)
     words6, stored6, six, error6 = _candidate(
         lanes, base, s_dec, amax, key, group, row, BELOW, S, 0
     )
@@ -90,11 +90,11 @@ def _candidate(
 
 
 @triton.jit
-def quartet2(lanes, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def quartet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Take the scale that puts the block's amax at 6, or at 4 where the error is less."""
     OPTIONS: tl.constexpr = S.options
     tensor_scale = _tensor_scale(amax, OPTIONS)
-    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
+    base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     words6, stored6, six, error6 = _quartet2_candidate(
         lanes, base, tensor_scale, key, group, row, S, 0
     )
@@ -134,12 +134,14 @@ def _quartet2_candidate(
 
 
 @triton.jit
-def ms_eden_quartet2(lanes, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def ms_eden_quartet2(
+    lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr
+):
     """Round numbers to nearest and scales, once they are corrected, stochastically."""
     OPTIONS: tl.constexpr = S.options
     E: tl.constexpr = S.element
     tensor_scale = _tensor_scale(amax, OPTIONS)
-    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
+    base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     _, scale = _positive_scale(base, tensor_scale, S)
     step = scale * tensor_scale
     words = ()
@@ -161,13 +163,13 @@ def ms_eden_quartet2(lanes, most, amax, key, group, row, BELOW: tl.constexpr, S:
 
 
 @triton.jit
-def ms_eden_torchao(lanes, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def ms_eden_torchao(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Round as ``ms_eden_quartet2``, with torchao's scales, ties to even, and fused sums."""
     OPTIONS: tl.constexpr = S.options
     E: tl.constexpr = S.element
     E4M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
-    base = finite_or_nan(most * SIXTH * s_enc, most)
+    base = finite_or_nan(block_amax * SIXTH * s_enc, block_amax)
     _, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
     factor = quotient(1.0, scale * s_dec)
     words = ()

@@ -264,7 +264,7 @@ def bf16_pair(a, b):
 
 
 @triton.jit
-def block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tile_block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Reduce [A, B] to the amax of each ROWS x BLOCK, [A // ROWS, B // BLOCK]; NaN wins."""
     if ROWS == 1 and HARDWARE_CASTS:
         # One instruction an element, which takes magnitudes by itself.

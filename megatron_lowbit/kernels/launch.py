@@ -218,10 +218,10 @@ def tile_of(
     height, width = 32 if col is None else 64, 128
     if any(side.transform and side.transform.size > MAX_LANES.value for side in sides):
         height = width = 32
-    lanes, most = all(side.lanes for side in sides), max(side.lanes for side in sides)
+    lanes, longest = all(side.lanes for side in sides), max(side.lanes for side in sides)
     if lanes and all(side.block <= LANES for side in sides):
-        if most > LANES:
-            return (most, 128), {"num_warps": 4, "maxnreg": _REGISTERS[most]}
+        if longest > LANES:
+            return (longest, 128), {"num_warps": 4, "maxnreg": _REGISTERS[longest]}
         # Fewer values a thread, so that more threads hide each other's waiting.
         if any(side.stochastic for side in sides):
             return (32, 128), {"num_warps": 4}
@@ -233,6 +233,6 @@ def tile_of(
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
     if lanes:
-        warps = 4 if most > LANES else max(4, height * width // 2048)
-        return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(most, 80)}
+        warps = 4 if longest > LANES else max(4, height * width // 2048)
+        return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(longest, 80)}
     return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}

@@ -109,8 +109,8 @@ def quantize_sections(
     ready = None
     # A GPU starts programs in the order of their numbers, one on each multiprocessor or more: so
     # many of one matrix come to run at the same time.
-    most = filled.numbers.max() * tiles * plan.quantize_tiles
-    if plan.shared and most <= multiprocessors(first.device):
+    programs = filled.numbers.max() * tiles * plan.quantize_tiles
+    if plan.shared and programs <= multiprocessors(first.device):
         ready = scalars[3].view(torch.int32)
     elif any(plan.measures):
         by_row, by_col = (zeros[0], None) if plan.shared else amaxes

@@ -261,10 +261,10 @@ def decode_kernel(
     else:
         top = 1.0
         if SCALE is None:
-            most = tl.load(largest).to(tl.int32)
-            top = _power(most)
+            largest_byte = tl.load(largest).to(tl.int32)
+            top = _power(largest_byte)
             # Only tiles of zeros have a larger scale.
-            shift = tl.minimum(stored - most, 0)
+            shift = tl.minimum(stored - largest_byte, 0)
             scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
         else:
             scale = _decode(stored, SCALE) * (1.0 / LOWERED)

@@ -67,18 +67,18 @@ def quantize_block(
     ROWS: tl.constexpr = S.block_rows
     WHOLE: tl.constexpr = S.from_numbers or S.lanes > S.block
     LENGTH: tl.constexpr = S.block if WHOLE else S.lanes
-    most = _block_most(lanes, LENGTH, WIDE, S, TRANSPOSED)
+    block_amax = _block_amax_of(lanes, LENGTH, WIDE, S, TRANSPOSED)
     if S.from_numbers:
         at = group * S.lanes + first
         BELOW: tl.constexpr = 1 if TRANSPOSED else WIDE
         group_number = number(groups, at // 16, tl.cdiv(columns, 16))
         outs, stored, scale, decode = SCALES(
-            lanes, most, amax, key, group_number, row_number, BELOW, S
+            lanes, block_amax, amax, key, group_number, row_number, BELOW, S
         )
         if S.values:
             outs = bf16_of_words(outs, scale, E)
     else:
-        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
+        stored, factor, scale, decode = SCALES(block_amax, amax, E, OPTIONS)
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)
         at = group * S.lanes + first
@@ -108,7 +108,7 @@ def quantize_block(
 
 
 @triton.jit
-def _block_most(
+def _block_amax_of(
     lanes, LENGTH: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
     """Return the largest magnitude of LENGTH lanes, with all groups that share their block."""
@@ -116,15 +116,15 @@ def _block_most(
     DOWN: tl.constexpr = S.block // LENGTH if TRANSPOSED else S.block_rows
     ACROSS: tl.constexpr = S.block_rows if TRANSPOSED else S.block // LENGTH
     N: tl.constexpr = lanes[0].shape[0]
-    most = tl.abs(lanes[0])
+    block_amax = tl.abs(lanes[0])
     for i in tl.static_range(1, LENGTH):
-        most = larger(most, tl.abs(lanes[i]))
+        block_amax = larger(block_amax, tl.abs(lanes[i]))
     if DOWN * ACROSS > 1:
         shape: tl.constexpr = (N // (WIDE * DOWN), DOWN, WIDE // ACROSS, ACROSS)
-        bits = tl.max(tl.max(tl.reshape(abs_bits(most), shape), 3), 1)
+        bits = tl.max(tl.max(tl.reshape(abs_bits(block_amax), shape), 3), 1)
         bits = tl.reshape(tl.broadcast_to(bits[:, None, :, None], shape), (N,))
-        most = bits.to(tl.float32, bitcast=True)
-    return most
+        block_amax = bits.to(tl.float32, bitcast=True)
+    return block_amax
 
 
 @triton.jit

@@ -5,12 +5,12 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.delayed import delayed_amax
 from megatron_lowbit.kernels.elements import (
-    block_amax,
     encode,
     exact_bf16,
     over_block,
     over_rows,
     rounded,
+    tile_block_amax,
 )
 from megatron_lowbit.kernels.hadamard import transform_tile
 from megatron_lowbit.kernels.quantize_lanes import quantize_block
@@ -21,13 +21,13 @@ from megatron_lowbit.kernels.tiles import apart, store_tile
 
 @triton.jit
 def tile_side(
-    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
+    x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr, own=None, first_program=0,
 ):  # fmt: skip
     """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
 
-    ``most`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
+    ``block_amax`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
     tensor's amax for a scale a tensor that is delayed; ``first_program`` writes the tensor scale.
     """
     H: tl.constexpr = S.transform
@@ -40,7 +40,7 @@ def tile_side(
         )  # fmt: skip
     else:
         _whole_tile(
-            x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+            x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
             A, B, S, TRANSPOSED, EVEN, own, first_program,
         )  # fmt: skip
 
@@ -74,7 +74,7 @@ def _split_tile(
 
 @triton.jit
 def _whole_tile(
-    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+    x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr, own, first_program,
 ):  # fmt: skip
@@ -91,18 +91,18 @@ def _whole_tile(
         random = random_tile(key, row_numbers, group_numbers, A, B, BITS)
     if S.row_scaled:
         r = row0 + tl.arange(0, A)
-        if most is None:
-            most = tl.load(amax + r, mask=r < R, other=0.0)
-        stored, factor, scale, decode = SCALES(most, most, E, OPTIONS)
+        if block_amax is None:
+            block_amax = tl.load(amax + r, mask=r < R, other=0.0)
+        stored, factor, scale, decode = SCALES(block_amax, block_amax, E, OPTIONS)
         x = x * factor[:, None]
         # The tiles of a row have the same; the first writes it.
         if col0 == 0:
             tl.store(scales + r, stored, mask=r < R)
     elif S.block > 1:
         amax = tl.load(amax) * S.bound if amax is not None else 0.0
-        if most is None:
-            most = block_amax(x, A, B, S.block_rows, S.block)
-        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
+        if block_amax is None:
+            block_amax = tile_block_amax(x, A, B, S.block_rows, S.block)
+        stored, factor, scale, decode = SCALES(block_amax, amax, E, OPTIONS)
         x = x * over_block(factor, A, B, S.block_rows, S.block)
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)

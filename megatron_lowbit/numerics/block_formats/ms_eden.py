@@ -105,8 +105,8 @@ class MSEden(BlockFormat):
 def _quartet2(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (..., 16), corrected scales (..., 1) and the tensor scale."""
     tensor_scale = decode_scale(amax, AMAX_SCALE, AMAX_ELEMENT)
-    most = block_amax(tiles)
-    scales = positive_scales(most / torch.full_like(most, AMAX_ELEMENT), tensor_scale)
+    amaxes = block_amax(tiles)
+    scales = positive_scales(amaxes / torch.full_like(amaxes, AMAX_ELEMENT), tensor_scale)
     scaled = tiles / (scales * tensor_scale)
     codes = encode(scaled, E2M1, torch.full_like(scaled, TIES_AWAY))
     squares, products = (

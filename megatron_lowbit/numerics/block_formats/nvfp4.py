@@ -169,11 +169,11 @@ class NVFP4(BlockFormat):
         s_enc = encode_scale(amax, top)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
-        most = block_amax(tiles)
+        amaxes = block_amax(tiles)
         if self.multiplies_by_sixth:
-            base = most * (s_enc * constant(1.0 / 6.0, like=x))
+            base = amaxes * (s_enc * constant(1.0 / 6.0, like=x))
         else:
-            base = (most / torch.full_like(most, self.element_max)) * s_enc
+            base = (amaxes / torch.full_like(amaxes, self.element_max)) * s_enc
         if self.four_over_six == "none":
             if self.folds:
                 base = foldable_scales(base, self.block_scales == "foldable-up")

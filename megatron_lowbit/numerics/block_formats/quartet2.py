@@ -61,8 +61,8 @@ class Quartet2(BlockFormat):
         amax = finite_amax(amax)
         tensor_scale = decode_scale(amax, MAX_SCALE, E2M1.max)
         tiles = blocks(x, 1, BLOCK)
-        most = block_amax(tiles)
-        base = most / torch.full_like(most, E2M1.max)
+        amaxes = block_amax(tiles)
+        base = amaxes / torch.full_like(amaxes, E2M1.max)
         codes, scales, errors = [], [], []
         for candidate, factor in enumerate((1.0, 1.5)):
             scale = positive_scales(base * factor, tensor_scale)
