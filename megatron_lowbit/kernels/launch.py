@@ -34,7 +34,7 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_OWN, READY, _ROW = 5, 7, 8
+_CURRENT_AMAX, TILES_DONE, _ROW = 5, 7, 8
 """Places of the kernel's arguments: x's own amax, counts of tiles that have given their amaxes, and
 the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
@@ -72,17 +72,19 @@ def quantize_both(
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
-    own, known = None, amaxes
+    current_amax, known = None, amaxes
     if plan.casts and _are_delayed((row, col), amaxes):
         known = [None if amax is None else amax.earlier for amax in amaxes]
-        own = own_amax(x, known)
+        current_amax = own_amax(x, known)
     elif plan.takes_amax:
         known = scale_amaxes(x, row, col, amaxes, plan.measure)
     row_arguments, by_row = _outputs(plan.row, row, known[0])
     col_arguments, by_col = _outputs(plan.col, col, known[1])
-    plan.launch((x, *x.stride(), *x.shape, own, None, None, *row_arguments, *col_arguments))
-    if own is not None:
-        record_amax(own, amaxes, (by_row, by_col))
+    plan.launch(
+        (x, *x.stride(), *x.shape, current_amax, None, None, *row_arguments, *col_arguments)
+    )
+    if current_amax is not None:
+        record_amax(current_amax, amaxes, (by_row, by_col))
     return by_row, by_col
 
 
@@ -151,11 +153,18 @@ def _plan(
     tile, options = tile_of(*sides)
     wanted = [(kind, form) for kind, form in ((row, row_form), (col, col_form)) if kind]
     casts = all(_casts(kind, form) for kind, form in wanted)
-    own = (_OWN,) if casts else ()
+    current = (_CURRENT_AMAX,) if casts else ()
     places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NO_SIDE))
     views = views_of(by_row and by_row.layout, by_col and by_col.layout)
     launch = tile_launcher(
-        quantize_kernel, shape, tile, *sides, 0, varying=(0, *own, *places), views=views, **options
+        quantize_kernel,
+        shape,
+        tile,
+        *sides,
+        0,
+        varying=(0, *current, *places),
+        views=views,
+        **options,
     )
     taken = row and measured(row, row_form), col and measured(col, col_form)
     return _Plan(

@@ -12,7 +12,7 @@ from megatron_lowbit.kernels.amax import amax_kernel
 from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_LANES
-from megatron_lowbit.kernels.launch import READY, tile_of, views_of
+from megatron_lowbit.kernels.launch import TILES_DONE, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
@@ -106,18 +106,18 @@ def quantize_sections(
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
     zeros = scalars[2], scalars[2 if plan.shared else 3]
     amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
-    ready = None
+    tiles_done = None
     # A GPU starts programs in the order of their numbers, one on each multiprocessor or more: so
     # many of one matrix come to run at the same time.
     programs = filled.numbers.max() * tiles * plan.quantize_tiles
     if plan.shared and programs <= multiprocessors(first.device):
-        ready = scalars[3].view(torch.int32)
+        tiles_done = scalars[3].view(torch.int32)
     elif any(plan.measures):
         by_row, by_col = (zeros[0], None) if plan.shared else amaxes
         arguments = (*given, table.entries, by_row, 0, by_col, 0)
         plan.amax[even](arguments, table.programs * plan.amax_tiles)
     own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
-    arguments = (*given, None, table.entries, ready, *own[0], *own[1])
+    arguments = (*given, None, table.entries, tiles_done, *own[0], *own[1])
     plan.quantize[even](arguments, table.programs * plan.quantize_tiles)
     return groups[0], groups[1]
 
@@ -193,7 +193,9 @@ def _plan(
         STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
-        launchers(quantize_kernel, tile, operands, (READY,), views=views_of(*written), **options),
+        launchers(
+            quantize_kernel, tile, operands, (TILES_DONE,), views=views_of(*written), **options
+        ),
         cdiv(across, tile[1]),
     )
 

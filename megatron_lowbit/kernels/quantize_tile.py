@@ -21,14 +21,16 @@ from megatron_lowbit.kernels.tiles import apart, store_tile
 
 @triton.jit
 def tile_side(
-    x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
+    x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+    signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr, own=None, first_program=0,
+    EVEN: tl.constexpr, current_amax=None, first_program=0,
 ):  # fmt: skip
     """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
 
-    ``block_amax`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
-    tensor's amax for a scale a tensor that is delayed; ``first_program`` writes the tensor scale.
+    ``block_amax`` are its blocks' or rows' largest magnitudes, where they are known.
+    ``current_amax`` is the tensor's amax for a scale a tensor that is delayed; ``first_program``
+    writes the tensor scale.
     """
     H: tl.constexpr = S.transform
     if S.transform is not None:
@@ -40,8 +42,8 @@ def tile_side(
         )  # fmt: skip
     else:
         _whole_tile(
-            x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
-            A, B, S, TRANSPOSED, EVEN, own, first_program,
+            x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows,
+            groups, A, B, S, TRANSPOSED, EVEN, current_amax, first_program,
         )  # fmt: skip
 
 
@@ -76,7 +78,7 @@ def _split_tile(
 def _whole_tile(
     x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr, own, first_program,
+    EVEN: tl.constexpr, current_amax, first_program,
 ):  # fmt: skip
     """Quantize a tile that was transformed as one tensor."""
     SCALES: tl.constexpr = S.scales
@@ -124,7 +126,7 @@ def _whole_tile(
             store_tile(scales, stored, row0 // step, col0 // S.block, tl.cdiv(R, step),
                        columns // S.block, EVEN)  # fmt: skip
     else:
-        amax = tl.load(amax) if own is None else delayed_amax(amax, own)
+        amax = tl.load(amax) if current_amax is None else delayed_amax(amax, current_amax)
         _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
     if not S.values and S.fold is None:
