@@ -23,7 +23,7 @@ from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
-from megatron_lowbit.numerics.folding import lift
+from megatron_lowbit.numerics.folding import fold_scale
 from megatron_lowbit.numerics.formats import ElementFormat
 
 COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
@@ -172,11 +172,11 @@ def _launch(
 def _decode_launcher(
     rows: int, columns: int, format: BlockFormat, target: BlockFormat | None, device: torch.device
 ) -> Launcher:
-    folded, raised = None, 0
+    folded, log2_scale = None, 0
     if target is not None:
-        folded, raised = element(target.element), int(math.log2(lift(format, target)))
+        folded, log2_scale = element(target.element), int(math.log2(fold_scale(format, target)))
     even = rows % DECODED_TILE[0] == 0 and columns % DECODED_TILE[1] == 0
-    constants = (*DECODED_TILE, *elements_of(format), folded, raised, even, 0)
+    constants = (*DECODED_TILE, *elements_of(format), folded, log2_scale, even, 0)
     programs = decoding_programs(rows, columns)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return Launcher(decode_kernel, programs, constants, varying=(0, 1, 3, 4, 5, 6), **options)
@@ -218,17 +218,19 @@ def element(format: ElementFormat) -> Element:
 def decode_kernel(
     codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K, table,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
-    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr,
+    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, LOG2_FOLD_SCALE: tl.constexpr, EVEN:
+    tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
     With a ``tensor_scale`` numbers are rounded to BF16, scales first if it MULTIPLIES them. SCALE
     is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0 scales are
-    divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the logarithm of
-    the lift. A ``table`` (see ``sections.py``) has operands to decode in place of one.
+    divided by, and ``out_scale`` what folded codes are multiplied by. LOG2_FOLD_SCALE is the
+    logarithm of the fold scale. A ``table`` (see ``sections.py``) has operands to decode in place
+    of one.
     """
-    LOWERED: tl.constexpr = 2.0**-RAISED
+    INVERSE_FOLD_SCALE: tl.constexpr = 2.0**-LOG2_FOLD_SCALE
     tile = tl.program_id(0)
     if table is not None:
         section = section_of(table, tile, DECODE_FIELDS, COUNT)
@@ -265,11 +267,11 @@ def decode_kernel(
             top = _power(largest_byte)
             # Only tiles of zeros have a larger scale.
             shift = tl.minimum(stored - largest_byte, 0)
-            scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
+            scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + LOG2_FOLD_SCALE))
         else:
-            scale = _decode(stored, SCALE) * (1.0 / LOWERED)
+            scale = _decode(stored, SCALE) * (1.0 / INVERSE_FOLD_SCALE)
         if tl.program_id(0) == 0:
-            tl.store(out_scale, top * LOWERED * tl.load(tensor_scale))
+            tl.store(out_scale, top * INVERSE_FOLD_SCALE * tl.load(tensor_scale))
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:

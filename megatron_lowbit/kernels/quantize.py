@@ -64,7 +64,7 @@ class QuantizeSpec(NamedTuple):
     lanes: int
     values: bool
     fold: Element | None
-    lift: float
+    fold_scale: float
     bound: float
 
 

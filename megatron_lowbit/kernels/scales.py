@@ -230,11 +230,11 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
-    LIFT: tl.constexpr = S.lift
+    FOLD_SCALE: tl.constexpr = S.fold_scale
     if S.tensor_scaled:
-        return scale * LIFT, decode * (1.0 / LIFT)
+        return scale * FOLD_SCALE, decode * (1.0 / FOLD_SCALE)
     else:
         amax = amax + tl.zeros((1,), tl.float32)
         _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
         top = tl.sum(top, 0)
-        return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode
+        return fold_ratio(scale, top) * FOLD_SCALE, top * (1.0 / FOLD_SCALE) * decode

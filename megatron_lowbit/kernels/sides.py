@@ -30,7 +30,7 @@ from megatron_lowbit.numerics import (
     derive_key,
 )
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
+from megatron_lowbit.numerics.folding import fold_scale, folded_format, largest_after
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP
 
@@ -238,7 +238,7 @@ def _side(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
         lanes=lanes if lanes <= MAX_LANES.value else 0,
         values=form is Form.VALUES,
         fold=element(stored.element) if form is Form.FOLDED else None,
-        lift=lift(format, stored) if form is Form.FOLDED else 1.0,
+        fold_scale=fold_scale(format, stored) if form is Form.FOLDED else 1.0,
         # A tensor scale is from the amax after the transform.
         bound=1.0 if format.tensor_scaled else largest_after(hadamard),
     )
