@@ -52,12 +52,12 @@ def _own_amax_launcher(
 def record_amax(
     current_amax: Tensor,
     amaxes: Sequence[DelayedAmax | None],
-    made: Sequence[QuantizedTensor | None],
+    outputs: Sequence[QuantizedTensor | None],
 ) -> None:
     """Record an amax, given as FP32 bits; replace outputs by NaN if it is not finite."""
     steps = [None if amax is None else amax.step for amax in amaxes]
-    codes = [None if one is None else one.codes.view(torch.uint8) for one in made]
-    scales = [None if one is None else one.tensor_scale for one in made]
+    codes = [None if one is None else one.codes.view(torch.uint8) for one in outputs]
+    scales = [None if one is None else one.tensor_scale for one in outputs]
     count = next(one.numel() for one in codes if one is not None)
     arguments = current_amax, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count
     _record_launcher(count, current_amax.device)(arguments)

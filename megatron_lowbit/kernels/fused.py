@@ -115,8 +115,8 @@ class FusedEngine(Engine):
         if not request.quantizer.splits_mean:
             return self.quantize(x, request, None, (amax, None))[0]
         mean, residual = split_mean(x)
-        made, _ = self.quantize(residual, residual_request(request), None, (amax, None))
-        return replace(made, mean=mean[None] if isinstance(made, Values) else mean)
+        codes, _ = self.quantize(residual, residual_request(request), None, (amax, None))
+        return replace(codes, mean=mean[None] if isinstance(codes, Values) else mean)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None

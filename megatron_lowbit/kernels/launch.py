@@ -111,7 +111,9 @@ def _outputs(
     if plan is None:
         return NO_SIDE, None
     output = plan.allocate()
-    return arguments(plan.layout, output, request, amax if plan.takes_amax else None), output.made
+    return arguments(
+        plan.layout, output, request, amax if plan.takes_amax else None
+    ), output.operand
 
 
 class _Plan(NamedTuple):

@@ -48,9 +48,9 @@ def normalize_quantize(
     block = request.quantizer.format.block
     if request.quantizer.format.tensor_scaled and amax is None:
         amax = normalized_amax(x, norm, block, gain)
-    side, arguments, made = row_side(request, x, amax, form, out)
+    side, arguments, operand = row_side(request, x, amax, form, out)
     rho = _launch(x, norm, block, gain, None, arguments, side)
-    return made, rho
+    return operand, rho
 
 
 def normalized_amax(
@@ -115,7 +115,7 @@ def row_side(
         tensor if tensor is None or dtype is None else tensor.view(dtype)
         for tensor, dtype in zip((output.codes, output.scales), taken_as(layout), strict=True)
     )
-    return layout.side, (amax, codes, scales, output.tensor_scale), output.made
+    return layout.side, (amax, codes, scales, output.tensor_scale), output.operand
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:

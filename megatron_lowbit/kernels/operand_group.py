@@ -161,7 +161,7 @@ class OperandGroup:
             codes = _part(self.codes, first, whole.codes, memory)
         if self.scales is not None:
             scales = _part(self.scales, first, whole.scales, memory_of(layout)[1])
-        return output_of(layout)(codes, scales, self.tensor_scales[number]).made
+        return output_of(layout)(codes, scales, self.tensor_scales[number]).operand
 
     def __iter__(self) -> Iterator[QuantizedTensor | Values]:
         return (self[number] for number in range(len(self)))

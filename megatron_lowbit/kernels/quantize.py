@@ -46,8 +46,8 @@ class QuantizeSpec(NamedTuple):
     row from the row's amax in its place. ``lanes``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
     own layout on both sides, in place of codes and scales. ``fold``: write codes of this element,
-    folded with the factor ``lift`` (``numerics/folding.py``), and no block scales; ``bound`` times
-    the amax is a number that no element exceeds.
+    folded with the factor ``fold_scale`` (``numerics/folding.py``), and no block scales; ``bound``
+    times the amax is a number that no element exceeds.
     """
 
     scales: Callable

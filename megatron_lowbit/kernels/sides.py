@@ -88,7 +88,7 @@ def layout_of(
 class Output(NamedTuple):
     """The operand that a kernel fills, and its codes, scales (None without any), tensor scale."""
 
-    made: QuantizedTensor | Values
+    operand: QuantizedTensor | Values
     codes: Tensor
     scales: Tensor | None
     tensor_scale: Tensor
@@ -142,8 +142,8 @@ def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
     new_tensor_scale = _allocation(Memory((), torch.float32), device)
     if not has_tensor_scale(layout.stored):
         new_tensor_scale = partial(_same, _unit(device))
-    made = output_of(layout)
-    return lambda: made(new_codes(), new_scales(), new_tensor_scale())
+    new_output = output_of(layout)
+    return lambda: new_output(new_codes(), new_scales(), new_tensor_scale())
 
 
 def _allocation(memory: Memory, device: torch.device) -> Callable[[], Tensor]:
@@ -174,16 +174,16 @@ def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Outpu
         scaled = has_tensor_scale(format)
 
         def exact(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
-            made = Values(codes.t() if transposed else codes, tensor_scale if scaled else None)
-            return Output(made, codes, None, tensor_scale)
+            operand = Values(codes.t() if transposed else codes, tensor_scale if scaled else None)
+            return Output(operand, codes, None, tensor_scale)
 
         return exact
     rows_fastest, has_scales = _has_rows_fastest(layout), math.prod(layout.scale_shape) > 0
 
     def quantized(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
         stored = scales.t() if rows_fastest else scales
-        made = QuantizedTensor(codes, stored, tensor_scale, format, shape)
-        return Output(made, codes, scales if has_scales else None, tensor_scale)
+        operand = QuantizedTensor(codes, stored, tensor_scale, format, shape)
+        return Output(operand, codes, scales if has_scales else None, tensor_scale)
 
     return quantized
 

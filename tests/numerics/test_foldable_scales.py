@@ -90,7 +90,7 @@ def test_scales_that_are_rounded_up_clip_nothing():
 
 
 def test_every_product_of_code_and_scale_is_an_fp8_number():
-    """Down to E4M3's normal range: 2**-6 / lift."""
+    """Down to E4M3's normal range: 2**-6 / fold_scale."""
     format = FORMATS["nvfp4"].with_options(block_scales="foldable")
     codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     products = (codes[:, None] * torch.from_numpy(ALLOWED).float()).flatten()
