@@ -8,7 +8,7 @@ class Form(Enum):
 
     CODES = 0
     """Codes and scales of its format, which says how many bits they take."""
-    VALUES = 16
+    BF16 = 16
     """Exact BF16 numbers, with a scale a tensor."""
     FOLDED = 8
     """FP8 with a scale a tensor (``numerics/folding.py``)."""

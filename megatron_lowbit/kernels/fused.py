@@ -30,8 +30,8 @@ from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
 from megatron_lowbit.kernels.operand_group import TransposedGroup, representative_operand
 from megatron_lowbit.kernels.operands import (
+    ExactBF16,
     Transposed,
-    Values,
     exact_values,
     is_exact,
     rounded_values,
@@ -116,7 +116,7 @@ class FusedEngine(Engine):
             return self.quantize(x, request, None, (amax, None))[0]
         mean, residual = split_mean(x)
         codes, _ = self.quantize(residual, residual_request(request), None, (amax, None))
-        return replace(codes, mean=mean[None] if isinstance(codes, Values) else mean)
+        return replace(codes, mean=mean[None] if isinstance(codes, ExactBF16) else mean)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
@@ -178,7 +178,7 @@ class FusedEngine(Engine):
             return super().normalize(x, norm, request, amax)
         form = written_form(request.kind, torch.float32, self.capability)
         # Folding would need the amax of what is normalized first.
-        form = Form.VALUES if form is Form.VALUES else Form.CODES
+        form = Form.BF16 if form is Form.BF16 else Form.CODES
         return normalize_quantize(x, norm, request, form, amax=amax)
 
     def normalized_amax(self, x: Tensor, norm: MXNorm, request: Request) -> Tensor:
@@ -195,7 +195,7 @@ class FusedEngine(Engine):
         """Return the transpose in the same memory; GEMMs of codes make a copy of it."""
         return Transposed(operand)
 
-    def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> Values | Tensor:
+    def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> ExactBF16 | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
         exact = is_exact(operand) and is_exact(lhs) and self._has_tensor_cores
         if not exact or not operand.codes.numel():
@@ -264,7 +264,7 @@ class FusedEngine(Engine):
     ) -> tuple[routes.Route, tuple[GpuOperand, GpuOperand]]:
         """Return the route of two operands, and the operands as it takes them."""
         found = self.route_of(lhs, rhs, folding)
-        return found, (lhs, rhs) if found.form is Form.VALUES else (plain(lhs), plain(rhs))
+        return found, (lhs, rhs) if found.form is Form.BF16 else (plain(lhs), plain(rhs))
 
     def route_of(
         self, lhs: GpuOperand | BlockFormat, rhs: GpuOperand | BlockFormat, folding: bool = True
@@ -276,7 +276,7 @@ class FusedEngine(Engine):
         if any(isinstance(one, Tensor) and one.dtype is not torch.bfloat16 for one in pair):
             return routes.DEQUANTIZED
         for operand in pair:
-            if isinstance(operand, Values):
+            if isinstance(operand, ExactBF16):
                 return routes.EXACT
             operand = operand.of if isinstance(operand, Transposed) else operand
             operand = operand.format if isinstance(operand, QuantizedTensor) else operand

@@ -9,14 +9,14 @@ from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
 from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.kernels.means import add_means, without_mean
-from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold, is_exact
+from megatron_lowbit.kernels.operands import ExactBF16, Transposed, exact_values, fold, is_exact
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 from megatron_lowbit.numerics.folding import folded_format
 
-GpuOperand = Tensor | QuantizedTensor | Values | Transposed
+GpuOperand = Tensor | QuantizedTensor | ExactBF16 | Transposed
 
 _ALIGNMENT = 16
 """cuBLAS takes FP8 matrices whose sizes are multiples of this."""
@@ -54,18 +54,18 @@ def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool |
         scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, beta)
 
 
-def _factor(left: Values, right: Values) -> Tensor | None:
+def _factor(left: ExactBF16, right: ExactBF16) -> Tensor | None:
     """Multiply the tensor scales of two operands; None for 1."""
     if left.tensor_scale is None or right.tensor_scale is None:
         return right.tensor_scale if left.tensor_scale is None else left.tensor_scale
     return left.tensor_scale * right.tensor_scale
 
 
-def _as_values(operand: GpuOperand) -> Values:
+def _as_values(operand: GpuOperand) -> ExactBF16:
     if isinstance(operand, Tensor):
         if operand.dtype is not torch.bfloat16:  # cuBLAS is given a pointer, and would read on
             raise TypeError(f"BF16 numbers cannot be multiplied with an operand in {operand.dtype}")
-        return Values(operand, None)
+        return ExactBF16(operand, None)
     return exact_values(operand)
 
 
@@ -227,7 +227,7 @@ def _lacks_mean(operand: GpuOperand) -> bool:
 
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
     """Return the operand as the reference takes it."""
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         return operand.dequantize()
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 

@@ -17,7 +17,7 @@ from megatron_lowbit.kernels.delayed import own_amax, record_amax
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.quantize import QuantizeSpec, quantize_kernel
 from megatron_lowbit.kernels.sides import (
     LANES,
@@ -51,7 +51,7 @@ def quantize_both(
     col: Request | None,
     amaxes: ScaleAmaxes = (None, None),
     forms: tuple[Form, Form] = (Form.CODES, Form.CODES),
-) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
+) -> tuple[QuantizedTensor | ExactBF16 | None, QuantizedTensor | ExactBF16 | None]:
     """Quantize x (R, C) as ``row`` says and its transpose as ``col`` says, in one pass over x.
 
     A format with a scale a row takes a pass of its own for the amaxes, as do folding and a format
@@ -106,7 +106,7 @@ class _SidePlan(NamedTuple):
 
 def _outputs(
     plan: _SidePlan | None, request: Request | None, amax: Tensor | None
-) -> tuple[tuple, QuantizedTensor | Values | None]:
+) -> tuple[tuple, QuantizedTensor | ExactBF16 | None]:
     """Allocate a side's operand; return the kernel's arguments for it, and the operand."""
     if plan is None:
         return NO_SIDE, None

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, tile_block_amax
 from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.quantize import QuantizeSpec
 from megatron_lowbit.kernels.quantize_tile import tile_side
 from megatron_lowbit.kernels.sides import allocator, filled, layout_of, taken_as
@@ -37,7 +37,7 @@ def normalize_quantize(
     gain: Tensor | None = None,
     amax: Tensor | None = None,
     out: QuantizedTensor | None = None,
-) -> tuple[QuantizedTensor | Values, Tensor]:
+) -> tuple[QuantizedTensor | ExactBF16, Tensor]:
     """Normalize x (R, C) and quantize it along its rows; return also the rows' FP32 factors (R, 1).
 
     What RMSNorm gives is rounded to x's dtype before it is quantized, as between two layers. Of a
@@ -104,7 +104,7 @@ def row_side(
     amax: Tensor | None,
     form: Form,
     out: QuantizedTensor | None = None,
-) -> tuple[QuantizeSpec, tuple, QuantizedTensor | Values]:
+) -> tuple[QuantizeSpec, tuple, QuantizedTensor | ExactBF16]:
     """Return the constexpr that quantizes rows like x's, a kernel's arguments, and what it fills.
 
     That is ``out``, or new where none is given.

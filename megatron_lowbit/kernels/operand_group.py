@@ -14,8 +14,8 @@ from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import table_launcher
 from megatron_lowbit.kernels.operands import (
     DECODED_TILE,
+    ExactBF16,
     Transposed,
-    Values,
     decode_kernel,
     decoding_programs,
     elements_of,
@@ -47,8 +47,8 @@ class GroupLayout:
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
         self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
         format, lanes = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
-        self.multiples = lanes, lanes if form is Form.VALUES else math.lcm(lanes, format.block)
-        is_fp8 = form is not Form.VALUES and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
+        self.multiples = lanes, lanes if form is Form.BF16 else math.lcm(lanes, format.block)
+        is_fp8 = form is not Form.BF16 and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
         self.stacks_columns = transposed and is_fp8
         if self.stacks_columns:
             self.multiples = STACKED_TERMS, STACKED_TERMS
@@ -148,7 +148,7 @@ class OperandGroup:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> QuantizedTensor | Values:
+    def __getitem__(self, number: int) -> QuantizedTensor | ExactBF16:
         if number >= len(self):
             raise IndexError(number)
         whole, layout = self.layout, self.layout.of(int(self.rows.numbers[number]))
@@ -163,7 +163,7 @@ class OperandGroup:
             scales = _part(self.scales, first, whole.scales, memory_of(layout)[1])
         return output_of(layout)(codes, scales, self.tensor_scales[number]).operand
 
-    def __iter__(self) -> Iterator[QuantizedTensor | Values]:
+    def __iter__(self) -> Iterator[QuantizedTensor | ExactBF16]:
         return (self[number] for number in range(len(self)))
 
     @property
@@ -197,10 +197,10 @@ class TransposedGroup:
     def __len__(self) -> int:
         return len(self.of)
 
-    def __getitem__(self, number: int) -> Transposed | Values:
+    def __getitem__(self, number: int) -> Transposed | ExactBF16:
         return transposed(self.of[number])
 
-    def __iter__(self) -> Iterator[Transposed | Values]:
+    def __iter__(self) -> Iterator[Transposed | ExactBF16]:
         return (self[number] for number in range(len(self)))
 
 
@@ -209,7 +209,7 @@ def representative_operand(operands: Sequence[Any]) -> Any:
     group = operands.of if isinstance(operands, TransposedGroup) else operands
     if not isinstance(group, OperandGroup):
         return operands[0]
-    return Values(group.codes, None) if group.layout.values else group.layout.format
+    return ExactBF16(group.codes, None) if group.layout.values else group.layout.format
 
 
 def allocate(layout: GroupLayout, rows: Rows, tensor_scales: Tensor) -> OperandGroup:

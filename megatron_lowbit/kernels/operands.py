@@ -34,7 +34,7 @@ DECODED_TILE = 16, 256
 
 
 @dataclass(frozen=True)
-class Values:
+class ExactBF16:
     """An operand as BF16 numbers (R, K), any strides: times ``tensor_scale`` they are exact.
 
     ``tensor_scale`` is an FP32 scalar, or None for 1. ``mean``, FP32, is what was split off: (1, K)
@@ -48,7 +48,7 @@ class Values:
     def t(self) -> "Values":
         """Return the transpose, in the same memory."""
         mean = None if self.mean is None else self.mean.t()
-        return Values(self.values.t(), self.tensor_scale, mean)
+        return ExactBF16(self.values.t(), self.tensor_scale, mean)
 
     def dequantize(self) -> Tensor:
         """Return the FP32 values."""
@@ -64,25 +64,25 @@ class Transposed:
     of: QuantizedTensor
 
 
-def transposed(operand: QuantizedTensor | Values) -> Transposed | Values:
+def transposed(operand: QuantizedTensor | ExactBF16) -> Transposed | ExactBF16:
     """Return the transpose of an operand in square blocks, in the same memory."""
-    return operand.t() if isinstance(operand, Values) else Transposed(operand)
+    return operand.t() if isinstance(operand, ExactBF16) else Transposed(operand)
 
 
-def is_exact(operand: Tensor | QuantizedTensor | Transposed | Values) -> bool:
+def is_exact(operand: Tensor | QuantizedTensor | Transposed | ExactBF16) -> bool:
     """Return True for BF16 numbers, and for codes that :func:`exact_values` decodes exactly."""
     if isinstance(operand, Tensor):
         return operand.dtype is torch.bfloat16
     if isinstance(operand, Transposed):
         return operand.of.format.exact_in_bf16
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         return True
     return operand.format.exact_in_bf16
 
 
-def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
+def exact_values(operand: QuantizedTensor | Transposed | ExactBF16) -> ExactBF16:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         return operand
     if isinstance(operand, Transposed):
         return exact_values(operand.of).t()
@@ -92,7 +92,7 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
         values = operand.codes.to(torch.bfloat16)[:, : operand.shape[-1]]
     scale = operand.tensor_scale if has_tensor_scale(operand.format) else None
     mean = None if operand.mean is None else operand.mean[None]
-    return Values(values, scale, mean)
+    return ExactBF16(values, scale, mean)
 
 
 def rounded_values(operand: QuantizedTensor) -> Tensor:

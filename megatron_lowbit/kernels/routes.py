@@ -82,7 +82,7 @@ ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted", _takes_rows)
 FOLDED = Route(
     "folded to FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_folded, Form.FOLDED
 )
-EXACT = Route("exact BF16", "FP32", _takes_exact, Form.VALUES)
+EXACT = Route("exact BF16", "FP32", _takes_exact, Form.BF16)
 DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
 
 
@@ -150,7 +150,7 @@ def forms_of(
     if same and row is not None:
         col = row.of_transpose.kind
         first, second = (_form(kind, dtype, capability) for kind in (row, col))
-        if first is second is Form.VALUES:
+        if first is second is Form.BF16:
             form = written_form(row, dtype, capability)
             return Forms(form, form, True)
     return Forms(written_form(row, dtype, capability), written_form(col, dtype, capability), False)

@@ -19,7 +19,7 @@ from megatron_lowbit.kernels.hadamard import (
     Transform,
 )
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
+from megatron_lowbit.kernels.operands import ExactBF16, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import QuantizeSpec
 from megatron_lowbit.kernels.scales import ScaleOptions
 from megatron_lowbit.numerics import (
@@ -77,7 +77,7 @@ def layout_of(
     if kind.hadamard is not None:
         columns = cdiv(columns, kind.hadamard.size) * kind.hadamard.size
     padded = cdiv(columns, format.block) * format.block
-    if form is Form.VALUES:
+    if form is Form.BF16:
         code_shape = (columns, rows) if transposed else (rows, columns)
         return Layout(side, stored, (rows, columns), columns, code_shape, (), transposed)
     code_shape = (rows, padded // 2 if stored.element.bits == 4 else padded)
@@ -88,7 +88,7 @@ def layout_of(
 class Output(NamedTuple):
     """The operand that a kernel fills, and its codes, scales (None without any), tensor scale."""
 
-    operand: QuantizedTensor | Values
+    operand: QuantizedTensor | ExactBF16
     codes: Tensor
     scales: Tensor | None
     tensor_scale: Tensor
@@ -174,7 +174,9 @@ def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Outpu
         scaled = has_tensor_scale(format)
 
         def exact(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
-            operand = Values(codes.t() if transposed else codes, tensor_scale if scaled else None)
+            operand = ExactBF16(
+                codes.t() if transposed else codes, tensor_scale if scaled else None
+            )
             return Output(operand, codes, None, tensor_scale)
 
         return exact
@@ -236,7 +238,7 @@ def _side(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
         stochastic=kind.quantizer.rounding is Rounding.STOCHASTIC,
         transform=transform_of(hadamard),
         lanes=lanes if lanes <= MAX_LANES.value else 0,
-        values=form is Form.VALUES,
+        values=form is Form.BF16,
         fold=element(stored.element) if form is Form.FOLDED else None,
         fold_scale=fold_scale(format, stored) if form is Form.FOLDED else 1.0,
         # A tensor scale is from the amax after the transform.

@@ -8,7 +8,7 @@ import torch
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.gemm import plain
-from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.kernels.operands import ExactBF16, Transposed
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, AmaxHistory, Quantizer, Request, gemm
@@ -138,7 +138,7 @@ def test_values_of_fprop_are_transposed(name):
     for kind, gradient in gradients.items():
         exact = kind in ("bf16", "codes") and name != "int4-1x32"
         seen = engine.transpose(q, gradient)
-        assert isinstance(seen, Values if exact else torch.Tensor)
+        assert isinstance(seen, ExactBF16 if exact else torch.Tensor)
         assert torch.equal(plain(seen), q.dequantize().t())
 
 

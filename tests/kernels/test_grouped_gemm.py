@@ -7,7 +7,7 @@ import torch
 from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
-from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.kernels.operands import ExactBF16, Transposed
 from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
 from megatron_lowbit.kernels.stacked_gemm import _shares
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
@@ -62,7 +62,7 @@ def operands_of(engine, case: str):
 
 
 def exact(operand) -> torch.Tensor:
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         factor = 1.0 if operand.tensor_scale is None else operand.tensor_scale.double()
         return operand.values.double() * factor
     if isinstance(operand, Transposed):

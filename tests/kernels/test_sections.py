@@ -28,14 +28,14 @@ from tests.marks import others_slow
 
 ROWS = (24, 0, 16)
 CASES = {  # format, options, rounding, transform's size, forms of both sides
-    "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
+    "nvfp4": ("nvfp4", {}, "stochastic", 16, "BF16 CODES"),
     "nvfp4 folded": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED FOLDED"),
-    "nvfp4 4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "VALUES CODES"),
-    "nvfp4-2d 4/6": ("nvfp4-2d", {"four_over_six": "mae"}, "nearest", None, "CODES VALUES"),
-    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "VALUES CODES"),
-    "ue5m3-2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES VALUES"),
-    "quartet2": ("quartet2", {}, "nearest", None, "VALUES CODES"),
-    "ms-eden": ("ms-eden", {}, "stochastic", 128, "CODES VALUES"),
+    "nvfp4 4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "BF16 CODES"),
+    "nvfp4-2d 4/6": ("nvfp4-2d", {"four_over_six": "mae"}, "nearest", None, "CODES BF16"),
+    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "BF16 CODES"),
+    "ue5m3-2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES BF16"),
+    "quartet2": ("quartet2", {}, "nearest", None, "BF16 CODES"),
+    "ms-eden": ("ms-eden", {}, "stochastic", 128, "CODES BF16"),
     "nvfp4-2d": ("nvfp4-2d", {}, "nearest", None, "CODES CODES"),
     "fp8 tiles": ("fp8-1x128-e4m3", {"scale_format": "pow2"}, "nearest", None, "CODES FOLDED"),
     "fp8 tensor": ("fp8-tensor-e5m2", {}, "nearest", None, "CODES CODES"),

@@ -9,7 +9,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels import gemm
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.layers.keys import operand_key
 from megatron_lowbit.numerics import Draw, Quantizer, Request, Rounding, format_by_name
@@ -94,7 +94,7 @@ def test_kernels_quantize_residuals(rounding):
         seen, known = (getattr(one, name) for one in (made, expected))
         assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (seen, known))), name
     values, _ = FusedEngine((9, 0)).quantize(x, replace(request, needs_codes=False), None)
-    assert isinstance(values, Values) and torch.equal(values.dequantize(), made.dequantize())
+    assert isinstance(values, ExactBF16) and torch.equal(values.dequantize(), made.dequantize())
 
 
 @pytest.fixture
