@@ -44,7 +44,7 @@ class WeightCache:
 
 
 @dataclass(frozen=True)
-class TransposedLater:
+class LazyTranspose:
     """Weight (N, K) in square blocks, whose transpose dgrad makes when it multiplies."""
 
     of: QuantizedTensor
@@ -219,7 +219,7 @@ class LinearContext:
         term.
         """
         precision = self.precision.gemms[name]
-        if isinstance(rhs, TransposedLater):
+        if isinstance(rhs, LazyTranspose):
             rhs = self.engine.transposed(rhs.of)
         serves_both = name == "dgrad" and self.precision.weight_serves_dgrad
         if precision.rhs_of_fprop and not serves_both:

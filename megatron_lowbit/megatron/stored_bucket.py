@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_lowbit.layers.context import LinearContext, TransposedLater
+from megatron_lowbit.layers.context import LazyTranspose, LinearContext
 from megatron_lowbit.layers.operands import quantize_weight
 from megatron_lowbit.numerics import QuantizedTensor
 
@@ -140,7 +140,7 @@ class _Weight:
             shape,
         )
         serves = self.context.precision.weight_serves_dgrad
-        of_dgrad = TransposedLater(self.codes) if serves else self.codes
+        of_dgrad = LazyTranspose(self.codes) if serves else self.codes
         self.context.weight_cache.operands = self.codes, of_dgrad
 
     def write(self, codes: QuantizedTensor, rank: int) -> None:
