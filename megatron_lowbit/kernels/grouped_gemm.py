@@ -132,8 +132,8 @@ def multiply_groups(
         multiply_stacked(lhs, rhs, outs, beta)
         return
     terms = np.minimum(lhs.terms, rhs.terms)
-    few = terms.sum() <= _FEW_TERMS * len(terms)
-    tile = _FP8_TILES if scaled else _BF16_FEW if few else _BF16
+    has_few_terms = terms.sum() <= _FEW_TERMS * len(terms)
+    tile = _FP8_TILES if scaled else _BF16_FEW if has_few_terms else _BF16
     fields = (
         lhs.addresses, rhs.addresses, outs.addresses, lhs.rows, rhs.rows, terms,
         lhs.steps, rhs.steps, lhs.factors, rhs.factors,
