@@ -130,7 +130,7 @@ def _sum(
 ):  # fmt: skip
     """Sum TM rows from ``row0`` on over all ranks; return FP32 parts, rounded to x's dtype.
 
-    They are kept in ``total``. NaN where all is not well.
+    They are kept in ``total``. NaN after a failure.
     """
     inbox = _shared(buffers, rank, data, x.dtype.element_ty)
     rows = groups * ((RANKS - 1) * TM)
@@ -198,7 +198,7 @@ def _take_codes(
     buffers, gathered, codes, scales, rank, row0, col0, R, C, ok, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Copy codes and scales that another rank has made; NaN scales where all is not well."""
+    """Copy codes and scales that another rank has made; NaN scales after a failure."""
     PER: tl.constexpr = 8 // S.element.bits
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
     theirs = _shared(buffers, rank, gathered, codes.dtype.element_ty)

@@ -45,7 +45,7 @@ class ExactBF16:
     tensor_scale: Tensor | None
     mean: Tensor | None = None
 
-    def t(self) -> "Values":
+    def t(self) -> "ExactBF16":
         """Return the transpose, in the same memory."""
         mean = None if self.mean is None else self.mean.t()
         return ExactBF16(self.values.t(), self.tensor_scale, mean)
