@@ -84,7 +84,7 @@ class _AddAndNormalize:
         )
         norm.set_result(total, normalized)
         if codes is not None:
-            self._linear().layer_state.hand(normalized, codes)
+            self._linear().layer_state.set_input_codes(normalized, codes)
         return total
 
     def request(self, x: Tensor) -> Request | None:

@@ -49,7 +49,7 @@ class LayerState:
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
         self.main_grad_beta: torch.Tensor | None = None
-        self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
+        self._input_codes: tuple[weakref.ref, QuantizedTensor] | None = None
         self.path_key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
 
@@ -65,13 +65,13 @@ class LayerState:
         elif self.amax_history is None or self.amax_history.length != length:
             self.amax_history = AmaxHistory(len(OPERANDS), length, self.device)
 
-    def hand(self, x: torch.Tensor, codes: QuantizedTensor) -> None:
+    def set_input_codes(self, x: torch.Tensor, codes: QuantizedTensor) -> None:
         """Keep the codes of x (..., K) for fprop, where x itself comes next."""
-        self._handed = weakref.ref(x), codes
+        self._input_codes = weakref.ref(x), codes
 
     def operand_of(self, x: torch.Tensor) -> torch.Tensor | Operand:
         """Return x (..., K) with its codes where they were handed; else x."""
-        handed, self._handed = self._handed, None
+        handed, self._input_codes = self._input_codes, None
         if handed is None or handed[0]() is not x:
             return x
         return Operand(handed[1], None, x)
