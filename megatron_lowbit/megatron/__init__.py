@@ -4,5 +4,5 @@ Import this package before ``megatron``: it supplies names that megatron needs d
 """
 
 # isort: off
-from megatron_lowbit.megatron import upstream_gaps  # noqa: F401
+from megatron_lowbit.megatron import workarounds  # noqa: F401
 from megatron_lowbit.megatron import cpu  # noqa: F401

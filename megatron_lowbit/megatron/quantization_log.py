@@ -20,7 +20,7 @@ from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, fi
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
-from megatron_lowbit.megatron.same_outcome import gather_from_ranks
+from megatron_lowbit.megatron.rank_errors import gather_from_ranks
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.numerics import Operand, derive_key
 

@@ -18,7 +18,7 @@ from megatron_lowbit.megatron import arguments
 from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
 from megatron_lowbit.megatron.arguments.parse import _NEVER, in_one_line
 from megatron_lowbit.megatron.arguments.parser import show_help
-from megatron_lowbit.megatron.upstream_gaps import check_attention_mask
+from megatron_lowbit.megatron.workarounds import check_attention_mask
 from tests import processes
 
 # isort: split

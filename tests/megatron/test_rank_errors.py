@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_lowbit.errors import UserError, error_behind
-from megatron_lowbit.megatron.same_outcome import same_outcome
+from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
 
 FOLDER = Path("/somewhere")
 
@@ -32,7 +32,7 @@ def other_rank(monkeypatch):
 
 def test_success_on_all_ranks(other_rank):
     told = other_rank(None)
-    with same_outcome("read", FOLDER):
+    with raise_on_all_ranks("read", FOLDER):
         pass
     assert told == [None]
 
@@ -49,7 +49,7 @@ def test_success_on_all_ranks(other_rank):
 )
 def test_bad_input_here_is_the_same_line_everywhere(other_rank, error, report):
     told = other_rank(None)
-    with pytest.raises(UserError) as caught, same_outcome("read", FOLDER):
+    with pytest.raises(UserError) as caught, raise_on_all_ranks("read", FOLDER):
         raise error
     ((is_user_error, message),) = told
     assert is_user_error is report[0] and message.startswith(report[1])
@@ -58,20 +58,23 @@ def test_bad_input_here_is_the_same_line_everywhere(other_rank, error, report):
 
 def test_bad_input_elsewhere(other_rank):
     other_rank((True, "y: damaged"))
-    with pytest.raises(UserError, match=r"^y: damaged$"), same_outcome("read", FOLDER):
+    with pytest.raises(UserError, match=r"^y: damaged$"), raise_on_all_ranks("read", FOLDER):
         pass
 
 
 def test_bad_input_elsewhere_explains_an_error_here(other_rank):
     other_rank((True, "y: damaged"))
-    with pytest.raises(UserError, match=r"^y: damaged$") as caught, same_outcome("read", FOLDER):
+    with (
+        pytest.raises(UserError, match=r"^y: damaged$") as caught,
+        raise_on_all_ranks("read", FOLDER),
+    ):
         raise KeyError("follows from it")
     assert isinstance(caught.value.__cause__, KeyError)
 
 
 def test_another_error_here_is_raised_as_it_is(other_rank):
     told = other_rank(None)
-    with pytest.raises(KeyError), same_outcome("read", FOLDER):
+    with pytest.raises(KeyError), raise_on_all_ranks("read", FOLDER):
         raise KeyError("a bug")
     assert told == [(False, "KeyError('a bug')")]
 
@@ -79,7 +82,7 @@ def test_another_error_here_is_raised_as_it_is(other_rank):
 def test_another_error_elsewhere(other_rank):
     other_rank((False, "KeyError('a bug')"))
     failure = r"another rank failed: KeyError\('a bug'\)"
-    with pytest.raises(RuntimeError, match=failure), same_outcome("read", FOLDER):
+    with pytest.raises(RuntimeError, match=failure), raise_on_all_ranks("read", FOLDER):
         pass
 
 
@@ -95,7 +98,7 @@ def test_the_cause_of_an_error_is_found():
 
 @pytest.mark.usefixtures("single_process")
 def test_a_real_group_of_one():
-    with same_outcome("read", FOLDER):
+    with raise_on_all_ranks("read", FOLDER):
         pass
-    with pytest.raises(UserError, match=r"^x$"), same_outcome("read", FOLDER):
+    with pytest.raises(UserError, match=r"^x$"), raise_on_all_ranks("read", FOLDER):
         raise UserError("x")

@@ -12,7 +12,7 @@ from megatron_lowbit.errors import UserError, error_behind
 
 
 @contextmanager
-def same_outcome(doing: str, directory: Path | str = "") -> Iterator[None]:
+def raise_on_all_ranks(doing: str, directory: Path | str = "") -> Iterator[None]:
     """Raise an exception on all ranks if any rank raises one, so that no rank waits for another.
 
     A UserError or an OSError, also as a cause, becomes the same UserError on all ranks. Any other

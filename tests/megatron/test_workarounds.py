@@ -10,7 +10,7 @@ import torch
 from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.pretrain import teardown
-from megatron_lowbit.megatron.upstream_gaps import (
+from megatron_lowbit.megatron.workarounds import (
     apply_ignored_arguments,
     fuse_gradient_accumulation,
 )
