@@ -73,8 +73,8 @@ def multiply_stacked(
         steps, tiles = steps[order], tiles[order]
         fields = tuple(one[order] if isinstance(one, np.ndarray) else one for one in fields)
     programs = min(occupancy.programs * multiprocessors(device), max(1, int(tiles.sum())))
-    shares = _shares(np.repeat(steps, tiles), programs)
-    table = table_of(tiles, fields, device, ahead=shares)
+    steps_of_programs = _steps_per_program(np.repeat(steps, tiles), programs)
+    table = table_of(tiles, fields, device, header=steps_of_programs)
     kinds = lhs.like, rhs.like, outs.like
     parts = occupancy.parts
     constants = _ROWS // parts, _COLUMNS, _TERMS, parts, beta, table.count
@@ -104,7 +104,7 @@ def _results(outs: RowSlices | SeparateMatrices) -> tuple[int, np.ndarray, np.nd
     )
 
 
-def _shares(steps: np.ndarray, programs: int) -> np.ndarray:
+def _steps_per_program(steps: np.ndarray, programs: int) -> np.ndarray:
     """Return the distance between a program's tiles, then each program's number of steps.
 
     ``steps`` are those of the tiles, the longest first. A tile longer than an even share of all
@@ -127,7 +127,7 @@ def stacked_gemm_kernel(
     """Compute a program's tiles of the products of a table in COUNT columns.
 
     A tile has one or two PARTS of (TM, TN). The table begins its list of tiles with what
-    :func:`_shares` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
+    :func:`_steps_per_program` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
     """
     tile, behind = tl.program_id(0), tl.num_programs(0) + 1
     apart = tl.load(table + _FIELDS * COUNT).to(tl.int32)
@@ -144,7 +144,7 @@ def stacked_gemm_kernel(
     i, row0, col0, rows, k0, left = tile, tile, tile, tile, 0, 0
     a_row, a_column, b_row, b_column = tile, tile, tile, tile
     for _ in tl.range(0, steps):
-        # Triton loads ahead only where all of this comes before the loads.
+        # Triton loads in advance only where all of this comes before the loads.
         k0, left = k0 + TK, left - 1
         if left < 0:
             i = section_of(table, tile, _FIELDS, COUNT, behind)

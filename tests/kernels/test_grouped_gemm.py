@@ -9,7 +9,7 @@ from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
 from megatron_lowbit.kernels.operands import ExactBF16, Transposed
 from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
-from megatron_lowbit.kernels.stacked_gemm import _shares
+from megatron_lowbit.kernels.stacked_gemm import _steps_per_program
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
@@ -123,9 +123,9 @@ def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
 def test_programs_have_their_share_of_steps():
     """A tile longer than a program's share is the only one of its program."""
     steps = np.array([40, 9, 9, 2, 2, 2, 2, 2, 1, 1])
-    assert [*_shares(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
-    assert [*_shares(np.full(5, 7), 2)] == [2, 21, 14]
-    assert [*_shares(np.array([], dtype=np.int64), 1)] == [1, 0]
+    assert [*_steps_per_program(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
+    assert [*_steps_per_program(np.full(5, 7), 2)] == [2, 21, 14]
+    assert [*_steps_per_program(np.array([], dtype=np.int64), 1)] == [1, 0]
 
 
 @pytest.mark.gpu
