@@ -125,14 +125,16 @@ class FusedEngine(Engine):
         xs = as_matrix_list(xs)
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
-        dtype, capability = xs.like.dtype, self.capability
+        dtype, capability = xs.template.dtype, self.capability
         if rows is not None and cols is rows:
-            cols = replace(rows, like=rows.like.of_transpose)
-            found = forms_of(rows.like.kind, rows.like.kind, True, dtype, capability)
+            cols = replace(rows, template=rows.template.of_transpose)
+            found = forms_of(rows.template.kind, rows.template.kind, True, dtype, capability)
             if found is not None and found.shared:
                 _, by_col = quantize_sections(xs, None, cols, (found.row, found.col))
                 return TransposedGroup(by_col), by_col
-        forms = [form_of_many(side and side.like.kind, dtype, capability) for side in (rows, cols)]
+        forms = [
+            form_of_many(side and side.template.kind, dtype, capability) for side in (rows, cols)
+        ]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
 
     def gemm_all(

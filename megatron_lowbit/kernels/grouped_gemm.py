@@ -55,7 +55,7 @@ def grouped_pair(
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
     products = int(outs.rows.numbers @ _terms(lhs))
-    if 2 * products * outs.like.shape[1] >= LOOP_FROM * len(outs):
+    if 2 * products * outs.template.shape[1] >= LOOP_FROM * len(outs):
         return None
     pair = None
     if route is EXACT:
@@ -100,8 +100,8 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
 
 def _takes(lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices) -> bool:
     """Return True if the kernel takes these matrices."""
-    step = outs.like.shape[1] * outs.like.element_size()
-    wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
+    step = outs.template.shape[1] * outs.template.element_size()
+    wide = lhs.template.element_size() == 2 and rhs.template.element_size() == 2
     return (
         lhs.aligned
         and rhs.aligned
@@ -128,7 +128,7 @@ def multiply_groups(
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
     scaled = lhs.scales is not None
-    if lhs.like.element_size() == 1 and not scaled:
+    if lhs.template.element_size() == 1 and not scaled:
         multiply_stacked(lhs, rhs, outs, beta)
         return
     terms = np.minimum(lhs.terms, rhs.terms)
@@ -140,11 +140,11 @@ def multiply_groups(
         lhs.scales if scaled else 0, rhs.scales if scaled else 0,
     )  # fmt: skip
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
-    table = table_of(tiles, fields, lhs.like.device)
+    table = table_of(tiles, fields, lhs.template.device)
     constants = (
         tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows, scaled, beta, table.count,
     )  # fmt: skip
-    kinds = lhs.like, rhs.like, outs.like
+    kinds = lhs.template, rhs.template, outs.template
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)
     dtypes = [kind.dtype for kind in kinds]
     device = table.entries.device
@@ -217,11 +217,11 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def _descriptor(
-    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, like, rows, terms, TR: tl.constexpr,
+    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, template, rows, terms, TR: tl.constexpr,
     TK: tl.constexpr, BY_ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Describe a matrix (rows, terms), which is read in tiles (TR, TK)."""
-    start, step = pointer(table, i, PLACE, COUNT, like), entry(table, i, STEP, COUNT)
+    start, step = pointer(table, i, PLACE, COUNT, template), entry(table, i, STEP, COUNT)
     if BY_ROWS:
         return tl.make_tensor_descriptor(start, [rows, terms], [step, 1], [TR, TK])
     else:
@@ -230,13 +230,13 @@ def _descriptor(
 
 @triton.jit
 def _addresses(
-    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, like, row0, TR: tl.constexpr,
+    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, template, row0, TR: tl.constexpr,
     TK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Return the addresses of the first tile (TR, TK) of some rows."""
-    start, step = pointer(table, i, PLACE, COUNT, like), entry(table, i, STEP, COUNT)
+    start, step = pointer(table, i, PLACE, COUNT, template), entry(table, i, STEP, COUNT)
     row = (row0 + tl.arange(0, TR)).to(tl.int64)
-    return start + row[:, None] * _in_16_bytes(step, like) + tl.arange(0, TK)[None, :]
+    return start + row[:, None] * _in_16_bytes(step, template) + tl.arange(0, TK)[None, :]
 
 
 @triton.jit
@@ -256,9 +256,9 @@ def _load(matrix, row0, k0, rows, terms, TR: tl.constexpr, TK: tl.constexpr, BY_
 
 
 @triton.jit
-def _in_16_bytes(step, like):
+def _in_16_bytes(step, template):
     """Return a number of elements, which fill whole 16 bytes, in a form that tells Triton so."""
-    elements: tl.constexpr = 128 // like.dtype.element_ty.primitive_bitwidth
+    elements: tl.constexpr = 128 // template.dtype.element_ty.primitive_bitwidth
     return step // elements * elements
 
 

@@ -41,12 +41,12 @@ def takes_sections(
     xs: RowSlices | SeparateMatrices, rows: Requests | None, cols: Requests | None
 ) -> bool:
     """Return True if one launch quantizes these matrices."""
-    requests = [side.like for side in (rows, cols) if side is not None]
+    requests = [side.template for side in (rows, cols) if side is not None]
     return (
         xs.alike
-        and xs.like.dtype in (torch.float32, torch.bfloat16)
+        and xs.template.dtype in (torch.float32, torch.bfloat16)
         and xs.rows.in_units(1).total > 0
-        and xs.like.shape[1] > 0
+        and xs.template.shape[1] > 0
         and xs.aligned
         and bool(requests)
         and all(_takes(request.kind) and _counts_from_zero(request) for request in requests)
@@ -85,8 +85,8 @@ def quantize_sections(
     Returns:
         The operands that :func:`quantize_both` gives each by itself.
     """
-    first, heights, sides = xs.like, xs.rows, (rows, cols)
-    kinds = [side and side.like.kind for side in sides]
+    first, heights, sides = xs.template, xs.rows, (rows, cols)
+    kinds = [side and side.template.kind for side in sides]
     columns = columns_for(len(xs))
     plan = _plan(*kinds, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns)
     # Programs add maxima to amaxes, and write no tensor scale of an empty matrix.
@@ -223,7 +223,7 @@ def _fields(requests: Requests | None, group: OperandGroup | None) -> tuple[Entr
 
 def _signs(requests: Requests) -> Entries:
     """Return the keys that signs are drawn from, or one for all."""
-    hadamard = requests.like.hadamard
+    hadamard = requests.template.hadamard
     if not requests.sign_keys:
         return signs_of(hadamard, 0)
     return [signs_of(hadamard, key) for key in requests.sign_keys]

@@ -234,7 +234,7 @@ class Matrices(NamedTuple):
     and steps are multiples of 16 bytes. ``stack``: where they are parts of one matrix, ``like``.
     """
 
-    like: Tensor
+    template: Tensor
     addresses: np.ndarray
     rows: np.ndarray
     terms: np.ndarray
@@ -254,7 +254,7 @@ def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     """Return operands as matrices: FP8 codes, exact BF16 numbers, or BF16 tensors themselves."""
     if not isinstance(operands, OperandGroup):
         known = as_matrix_list(operands)
-        first, rows, count = known.like, known.rows.numbers, len(known)
+        first, rows, count = known.template, known.rows.numbers, len(known)
         by_rows = first.stride(1) == 1
         if by_rows:
             step, terms = first.stride(0), np.full(count, first.shape[1])

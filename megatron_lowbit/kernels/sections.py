@@ -120,10 +120,10 @@ def entry(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def pointer(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr, like):
+def pointer(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr, template):
     """Return an entry, a multiple of 16, as a pointer to what ``like`` lanes to.
 
     Where Triton does not know of the alignment, it reads and writes element by element.
     """
     address = tl.multiple_of(entry(table, section, FIELD, COUNT), 16)
-    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+    return tl.multiple_of(address.to(tl.pointer_type(template.dtype.element_ty)), 16)

@@ -70,7 +70,7 @@ class RowSlices(Sequence[Tensor]):
         return iter(self.whole.split(self.rows.numbers.tolist()))
 
     @property
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """A tensor of the matrices' dtype, device, columns and strides."""
         return self.whole
 
@@ -111,7 +111,7 @@ class SeparateMatrices(Sequence[Tensor]):
         return iter(self.matrices)
 
     @property
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """The first matrix, which stands for the dtype, device, columns and strides of all."""
         return self.matrices[0]
 

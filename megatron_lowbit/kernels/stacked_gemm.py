@@ -59,7 +59,7 @@ def multiply_stacked(
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
         adds: True to add to what is there.
     """
-    occupancy, device = _OCCUPANCY[outs.like.dtype], lhs.like.device
+    occupancy, device = _OCCUPANCY[outs.template.dtype], lhs.template.device
     terms = np.minimum(lhs.terms, rhs.terms)
     # A product without terms is a step outside of both matrices, where zeros are read.
     steps = np.maximum(cdiv(terms, _TERMS), 1)
@@ -75,7 +75,7 @@ def multiply_stacked(
     programs = min(occupancy.programs * multiprocessors(device), max(1, int(tiles.sum())))
     steps_of_programs = _steps_per_program(np.repeat(steps, tiles), programs)
     table = table_of(tiles, fields, device, header=steps_of_programs)
-    kinds = lhs.like, rhs.like, outs.like
+    kinds = lhs.template, rhs.template, outs.template
     parts = occupancy.parts
     constants = _ROWS // parts, _COLUMNS, _TERMS, parts, beta, table.count
     options = ("num_warps", occupancy.warps), ("num_stages", 3)
@@ -89,12 +89,12 @@ def _operand(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
     assert side.stack is not None
     rows, columns, first_rows, first_columns = side.stack
     first_columns = np.where(terms > 0, first_columns, columns)
-    return side.like.data_ptr(), rows, columns, first_rows, first_columns, side.factors
+    return side.template.data_ptr(), rows, columns, first_rows, first_columns, side.factors
 
 
 def _results(outs: RowSlices | SeparateMatrices) -> tuple[int, np.ndarray, np.ndarray]:
     """Return the lowest address of all results, then each address and its row from there on."""
-    addresses, step = outs.addresses, outs.like.shape[1] * outs.like.itemsize
+    addresses, step = outs.addresses, outs.template.shape[1] * outs.template.itemsize
     first = int(addresses.min())
     rows, rest = np.divmod(addresses - first, step)
     return (
@@ -190,11 +190,11 @@ def _store(out, row, col, upper, lower, out_like, PARTS: tl.constexpr, ADDS: tl.
 
 @triton.jit
 def _whole(
-    table, PLACE: tl.constexpr, ROW_COUNT: tl.constexpr, STEP: tl.constexpr, like,
+    table, PLACE: tl.constexpr, ROW_COUNT: tl.constexpr, STEP: tl.constexpr, template,
     TR: tl.constexpr, TK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Describe the matrix that all operands of a side are parts of."""
-    start, step = pointer(table, 0, PLACE, COUNT, like), entry(table, 0, STEP, COUNT)
+    start, step = pointer(table, 0, PLACE, COUNT, template), entry(table, 0, STEP, COUNT)
     shape = [_number(table, 0, ROW_COUNT, COUNT), step.to(tl.int32)]
     return tl.make_tensor_descriptor(start, shape, [step, 1], [TR, TK])
 

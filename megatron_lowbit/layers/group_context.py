@@ -50,17 +50,17 @@ class GroupContext:
         """Return how an operand is quantized; None for high precision."""
         context, precision = self.context, self.context.precision
         # Rows count from zero: experts' tokens are not split by sequence parallelism.
-        like = context.request(gemm, role, 0, gemm in needs_codes, gemm in saved)
-        if like is None:
+        template = context.request(gemm, role, 0, gemm in needs_codes, gemm in saved)
+        if template is None:
             return None
-        draws: Sequence[Key] = ()
+        draw_keys: Sequence[Key] = ()
         signs: Sequence[Key] = ()
-        if like.quantizer.rounding is Rounding.STOCHASTIC:
-            draws = [operand_key(key, gemm, role) for key in self.keys]
+        if template.quantizer.rounding is Rounding.STOCHASTIC:
+            draw_keys = [operand_key(key, gemm, role) for key in self.keys]
         transform = precision.gemms[gemm].hadamard
         if transform is not None and transform.signs == "fresh":
             signs = [sign_key(key, gemm) for key in self.keys]
-        return Requests(like, draws, signs)
+        return Requests(template, draw_keys, signs)
 
     def multiply(
         self,

@@ -53,8 +53,8 @@ def request_of(case: str, key: int, **changes) -> Request:
 
 
 def requests_of(case: str, keys: range, **changes) -> Requests:
-    like = request_of(case, keys[0], **changes)
-    return Requests(like, keys, [key + 100 for key in keys])
+    template = request_of(case, keys[0], **changes)
+    return Requests(template, keys, [key + 100 for key in keys])
 
 
 def check_same(made, expected, beside: bool = False) -> None:
@@ -167,7 +167,7 @@ def test_what_takes_a_launch_each():
     assert not takes_sections(SeparateMatrices([x, x]), rows, None)
     draw = Draw(0, groups=torch.arange(2))
     assert not takes_sections(
-        SeparateMatrices([x, x]), Requests(replace(requests.like, draw=draw)), None
+        SeparateMatrices([x, x]), Requests(replace(requests.template, draw=draw)), None
     )
 
 
