@@ -12,8 +12,8 @@ from textwrap import shorten
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_lowbit.arguments.parse import in_one_line
 from megatron_lowbit.errors import TrainingError, UserError, error_behind
-from megatron_lowbit.megatron.arguments.parse import in_one_line
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DISK_FULL_TEXT = "unexpected pos"

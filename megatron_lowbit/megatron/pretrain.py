@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.arguments.parse import command_line
 from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.folders import reason
 from megatron_lowbit.megatron import error_translation
-from megatron_lowbit.megatron.arguments import parse_arguments
-from megatron_lowbit.megatron.arguments.parse import command_line
 from megatron_lowbit.megatron.bad_iterations import skip_bad_iterations
 from megatron_lowbit.storage import files
 

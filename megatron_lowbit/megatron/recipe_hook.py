@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from megatron.training.utils import is_rank0
 
+from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.parse import OF_GPUS
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.kernels.select import select_engine
@@ -30,8 +32,6 @@ from megatron_lowbit.megatron import (
     workarounds,
 )
 from megatron_lowbit.megatron.amax_history import AmaxHistories
-from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
-from megatron_lowbit.megatron.arguments.parse import OF_GPUS
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
 from megatron_lowbit.megatron.graph_weights import GraphWeights

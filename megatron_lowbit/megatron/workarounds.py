@@ -1,6 +1,5 @@
 """Workarounds for gaps and bugs of Megatron-LM 0.19.2 as packaged on PyPI.
 
-- Python 3.11 has no ``typing.override``; importing this module adds it.
 - The package holds compiled dataset helpers, but not the Makefile that Megatron-LM runs.
 - Each parser of Megatron-LM's arguments reads the source code of its configuration classes again.
 - ``--rope-scaling-factor`` and ``--openai-gelu`` have no effect.
@@ -16,8 +15,6 @@
 See docs/upstream-notes.md.
 """
 
-import sys
-import typing
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import cache, wraps
@@ -28,11 +25,6 @@ import torch
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.cublas import scaled_matmul
-
-if sys.version_info < (3, 12):
-    from typing_extensions import override
-
-    typing.override = override  # type: ignore[attr-defined]
 
 
 def use_prebuilt_dataset_helpers() -> None:
@@ -211,7 +203,7 @@ def use_zero_centered_norms() -> None:
     from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    from megatron_lowbit.megatron.cpu.te_interfaces import build_norm
+    from megatron_lowbit.cpu_runtime.te_interfaces import build_norm
 
     for norm in (WrappedTorchNorm, FusedLayerNorm):
         norm.__new__ = staticmethod(build_norm)

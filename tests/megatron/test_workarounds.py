@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_lowbit.megatron.arguments import parse_arguments
+from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.pretrain import teardown
 from megatron_lowbit.megatron.workarounds import (

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_lowbit.megatron.cpu.random_state import patch_random_states, with_own_generator
-from megatron_lowbit.megatron.cpu.te_interfaces import GroupStepAdam, build_norm
+from megatron_lowbit.cpu_runtime.random_state import patch_random_states, with_own_generator
+from megatron_lowbit.cpu_runtime.te_interfaces import GroupStepAdam, build_norm
 
 _TRITON_KERNELS = {
     "megatron.core.transformer.moe.ops.paged_stash":

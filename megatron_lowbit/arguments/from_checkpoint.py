@@ -14,8 +14,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
+from megatron_lowbit.arguments.values import in_range
 from megatron_lowbit.errors import UserError, printable, require
-from megatron_lowbit.megatron.arguments.values import in_range
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.pickles import COMMON, check_lengths, read_objects, restrict_torch
 from megatron_lowbit.storage.selection import selected

@@ -2,16 +2,16 @@
 
 import pytest
 
-from megatron_lowbit.command_line import CommandLine
-from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.arguments import front_parser
-from megatron_lowbit.megatron.arguments.precision import (
+from megatron_lowbit.arguments import front_parser
+from megatron_lowbit.arguments.precision import (
     INSTALL_TRANSFORMER_ENGINE,
     Machine,
     Precision,
     check_layers,
     choose_precision,
 )
+from megatron_lowbit.command_line import CommandLine
+from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import format_by_name
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, Recipe, load_recipes
 

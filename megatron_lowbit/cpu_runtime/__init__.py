@@ -1,8 +1,8 @@
 """CPU runtime: replacements that let megatron.core and megatron.training run without CUDA.
 
-Importing this package installs the replacements on a machine without a CUDA device, and does
-nothing otherwise. Megatron reads some of the replaced names during its own import, so that this
-package has to be imported first.
+Importing this package installs the replacements on a machine without a CUDA device, and
+``typing.override``, which Python 3.11 lacks, on any. Megatron reads some of these names during its
+own import, so that this package has to be imported first.
 
 - ``torch_patches``: "cuda" as a device means the CPU, for callers in megatron only. Functions of
   ``torch.cuda`` that move tensors or synchronize do nothing, for all callers.
@@ -13,12 +13,13 @@ package has to be imported first.
 """
 
 import sys
+import typing
 import warnings
 
 import torch
 
-from megatron_lowbit.megatron.cpu import megatron_patches
-from megatron_lowbit.megatron.cpu.torch_patches import patch_torch
+from megatron_lowbit.cpu_runtime import megatron_patches
+from megatron_lowbit.cpu_runtime.torch_patches import patch_torch
 
 _NOT_INSTALLED = ("Transformer Engine and Apex", "Apex is not", "Only transformer-engine")
 """Beginnings of megatron's warnings that packages for GPUs are not installed."""
@@ -39,5 +40,9 @@ def _install() -> None:
         megatron_patches.patch_megatron()
 
 
+if sys.version_info < (3, 12):
+    from typing_extensions import override
+
+    typing.override = override  # type: ignore[attr-defined]
 if not torch.cuda.is_available():
     _install()

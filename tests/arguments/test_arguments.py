@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_lowbit import command_line
+from megatron_lowbit import arguments, command_line
+from megatron_lowbit.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
+from megatron_lowbit.arguments.parse import _NEVER, in_one_line
+from megatron_lowbit.arguments.parser import show_help
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import arguments
-from megatron_lowbit.megatron.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
-from megatron_lowbit.megatron.arguments.parse import _NEVER, in_one_line
-from megatron_lowbit.megatron.arguments.parser import show_help
 from megatron_lowbit.megatron.workarounds import check_attention_mask
 from tests import processes
 
@@ -187,7 +186,7 @@ def test_a_refusal_leaves_with_exit_code_2(start_script, tmp_path):
     script, output = tmp_path / "script.py", tmp_path / "output.txt"
     script.write_text(
         "from megatron_lowbit.errors import exit_on_user_error as end\n"
-        "import megatron_lowbit.megatron.arguments as a; end(a.parse_arguments)"
+        "import megatron_lowbit.arguments as a; end(a.parse_arguments)"
     )
     process = start_script(script, "--nm-layers", "3", output=output)
     assert processes.finish([process], timeout=60) == [2]

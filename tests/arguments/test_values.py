@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_lowbit import arguments
+from megatron_lowbit.arguments.values import _OUTPUT_FOLDERS, RANGES
 from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron import arguments
-from megatron_lowbit.megatron.arguments.values import _OUTPUT_FOLDERS, RANGES
 
 # isort: split
 from megatron.training.global_vars import unset_global_variables

@@ -9,18 +9,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from megatron_lowbit.command_line import CommandLine, asks_for_help
-from megatron_lowbit.errors import UserError, as_user_error, require, say
-from megatron_lowbit.megatron.arguments.cpu import adapt_to_cpu, needs_one_connection
-from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
-from megatron_lowbit.megatron.arguments.parser import (
+from megatron_lowbit.arguments.cpu import adapt_to_cpu, needs_one_connection
+from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.parser import (
     add_own_arguments,
     front_parser,
     read_command_line,
     show_help,
 )
-from megatron_lowbit.megatron.arguments.precision import Machine, check_layers, translate_precision
-from megatron_lowbit.megatron.arguments.values import check_folders, check_samples, check_values
+from megatron_lowbit.arguments.precision import Machine, check_layers, translate_precision
+from megatron_lowbit.arguments.values import check_folders, check_samples, check_values
+from megatron_lowbit.command_line import CommandLine, asks_for_help
+from megatron_lowbit.errors import UserError, as_user_error, require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 _REFUSED = {

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Literal, NoReturn
 
 from megatron_lowbit import command_line
+from megatron_lowbit.arguments.from_checkpoint import guard_checkpoint_arguments
+from megatron_lowbit.arguments.values import guard_layer_lists
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import replace_text
-from megatron_lowbit.megatron.arguments.from_checkpoint import guard_checkpoint_arguments
-from megatron_lowbit.megatron.arguments.values import guard_layer_lists
 
 
 @dataclass
