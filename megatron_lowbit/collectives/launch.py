@@ -12,10 +12,10 @@ from megatron_lowbit.collectives import kernel, paths
 from megatron_lowbit.collectives.barrier import BARRIERS, BROKEN, LATE, PROGRAMS, TAGS
 from megatron_lowbit.collectives.result import NEW, Result, check_buffer
 from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, tile_of
 from megatron_lowbit.kernels.norm_cases import takes
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm

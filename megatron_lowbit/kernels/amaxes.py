@@ -1,18 +1,18 @@
 """Amaxes of a matrix and of its transpose, from one pass over it."""
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.amax import amax_kernel, row_amax_kernel
 from megatron_lowbit.kernels.hadamard import MAX_LANES
-from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
-from megatron_lowbit.kernels.row_amax import row_amax_kernel
+from megatron_lowbit.kernels.launcher import Launcher, cdiv, tile_launcher
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
-from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
@@ -177,3 +177,34 @@ def amax_tile(row: Hadamard | None, col: Hadamard | None, height: int = 64) -> t
         return max(32, down), max(32, across)
     rows = max(height, down)
     return rows, max(_TILE, _THREADS * longest) // rows
+
+
+_BATCH = 1024
+_ALIGNED = 4
+"""Numbers in 16 bytes."""
+_NONE: Iterator[Tensor] = iter(())
+_ZEROS: dict[tuple[tuple[int, ...], torch.device, int], Iterator[Tensor]] = {}
+"""Zeros that are left of the last fill, by shape, device and stream."""
+
+
+def zeros_of(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return FP32 zeros, aligned to 16 bytes, in memory that nothing else has or had.
+
+    One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
+    graph fills its own each time that it runs.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(shape, device=device)
+    key = shape, device, torch._C._cuda_getCurrentRawStream(device.index)
+    zeros = next(_ZEROS.get(key, _NONE), None)
+    if zeros is None:
+        _ZEROS[key] = iter(_filled(shape, device).unbind())
+        zeros = next(_ZEROS[key])
+    return zeros
+
+
+def _filled(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return zeros (_BATCH, *shape), each of them aligned."""
+    size = math.prod(shape)
+    apart = torch.zeros((_BATCH, cdiv(size, _ALIGNED) * _ALIGNED), device=device)
+    return apart[:, :size].unflatten(1, shape) if shape else apart[:, 0]

@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
 from megatron_lowbit.kernels.engine import Engine, accumulate_into, are_bf16
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.gemm import (
     PRODUCTS,
     PRODUCTS_TO,
@@ -37,7 +36,7 @@ from megatron_lowbit.kernels.operands import (
     rounded_values,
     transposed,
 )
-from megatron_lowbit.kernels.routes import form_of_many, forms_of, written_form
+from megatron_lowbit.kernels.routes import Form, form_of_many, forms_of, written_form
 from megatron_lowbit.kernels.split import as_matrix_list
 from megatron_lowbit.numerics import (
     Accumulation,

@@ -24,11 +24,10 @@ from megatron_lowbit.kernels.operand_group import (
     decode,
     matrices_of,
 )
-from megatron_lowbit.kernels.product_tiles import Tile, factor_of, place_of_tile
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
-from megatron_lowbit.kernels.stacked_gemm import multiply_stacked
+from megatron_lowbit.kernels.stacked_gemm import Tile, factor_of, multiply_stacked, place_of_tile
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))

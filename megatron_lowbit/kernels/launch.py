@@ -14,11 +14,11 @@ from megatron_lowbit.kernels.amaxes import (
     scale_amaxes,
 )
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.quantize import QuantizeSpec, quantize_kernel
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import (
     LANES,
     NO_SIDE,

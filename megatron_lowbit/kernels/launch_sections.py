@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
-from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured, zeros_of
 from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launch import TILES_DONE, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
@@ -22,6 +21,7 @@ from megatron_lowbit.kernels.operand_group import (
     group_layout,
 )
 from megatron_lowbit.kernels.quantize import quantize_kernel
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
 from megatron_lowbit.kernels.sides import (
     NO_SIDE,
@@ -30,7 +30,6 @@ from megatron_lowbit.kernels.sides import (
     transform_of,
 )
 from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
-from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Request, Requests
 
 _SCALARS = 4

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.elements import abs_bits, as_dtype, tile_block_amax
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.quantize import QuantizeSpec
 from megatron_lowbit.kernels.quantize_tile import tile_side
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import allocator, filled, layout_of, taken_as
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request

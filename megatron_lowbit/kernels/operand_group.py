@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import table_launcher
 from megatron_lowbit.kernels.operands import (
     DECODED_TILE,
@@ -22,6 +21,7 @@ from megatron_lowbit.kernels.operands import (
     has_tensor_scale,
     transposed,
 )
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of, memory_of, output_of
 from megatron_lowbit.kernels.split import Rows, as_matrix_list

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import (
     DRAWN_SIGNS,
     FIXED_SIGNS,
@@ -21,6 +20,7 @@ from megatron_lowbit.kernels.hadamard import (
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import ExactBF16, element, has_tensor_scale
 from megatron_lowbit.kernels.quantize import QuantizeSpec
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.scales import ScaleOptions
 from megatron_lowbit.numerics import (
     Hadamard,

@@ -17,9 +17,38 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launcher
 from megatron_lowbit.kernels.operand_group import Matrices
-from megatron_lowbit.kernels.product_tiles import factor_of, place_of_tile
 from megatron_lowbit.kernels.sections import FIRST_TILE, entry, pointer, section_of, table_of
 from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
+
+_NEIGHBOURS = tl.constexpr(8)
+"""Row tiles computed one after another with the same columns, which stay in the cache."""
+
+
+class Tile(NamedTuple):
+    """Rows, columns and terms that a program computes at a time, and its launch."""
+
+    rows: int
+    columns: int
+    terms: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def place_of_tile(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
+    """Return the first row and column of a tile of a product (rows, columns)."""
+    band = _NEIGHBOURS * tl.cdiv(columns, TN)
+    first = tile // band * _NEIGHBOURS
+    height = tl.minimum(tl.cdiv(rows, TM) - first, _NEIGHBOURS)
+    return (first + tile % band % height) * TM, tile % band // height * TN
+
+
+@triton.jit
+def factor_of(table, section, PLACE: tl.constexpr, COUNT: tl.constexpr):
+    """Return a factor in FP32; 1 without an address."""
+    at = entry(table, section, PLACE, COUNT)
+    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=1.0)
+
 
 A, A_ROWS, A_COLUMNS, A_ROW, A_COLUMN, A_FACTOR = (tl.constexpr(i) for i in range(1, 7))
 B, B_ROWS, B_COLUMNS, B_ROW, B_COLUMN, B_FACTOR = (tl.constexpr(i) for i in range(7, 13))

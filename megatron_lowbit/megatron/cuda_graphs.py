@@ -14,8 +14,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
 from megatron_lowbit.errors import require
-from megatron_lowbit.layers.keys import key_table
 from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.numerics.randomness import key_table
 from megatron_lowbit.recipes import Recipe
 
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_lowbit.layers import GroupContext, LinearContext, lowbit_grouped_linear
-from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layer_state import expert_contexts
 from megatron_lowbit.megatron.specs import change_parts
 

@@ -10,13 +10,12 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
 from megatron_lowbit.layers.group_context import GroupContext, can_group
-from megatron_lowbit.layers.keys import Key
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
-from megatron_lowbit.numerics.randomness import GROUP, layer_key
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.numerics.randomness import GROUP, Key, layer_key
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision
-from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
 class LayerState:

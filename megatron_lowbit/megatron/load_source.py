@@ -14,8 +14,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.extra_states import check_extra_states
 from megatron_lowbit.megatron.layer_state import LayerState
-from megatron_lowbit.megatron.printing import say_on_rank_0
-from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
+from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.pickles import check_lengths, read_objects, saved_tensors
 from megatron_lowbit.storage.selection import (

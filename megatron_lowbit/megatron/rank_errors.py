@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from megatron.training.utils import print_rank_0
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_lowbit.errors import UserError, error_behind
+from megatron_lowbit.errors import UserError, error_behind, printable
 
 
 @contextmanager
@@ -54,3 +55,8 @@ def _report(error: BaseException, failure: str) -> tuple[bool, str]:
     if cause is not None:
         return True, f"{cause.filename or failure}: {cause.strerror or cause}"
     return False, repr(error)
+
+
+def say_on_rank_0(line: str) -> None:
+    """Print a line on the first rank, with control characters escaped."""
+    print_rank_0(printable(line))

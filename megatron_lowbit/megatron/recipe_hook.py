@@ -40,9 +40,12 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
-from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
-from megatron_lowbit.megatron.rank_errors import gather_from_ranks, raise_on_all_ranks
+from megatron_lowbit.megatron.rank_errors import (
+    gather_from_ranks,
+    raise_on_all_ranks,
+    say_on_rank_0,
+)
 from megatron_lowbit.megatron.resumed_schedule import follow_schedule_arguments
 from megatron_lowbit.megatron.run_record import record_recipe
 from megatron_lowbit.megatron.specs import change_specs

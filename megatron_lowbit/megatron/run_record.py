@@ -18,8 +18,7 @@ from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.common_state import has_common_state, read_common_state
 from megatron_lowbit.megatron.datasets import data_prefixes
 from megatron_lowbit.megatron.load_source import LoadSource
-from megatron_lowbit.megatron.printing import say_on_rank_0
-from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
+from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes import record as recipe_records
 
 RECIPE, DATA = "recipe_record", "data_record"

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from megatron_lowbit.layers.context import LazyTranspose, LinearContext
 from megatron_lowbit.layers.operands import quantize_weight
 from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.numerics.gemms import Gemm, Role
 
 _ALIGNMENT = 256
 """Bytes that the codes of each weight are aligned to, as torch allocates."""
@@ -340,9 +341,9 @@ class StoredBucket:
             dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.group)
         for number, n in enumerate(scaled):
             # The recipe may also want the maximum over tensor-parallel ranks.
-            amaxes[n] = self._weights[n].context.scale_amax("fprop", "weight", own[number])
+            amaxes[n] = self._weights[n].context.scale_amax(Gemm.FPROP, Role.WEIGHT, own[number])
         return amaxes
 
 
 def _request(weight: _Weight, rows: int) -> Any:
-    return weight.context.request("fprop", "weight", rows, needs_codes=True)
+    return weight.context.request(Gemm.FPROP, Role.WEIGHT, rows, needs_codes=True)

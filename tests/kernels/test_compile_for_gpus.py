@@ -94,8 +94,8 @@ def main(cases: list[str]) -> None:
         launch_sections,
         stacked_gemm,
     )
-    from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
+    from megatron_lowbit.kernels.routes import Form
     from megatron_lowbit.kernels.split import SeparateMatrices
     from megatron_lowbit.numerics import (
         DelayedAmax,

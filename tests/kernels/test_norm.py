@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.norm import normalize_quantize
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.kernels.operands import ExactBF16
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.formats import E2M1, E4M3

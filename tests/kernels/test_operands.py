@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.folding import fold as reference_fold
 from megatron_lowbit.numerics.folding import folded_format

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Transposed
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import table_of
 from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
 from megatron_lowbit.numerics import (

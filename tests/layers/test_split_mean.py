@@ -11,9 +11,9 @@ from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.layers.keys import operand_key
 from megatron_lowbit.numerics import Draw, Quantizer, Request, Rounding, format_by_name
 from megatron_lowbit.numerics.mean_residual import split_mean
+from megatron_lowbit.numerics.randomness import operand_key
 from megatron_lowbit.recipes import load_recipe
 from tests.kernels.test_quantize import DEVICE
 

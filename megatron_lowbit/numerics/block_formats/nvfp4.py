@@ -45,12 +45,13 @@ from megatron_lowbit.numerics.block_format import (
     block_amax,
     blocks,
     constant,
+    encode_scale,
     finite_amax,
     for_each_row,
+    multiplier,
 )
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 from megatron_lowbit.numerics.four_over_six import Selection, better_scales
-from megatron_lowbit.numerics.fp4_scales import encode_scale, multiplier
 
 BLOCK = 16
 FOLDABLE_MAX = 384.0

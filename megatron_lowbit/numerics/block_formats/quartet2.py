@@ -19,9 +19,15 @@ from operator import add
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    block_amax,
+    blocks,
+    decode_scale,
+    finite_amax,
+    positive_scales,
+)
 from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
-from megatron_lowbit.numerics.fp4_scales import decode_scale, positive_scales
 
 BLOCK = 16
 MAX_SCALE = 256.0
