@@ -70,7 +70,7 @@ def scaled_matmul(
         out_dtype: of the result (M, N): BF16 or FP32.
         out: contiguous (M, N) in ``out_dtype`` for the result, which has what the product is added
             to; None for a new one.
-        adds: False to write to ``out`` without adding; or an FP32 scalar on the same GPU, 0 where
+        beta: False to write to ``out`` without adding; or an FP32 scalar on the same GPU, 0 where
             ``out`` has nothing but zeros, which are then not read, else 1.
 
     Raises:

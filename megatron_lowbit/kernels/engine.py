@@ -128,7 +128,7 @@ class Engine:
         Args:
             out: FP32 or BF16.
             lhs, rhs: as for :meth:`gemm`.
-            adds: False to write the product there; or an FP32 scalar on ``out``'s device, 0 where
+            beta: False to write the product there; or an FP32 scalar on ``out``'s device, 0 where
                 ``out`` has nothing but zeros, which a GEMM that adds need not read, else 1.
             folding: as for :meth:`gemm`.
         """

@@ -45,7 +45,7 @@ def exact_product(
 def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool | Tensor) -> None:
     """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that.
 
-    ``adds`` of this and the functions below is as for :func:`scaled_matmul`.
+    ``beta`` of this and the functions below is as for :func:`scaled_matmul`.
     """
     left, right = _as_values(lhs), _as_values(rhs)
     if left.mean is not None or right.mean is not None:

@@ -122,7 +122,7 @@ def multiply_groups(
         rhs: (N_i, K_i) in BF16, or FP8. Where FP8 tiles have scales, left ones are 1x128 and
             right ones 128x128.
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
-        adds: True to add to what is there.
+        beta: True to add to what is there.
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)

@@ -86,7 +86,7 @@ def multiply_stacked(
         rhs: (N_i, K_i) in FP8, parts of one matrix. Behind the terms of either are zeros, or its
             matrix ends.
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
-        adds: True to add to what is there.
+        beta: True to add to what is there.
     """
     occupancy, device = _OCCUPANCY[outs.template.dtype], lhs.template.device
     terms = np.minimum(lhs.terms, rhs.terms)

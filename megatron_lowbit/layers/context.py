@@ -213,8 +213,8 @@ class LinearContext:
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``adds`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
-        wgrad takes its values, and may be a ``TransposedLater``. ``high_precision`` are the
+        ``beta`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
+        wgrad takes its values, and may be a ``LazyTranspose``. ``high_precision`` are the
         operands from which a product that is not finite is computed again where the recipe says so.
         Each rank does so with its own product: of one that is to be summed over ranks, with its own
         term.

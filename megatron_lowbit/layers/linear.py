@@ -99,7 +99,7 @@ def _wgrad(
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
 
-    ``out`` and ``adds`` are as for :meth:`LinearContext.gemm`. ``gathered`` returns what forward
+    ``out`` and ``beta`` are as for :meth:`LinearContext.gemm`. ``gathered`` returns what forward
     saved, of all tokens: the input itself for a fallback.
     """
     saved = gathered()

@@ -27,7 +27,7 @@ class LayerState:
     ``group`` are the tensor-parallel ranks of a column- or row-parallel layer (``is_column``), and
     ``features`` the global numbers (int64) of the features that they split, None where they split
     none. Random keys derive from ``path_key``, that of the layer's path. Where calls are captured
-    in CUDA graphs, ``graph_keys`` has them. ``saves_input``, ``main_grad_share``: as a context's.
+    in CUDA graphs, ``graph_keys`` has them. ``saves_input``, ``main_grad_beta``: as a context's.
     """
 
     saves_input = False
