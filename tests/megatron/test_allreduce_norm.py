@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
+from megatron_lowbit.collectives.reference import all_reduce_norm
 from megatron_lowbit.collectives.result import Result, fill
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
@@ -13,7 +14,6 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.numerics import Operand
 from megatron_lowbit.recipes import Layer, load_recipe
-from tests.collectives.reference import all_reduce_norm
 
 ENGINE = ReferenceEngine("tests")
 CPU = torch.device("cpu")
