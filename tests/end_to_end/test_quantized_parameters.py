@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_weights_run import recording
+from stored_weights_run import in_bf16, recording
 from tiny_run import arguments_for, done, metrics, refused, saved_tensors, start_from, steps
 
 from megatron_lowbit.megatron.quantized_parameters import QuantizedParameters
@@ -84,7 +84,8 @@ def test_an_update_is_skipped_between_an_evaluation_and_a_save(
     monkeypatch.setattr(QuantizedParameters, "_free", overwrite)
     for name, more in (("plain", ()), ("stored", (STORED,))):
         steps_taken.clear()
-        done(pretrain_here(*ONE_RANK, *more, "--save", tmp_path / name))
+        with in_bf16():
+            done(pretrain_here(*ONE_RANK, *more, "--save", tmp_path / name))
         assert len(steps_taken) == 4
     assert run_of(tmp_path / "stored") == run_of(tmp_path / "plain")
     same_tensors(tmp_path / "stored", tmp_path / "plain", 4)
