@@ -31,7 +31,6 @@ from torch import Tensor
 
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.kernels.elements import as_dtype
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.norm import (
     WARPS,
     finish_rows,
@@ -40,6 +39,7 @@ from megatron_lowbit.kernels.norm import (
     statistic,
     tile_of,
 )
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
 from megatron_lowbit.numerics.rmsnorm import RMSNorm

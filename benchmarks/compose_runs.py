@@ -277,8 +277,8 @@ def _train(arguments: Sequence[str], folder: Path, logs: bool, began: list[bool]
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import global_vars
 
+    from megatron_lowbit.arguments import cpu
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.arguments import cpu
     from megatron_lowbit.megatron.metrics import MetricsWriter
 
     if "--async-save" not in arguments:

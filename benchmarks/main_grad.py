@@ -52,8 +52,8 @@ def product(size: Size, name: str, way: str) -> timing.Step:
     out_dtype = torch.bfloat16 if way == "written in BF16" else torch.float32
     out = torch.zeros(shape, dtype=out_dtype, device=device)
     factor = torch.ones((), device=device)
-    adds = {"added": True, "added to zeros": torch.zeros((), device=device)}.get(way, False)
-    return lambda mark: scaled_matmul(lhs, rhs, factor, out_dtype, out, adds)
+    beta = {"added": True, "added to zeros": torch.zeros((), device=device)}.get(way, False)
+    return lambda mark: scaled_matmul(lhs, rhs, factor, out_dtype, out, beta)
 
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:

@@ -114,7 +114,7 @@ def work(name: str, extra: Sequence[str]) -> None:
     if LOCAL[1] in contender.arguments:
         # Megatron-LM would use Transformer Engine's rope where it finds it.
         sys.modules["transformer_engine"] = None
-    from megatron_lowbit.megatron.arguments import parse_arguments
+    from megatron_lowbit.arguments import parse_arguments
     from megatron_lowbit.megatron.pretrain import teardown
 
     args = parse_arguments([*MODEL, *contender.arguments, *extra])

@@ -198,7 +198,7 @@ def layer_rows(recipe: str) -> Iterator[dict]:
 
 
 def _model(recipe: str, norm: str) -> nn.Module:
-    from megatron_lowbit.megatron.arguments import parse_arguments
+    from megatron_lowbit.arguments import parse_arguments
 
     # isort: split
     from megatron.training.global_vars import unset_global_variables

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.numerics import Draw, Request, Rounding
-from megatron_lowbit.recipes.precision import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
 
 DEFAULT = (16384, 14336)
 SWEEP = [DEFAULT, (4096, 1024), (16384, 4096), (65536, 8192), (4001, 4104)]

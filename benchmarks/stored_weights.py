@@ -140,9 +140,9 @@ def count_received(found: Counter[str]) -> None:
 def train_rank(folder: Path, words: list[str]) -> None:
     """Train as one rank; write its steps to ``folder``/RANK.json."""
     import megatron_lowbit.megatron  # noqa: F401  before megatron
+    from megatron_lowbit.arguments import parse_arguments
+    from megatron_lowbit.arguments.parse import command_line
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.arguments import parse_arguments
-    from megatron_lowbit.megatron.arguments.parse import command_line
 
     watch = Watch()
     count_received(watch.received)

@@ -256,7 +256,7 @@ def print_cached_help(command: str, argv: Sequence[str] | None = None) -> None:
     if not asks_for_help(argv):
         return
     package = Path(__file__).parent
-    parts = "megatron/arguments/*.py", "examples/*.args"
+    parts = "arguments/*.py", "examples/*.args"
     sources = [Path(__file__), *(file for part in parts for file in package.glob(part))]
     try:
         cache = help_cache(command)

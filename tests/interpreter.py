@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from megatron_lowbit.numerics.fused_multiply_add import fused_multiply_add
+from megatron_lowbit.numerics.block_formats.ms_eden import fused_multiply_add
 
 _patch_lang = interpreter._patch_lang
 _patch_tensor = interpreter._patch_lang_tensor

@@ -19,8 +19,8 @@ import pytest
 from hypothesis import settings
 
 import megatron_lowbit
-from megatron_lowbit.megatron.arguments import front_parser
-from megatron_lowbit.megatron.arguments.precision import INSTALL_TRANSFORMER_ENGINE
+from megatron_lowbit.arguments import front_parser
+from megatron_lowbit.arguments.precision import INSTALL_TRANSFORMER_ENGINE
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

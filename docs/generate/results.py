@@ -123,7 +123,7 @@ README_GAPS = """ Right: the gap to BF16's loss after {tokens} tokens in
 seeds."""
 
 
-class Measured(NamedTuple):
+class AmaxSpec(NamedTuple):
     """Rows of a kind of GPU by model, precision and graphs, and the machine that they are from.
 
     ``times`` is the file of GPU time by kind of kernel, where there is one.
@@ -137,7 +137,7 @@ class Measured(NamedTuple):
     peak: float
 
 
-def read_steps(results: Path, kind: str) -> Measured | None:
+def read_steps(results: Path, kind: str) -> AmaxSpec | None:
     """Read the files of a kind of GPU; None where there are none.
 
     Raises:
@@ -160,16 +160,16 @@ def read_steps(results: Path, kind: str) -> Measured | None:
         raise SystemExit(f"error: {files[0]}: no case ended well")
     file = results / GPU_TIME.format(kind=kind)
     times = json.loads(file.read_text()) if file.is_file() else None
-    return Measured(name, rows, times, data["machine"], data["models"], data["peak_tflops"])
+    return AmaxSpec(name, rows, times, data["machine"], data["models"], data["peak_tflops"])
 
 
-def ratio(found: Measured, row: dict, base: str) -> float | None:
+def ratio(found: AmaxSpec, row: dict, base: str) -> float | None:
     """Return how many times as fast as a precision of Megatron-LM's own a row is."""
     other = found.rows.get((row["model"], base, row["graphs"]), {})
     return row["tokens_per_s"] / other["tokens_per_s"] if "tokens_per_s" in other else None
 
 
-def steps_text(kind: str, found: Measured | None) -> str:
+def steps_text(kind: str, found: AmaxSpec | None) -> str:
     """Describe the steps on one kind of GPU."""
     if found is None:
         command = MEASURE.format(file=f"benchmarks/results/flagship-{kind}.json")
@@ -194,7 +194,7 @@ def steps_text(kind: str, found: Measured | None) -> str:
     ).strip()
 
 
-def _table(found: Measured, rows: Sequence[dict]) -> str:
+def _table(found: AmaxSpec, rows: Sequence[dict]) -> str:
     lines = [
         [
             f"{row['precision']}{', graphs' if row['graphs'] else ''}",
@@ -225,7 +225,7 @@ def _commit(row: dict) -> str:
     return row["commit"][:12] or "unknown"
 
 
-def _behind(found: Measured) -> str:
+def _behind(found: AmaxSpec) -> str:
     """Name the rows of recipes that are slower than Megatron-LM's own FP8, and than its BF16."""
     lines = []
     for base in (OWN_FP8, BF16):
@@ -236,7 +236,7 @@ def _behind(found: Measured) -> str:
     return "\n\n".join(lines)
 
 
-def _times(kind: str, found: Measured) -> str:
+def _times(kind: str, found: AmaxSpec) -> str:
     """Tabulate the GPU's time by kind of kernel; nothing where it was not measured."""
     if found.times is None:
         return ""
@@ -350,7 +350,7 @@ def runs_text(runs: Sequence[dict], picture: str) -> str:
     ).strip("\n")
 
 
-def speeds_of(found: Measured, model: str) -> dict[str, int]:
+def speeds_of(found: AmaxSpec, model: str) -> dict[str, int]:
     """Return a model's tokens/s by precision, those of graphs where they are higher."""
     speeds: dict[str, int] = {}
     for row in found.rows.values():

@@ -25,7 +25,7 @@ from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.layers.operands import requantized
 from megatron_lowbit.numerics import QuantizedTensor, Request, hadamard_transform
 from megatron_lowbit.numerics.formats import decode, unpack_nibbles
-from megatron_lowbit.recipes.precision import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm, Role
 
 Sums = dict[str, Tensor]
 """Scalars of FP64 on the device, by name; ``*/amax`` are maxima, all others sums."""
@@ -34,7 +34,7 @@ NONFINITE = "nonfinite"
 """Name, after the operand's, of the number of values that are infinite or NaN."""
 
 
-def gemm_sums(context: LinearContext, gemm: str, lhs: Tensor, rhs: Tensor) -> Sums:
+def gemm_sums(context: LinearContext, gemm: Gemm, lhs: Tensor, rhs: Tensor) -> Sums:
     """Measure one GEMM lhs (A, L) . rhs (B, L)^T: its operands and its output.
 
     ``lhs`` and ``rhs`` are in high precision, transposed as the GEMM contracts them. The result is
@@ -57,7 +57,7 @@ def gemm_sums(context: LinearContext, gemm: str, lhs: Tensor, rhs: Tensor) -> Su
     return {f"{gemm}/{name}": value for name, value in sums.items()}
 
 
-def _measured(context: LinearContext, gemm: str, role: str, x: Tensor) -> tuple[Any, Sums]:
+def _measured(context: LinearContext, gemm: Gemm, role: Role, x: Tensor) -> tuple[Any, Sums]:
     """Return an operand as the GEMM takes it, and its sums; none where it is not quantized.
 
     Values of another GEMM's operand are measured along that one's axis.
@@ -66,13 +66,13 @@ def _measured(context: LinearContext, gemm: str, role: str, x: Tensor) -> tuple[
     if origin != gemm:
         made, _ = context.quantize(x.t(), role, origin, None, needs_codes={origin})
         request = context.request(origin, role, x.shape[1])
-        serves_both = gemm == "dgrad" and context.precision.weight_serves_dgrad
+        serves_both = gemm == Gemm.DGRAD and context.precision.weight_serves_dgrad
         # The context transposes fprop's operands itself.
-        transposes = origin == "fprop" and not serves_both
+        transposes = origin == Gemm.FPROP and not serves_both
         operand = made if transposes else made.dequantize().t()
         return operand, operand_sums(x.t(), made, request)
     if context.precision.requantizes(gemm, role):
-        forward, _ = context.quantize(x.t(), role, "fprop", None, needs_codes={"fprop"})
+        forward, _ = context.quantize(x.t(), role, Gemm.FPROP, None, needs_codes={Gemm.FPROP})
         made = requantized(context, role, forward)
     else:
         made, _ = context.quantize(x, role, gemm, None, needs_codes={gemm})

@@ -45,10 +45,10 @@ def begin(buffers, state, rank, shape, RANKS: tl.constexpr):
     ``shape``, rows << 32 | columns, is what another rank is shown that came with another one.
     """
     call = tl.load(state + BEGUN, volatile=True) // PROGRAMS + 1
-    well = tl.load(state + WRONG, volatile=True) == 0
+    ok = tl.load(state + WRONG, volatile=True) == 0
     # Where something is wrong, the shape of the call that it was wrong with stays.
-    tl.store(_shape_of(buffers, rank, call, RANKS), shape, mask=well)
-    return call, well
+    tl.store(_shape_of(buffers, rank, call, RANKS), shape, mask=ok)
+    return call, ok
 
 
 @triton.jit
@@ -66,25 +66,25 @@ def count(state):
 
 @triton.jit
 def arrive(
-    buffers, call, barrier, rank, tag, well, RANKS: tl.constexpr, PADDED: tl.constexpr
+    buffers, call, barrier, rank, tag, ok, RANKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
     """Tell all ranks that this program has come; what it wrote before can be read then."""
     tl.debug_barrier()  # all of this program's writes come before its word
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
-    word = _word(call, barrier, tl.where(well, tag, 0)) + tl.zeros_like(others)
+    word = _word(call, barrier, tl.where(ok, tag, 0)) + tl.zeros_like(others)
     words = _buffer(buffers, others, is_rank) + _slot(call, rank, RANKS)
     tl.atomic_xchg(words, word, mask=is_rank, sem="release", scope="sys")
 
 
 @triton.jit
 def wait(
-    buffers, state, fault, call, barrier, rank, tag, shape, limit, well, RANKS: tl.constexpr,
+    buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS: tl.constexpr,
     PADDED: tl.constexpr,
 ):  # fmt: skip
     """Wait until this program of all ranks has come.
 
-    ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all is still well.
+    ``limit`` is in ns on a GPU, in polls elsewhere. Gives whether all ranks are still in order.
     """
     others = tl.arange(0, PADDED)
     is_rank = others < RANKS
@@ -94,7 +94,7 @@ def wait(
     seen = _look(mine, is_rank, word)
     missing = tl.min(seen >> TAG_BITS, 0) < number
     polls, start = call * 0, call * 0
-    while missing & well:
+    while missing & ok:
         seen = _look(mine, is_rank, word)
         missing = tl.min(seen >> TAG_BITS, 0) < number
         polls += 1
@@ -106,16 +106,16 @@ def wait(
                 who = _first((seen >> TAG_BITS) < number)
                 _report(fault, state, LATE, who, shape, polls * 0)
             # Another program may have found that no one will come.
-            well = (late == 0) & (tl.atomic_add(state + WRONG, 0) == 0)
+            ok = (late == 0) & (tl.atomic_add(state + WRONG, 0) == 0)
     theirs = seen & TAGS
-    differs = well & (tl.max((theirs != tag).to(tl.int32), 0) > 0)
+    differs = ok & (tl.max((theirs != tag).to(tl.int32), 0) > 0)
     if differs:
         who = _first(theirs != tag)
         what = tl.where(_first(theirs == 0) == who, BROKEN, OTHER)
         their_shape = tl.load(_shape_of(buffers, who, call, RANKS), volatile=True)
         _report(fault, state, what, who, shape, their_shape)
     tl.debug_barrier()
-    return well & (differs == 0)
+    return ok & (differs == 0)
 
 
 @triton.jit

@@ -28,7 +28,7 @@ ONE_STAGE, COMPACT, GATHERED = (tl.constexpr(path) for path in range(3))
 
 @triton.jit(do_not_specialize=["R", "rank", "tag", "shape", "limit", "constant", "eps"])
 def all_reduce_norm_kernel(
-    x, residual, total, R, C, gain, constant, eps, y, most, amax, codes, scales, tensor_scale,
+    x, residual, total, R, C, gain, constant, eps, y, amax_out, amax, codes, scales, tensor_scale,
     buffers, state, fault, rank, tag, shape, limit, data, half,
     RANKS: tl.constexpr, PADDED: tl.constexpr, PATH: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -48,12 +48,12 @@ def all_reduce_norm_kernel(
     # Always 0, in a form that says that loads are aligned.
     col0 = tl.program_id(1) * TN
     gains = load_gain(gain, col0, C, TN, PARTS)
-    call, well = begin(buffers, state, rank, shape, RANKS)
+    call, ok = begin(buffers, state, rank, shape, RANKS)
     barrier = 0
     data += (call & 1) * half
     gathered = data + _aligned(groups * ((RANKS - 1) * TM), C, DTYPE)
     _send(buffers, data, x, group, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS, EVEN)
-    arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
+    arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
     count(state)
     while group < groups:
         following = group + programs
@@ -61,10 +61,10 @@ def all_reduce_norm_kernel(
             # They are on their way while this group's rows are summed up.
             _send(buffers, data, x, following, groups, rank, col0, R, C, RANKS, SPAN, TM, TN, PARTS,
                   EVEN)  # fmt: skip
-        well = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, well, RANKS,
+        ok = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS,
                     PADDED)  # fmt: skip
         row0 = (group * SPAN + (0 if PATH == ONE_STAGE else rank)) * TM
-        parts = _sum(buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
+        parts = _sum(buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, ok,
                      RANKS, TM, TN, PARTS, EVEN)  # fmt: skip
         if PATH == GATHERED:
             for i in tl.static_range(PARTS):
@@ -72,8 +72,8 @@ def all_reduce_norm_kernel(
                 _store_to_others(buffers, gathered, part, rank, row0, col0 + i * TN, R, C, RANKS,
                                  EVEN)  # fmt: skip
             barrier += 1
-            arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
-        finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, most, amax,
+            arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
+        finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None, amax_out, amax,
                     codes, scales, tensor_scale, DTYPE, TM, TN, PARTS, BLOCK, P, S,
                     EVEN)  # fmt: skip
         if PATH == COMPACT:
@@ -81,24 +81,24 @@ def all_reduce_norm_kernel(
             _send_codes(buffers, gathered, codes, scales, rank, row0, col0, R, C, RANKS, TM, TN,
                         PARTS, BLOCK, S, EVEN)  # fmt: skip
             barrier += 1
-            arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
+            arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
         if PATH != ONE_STAGE:
-            well = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, well, RANKS,
+            ok = wait(buffers, state, fault, call, barrier, rank, tag, shape, limit, ok, RANKS,
                         PADDED)  # fmt: skip
             for step in range(1, RANKS):
                 row0 = (group * RANKS + (rank + step) % RANKS) * TM
                 if PATH == COMPACT:
-                    _take_codes(buffers, gathered, codes, scales, rank, row0, col0, R, C, well, TM,
+                    _take_codes(buffers, gathered, codes, scales, rank, row0, col0, R, C, ok, TM,
                                 TN, PARTS, BLOCK, S, EVEN)  # fmt: skip
                 else:
-                    parts = _take_sum(buffers, gathered, total, rank, row0, col0, R, C, well,
+                    parts = _take_sum(buffers, gathered, total, rank, row0, col0, R, C, ok,
                                       DTYPE, TM, TN, PARTS, EVEN)  # fmt: skip
                     finish_rows(parts, row0, col0, R, C, gain, gains, constant, eps, y, None,
-                                most, amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS,
+                                amax_out, amax, codes, scales, tensor_scale, DTYPE, TM, TN, PARTS,
                                 BLOCK, P, S, EVEN)  # fmt: skip
         if following < groups:
             barrier += 1
-            arrive(buffers, call, barrier, rank, tag, well, RANKS, PADDED)
+            arrive(buffers, call, barrier, rank, tag, ok, RANKS, PADDED)
         group = following
 
 
@@ -118,19 +118,19 @@ def _send(
                 row0 = (group * SPAN + other) * TM
                 part = load_raw(x, C, 1, row0, at, R, C, TM, TN, EVEN)
             inbox = _shared(buffers, other, data, x.dtype.element_ty)
-            row0 = _letter(group, rank, other, RANKS) * TM
+            row0 = _inbox_slot(group, rank, other, RANKS) * TM
             store_tile(inbox, part, row0, at, groups * ((RANKS - 1) * TM), C, EVEN)
 
 
 @triton.jit
 def _sum(
-    buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, well,
+    buffers, data, x, residual, total, group, groups, row0, rank, col0, R, C, ok,
     RANKS: tl.constexpr, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Sum TM rows from ``row0`` on over all ranks; return FP32 parts, rounded to x's dtype.
 
-    They are kept in ``total``. NaN where all is not well.
+    They are kept in ``total``. NaN after a failure.
     """
     inbox = _shared(buffers, rank, data, x.dtype.element_ty)
     rows = groups * ((RANKS - 1) * TM)
@@ -140,19 +140,19 @@ def _sum(
         part = tl.zeros((TM, TN), tl.float32)
         for other in tl.static_range(RANKS):
             mine = rank == other
-            at_row = _letter(group, other, rank, RANKS) * TM
+            at_row = _inbox_slot(group, other, rank, RANKS) * TM
             tile = load_tile(tl.where(mine, x, inbox), C, 1, tl.where(mine, row0, at_row), at,
                              tl.where(mine, R, rows), C, TM, TN, EVEN)  # fmt: skip
             part = tile if other == 0 else part + tile
         if residual is not None:
             part += load_tile(residual, C, 1, row0, at, R, C, TM, TN, EVEN)
-        parts = parts + (_keep(part, total, well, row0, at, R, C, x.dtype.element_ty, EVEN),)
+        parts = parts + (_keep(part, total, ok, row0, at, R, C, x.dtype.element_ty, EVEN),)
     return parts
 
 
 @triton.jit
 def _take_sum(
-    buffers, gathered, total, rank, row0, col0, R, C, well, DTYPE: tl.constexpr, TM: tl.constexpr,
+    buffers, gathered, total, rank, row0, col0, R, C, ok, DTYPE: tl.constexpr, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Load rows that another rank has summed up, as :func:`_sum` returns them."""
@@ -161,14 +161,14 @@ def _take_sum(
     for i in tl.static_range(PARTS):
         at = col0 + i * TN
         part = load_tile(sums, C, 1, row0, at, R, C, TM, TN, EVEN)
-        parts = parts + (_keep(part, total, well, row0, at, R, C, DTYPE, EVEN),)
+        parts = parts + (_keep(part, total, ok, row0, at, R, C, DTYPE, EVEN),)
     return parts
 
 
 @triton.jit
-def _keep(part, total, well, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.constexpr):
+def _keep(part, total, ok, row0, at, R, C, DTYPE: tl.constexpr, EVEN: tl.constexpr):
     """Round a sum to DTYPE and store it in ``total``; NaN after a failure."""
-    part = as_dtype(tl.where(well, part, float("nan")), DTYPE)
+    part = as_dtype(tl.where(ok, part, float("nan")), DTYPE)
     if total is not None:
         store_tile(total, part, row0, at, R, C, EVEN)
     return part
@@ -187,16 +187,18 @@ def _send_codes(
         at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
         tile = load_raw(codes, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
         _store_to_others(buffers, gathered, tile, rank, row0, at, R, C // PER, RANKS, EVEN)
-        few = load_raw(scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN // BLOCK, EVEN)
-        _store_to_others(buffers, behind, few, rank, row0, block, R, C // BLOCK, RANKS, EVEN)
+        scale_tile = load_raw(
+            scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN // BLOCK, EVEN
+        )
+        _store_to_others(buffers, behind, scale_tile, rank, row0, block, R, C // BLOCK, RANKS, EVEN)
 
 
 @triton.jit
 def _take_codes(
-    buffers, gathered, codes, scales, rank, row0, col0, R, C, well, TM: tl.constexpr,
+    buffers, gathered, codes, scales, rank, row0, col0, R, C, ok, TM: tl.constexpr,
     TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Copy codes and scales that another rank has made; NaN scales where all is not well."""
+    """Copy codes and scales that another rank has made; NaN scales after a failure."""
     PER: tl.constexpr = 8 // S.element.bits
     behind = gathered + _aligned(R, C // PER, codes.dtype.element_ty)
     theirs = _shared(buffers, rank, gathered, codes.dtype.element_ty)
@@ -205,13 +207,14 @@ def _take_codes(
         at, block = (col0 + i * TN) // PER, (col0 + i * TN) // BLOCK
         tile = load_raw(theirs, C // PER, 1, row0, at, R, C // PER, TM, TN // PER, EVEN)
         store_tile(codes, tile, row0, at, R, C // PER, EVEN)
-        few = load_raw(their_scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN // BLOCK,
+        scale_tile = load_raw(their_scales, C // BLOCK, 1, row0, block, R, C // BLOCK, TM, TN //
+        BLOCK,
                        EVEN)  # fmt: skip
         if scales.dtype.element_ty == tl.float32:
-            few = tl.where(well, few, float("nan"))
+            scale_tile = tl.where(ok, scale_tile, float("nan"))
         else:
-            few = tl.where(well, few, 255).to(scales.dtype.element_ty)
-        store_tile(scales, few, row0, block, R, C // BLOCK, EVEN)
+            scale_tile = tl.where(ok, scale_tile, 255).to(scales.dtype.element_ty)
+        store_tile(scales, scale_tile, row0, block, R, C // BLOCK, EVEN)
 
 
 @triton.jit
@@ -225,7 +228,7 @@ def _store_to_others(
 
 
 @triton.jit
-def _letter(group, source, target, RANKS: tl.constexpr):
+def _inbox_slot(group, source, target, RANKS: tl.constexpr):
     """Return the tile of the target's inbox that is the source's."""
     return group * (RANKS - 1) + (source + RANKS - 1 - target) % RANKS
 

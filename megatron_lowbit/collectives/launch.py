@@ -12,10 +12,10 @@ from megatron_lowbit.collectives import kernel, paths
 from megatron_lowbit.collectives.barrier import BARRIERS, BROKEN, LATE, PROGRAMS, TAGS
 from megatron_lowbit.collectives.result import NEW, Result, check_buffer
 from megatron_lowbit.collectives.symmetric_buffer import SymmetricBuffer
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.norm import normalize_quantize, row_side, statistic, tile_of
 from megatron_lowbit.kernels.norm_cases import takes
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import Quantizer, Request
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
@@ -91,14 +91,14 @@ def _plan(
     span = 1 if path == paths.ONE_STAGE else ranks
     groups = cdiv(cdiv(rows, height), span)
     warps, at_once, registers = _occupancy(groups, columns, processors)
-    most = min(PROGRAMS.value, processors * at_once)
-    barriers = cdiv(groups, most) * (1 if span == 1 else 2)
+    programs = min(PROGRAMS.value, processors * at_once)
+    barriers = cdiv(groups, programs) * (1 if span == 1 else 2)
     if barriers > BARRIERS.value:
         raise ValueError(f"x has {rows} rows: at most {rows * BARRIERS.value // barriers} fit")
     p, constant, eps = statistic(norm, block)
     told = (rows, columns, dtype, norm, quantizer, keep_rows, sums, has_residual, has_gain, path)
     return Plan(
-        grid=(min(most, groups),),
+        grid=(min(programs, groups),),
         warps=warps,
         registers=registers,
         constants=(ranks, triton.next_power_of_2(ranks), paths.PATHS.index(path), height, part,
@@ -144,19 +144,19 @@ def launch(
     _check_buffers(x, request, plan, out)
     total = out.total if out.total is not None else torch.empty_like(x) if plan.sums else None
     y = out.normalized if out.normalized is not None else torch.empty_like(x) if plan.rows else None
-    most, side, arguments, made = None, None, (None, None, None, None), None
+    amax_out, side, arguments, made = None, None, (None, None, None, None), None
     if plan.tensor_scaled:
-        most = torch.zeros((), dtype=torch.int32, device=x.device)
+        amax_out = torch.zeros((), dtype=torch.int32, device=x.device)
     elif request is not None:
         side, arguments, made = row_side(request, x, None, Form.CODES, out.quantized)
     kernel.all_reduce_norm_kernel[plan.grid](
-        x, residual, total, *x.shape, gain, *plan.statistic, y, most, *arguments,
+        x, residual, total, *x.shape, gain, *plan.statistic, y, amax_out, *arguments,
         buffer.addresses, buffer.state, buffer.fault.data_ptr(), buffer.rank, plan.tag, plan.shape,
         limit, buffer.data, buffer.size, *plan.constants, side, plan.even,
         num_warps=plan.warps, maxnreg=plan.registers, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.tensor_scaled:
-        amax = most.view(torch.float32)
+        amax = amax_out.view(torch.float32)
         made, _ = normalize_quantize(total, norm, request, Form.CODES, gain, amax, out.quantized)
     return Result(y, made, total if plan.keep_total else None)
 

@@ -17,8 +17,8 @@ from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.initialize import initialize_megatron
 from megatron.training.training import setup_model_and_optimizer
 
+from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.recipe_hook import RecipeHook
 from megatron_lowbit.recipes import Recipe

@@ -26,8 +26,8 @@ from megatron_lowbit.numerics import FORMATS, DelayedAmax, QuantizedTensor, Quan
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
 from megatron_lowbit.numerics.extra_formats import refuse_format_files
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
 from megatron_lowbit.recipes import OPERANDS, GemmPrecision, Layer, Recipe, load_recipes
-from megatron_lowbit.recipes.precision import GEMM_ROLES
 from megatron_lowbit.recipes.record import difference, digest, recipe_from, record_of
 
 _FORMATS_ADVICE = "the checkpoint names its recipe; name it by --recipe"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-import megatron_lowbit.megatron.cpu  # noqa: F401  before megatron
+import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.core.datasets.indexed_dataset import DType

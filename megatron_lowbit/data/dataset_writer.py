@@ -95,7 +95,7 @@ def indexed_dataset() -> ModuleType:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import megatron_lowbit.megatron.cpu  # noqa: F401  must come first
+        import megatron_lowbit.cpu_runtime  # noqa: F401  must come first
 
         # isort: split
         from megatron.core.datasets import indexed_dataset as module

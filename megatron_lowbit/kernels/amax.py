@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from megatron_lowbit.kernels.elements import abs_bits
-from megatron_lowbit.kernels.hadamard import MAX_POINTS, butterfly_points, finish, transform_tile
+from megatron_lowbit.kernels.hadamard import MAX_LANES, butterfly_lanes, finish, transform_tile
 from megatron_lowbit.kernels.sections import (
     COL_SIGNS,
     FIRST_TILE,
@@ -20,7 +20,7 @@ from megatron_lowbit.kernels.sections import (
     pointer,
     section_of,
 )
-from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
+from megatron_lowbit.kernels.tiles import load_column_lanes, load_row_lanes, load_tile
 
 
 @triton.jit(do_not_specialize=["row_signs", "col_signs"])
@@ -56,29 +56,29 @@ def amax_kernel(
     PLAIN: tl.constexpr = (row_amax is not None and ROW is None) or (
         col_amax is not None and COL is None
     )
-    COLUMNS: tl.constexpr = COL is not None and COL.points <= MAX_POINTS
+    COLUMNS: tl.constexpr = COL is not None and COL.size <= MAX_LANES
     if PLAIN and not COLUMNS:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
-        most = tl.max(tl.max(abs_bits(values), 1), 0)
+        amax = tl.max(tl.max(abs_bits(values), 1), 0)
         if row_amax is not None and ROW is None:
-            tl.atomic_max(row_amax, most)
+            tl.atomic_max(row_amax, amax)
         if col_amax is not None and COL is None:
-            tl.atomic_max(col_amax, most)
+            tl.atomic_max(col_amax, amax)
     if row_amax is not None and ROW is not None:
-        if ROW.points <= MAX_POINTS and ROW.points >= 8:
-            P: tl.constexpr = ROW.points
-            points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
-            tl.atomic_max(row_amax, _most_of_sums(points, row_signs, ROW))
+        if ROW.size <= MAX_LANES and ROW.size >= 8:
+            P: tl.constexpr = ROW.size
+            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+            tl.atomic_max(row_amax, _transformed_amax(lanes, row_signs, ROW))
         else:
             values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             values = transform_tile(values, row_signs, TM, TN, ROW)
             tl.atomic_max(row_amax, tl.max(tl.max(abs_bits(values), 1), 0))
     if COLUMNS:
-        Q: tl.constexpr = COL.points
-        points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+        Q: tl.constexpr = COL.size
+        lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
         if PLAIN:
-            tl.atomic_max(row_amax, tl.max(_most(points, Q), 0))
-        tl.atomic_max(col_amax, _most_of_sums(points, col_signs, COL))
+            tl.atomic_max(row_amax, tl.max(_lane_amax(lanes, Q), 0))
+        tl.atomic_max(col_amax, _transformed_amax(lanes, col_signs, COL))
     elif col_amax is not None and COL is not None:
         values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
         values = transform_tile(tl.trans(values), col_signs, TN, TM, COL)
@@ -86,16 +86,45 @@ def amax_kernel(
 
 
 @triton.jit
-def _most(points, N: tl.constexpr):
-    most = abs_bits(points[0])
+def _lane_amax(lanes, N: tl.constexpr):
+    amax = abs_bits(lanes[0])
     for i in tl.static_range(1, N):
-        most = tl.maximum(most, abs_bits(points[i]))
-    return most
+        amax = tl.maximum(amax, abs_bits(lanes[i]))
+    return amax
 
 
 @triton.jit
-def _most_of_sums(points, signs, H: tl.constexpr):
-    N: tl.constexpr = H.points
-    sums = butterfly_points(points, signs, N, H)
-    most = tl.max(_most(sums, N), 0).to(tl.float32, bitcast=True)
-    return abs_bits(finish(most, H))
+def _transformed_amax(lanes, signs, H: tl.constexpr):
+    N: tl.constexpr = H.size
+    sums = butterfly_lanes(lanes, signs, N, H)
+    amax = tl.max(_lane_amax(sums, N), 0).to(tl.float32, bitcast=True)
+    return abs_bits(finish(amax, H))
+
+
+@triton.jit(do_not_specialize=["row_signs", "col_signs"])
+def row_amax_kernel(
+    x, stride_r, stride_c, R, C, row_amax, row_signs, col_amax, col_signs,
+    TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Compute amaxes of rows of x (R, C) after ROW and of its transpose after COL, as FP32 bits.
+
+    They are maxed into zeroed int32 (R,) and (C,), either of which may be None. ROW and COL are
+    Transforms, or None where x as it is counts.
+    """
+    tiles = tl.cdiv(C, TN)
+    row0 = (tl.program_id(0) // tiles) * TM
+    col0 = (tl.program_id(0) % tiles) * TN
+    tile = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
+    if row_amax is not None:
+        _max_rows(tile, row_amax, row_signs, row0, R, TM, TN, ROW)
+    if col_amax is not None:
+        _max_rows(tl.trans(tile), col_amax, col_signs, col0, C, TN, TM, COL)
+
+
+@triton.jit
+def _max_rows(x, amax, signs, row0, R, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
+    """Reduce the rows of a tile [A, B] into ``amax`` from ``row0`` on, by maximum."""
+    if H is not None:
+        x = transform_tile(x, signs, A, B, H)
+    r = row0 + tl.arange(0, A)
+    tl.atomic_max(amax + r, tl.max(abs_bits(x), 1), mask=r < R, sem="relaxed")

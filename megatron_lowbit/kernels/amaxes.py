@@ -1,18 +1,18 @@
 """Amaxes of a matrix and of its transpose, from one pass over it."""
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import MAX_POINTS
-from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
-from megatron_lowbit.kernels.row_amax import row_amax_kernel
+from megatron_lowbit.kernels.amax import amax_kernel, row_amax_kernel
+from megatron_lowbit.kernels.hadamard import MAX_LANES
+from megatron_lowbit.kernels.launcher import Launcher, cdiv, tile_launcher
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import draws_signs, signs_of, transform_of
-from megatron_lowbit.kernels.zeros import zeros_of
 from megatron_lowbit.numerics import Amaxes, DelayedAmax, Hadamard, Request, ScaleAmaxes
 from megatron_lowbit.numerics import tensor_amaxes as reference
 
@@ -22,28 +22,28 @@ _TILE, _THREADS = 8192, 128
 """Elements of a tile; threads of a program, each of which takes whole transforms."""
 
 
-class Measured(NamedTuple):
+class AmaxSpec(NamedTuple):
     """A side whose amax is taken: after which transform."""
 
     hadamard: Hadamard | None
 
 
-_AS_IT_IS = Measured(None)
+NO_TRANSFORM = AmaxSpec(None)
 
 
-def measured(kind: Request, form: Form) -> Measured | None:
+def measured(kind: Request, form: Form) -> AmaxSpec | None:
     """Return after which transform a tensor's amax is needed: for folding, before any."""
     if kind.quantizer.format.tensor_scaled:
-        return Measured(kind.hadamard)
-    return _AS_IT_IS if form is Form.FOLDED else None
+        return AmaxSpec(kind.hadamard)
+    return NO_TRANSFORM if form is Form.FOLDED else None
 
 
 class AmaxPass(NamedTuple):
     """A pass over matrices of one kind; ``shared``: the column side has the row side's amax."""
 
     launch: Launcher
-    row: Measured | None
-    col: Measured | None
+    row: AmaxSpec | None
+    col: AmaxSpec | None
     shared: bool
 
     def __call__(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
@@ -61,14 +61,14 @@ def amax_pass(
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    row: Measured | None,
-    col: Measured | None,
+    row: AmaxSpec | None,
+    col: AmaxSpec | None,
     same: bool,
 ) -> AmaxPass | None:
     """Return the pass for matrices of one kind; ``same``: both sides are of one request."""
     if row is None and col is None:
         return None
-    shared = row is not None and col is not None and (same or row == col == _AS_IT_IS)
+    shared = row is not None and col is not None and (same or row == col == NO_TRANSFORM)
     col = None if shared else col
     tile, *transforms = _tile_and_transforms(row, col)
     drawn = [place for place, one in zip((7, 9), transforms, strict=True) if draws_signs(one)]
@@ -78,13 +78,13 @@ def amax_pass(
     return AmaxPass(launch, row, col, shared)
 
 
-def _tile_and_transforms(row: Measured | None, col: Measured | None) -> tuple[Any, ...]:
+def _tile_and_transforms(row: AmaxSpec | None, col: AmaxSpec | None) -> tuple[Any, ...]:
     """Return the tile that both sides' transforms fit, and the transforms as kernels take them."""
     hadamards = [one and one.hadamard for one in (row, col)]
     return amax_tile(*hadamards), *map(transform_of, hadamards)
 
 
-def _sign(side: Measured | None, request: Request | None) -> int | Tensor:
+def _sign(side: AmaxSpec | None, request: Request | None) -> int | Tensor:
     if side is None or request is None or side.hadamard is None:
         return 0
     return signs_of(side.hadamard, request.sign_key)
@@ -140,7 +140,7 @@ def _row_amaxes(x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
     A row of the transpose is a column of x: all of its tokens, where wgrad contracts them.
     """
     sides = [
-        None if side is None or not side.quantizer.format.row_scaled else Measured(side.hadamard)
+        None if side is None or not side.quantizer.format.row_scaled else AmaxSpec(side.hadamard)
         for side in (row, col)
     ]
     whole = torch.zeros(sum(x.shape), dtype=torch.int32, device=x.device).split(list(x.shape))
@@ -158,8 +158,8 @@ def _row_launcher(
     strides: tuple[int, int],
     dtype: torch.dtype,
     device: torch.device,
-    row: Measured | None,
-    col: Measured | None,
+    row: AmaxSpec | None,
+    col: AmaxSpec | None,
 ) -> Launcher:
     tile, *transforms = _tile_and_transforms(row, col)
     varying = (0, *range(5, 9))
@@ -173,7 +173,38 @@ def amax_tile(row: Hadamard | None, col: Hadamard | None, height: int = 64) -> t
     """
     across, down = (1 if one is None else one.size for one in (row, col))
     longest = max(across, down)
-    if longest > MAX_POINTS.value:
+    if longest > MAX_LANES.value:
         return max(32, down), max(32, across)
     rows = max(height, down)
     return rows, max(_TILE, _THREADS * longest) // rows
+
+
+_BATCH = 1024
+_ALIGNED = 4
+"""Numbers in 16 bytes."""
+_NONE: Iterator[Tensor] = iter(())
+_ZEROS: dict[tuple[tuple[int, ...], torch.device, int], Iterator[Tensor]] = {}
+"""Zeros that are left of the last fill, by shape, device and stream."""
+
+
+def zeros_of(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return FP32 zeros, aligned to 16 bytes, in memory that nothing else has or had.
+
+    One fill makes many of them: it takes as long on the CPU as the kernel that needs one. A CUDA
+    graph fills its own each time that it runs.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.zeros(shape, device=device)
+    key = shape, device, torch._C._cuda_getCurrentRawStream(device.index)
+    zeros = next(_ZEROS.get(key, _NONE), None)
+    if zeros is None:
+        _ZEROS[key] = iter(_filled(shape, device).unbind())
+        zeros = next(_ZEROS[key])
+    return zeros
+
+
+def _filled(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return zeros (_BATCH, *shape), each of them aligned."""
+    size = math.prod(shape)
+    apart = torch.zeros((_BATCH, cdiv(size, _ALIGNED) * _ALIGNED), device=device)
+    return apart[:, :size].unflatten(1, shape) if shape else apart[:, 0]

@@ -1,6 +1,6 @@
 """Device functions: codes of FP4 blocks whose scales depend on how their numbers are rounded.
 
-A function takes the 16 points of blocks' rows, the blocks' and the tensor's amaxes, and the key and
+A function takes the 16 lanes of blocks' rows, the blocks' and the tensor's amaxes, and the key and
 numbers of the random words. It returns words of eight codes (two int32), the scales' codes, the
 scales, and the tensor's decode scale, as ``numerics/`` says. Sums are in its order.
 """
@@ -14,7 +14,7 @@ from megatron_lowbit.kernels.elements import (
     code_values,
     exact_bf16,
     larger,
-    on_grid,
+    round_nearest,
     stochastic_codes,
 )
 from megatron_lowbit.kernels.random_words import philox, random_of
@@ -32,17 +32,17 @@ ABS_MAX = tl.constexpr(3)
 
 
 @triton.jit
-def four_over_six(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def four_over_six(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Take the scale that puts the block's amax at 6, or at 4 where the error is less."""
     OPTIONS: tl.constexpr = S.options
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
-    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
-    base = finite_or_nan(base, most)
+    base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor) * s_enc
+    base = finite_or_nan(base, block_amax)
     words6, stored6, six, error6 = _candidate(
-        points, base, s_dec, amax, key, group, row, BELOW, S, 0
+        lanes, base, s_dec, amax, key, group, row, BELOW, S, 0
     )
     words4, stored4, four, error4 = _candidate(
-        points, base * 1.5, s_dec, amax, key, group, row, BELOW, S, 1
+        lanes, base * 1.5, s_dec, amax, key, group, row, BELOW, S, 1
     )
     less = error4 < error6
     words = _chosen(less, words4, words6)
@@ -51,14 +51,14 @@ def four_over_six(points, most, amax, key, group, row, BELOW: tl.constexpr, S: t
 
 @triton.jit
 def _candidate(
-    points, base, s_dec, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr,
+    lanes, base, s_dec, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr,
     DRAW: tl.constexpr,
 ):  # fmt: skip
     """Quantize blocks with their scales ``base`` rounded; return also the error of each block."""
     OPTIONS: tl.constexpr = S.options
     SELECTION: tl.constexpr = OPTIONS.selection
     E4M3: tl.constexpr = OPTIONS.element
-    stored, scale = scale_code(on_grid(base, E4M3), base, E4M3)
+    stored, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
     factor = quotient(1.0, scale * s_dec)
     drawn = (group, group, group, group)
     if S.stochastic:
@@ -66,7 +66,7 @@ def _candidate(
     words = ()
     word, error = group, base
     for i in tl.static_range(16):
-        code, value = _rounded(points[i] * factor, drawn, i, S)
+        code, value = _rounded(lanes[i] * factor, drawn, i, S)
         word = code if i % 8 == 0 else word | code << i % 8 * 4
         if i % 8 == 7:
             # A block that is not finite has codes of zero.
@@ -77,7 +77,7 @@ def _candidate(
             value = quotient_by(value, OPTIONS.top)
         else:
             value = tl.div_rn(value, tl.zeros_like(scale) + OPTIONS.top)
-        term = tl.abs(value - tl.abs(points[i]))
+        term = tl.abs(value - tl.abs(lanes[i]))
         if SELECTION == MSE:
             term = term * term
         if i == 0:
@@ -90,16 +90,16 @@ def _candidate(
 
 
 @triton.jit
-def quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def quartet2(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Take the scale that puts the block's amax at 6, or at 4 where the error is less."""
     OPTIONS: tl.constexpr = S.options
     tensor_scale = _tensor_scale(amax, OPTIONS)
-    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
+    base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     words6, stored6, six, error6 = _quartet2_candidate(
-        points, base, tensor_scale, key, group, row, S, 0
+        lanes, base, tensor_scale, key, group, row, S, 0
     )
     words4, stored4, four, error4 = _quartet2_candidate(
-        points, base * 1.5, tensor_scale, key, group, row, S, 1
+        lanes, base * 1.5, tensor_scale, key, group, row, S, 1
     )
     less = error4 < error6
     words = _chosen(less, words4, words6)
@@ -108,7 +108,7 @@ def quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.con
 
 @triton.jit
 def _quartet2_candidate(
-    points, base, tensor_scale, key, group, row, S: tl.constexpr, DRAW: tl.constexpr
+    lanes, base, tensor_scale, key, group, row, S: tl.constexpr, DRAW: tl.constexpr
 ):
     """Quantize blocks with their scales ``base`` rounded; return also the error of each block."""
     stored, scale = _positive_scale(base, tensor_scale, S)
@@ -119,7 +119,7 @@ def _quartet2_candidate(
     words = ()
     word, error = group, base
     for i in tl.static_range(16):
-        scaled = tl.div_rn(points[i], step)
+        scaled = tl.div_rn(lanes[i], step)
         if S.stochastic:
             code, value = _rounded(scaled, drawn, i, S)
         else:
@@ -128,24 +128,26 @@ def _quartet2_candidate(
         word = code if i % 8 == 0 else word | code << i % 8 * 4
         if i % 8 == 7:
             words = words + (word,)
-        term = value * step - tl.abs(points[i])
+        term = value * step - tl.abs(lanes[i])
         error = term * term if i == 0 else error + term * term
     return words, stored, scale, error
 
 
 @triton.jit
-def ms_eden_quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def ms_eden_quartet2(
+    lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr
+):
     """Round numbers to nearest and scales, once they are corrected, stochastically."""
     OPTIONS: tl.constexpr = S.options
     E: tl.constexpr = S.element
     tensor_scale = _tensor_scale(amax, OPTIONS)
-    base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor)
+    base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor)
     _, scale = _positive_scale(base, tensor_scale, S)
     step = scale * tensor_scale
     words = ()
     word, squares, products = group, base, base
     for i in tl.static_range(16):
-        scaled = tl.div_rn(points[i], step)
+        scaled = tl.div_rn(lanes[i], step)
         above = _above_ties(scaled)
         code, value = code_and_value(above, above, E, False)
         code, value = _known(scaled, code, value)
@@ -161,19 +163,19 @@ def ms_eden_quartet2(points, most, amax, key, group, row, BELOW: tl.constexpr, S
 
 
 @triton.jit
-def ms_eden_torchao(points, most, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
+def ms_eden_torchao(lanes, block_amax, amax, key, group, row, BELOW: tl.constexpr, S: tl.constexpr):
     """Round as ``ms_eden_quartet2``, with torchao's scales, ties to even, and fused sums."""
     OPTIONS: tl.constexpr = S.options
     E: tl.constexpr = S.element
     E4M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
-    base = finite_or_nan(most * SIXTH * s_enc, most)
-    _, scale = scale_code(on_grid(base, E4M3), base, E4M3)
+    base = finite_or_nan(block_amax * SIXTH * s_enc, block_amax)
+    _, scale = scale_code(round_nearest(base, E4M3), base, E4M3)
     factor = quotient(1.0, scale * s_dec)
     words = ()
     word, squares, products = group, base, base
     for i in tl.static_range(16):
-        scaled = points[i] * factor
+        scaled = lanes[i] * factor
         code, value = code_and_value(scaled, scaled, E, False)
         code, value = _known(scaled, code, value)
         word = code if i % 8 == 0 else word | code << i % 8 * 4
@@ -199,7 +201,7 @@ def _drawn_scale(corrected, key, group, row, S: tl.constexpr):
         random = w0.to(tl.int32, bitcast=True) & 0xFFFF
         value = code_values(stochastic_codes(corrected, random, E4M3), E4M3)
     else:
-        value = on_grid(corrected, E4M3)
+        value = round_nearest(corrected, E4M3)
     return scale_code(value, corrected, E4M3)
 
 
@@ -220,7 +222,7 @@ def _positive_scale(base, tensor_scale, S: tl.constexpr):
     E4M3: tl.constexpr = OPTIONS.element
     scale = tl.div_rn(base, tl.zeros_like(base) + tensor_scale)
     scale = finite_or_nan(scale, base)
-    value = on_grid(scale, E4M3)
+    value = round_nearest(scale, E4M3)
     return scale_code(tl.where(value == 0.0, 1.0, value), scale, E4M3)
 
 
@@ -245,7 +247,7 @@ def _above_ties(x):
 
 @triton.jit
 def _rounded(x, drawn, i: tl.constexpr, S: tl.constexpr):
-    """Round the i-th points of blocks; return codes, and their magnitudes."""
+    """Round the i-th lanes of blocks; return codes, and their magnitudes."""
     E: tl.constexpr = S.element
     BITS: tl.constexpr = E.random_bits
     random = x

@@ -57,7 +57,7 @@ def scaled_matmul(
     factor: Tensor | None,
     out_dtype: torch.dtype,
     out: Tensor | None = None,
-    adds: bool | Tensor = True,
+    beta: bool | Tensor = True,
 ) -> Tensor:
     """Compute ``factor * a @ b.T``, or ``out + factor * a @ b.T``, rounded once.
 
@@ -70,23 +70,23 @@ def scaled_matmul(
         out_dtype: of the result (M, N): BF16 or FP32.
         out: contiguous (M, N) in ``out_dtype`` for the result, which has what the product is added
             to; None for a new one.
-        adds: False to write to ``out`` without adding; or an FP32 scalar on the same GPU, 0 where
+        beta: False to write to ``out`` without adding; or an FP32 scalar on the same GPU, 0 where
             ``out`` has nothing but zeros, which are then not read, else 1.
 
     Raises:
         RuntimeError: cuBLASLt has no algorithm for these matrices, or fails.
     """
-    y, adds = out, False if out is None else adds
+    y, beta = out, False if out is None else beta
     if y is None:
         y = torch.empty((a.shape[0], b.shape[0]), dtype=out_dtype, device=a.device)
     if not a.numel() or not b.numel():
-        return y.zero_() if adds is False else y
+        return y.zero_() if beta is False else y
     a, b = _dense(a), _dense(b)
     # cuBLAS counts columns first: the transpose of y is b times the transpose of a.
     dtypes = b.dtype, a.dtype, out_dtype
     plan = _plan(_matrix(b), _matrix(a, transposed=True), _matrix(y), dtypes, a.device)
     workspace = torch.empty(plan.choice.workspace, dtype=torch.uint8, device=a.device)
-    share = adds if isinstance(adds, Tensor) else _constant(float(adds), a.device)
+    share = beta if isinstance(beta, Tensor) else _constant(float(beta), a.device)
     factor = _constant(1.0, a.device) if factor is None else factor
     left, right, result = plan.layouts
     _call(

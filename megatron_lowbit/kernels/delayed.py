@@ -33,12 +33,12 @@ def own_amax(x: Tensor, earlier: Sequence[Tensor | None]) -> Tensor:
         x: FP32 or BF16, any strides.
         earlier: FP32 scalars, negative where too few steps are known; one may be None.
     """
-    own = torch.zeros((), dtype=torch.int32, device=x.device)
+    current_amax = torch.zeros((), dtype=torch.int32, device=x.device)
     needed = [amax for amax in earlier if amax is not None]
     ends = needed[0], needed[-1]
     launch = _own_amax_launcher(x.shape, x.stride(), x.dtype, x.device)
-    launch((x, *x.stride(), *x.shape, own, *ends))
-    return own
+    launch((x, *x.stride(), *x.shape, current_amax, *ends))
+    return current_amax
 
 
 @lru_cache(maxsize=4096)
@@ -50,15 +50,17 @@ def _own_amax_launcher(
 
 
 def record_amax(
-    own: Tensor, amaxes: Sequence[DelayedAmax | None], made: Sequence[QuantizedTensor | None]
+    current_amax: Tensor,
+    amaxes: Sequence[DelayedAmax | None],
+    outputs: Sequence[QuantizedTensor | None],
 ) -> None:
-    """Record an amax of which the bits are ``own``; of one that is not finite, make it all NaN."""
+    """Record an amax, given as FP32 bits; replace outputs by NaN if it is not finite."""
     steps = [None if amax is None else amax.step for amax in amaxes]
-    codes = [None if one is None else one.codes.view(torch.uint8) for one in made]
-    scales = [None if one is None else one.tensor_scale for one in made]
+    codes = [None if one is None else one.codes.view(torch.uint8) for one in outputs]
+    scales = [None if one is None else one.tensor_scale for one in outputs]
     count = next(one.numel() for one in codes if one is not None)
-    arguments = own, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count
-    _record_launcher(count, own.device)(arguments)
+    arguments = current_amax, steps[0], codes[0], scales[0], steps[1], codes[1], scales[1], count
+    _record_launcher(count, current_amax.device)(arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -68,33 +70,33 @@ def _record_launcher(count: int, device: torch.device) -> Launcher:
 
 @triton.jit
 def _own_amax_kernel(
-    x, stride_r, stride_c, R, C, own, first, second, TM: tl.constexpr, TN: tl.constexpr
+    x, stride_r, stride_c, R, C, current_amax, first, second, TM: tl.constexpr, TN: tl.constexpr
 ):
     if (tl.load(first) < 0) | (tl.load(second) < 0):
         tiles = tl.cdiv(C, TN)
         row0 = (tl.program_id(0) // tiles) * TM
         col0 = (tl.program_id(0) % tiles) * TN
-        note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, False))
+        atomic_amax(current_amax, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, False))
 
 
 @triton.jit
-def note_amax(own, tile):
+def atomic_amax(current_amax, tile):
     """Raise an int32 scalar to the FP32 bits of the largest magnitude of a tile."""
-    tl.atomic_max(own, tl.max(tl.max(abs_bits(tile), 1), 0))
+    tl.atomic_max(current_amax, tl.max(tl.max(abs_bits(tile), 1), 0))
 
 
 @triton.jit
-def delayed_amax(earlier, own):
+def delayed_amax(earlier, current_amax):
     """Return the amax of earlier steps where it is known, else the tensor's own, complete then."""
     amax = tl.load(earlier)
-    return tl.where(amax < 0, tl.load(own).to(tl.float32, bitcast=True), amax)
+    return tl.where(amax < 0, tl.load(current_amax).to(tl.float32, bitcast=True), amax)
 
 
 @triton.jit
 def _record_kernel(
-    own, r_step, r_codes, r_scale, c_step, c_codes, c_scale, count, SPAN: tl.constexpr
+    current_amax, r_step, r_codes, r_scale, c_step, c_codes, c_scale, count, SPAN: tl.constexpr
 ):
-    bits = tl.load(own)
+    bits = tl.load(current_amax)
     if bits < _INFINITY:
         if tl.program_id(0) == 0:
             amax = bits.to(tl.float32, bitcast=True)

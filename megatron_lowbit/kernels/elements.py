@@ -36,7 +36,7 @@ def larger(a, b):
 
 
 @triton.jit
-def on_grid(x, E: tl.constexpr):
+def round_nearest(x, E: tl.constexpr):
     """Round magnitudes of x, not NaN, to E's grid, to nearest and no larger than its largest.
 
     Adding an anchor, whose ulp is the grid's step, rounds to the grid; taking it away is exact.
@@ -115,7 +115,7 @@ def _magnitude_codes(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
     if STOCHASTIC:
         return stochastic_codes(x, random, E)
     else:
-        return magnitude_codes(on_grid(x, E), E)
+        return magnitude_codes(round_nearest(x, E), E)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def code_and_value(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
         code = stochastic_codes(x, random, E)
         value = code_values(code, E)
     else:
-        value = on_grid(x, E)
+        value = round_nearest(x, E)
         code = magnitude_codes(value, E)
     return code | _sign_bit(x, E), value
 
@@ -150,7 +150,7 @@ def rounded(x, random, E: tl.constexpr, STOCHASTIC: tl.constexpr):
         if STOCHASTIC:
             magnitude = code_values(stochastic_codes(x, random, E), E)
         else:
-            magnitude = on_grid(x, E)
+            magnitude = round_nearest(x, E)
         sign = x.to(tl.int32, bitcast=True) & -0x80000000
         return (magnitude.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
@@ -264,7 +264,7 @@ def bf16_pair(a, b):
 
 
 @triton.jit
-def block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def tile_block_amax(x, A: tl.constexpr, B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Reduce [A, B] to the amax of each ROWS x BLOCK, [A // ROWS, B // BLOCK]; NaN wins."""
     if ROWS == 1 and HARDWARE_CASTS:
         # One instruction an element, which takes magnitudes by itself.

@@ -118,7 +118,7 @@ class Engine:
         out: Tensor,
         lhs: Any,
         rhs: Any,
-        adds: bool | Tensor = True,
+        beta: bool | Tensor = True,
         folding: bool = True,
     ) -> Tensor:
         """Add the product of lhs (M, K) and rhs (N, K) to ``out`` (M, N), in place; return that.
@@ -128,31 +128,31 @@ class Engine:
         Args:
             out: FP32 or BF16.
             lhs, rhs: as for :meth:`gemm`.
-            adds: False to write the product there; or an FP32 scalar on ``out``'s device, 0 where
+            beta: False to write the product there; or an FP32 scalar on ``out``'s device, 0 where
                 ``out`` has nothing but zeros, which a GEMM that adds need not read, else 1.
             folding: as for :meth:`gemm`.
         """
         if are_bf16(lhs, rhs):
             lhs, rhs = lhs.float(), rhs.float()
         product = self.gemm(lhs, rhs, out_dtype=torch.float32, folding=folding)
-        return deliver(out, product, adds)
+        return accumulate_into(out, product, beta)
 
     def gemm_all(
         self,
         lhs: Sequence[Any],
         rhs: Sequence[Any],
         outs: Sequence[Tensor],
-        adds: bool = False,
+        beta: bool = False,
         accumulation: Accumulation | None = None,
         folding: bool = True,
     ) -> None:
         """Write the product of each lhs (M, K) and rhs (N, K) to its out (M, N), or add it."""
         for left, right, out in zip(lhs, rhs, outs, strict=True):
-            if adds and accumulation is None:
-                self.product_to(out, left, right, adds, folding)
+            if beta and accumulation is None:
+                self.product_to(out, left, right, beta, folding)
             else:
                 product = self.gemm(left, right, None, accumulation, out.dtype, folding)
-                deliver(out, product, adds)
+                accumulate_into(out, product, beta)
 
     def amaxes(self, x: Tensor, row: Request | None, col: Request | None) -> Amaxes:
         """Return the tensor amaxes of x (R, C) and of its transpose, for :meth:`quantize`."""
@@ -199,9 +199,9 @@ class ReferenceEngine(Engine):
         return "dequantized to FP32, FP32 sums"
 
 
-def deliver(out: Tensor, product: Tensor, adds: bool | Tensor) -> Tensor:
+def accumulate_into(out: Tensor, product: Tensor, beta: bool | Tensor) -> Tensor:
     """Write a product to ``out``, or add it to that, as :meth:`Engine.product_to` says."""
-    return out.copy_(product) if adds is False else out.add_(product)
+    return out.copy_(product) if beta is False else out.add_(product)
 
 
 def are_bf16(lhs: Any, rhs: Any) -> bool:

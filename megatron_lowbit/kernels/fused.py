@@ -9,8 +9,7 @@ from torch import Tensor
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.amaxes import tensor_amaxes
-from megatron_lowbit.kernels.engine import Engine, are_bf16, deliver
-from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.engine import Engine, accumulate_into, are_bf16
 from megatron_lowbit.kernels.gemm import (
     PRODUCTS,
     PRODUCTS_TO,
@@ -28,17 +27,17 @@ from megatron_lowbit.kernels.means import residual_request, split_mean
 from megatron_lowbit.kernels.norm import normalize_quantize, normalized_amax
 from megatron_lowbit.kernels.norm_cases import takes as norm_takes
 from megatron_lowbit.kernels.norm_grad import norm_grad
-from megatron_lowbit.kernels.operand_group import TransposedGroup, one_to_look_at
+from megatron_lowbit.kernels.operand_group import TransposedGroup, representative_operand
 from megatron_lowbit.kernels.operands import (
+    ExactBF16,
     Transposed,
-    Values,
     exact_values,
     is_exact,
     rounded_values,
     transposed,
 )
-from megatron_lowbit.kernels.routes import form_of_many, forms_of, written_form
-from megatron_lowbit.kernels.split import looked_at
+from megatron_lowbit.kernels.routes import Form, form_of_many, forms_of, written_form
+from megatron_lowbit.kernels.split import as_matrix_list
 from megatron_lowbit.numerics import (
     Accumulation,
     Amaxes,
@@ -115,24 +114,26 @@ class FusedEngine(Engine):
         if not request.quantizer.splits_mean:
             return self.quantize(x, request, None, (amax, None))[0]
         mean, residual = split_mean(x)
-        made, _ = self.quantize(residual, residual_request(request), None, (amax, None))
-        return replace(made, mean=mean[None] if isinstance(made, Values) else mean)
+        codes, _ = self.quantize(residual, residual_request(request), None, (amax, None))
+        return replace(codes, mean=mean[None] if isinstance(codes, ExactBF16) else mean)
 
     def quantize_all(
         self, xs: Sequence[Tensor], rows: Requests | None, cols: Requests | None
     ) -> tuple[Sequence[GpuOperand] | None, Sequence[GpuOperand] | None]:
         """Quantize matrices of one kind by one launch where their formats have kernels for it."""
-        xs = looked_at(xs)
+        xs = as_matrix_list(xs)
         if not takes_sections(xs, rows, cols):
             return super().quantize_all(xs, rows, cols)
-        dtype, capability = xs.like.dtype, self.capability
+        dtype, capability = xs.template.dtype, self.capability
         if rows is not None and cols is rows:
-            cols = replace(rows, like=rows.like.of_transpose)
-            found = forms_of(rows.like.kind, rows.like.kind, True, dtype, capability)
+            cols = replace(rows, template=rows.template.of_transpose)
+            found = forms_of(rows.template.kind, rows.template.kind, True, dtype, capability)
             if found is not None and found.shared:
                 _, by_col = quantize_sections(xs, None, cols, (found.row, found.col))
                 return TransposedGroup(by_col), by_col
-        forms = [form_of_many(side and side.like.kind, dtype, capability) for side in (rows, cols)]
+        forms = [
+            form_of_many(side and side.template.kind, dtype, capability) for side in (rows, cols)
+        ]
         return quantize_sections(xs, rows, cols, (forms[0], forms[1]))
 
     def gemm_all(
@@ -140,26 +141,26 @@ class FusedEngine(Engine):
         lhs: Sequence[GpuOperand],
         rhs: Sequence[GpuOperand],
         outs: Sequence[Tensor],
-        adds: bool = False,
+        beta: bool = False,
         accumulation: Accumulation | None = None,
         folding: bool = True,
     ) -> None:
         """Multiply by one launch; large matrices by one each, which cuBLAS computes faster."""
-        pair, outs = None, looked_at(outs)
+        pair, outs = None, as_matrix_list(outs)
         if accumulation is None and self.capability[0] == 9:
-            route = self.route_of(one_to_look_at(lhs), one_to_look_at(rhs), folding)
+            route = self.route_of(representative_operand(lhs), representative_operand(rhs), folding)
             pair = grouped_pair(route, lhs, rhs, outs)
         if pair is not None:
-            multiply_groups(*pair, outs, adds)
+            multiply_groups(*pair, outs, beta)
             return
         for left, right, out in zip(lhs, rhs, outs, strict=True):
             if _are_empty_codes(left, right):
-                if not adds:
+                if not beta:
                     out.zero_()
             elif accumulation is not None or not self._write_product(
-                out, left, right, adds, folding
+                out, left, right, beta, folding
             ):
-                super().gemm_all([left], [right], [out], adds, accumulation, folding)
+                super().gemm_all([left], [right], [out], beta, accumulation, folding)
 
     def fold_losses(self, lhs: GpuOperand, rhs: GpuOperand) -> tuple[int, int]:
         """Return how many values of codes, of how many, the route of their formats rounds."""
@@ -178,7 +179,7 @@ class FusedEngine(Engine):
             return super().normalize(x, norm, request, amax)
         form = written_form(request.kind, torch.float32, self.capability)
         # Folding would need the amax of what is normalized first.
-        form = Form.VALUES if form is Form.VALUES else Form.CODES
+        form = Form.BF16 if form is Form.BF16 else Form.CODES
         return normalize_quantize(x, norm, request, form, amax=amax)
 
     def normalized_amax(self, x: Tensor, norm: MXNorm, request: Request) -> Tensor:
@@ -195,7 +196,7 @@ class FusedEngine(Engine):
         """Return the transpose in the same memory; GEMMs of codes make a copy of it."""
         return Transposed(operand)
 
-    def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> Values | Tensor:
+    def transpose(self, operand: QuantizedTensor, lhs: GpuOperand) -> ExactBF16 | Tensor:
         """Decode to BF16 numbers where both operands are exact in it, else to FP32."""
         exact = is_exact(operand) and is_exact(lhs) and self._has_tensor_cores
         if not exact or not operand.codes.numel():
@@ -231,32 +232,32 @@ class FusedEngine(Engine):
         out: Tensor,
         lhs: GpuOperand,
         rhs: GpuOperand,
-        adds: bool | Tensor = True,
+        beta: bool | Tensor = True,
         folding: bool = True,
     ) -> Tensor:
         """Write or add the product inside the GEMM where its route can."""
         if are_bf16(lhs, rhs):
             if out.dtype is torch.float32 and out.is_contiguous():
-                exact_product_to(out, lhs, rhs, adds)
+                exact_product_to(out, lhs, rhs, beta)
                 return out
-            return deliver(out, exact_product(lhs, rhs, None, torch.float32), adds)
-        if self._write_product(out, lhs, rhs, adds, folding):
+            return accumulate_into(out, exact_product(lhs, rhs, None, torch.float32), beta)
+        if self._write_product(out, lhs, rhs, beta, folding):
             return out
-        return super().product_to(out, lhs, rhs, adds, folding)
+        return super().product_to(out, lhs, rhs, beta, folding)
 
     def _write_product(
-        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool | Tensor, folding: bool
+        self, out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool | Tensor, folding: bool
     ) -> bool:
         """Write the product to ``out`` or add it, where the route can; else return False."""
         lhs, rhs = with_means(lhs, rhs, self._has_tensor_cores)
         quantized = not (isinstance(lhs, Tensor) and isinstance(rhs, Tensor))
         quantized = quantized and not _are_empty_codes(lhs, rhs)
-        dtypes = (torch.float32, torch.bfloat16) if adds is False else (torch.float32,)
+        dtypes = (torch.float32, torch.bfloat16) if beta is False else (torch.float32,)
         if not quantized or out.dtype not in dtypes or not out.is_contiguous():
             return False
         found, operands = self._routed(lhs, rhs, folding)
         if found in PRODUCTS_TO:
-            PRODUCTS_TO[found](out, *operands, adds)
+            PRODUCTS_TO[found](out, *operands, beta)
         return found in PRODUCTS_TO
 
     def _routed(
@@ -264,7 +265,7 @@ class FusedEngine(Engine):
     ) -> tuple[routes.Route, tuple[GpuOperand, GpuOperand]]:
         """Return the route of two operands, and the operands as it takes them."""
         found = self.route_of(lhs, rhs, folding)
-        return found, (lhs, rhs) if found.form is Form.VALUES else (plain(lhs), plain(rhs))
+        return found, (lhs, rhs) if found.form is Form.BF16 else (plain(lhs), plain(rhs))
 
     def route_of(
         self, lhs: GpuOperand | BlockFormat, rhs: GpuOperand | BlockFormat, folding: bool = True
@@ -276,7 +277,7 @@ class FusedEngine(Engine):
         if any(isinstance(one, Tensor) and one.dtype is not torch.bfloat16 for one in pair):
             return routes.DEQUANTIZED
         for operand in pair:
-            if isinstance(operand, Values):
+            if isinstance(operand, ExactBF16):
                 return routes.EXACT
             operand = operand.of if isinstance(operand, Transposed) else operand
             operand = operand.format if isinstance(operand, QuantizedTensor) else operand

@@ -7,16 +7,16 @@ from torch.nn.functional import ScalingType
 
 from megatron_lowbit.kernels import routes
 from megatron_lowbit.kernels.cublas import scaled_matmul
-from megatron_lowbit.kernels.engine import deliver
+from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.kernels.means import add_means, without_mean
-from megatron_lowbit.kernels.operands import Transposed, Values, exact_values, fold, is_exact
+from megatron_lowbit.kernels.operands import ExactBF16, Transposed, exact_values, fold, is_exact
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics import gemm as reference
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 from megatron_lowbit.numerics.folding import folded_format
 
-GpuOperand = Tensor | QuantizedTensor | Values | Transposed
+GpuOperand = Tensor | QuantizedTensor | ExactBF16 | Transposed
 
 _ALIGNMENT = 16
 """cuBLAS takes FP8 matrices whose sizes are multiples of this."""
@@ -42,30 +42,30 @@ def exact_product(
     return (y if bias is None else y + bias).to(out_dtype)
 
 
-def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, adds: bool | Tensor) -> None:
+def exact_product_to(out: Tensor, lhs: GpuOperand, rhs: GpuOperand, beta: bool | Tensor) -> None:
     """Write the product of exact operands to ``out`` (FP32 or BF16), or add it to that.
 
-    ``adds`` of this and the functions below is as for :func:`scaled_matmul`.
+    ``beta`` of this and the functions below is as for :func:`scaled_matmul`.
     """
     left, right = _as_values(lhs), _as_values(rhs)
     if left.mean is not None or right.mean is not None:
-        deliver(out, exact_product(left, right, None, torch.float32), adds)
+        accumulate_into(out, exact_product(left, right, None, torch.float32), beta)
     else:
-        scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, adds)
+        scaled_matmul(left.values, right.values, _factor(left, right), out.dtype, out, beta)
 
 
-def _factor(left: Values, right: Values) -> Tensor | None:
+def _factor(left: ExactBF16, right: ExactBF16) -> Tensor | None:
     """Multiply the tensor scales of two operands; None for 1."""
     if left.tensor_scale is None or right.tensor_scale is None:
         return right.tensor_scale if left.tensor_scale is None else left.tensor_scale
     return left.tensor_scale * right.tensor_scale
 
 
-def _as_values(operand: GpuOperand) -> Values:
+def _as_values(operand: GpuOperand) -> ExactBF16:
     if isinstance(operand, Tensor):
         if operand.dtype is not torch.bfloat16:  # cuBLAS is given a pointer, and would read on
             raise TypeError(f"BF16 numbers cannot be multiplied with an operand in {operand.dtype}")
-        return Values(operand, None)
+        return ExactBF16(operand, None)
     return exact_values(operand)
 
 
@@ -78,19 +78,19 @@ def tile_product(
 
 
 def tile_product_to(
-    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool | Tensor
+    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, beta: bool | Tensor
 ) -> None:
     """Write the product of FP8 tiles to ``out`` (FP32 or BF16), or add it to that."""
     pair = _tile_pair(lhs, rhs)
-    if adds is False and out.shape == (pair[0].shape[0], pair[1].shape[1]):
+    if beta is False and out.shape == (pair[0].shape[0], pair[1].shape[1]):
         torch._scaled_mm(*pair, out_dtype=out.dtype, out=out)
     else:
-        deliver(out, tile_product(lhs, rhs, None, _product_dtype(out, adds)), adds)
+        accumulate_into(out, tile_product(lhs, rhs, None, _product_dtype(out, beta)), beta)
 
 
-def _product_dtype(out: Tensor, adds: bool | Tensor) -> torch.dtype:
+def _product_dtype(out: Tensor, beta: bool | Tensor) -> torch.dtype:
     """Return the dtype of a product that goes to ``out``; only a sum is rounded."""
-    return out.dtype if adds is False else torch.float32
+    return out.dtype if beta is False else torch.float32
 
 
 def _tile_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -131,7 +131,7 @@ def tensor_product(
 
 
 def tensor_product_to(
-    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool | Tensor
+    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, beta: bool | Tensor
 ) -> None:
     """Write the product of FP8 with a scale a tensor to ``out`` (FP32 or BF16), or add it.
 
@@ -141,10 +141,10 @@ def tensor_product_to(
     a, b = _aligned_pair(lhs, rhs)
     factor = lhs.tensor_scale * rhs.tensor_scale
     if out.shape == (a.shape[0], b.shape[0]):
-        scaled_matmul(a, b, factor, out.dtype, out, adds)
+        scaled_matmul(a, b, factor, out.dtype, out, beta)
     else:
-        product = scaled_matmul(a, b, factor, _product_dtype(out, adds))
-        deliver(out, product[: out.shape[0], : out.shape[1]], adds)
+        product = scaled_matmul(a, b, factor, _product_dtype(out, beta))
+        accumulate_into(out, product[: out.shape[0], : out.shape[1]], beta)
 
 
 def _aligned_pair(lhs: QuantizedTensor, rhs: QuantizedTensor) -> tuple[Tensor, Tensor]:
@@ -171,10 +171,10 @@ def folded_product(
 
 
 def folded_product_to(
-    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, adds: bool | Tensor
+    out: Tensor, lhs: QuantizedTensor, rhs: QuantizedTensor, beta: bool | Tensor
 ) -> None:
     """Write the product of folded codes to ``out`` (FP32 or BF16), or add it to that."""
-    tensor_product_to(out, *folded_pair(lhs, rhs), adds)
+    tensor_product_to(out, *folded_pair(lhs, rhs), beta)
 
 
 def folded_pair(
@@ -227,7 +227,7 @@ def _lacks_mean(operand: GpuOperand) -> bool:
 
 def plain(operand: GpuOperand) -> Tensor | QuantizedTensor:
     """Return the operand as the reference takes it."""
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         return operand.dequantize()
     return operand.of.transpose() if isinstance(operand, Transposed) else operand
 

@@ -24,11 +24,10 @@ from megatron_lowbit.kernels.operand_group import (
     decode,
     matrices_of,
 )
-from megatron_lowbit.kernels.product_tiles import Tile, factor_of, place_of_tile
 from megatron_lowbit.kernels.routes import EXACT, FOLDED, TENSORS, TILES, Route
 from megatron_lowbit.kernels.sections import entry, pointer, section_of, table_of
-from megatron_lowbit.kernels.split import Apart, Split
-from megatron_lowbit.kernels.stacked_gemm import multiply_stacked
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
+from megatron_lowbit.kernels.stacked_gemm import Tile, factor_of, multiply_stacked, place_of_tile
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor
 
 A, B, OUT, ROWS, COLUMNS, TERMS = (tl.constexpr(i) for i in range(1, 7))
@@ -51,11 +50,11 @@ LOOP_FROM = 2**36
 
 
 def grouped_pair(
-    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: Split | Apart
+    route: Route, lhs: Sequence[Any], rhs: Sequence[Any], outs: RowSlices | SeparateMatrices
 ) -> tuple[Matrices, Matrices] | None:
     """Return operands of a route as matrices that one launch multiplies; None for a launch each."""
     products = int(outs.rows.numbers @ _terms(lhs))
-    if 2 * products * outs.like.shape[1] >= LOOP_FROM * len(outs):
+    if 2 * products * outs.template.shape[1] >= LOOP_FROM * len(outs):
         return None
     pair = None
     if route is EXACT:
@@ -72,7 +71,7 @@ def _terms(side: Sequence[Any]) -> np.ndarray:
         return side.places.terms
     if isinstance(side, TransposedGroup):
         return side.of.places.rows
-    if isinstance(side, Split):
+    if isinstance(side, RowSlices):
         return np.full(len(side), side.whole.shape[1])
     return np.array([x.shape[1] if isinstance(x, Tensor) else 0 for x in side])
 
@@ -94,14 +93,14 @@ def _exact(side: Sequence[Any]) -> Matrices | None:
         return whole and whole.transpose()
     if isinstance(side, OperandGroup):
         return matrices_of(side) if side.layout.values else decode(side)
-    tensors = isinstance(side, Split) or all(isinstance(x, Tensor) for x in side)
+    tensors = isinstance(side, RowSlices) or all(isinstance(x, Tensor) for x in side)
     return matrices_of(side) if tensors else None
 
 
-def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
+def _takes(lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices) -> bool:
     """Return True if the kernel takes these matrices."""
-    step = outs.like.shape[1] * outs.like.element_size()
-    wide = lhs.like.element_size() == 2 and rhs.like.element_size() == 2
+    step = outs.template.shape[1] * outs.template.element_size()
+    wide = lhs.template.element_size() == 2 and rhs.template.element_size() == 2
     return (
         lhs.aligned
         and rhs.aligned
@@ -111,7 +110,9 @@ def _takes(lhs: Matrices, rhs: Matrices, outs: Split | Apart) -> bool:
     )
 
 
-def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bool) -> None:
+def multiply_groups(
+    lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices, beta: bool
+) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors and scales, to out_i, or add it to that.
 
     Sums are in FP32, those of FP8 tensor cores every 128 products, and rounded once.
@@ -121,28 +122,28 @@ def multiply_groups(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: boo
         rhs: (N_i, K_i) in BF16, or FP8. Where FP8 tiles have scales, left ones are 1x128 and
             right ones 128x128.
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
-        adds: True to add to what is there.
+        beta: True to add to what is there.
     """
     # Triton's descriptors need memory on the device, for each launch.
     triton.set_allocator(_scratch)
     scaled = lhs.scales is not None
-    if lhs.like.element_size() == 1 and not scaled:
-        multiply_stacked(lhs, rhs, outs, adds)
+    if lhs.template.element_size() == 1 and not scaled:
+        multiply_stacked(lhs, rhs, outs, beta)
         return
     terms = np.minimum(lhs.terms, rhs.terms)
-    few = terms.sum() <= _FEW_TERMS * len(terms)
-    tile = _FP8_TILES if scaled else _BF16_FEW if few else _BF16
+    has_few_terms = terms.sum() <= _FEW_TERMS * len(terms)
+    tile = _FP8_TILES if scaled else _BF16_FEW if has_few_terms else _BF16
     fields = (
         lhs.addresses, rhs.addresses, outs.addresses, lhs.rows, rhs.rows, terms,
         lhs.steps, rhs.steps, lhs.factors, rhs.factors,
         lhs.scales if scaled else 0, rhs.scales if scaled else 0,
     )  # fmt: skip
     tiles = cdiv(lhs.rows, tile.rows) * cdiv(rhs.rows, tile.columns)
-    table = table_of(tiles, fields, lhs.like.device)
+    table = table_of(tiles, fields, lhs.template.device)
     constants = (
-        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows, scaled, adds, table.count,
+        tile.rows, tile.columns, tile.terms, lhs.by_rows, rhs.by_rows, scaled, beta, table.count,
     )  # fmt: skip
-    kinds = lhs.like, rhs.like, outs.like
+    kinds = lhs.template, rhs.template, outs.template
     options = ("num_warps", tile.warps), ("num_stages", tile.stages)
     dtypes = [kind.dtype for kind in kinds]
     device = table.entries.device
@@ -215,11 +216,11 @@ def grouped_gemm_kernel(
 
 @triton.jit
 def _descriptor(
-    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, like, rows, terms, TR: tl.constexpr,
+    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, template, rows, terms, TR: tl.constexpr,
     TK: tl.constexpr, BY_ROWS: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Describe a matrix (rows, terms), which is read in tiles (TR, TK)."""
-    start, step = pointer(table, i, PLACE, COUNT, like), entry(table, i, STEP, COUNT)
+    start, step = pointer(table, i, PLACE, COUNT, template), entry(table, i, STEP, COUNT)
     if BY_ROWS:
         return tl.make_tensor_descriptor(start, [rows, terms], [step, 1], [TR, TK])
     else:
@@ -228,13 +229,13 @@ def _descriptor(
 
 @triton.jit
 def _addresses(
-    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, like, row0, TR: tl.constexpr,
+    table, i, PLACE: tl.constexpr, STEP: tl.constexpr, template, row0, TR: tl.constexpr,
     TK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Return the addresses of the first tile (TR, TK) of some rows."""
-    start, step = pointer(table, i, PLACE, COUNT, like), entry(table, i, STEP, COUNT)
+    start, step = pointer(table, i, PLACE, COUNT, template), entry(table, i, STEP, COUNT)
     row = (row0 + tl.arange(0, TR)).to(tl.int64)
-    return start + row[:, None] * _in_16_bytes(step, like) + tl.arange(0, TK)[None, :]
+    return start + row[:, None] * _in_16_bytes(step, template) + tl.arange(0, TK)[None, :]
 
 
 @triton.jit
@@ -254,9 +255,9 @@ def _load(matrix, row0, k0, rows, terms, TR: tl.constexpr, TK: tl.constexpr, BY_
 
 
 @triton.jit
-def _in_16_bytes(step, like):
+def _in_16_bytes(step, template):
     """Return a number of elements, which fill whole 16 bytes, in a form that tells Triton so."""
-    elements: tl.constexpr = 128 // like.dtype.element_ty.primitive_bitwidth
+    elements: tl.constexpr = 128 // template.dtype.element_ty.primitive_bitwidth
     return step // elements * elements
 
 

@@ -1,7 +1,7 @@
 """Device functions: the block random Hadamard transform, as ``numerics/hadamard.py`` says.
 
 A butterfly over distances 1, 2, 4, ...: the order of the FP32 sums is the reference's. In registers
-that is log2(points) additions a value, and the same bits: a tensor core's product would differ, and
+that is log2(size) additions a value, and the same bits: a tensor core's product would differ, and
 its accumulators would have to be spread over threads again. ``signs`` (int64) is the Philox key of
 DRAWN_SIGNS.
 """
@@ -17,17 +17,17 @@ from megatron_lowbit.kernels.random_words import philox
 NO_SIGNS = tl.constexpr(0)
 FIXED_SIGNS = tl.constexpr(1)
 DRAWN_SIGNS = tl.constexpr(2)
-MAX_POINTS = tl.constexpr(128)
-"""Points of the longest transform that a thread holds, and a tile in both directions."""
+MAX_LANES = tl.constexpr(128)
+"""Elements of the longest transform that a thread holds, and a tile in both directions."""
 
 
 class Transform(NamedTuple):
-    """A transform as a constexpr: 4 to 256 points, ``factor`` 1 / sqrt(points).
+    """A transform as a constexpr: 4 to 256 elements, ``factor`` 1 / sqrt(size).
 
     ``minus``, of FIXED_SIGNS: bits that are set where a sign is minus.
     """
 
-    points: int
+    size: int
     signs: int
     minus: int
     factor: float
@@ -37,9 +37,9 @@ class Transform(NamedTuple):
 @triton.jit
 def _minus_words(key, H: tl.constexpr):
     """Draw the signs of a transform as words of 32 bits, set where a sign is minus."""
-    QUADS: tl.constexpr = H.points // 4
+    QUADS: tl.constexpr = H.size // 4
     quad = tl.arange(0, QUADS)
-    s0, s1, s2, s3 = philox(key, quad, tl.full((QUADS,), H.points, tl.int32))
+    s0, s1, s2, s3 = philox(key, quad, tl.full((QUADS,), H.size, tl.int32))
     four = (s0 >> 31) | (s1 >> 31) << 1 | (s2 >> 31) << 2 | (s3 >> 31) << 3
     four = four.to(tl.int32) << (quad % 8 * 4)
     words = ()
@@ -58,9 +58,9 @@ def finish(y, H: tl.constexpr):
 
 
 @triton.jit
-def transform_points(points, signs, N: tl.constexpr, H: tl.constexpr):
-    """Transform points, a tuple of N tensors of one shape: one or several transforms."""
-    sums = butterfly_points(points, signs, N, H)
+def transform_lanes(lanes, signs, N: tl.constexpr, H: tl.constexpr):
+    """Transform lanes, a tuple of N tensors of one shape: one or several transforms."""
+    sums = butterfly_lanes(lanes, signs, N, H)
     zs = ()
     for i in tl.static_range(0, N, 2):
         if H.to_bf16:
@@ -71,33 +71,33 @@ def transform_points(points, signs, N: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
-def butterfly_points(points, signs, N: tl.constexpr, H: tl.constexpr):
+def butterfly_lanes(lanes, signs, N: tl.constexpr, H: tl.constexpr):
     """Compute the sums of a transform alone, still to be finished."""
-    ys = points
+    ys = lanes
     if H.signs == DRAWN_SIGNS:
         ys = ()
         minus = _minus_words(signs, H)
         for i in tl.static_range(N):
-            minus_bit = (minus[i % H.points // 32] << (31 - i % H.points % 32)) & -0x80000000
+            minus_bit = (minus[i % H.size // 32] << (31 - i % H.size % 32)) & -0x80000000
             # x - 0, or 0 - x: a zero keeps its sign or is positive.
             sign = (0x3F800000 | minus_bit).to(tl.float32, bitcast=True)
             zero = (minus_bit ^ -0x80000000).to(tl.float32, bitcast=True)
-            ys = ys + (tl.fma(points[i], sign, zero),)
+            ys = ys + (tl.fma(lanes[i], sign, zero),)
     elif H.signs == FIXED_SIGNS:
         ys = ()
         for i in tl.static_range(N):
-            if (H.minus >> (i % H.points)) & 1:
-                ys = ys + (-points[i],)
+            if (H.minus >> (i % H.size)) & 1:
+                ys = ys + (-lanes[i],)
             else:
-                ys = ys + (points[i],)
+                ys = ys + (lanes[i],)
     for stage in tl.static_range(8):
-        if (1 << stage) < H.points:
-            ys = _butterfly_points(ys, N, 1 << stage)
+        if (1 << stage) < H.size:
+            ys = _butterfly_lanes(ys, N, 1 << stage)
     return ys
 
 
 @triton.jit
-def _butterfly_points(ys, N: tl.constexpr, DISTANCE: tl.constexpr):
+def _butterfly_lanes(ys, N: tl.constexpr, DISTANCE: tl.constexpr):
     zs = ()
     for i in tl.static_range(N):
         if i & DISTANCE:
@@ -109,8 +109,8 @@ def _butterfly_points(ys, N: tl.constexpr, DISTANCE: tl.constexpr):
 
 @triton.jit
 def transform_tile(x, signs, A: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Transform [A, B] along its rows; B is a multiple of H.points."""
-    N: tl.constexpr = H.points
+    """Transform [A, B] along its rows; B is a multiple of H.size."""
+    N: tl.constexpr = H.size
     if H.signs != NO_SIGNS:
         if H.signs == FIXED_SIGNS:
             minus = ((H.minus >> tl.arange(0, N)) & 1) != 0

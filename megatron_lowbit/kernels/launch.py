@@ -14,14 +14,14 @@ from megatron_lowbit.kernels.amaxes import (
     scale_amaxes,
 )
 from megatron_lowbit.kernels.delayed import own_amax, record_amax
-from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import MAX_POINTS
+from megatron_lowbit.kernels.hadamard import MAX_LANES
 from megatron_lowbit.kernels.launcher import Launcher, tile_launcher
-from megatron_lowbit.kernels.operands import Values
-from megatron_lowbit.kernels.quantize import Side, quantize_kernel
+from megatron_lowbit.kernels.operands import ExactBF16
+from megatron_lowbit.kernels.quantize import QuantizeSpec, quantize_kernel
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import (
-    NOTHING,
-    POINTS,
+    LANES,
+    NO_SIDE,
     Layout,
     Output,
     allocator,
@@ -34,7 +34,7 @@ from megatron_lowbit.numerics import DelayedAmax, QuantizedTensor, Request, Scal
 from megatron_lowbit.numerics import quantize_both as reference
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
-_OWN, READY, _ROW = 5, 7, 8
+_CURRENT_AMAX, TILES_DONE, _ROW = 5, 7, 8
 """Places of the kernel's arguments: x's own amax, counts of tiles that have given their amaxes, and
 the first of the row side."""
 _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
@@ -42,7 +42,7 @@ _AMAX, _KEYS, _SIGNS = 1, (5, 6, 7), 8
 _CODES = 2
 """Place of a side's codes, which scales follow."""
 _REGISTERS = {64: 168, 128: 255}
-"""Registers of a thread by the points of a transform that it holds."""
+"""Registers of a thread by the lanes of a transform that it holds."""
 
 
 def quantize_both(
@@ -51,7 +51,7 @@ def quantize_both(
     col: Request | None,
     amaxes: ScaleAmaxes = (None, None),
     forms: tuple[Form, Form] = (Form.CODES, Form.CODES),
-) -> tuple[QuantizedTensor | Values | None, QuantizedTensor | Values | None]:
+) -> tuple[QuantizedTensor | ExactBF16 | None, QuantizedTensor | ExactBF16 | None]:
     """Quantize x (R, C) as ``row`` says and its transpose as ``col`` says, in one pass over x.
 
     A format with a scale a row takes a pass of its own for the amaxes, as do folding and a format
@@ -72,17 +72,19 @@ def quantize_both(
         # A tile that holds whole transforms in both directions would not fit into registers.
         by_row, _ = quantize_both(x, row, None, amaxes, forms)
         return by_row, quantize_both(x, None, col, amaxes, forms)[1]
-    own, known = None, amaxes
+    current_amax, known = None, amaxes
     if plan.casts and _are_delayed((row, col), amaxes):
         known = [None if amax is None else amax.earlier for amax in amaxes]
-        own = own_amax(x, known)
+        current_amax = own_amax(x, known)
     elif plan.takes_amax:
         known = scale_amaxes(x, row, col, amaxes, plan.measure)
     row_arguments, by_row = _outputs(plan.row, row, known[0])
     col_arguments, by_col = _outputs(plan.col, col, known[1])
-    plan.launch((x, *x.stride(), *x.shape, own, None, None, *row_arguments, *col_arguments))
-    if own is not None:
-        record_amax(own, amaxes, (by_row, by_col))
+    plan.launch(
+        (x, *x.stride(), *x.shape, current_amax, None, None, *row_arguments, *col_arguments)
+    )
+    if current_amax is not None:
+        record_amax(current_amax, amaxes, (by_row, by_col))
     return by_row, by_col
 
 
@@ -104,12 +106,14 @@ class _SidePlan(NamedTuple):
 
 def _outputs(
     plan: _SidePlan | None, request: Request | None, amax: Tensor | None
-) -> tuple[tuple, QuantizedTensor | Values | None]:
+) -> tuple[tuple, QuantizedTensor | ExactBF16 | None]:
     """Allocate a side's operand; return the kernel's arguments for it, and the operand."""
     if plan is None:
-        return NOTHING, None
+        return NO_SIDE, None
     output = plan.allocate()
-    return arguments(plan.layout, output, request, amax if plan.takes_amax else None), output.made
+    return arguments(
+        plan.layout, output, request, amax if plan.takes_amax else None
+    ), output.operand
 
 
 class _Plan(NamedTuple):
@@ -143,7 +147,7 @@ def _plan(
 
     ``same``: both sides are of one request.
     """
-    if row and col and max(_points(row), _points(col)) > MAX_POINTS.value:
+    if row and col and max(_lanes(row), _lanes(col)) > MAX_LANES.value:
         return None
     by_row = None if row is None else _side_plan(row, row_form, shape, device, False)
     by_col = None if col is None else _side_plan(col, col_form, shape[::-1], device, True)
@@ -151,11 +155,18 @@ def _plan(
     tile, options = tile_of(*sides)
     wanted = [(kind, form) for kind, form in ((row, row_form), (col, col_form)) if kind]
     casts = all(_casts(kind, form) for kind, form in wanted)
-    own = (_OWN,) if casts else ()
-    places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NOTHING))
+    current = (_CURRENT_AMAX,) if casts else ()
+    places = _varying(by_row, _ROW) + _varying(by_col, _ROW + len(NO_SIDE))
     views = views_of(by_row and by_row.layout, by_col and by_col.layout)
     launch = tile_launcher(
-        quantize_kernel, shape, tile, *sides, 0, varying=(0, *own, *places), views=views, **options
+        quantize_kernel,
+        shape,
+        tile,
+        *sides,
+        0,
+        varying=(0, *current, *places),
+        views=views,
+        **options,
     )
     taken = row and measured(row, row_form), col and measured(col, col_form)
     return _Plan(
@@ -171,7 +182,7 @@ def _plan(
 def views_of(row: Layout | None, col: Layout | None) -> dict[int, torch.dtype]:
     """Return as which dtypes the kernel takes codes and scales, by their places."""
     found = {}
-    for layout, first in ((row, _ROW), (col, _ROW + len(NOTHING))):
+    for layout, first in ((row, _ROW), (col, _ROW + len(NO_SIDE))):
         for place, dtype in enumerate(() if layout is None else taken_as(layout), first + _CODES):
             if dtype is not None:
                 found[place] = dtype
@@ -197,7 +208,7 @@ def _varying(plan: _SidePlan | None, first: int) -> tuple[int, ...]:
     return tuple(first + place for place in places)
 
 
-def _points(request: Request) -> int:
+def _lanes(request: Request) -> int:
     return request.hadamard.size if request.hadamard else 1
 
 
@@ -207,19 +218,21 @@ def _casts(kind: Request, form: Form) -> bool:
     return casts and form is Form.CODES
 
 
-def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[str, int]]:
+def tile_of(
+    row: QuantizeSpec | None, col: QuantizeSpec | None
+) -> tuple[tuple[int, int], dict[str, int]]:
     """Return rows and columns of the tile, and the launch's options.
 
-    They were found by trying on an H200; those of 128 points are the least that holds them.
+    They were found by trying on an H200; those of 128 lanes are the least that holds them.
     """
     sides = [side for side in (row, col) if side is not None]
     height, width = 32 if col is None else 64, 128
-    if any(side.transform and side.transform.points > MAX_POINTS.value for side in sides):
+    if any(side.transform and side.transform.size > MAX_LANES.value for side in sides):
         height = width = 32
-    points, most = all(side.points for side in sides), max(side.points for side in sides)
-    if points and all(side.block <= POINTS for side in sides):
-        if most > POINTS:
-            return (most, 128), {"num_warps": 4, "maxnreg": _REGISTERS[most]}
+    lanes, longest = all(side.lanes for side in sides), max(side.lanes for side in sides)
+    if lanes and all(side.block <= LANES for side in sides):
+        if longest > LANES:
+            return (longest, 128), {"num_warps": 4, "maxnreg": _REGISTERS[longest]}
         # Fewer values a thread, so that more threads hide each other's waiting.
         if any(side.stochastic for side in sides):
             return (32, 128), {"num_warps": 4}
@@ -227,10 +240,10 @@ def tile_of(row: Side | None, col: Side | None) -> tuple[tuple[int, int], dict[s
         return (height, 64 if waits else 128), {"num_warps": 4}
     for side, is_col in ((row, False), (col, True)):
         if side is not None:
-            along = max(side.block, side.transform.points if side.transform else 0, side.points)
+            along = max(side.block, side.transform.size if side.transform else 0, side.lanes)
             height = max(height, along if is_col else side.block_rows)
             width = max(width, side.block_rows if is_col else along)
-    if points:
-        warps = 4 if most > POINTS else max(4, height * width // 2048)
-        return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(most, 80)}
+    if lanes:
+        warps = 4 if longest > LANES else max(4, height * width // 2048)
+        return (height, width), {"num_warps": warps, "maxnreg": _REGISTERS.get(longest, 80)}
     return (height, width), {"num_warps": max(8, height * width // 2048), "maxnreg": 128}

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from megatron_lowbit.kernels.amax import amax_kernel
-from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured
-from megatron_lowbit.kernels.forms import Form
-from megatron_lowbit.kernels.hadamard import MAX_POINTS
-from megatron_lowbit.kernels.launch import READY, tile_of, views_of
+from megatron_lowbit.kernels.amaxes import BITS, amax_tile, measured, zeros_of
+from megatron_lowbit.kernels.hadamard import MAX_LANES
+from megatron_lowbit.kernels.launch import TILES_DONE, tile_of, views_of
 from megatron_lowbit.kernels.launcher import Launcher, cdiv, multiprocessors
 from megatron_lowbit.kernels.operand_group import (
     STACKED_TERMS,
@@ -22,29 +21,31 @@ from megatron_lowbit.kernels.operand_group import (
     group_layout,
 )
 from megatron_lowbit.kernels.quantize import quantize_kernel
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, columns_for, table_of
 from megatron_lowbit.kernels.sides import (
-    NOTHING,
+    NO_SIDE,
     signed,
     signs_of,
     transform_of,
 )
-from megatron_lowbit.kernels.split import Apart, Split
-from megatron_lowbit.kernels.zeros import zeros_of
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
 from megatron_lowbit.numerics import Request, Requests
 
 _SCALARS = 4
 """Scalars to whose multiple those of all matrices are allocated: a kernel's are aligned."""
 
 
-def takes_sections(xs: Split | Apart, rows: Requests | None, cols: Requests | None) -> bool:
+def takes_sections(
+    xs: RowSlices | SeparateMatrices, rows: Requests | None, cols: Requests | None
+) -> bool:
     """Return True if one launch quantizes these matrices."""
-    requests = [side.like for side in (rows, cols) if side is not None]
+    requests = [side.template for side in (rows, cols) if side is not None]
     return (
         xs.alike
-        and xs.like.dtype in (torch.float32, torch.bfloat16)
+        and xs.template.dtype in (torch.float32, torch.bfloat16)
         and xs.rows.in_units(1).total > 0
-        and xs.like.shape[1] > 0
+        and xs.template.shape[1] > 0
         and xs.aligned
         and bool(requests)
         and all(_takes(request.kind) and _counts_from_zero(request) for request in requests)
@@ -58,7 +59,7 @@ def _takes(kind: Request) -> bool:
     return (
         quantizer.has_kernel
         and not quantizer.format.row_scaled
-        and (hadamard is None or hadamard.size <= MAX_POINTS.value)
+        and (hadamard is None or hadamard.size <= MAX_LANES.value)
     )
 
 
@@ -68,7 +69,10 @@ def _counts_from_zero(request: Request) -> bool:
 
 
 def quantize_sections(
-    xs: Split | Apart, rows: Requests | None, cols: Requests | None, forms: tuple[Form, Form]
+    xs: RowSlices | SeparateMatrices,
+    rows: Requests | None,
+    cols: Requests | None,
+    forms: tuple[Form, Form],
 ) -> tuple[OperandGroup | None, OperandGroup | None]:
     """Quantize each x (R, C) by its row request, and its transpose by its column request.
 
@@ -80,8 +84,8 @@ def quantize_sections(
     Returns:
         The operands that :func:`quantize_both` gives each by itself.
     """
-    first, heights, sides = xs.like, xs.rows, (rows, cols)
-    kinds = [side and side.like.kind for side in sides]
+    first, heights, sides = xs.template, xs.rows, (rows, cols)
+    kinds = [side and side.template.kind for side in sides]
     columns = columns_for(len(xs))
     plan = _plan(*kinds, *forms, first.shape[1], first.stride(), first.dtype, first.device, columns)
     # Programs add maxima to amaxes, and write no tensor scale of an empty matrix.
@@ -101,18 +105,18 @@ def quantize_sections(
     given = first, *first.stride(), OF_THE_TABLE, first.shape[1]
     zeros = scalars[2], scalars[2 if plan.shared else 3]
     amaxes = [zero if takes else None for zero, takes in zip(zeros, plan.measures, strict=True)]
-    ready = None
+    tiles_done = None
     # A GPU starts programs in the order of their numbers, one on each multiprocessor or more: so
     # many of one matrix come to run at the same time.
-    most = filled.numbers.max() * tiles * plan.quantize_tiles
-    if plan.shared and most <= multiprocessors(first.device):
-        ready = scalars[3].view(torch.int32)
+    programs = filled.numbers.max() * tiles * plan.quantize_tiles
+    if plan.shared and programs <= multiprocessors(first.device):
+        tiles_done = scalars[3].view(torch.int32)
     elif any(plan.measures):
         by_row, by_col = (zeros[0], None) if plan.shared else amaxes
         arguments = (*given, table.entries, by_row, 0, by_col, 0)
         plan.amax[even](arguments, table.programs * plan.amax_tiles)
     own = [_arguments(group, amax) for group, amax in zip(groups, amaxes, strict=True)]
-    arguments = (*given, None, table.entries, ready, *own[0], *own[1])
+    arguments = (*given, None, table.entries, tiles_done, *own[0], *own[1])
     plan.quantize[even](arguments, table.programs * plan.quantize_tiles)
     return groups[0], groups[1]
 
@@ -188,7 +192,9 @@ def _plan(
         STACKED_TERMS if layouts[1] is not None and layouts[1].stacks_columns else tile[0],
         launchers(amax_kernel, measuring, [*map(transform_of, hadamards)], views=BITS, num_warps=4),
         cdiv(across, measuring[1]),
-        launchers(quantize_kernel, tile, operands, (READY,), views=views_of(*written), **options),
+        launchers(
+            quantize_kernel, tile, operands, (TILES_DONE,), views=views_of(*written), **options
+        ),
         cdiv(across, tile[1]),
     )
 
@@ -216,7 +222,7 @@ def _fields(requests: Requests | None, group: OperandGroup | None) -> tuple[Entr
 
 def _signs(requests: Requests) -> Entries:
     """Return the keys that signs are drawn from, or one for all."""
-    hadamard = requests.like.hadamard
+    hadamard = requests.template.hadamard
     if not requests.sign_keys:
         return signs_of(hadamard, 0)
     return [signs_of(hadamard, key) for key in requests.sign_keys]
@@ -225,7 +231,7 @@ def _signs(requests: Requests) -> Entries:
 def _arguments(group: OperandGroup | None, amax: Tensor | None) -> tuple:
     """Return a kernel's arguments for a side; keys and places are in the table."""
     if group is None:
-        return NOTHING
+        return NO_SIDE
     layout = group.layout
     columns = OF_THE_TABLE if layout.transposed else layout.operand.columns
     scales = None if group.places.scales is None else group.scales

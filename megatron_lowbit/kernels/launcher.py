@@ -77,9 +77,9 @@ class Launcher:
             given = list(arguments)
             for place, dtype in self._views.items():
                 given[place] = None if given[place] is None else given[place].view(dtype)
-            made = self._kernel[(programs,)](*given, *self._constants, **self._options)
-            if made is not None:  # Triton's interpreter compiles nothing
-                self._compiled[kinds] = self._by_address(made, arguments)
+            kernel = self._kernel[(programs,)](*given, *self._constants, **self._options)
+            if kernel is not None:  # Triton's interpreter compiles nothing
+                self._compiled[kinds] = self._by_address(kernel, arguments)
             return
         launch, stream, head, first, pointers, numbers = compiled
         given = first.copy()
@@ -89,14 +89,14 @@ class Launcher:
             given[place] = arguments[place]
         launch(programs, 1, 1, stream(), *head, *given)
 
-    def _by_address(self, made: Any, arguments: Sequence[Any]) -> _Compiled:
+    def _by_address(self, kernel: Any, arguments: Sequence[Any]) -> _Compiled:
         """Prepare launches of a kernel that Triton has compiled for these arguments."""
-        run, head = made.run, (made.packed_metadata, None, None, None)
+        run, head = kernel.run, (kernel.packed_metadata, None, None, None)
         if run.global_scratch_size or run.profile_scratch_size:
-            launch, head = run, (made.function, *head)  # which allocates that memory
+            launch, head = run, (kernel.function, *head)  # which allocates that memory
         else:
             options = run.launch_cooperative_grid, run.launch_pdl
-            launch, head = run.launch, (made.function, *options, None, None, *head)
+            launch, head = run.launch, (kernel.function, *options, None, None, *head)
         return _Compiled(
             launch,
             partial(torch._C._cuda_getCurrentRawStream, torch.cuda.current_device()),

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.kernels.tiles import load_raw
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics import mean_residual as reference
@@ -60,12 +60,12 @@ def residual_request(request: Request) -> Request:
     return replace(request, quantizer=replace(request.quantizer, splits_mean=False))
 
 
-def without_mean(operand: Values) -> Values:
+def without_mean(operand: ExactBF16) -> ExactBF16:
     """Return the numbers alone."""
-    return Values(operand.values, operand.tensor_scale)
+    return ExactBF16(operand.values, operand.tensor_scale)
 
 
-def add_means(product: Tensor, left: Values, right: Values) -> Tensor:
+def add_means(product: Tensor, left: ExactBF16, right: ExactBF16) -> Tensor:
     """Add what means contribute to the product (M, N) of two operands' numbers; return it."""
     if left.mean is not None:
         product += _product(left.mean, right)
@@ -76,7 +76,7 @@ def add_means(product: Tensor, left: Values, right: Values) -> Tensor:
     return product
 
 
-def _product(mean: Tensor, other: Values) -> Tensor:
+def _product(mean: Tensor, other: ExactBF16) -> Tensor:
     """Return a mean (1, K) or (M, 1) times the transpose of numbers (N, K): (1, N) or (M, N)."""
     if mean.shape[1] == 1:
         products = mean * other.values.sum(dim=1, dtype=torch.float32)

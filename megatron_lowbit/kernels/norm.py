@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_lowbit.kernels.elements import abs_bits, as_dtype, block_amax
-from megatron_lowbit.kernels.forms import Form
+from megatron_lowbit.kernels.elements import abs_bits, as_dtype, tile_block_amax
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import Values
-from megatron_lowbit.kernels.quantize import Side
+from megatron_lowbit.kernels.operands import ExactBF16
+from megatron_lowbit.kernels.quantize import QuantizeSpec
 from megatron_lowbit.kernels.quantize_tile import tile_side
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sides import allocator, filled, layout_of, taken_as
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import QuantizedTensor, Request
@@ -37,7 +37,7 @@ def normalize_quantize(
     gain: Tensor | None = None,
     amax: Tensor | None = None,
     out: QuantizedTensor | None = None,
-) -> tuple[QuantizedTensor | Values, Tensor]:
+) -> tuple[QuantizedTensor | ExactBF16, Tensor]:
     """Normalize x (R, C) and quantize it along its rows; return also the rows' FP32 factors (R, 1).
 
     What RMSNorm gives is rounded to x's dtype before it is quantized, as between two layers. Of a
@@ -48,9 +48,9 @@ def normalize_quantize(
     block = request.quantizer.format.block
     if request.quantizer.format.tensor_scaled and amax is None:
         amax = normalized_amax(x, norm, block, gain)
-    side, arguments, made = row_side(request, x, amax, form, out)
+    side, arguments, operand = row_side(request, x, amax, form, out)
     rho = _launch(x, norm, block, gain, None, arguments, side)
-    return made, rho
+    return operand, rho
 
 
 def normalized_amax(
@@ -67,9 +67,9 @@ def _launch(
     norm: MXNorm | RMSNorm,
     block: int,
     gain: Tensor | None,
-    most: Tensor | None,
+    amax_out: Tensor | None,
     arguments: tuple,
-    side: Side | None,
+    side: QuantizeSpec | None,
 ) -> Tensor:
     """Launch the kernel to quantize a side, or for the amax alone; return the rows' factors."""
     rows, columns = x.shape
@@ -79,7 +79,7 @@ def _launch(
     if p == _POST_ROUND.value:
         constant = rounded_table(block, x.device)
     norm_kernel[(cdiv(rows, height),)](
-        x, *x.stride(), rows, columns, gain, constant, eps, rho, most, *arguments,
+        x, *x.stride(), rows, columns, gain, constant, eps, rho, amax_out, *arguments,
         height, part, cdiv(columns, part), block, p, side,
         rows % height == 0 and columns % part == 0, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
@@ -104,18 +104,18 @@ def row_side(
     amax: Tensor | None,
     form: Form,
     out: QuantizedTensor | None = None,
-) -> tuple[Side, tuple, QuantizedTensor | Values]:
+) -> tuple[QuantizeSpec, tuple, QuantizedTensor | ExactBF16]:
     """Return the constexpr that quantizes rows like x's, a kernel's arguments, and what it fills.
 
     That is ``out``, or new where none is given.
     """
-    layout = layout_of(request.kind, form, *x.shape, False, points=False)
+    layout = layout_of(request.kind, form, *x.shape, False, lanes=False)
     output = allocator(layout, x.device)() if out is None else filled(out)
     codes, scales = (
         tensor if tensor is None or dtype is None else tensor.view(dtype)
         for tensor, dtype in zip((output.codes, output.scales), taken_as(layout), strict=True)
     )
-    return layout.side, (amax, codes, scales, output.tensor_scale), output.made
+    return layout.side, (amax, codes, scales, output.tensor_scale), output.operand
 
 
 def tile_of(columns: int, block: int) -> tuple[int, int]:
@@ -129,14 +129,14 @@ def tile_of(columns: int, block: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["constant", "eps"])
 def norm_kernel(
-    x, stride_r, stride_c, R, C, gain, constant, eps, rho_out, most_out,
+    x, stride_r, stride_c, R, C, gain, constant, eps, rho_out, amax_out,
     amax, codes, scales, tensor_scale,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Normalize TM rows, in PARTS of TN columns, and quantize them by S.
 
-    Without S the largest normalized magnitude, as FP32 bits, is maxed into ``most_out``.
+    Without S the largest normalized magnitude, as FP32 bits, is maxed into ``amax_out``.
     """
     # Always 0, in a form that says that loads are aligned.
     row0, col0 = tl.program_id(0) * TM, tl.program_id(1) * TN
@@ -146,7 +146,7 @@ def norm_kernel(
         parts = parts + (part,)
     gains = load_gain(gain, col0, C, TN, PARTS)
     finish_rows(
-        parts, row0, col0, R, C, gain, gains, constant, eps, None, rho_out, most_out, amax, codes,
+        parts, row0, col0, R, C, gain, gains, constant, eps, None, rho_out, amax_out, amax, codes,
         scales, tensor_scale, x.dtype.element_ty, TM, TN, PARTS, BLOCK, P, S, EVEN,
     )  # fmt: skip
 
@@ -164,7 +164,7 @@ def load_gain(gain, col0, C, TN: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def finish_rows(
-    parts, row0, col0, R, C, gain, gains, constant, eps, y, rho_out, most_out,
+    parts, row0, col0, R, C, gain, gains, constant, eps, y, rho_out, amax_out,
     amax, codes, scales, tensor_scale, DTYPE: tl.constexpr,
     TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     P: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr,
@@ -172,42 +172,42 @@ def finish_rows(
     """Normalize TM rows, ``parts`` [TM, TN] with zeros behind C, and store what is asked for.
 
     Into ``y`` the normalized rows, times ``gains`` where there is a ``gain``, in y's dtype; by S
-    their codes; into ``rho_out`` what they were multiplied by; into ``most_out`` the largest
+    their codes; into ``rho_out`` what they were multiplied by; into ``amax_out`` the largest
     magnitude's bits. What RMSNorm gives is rounded to DTYPE before all that.
     """
-    mosts = ()
+    block_amaxes = ()
     if gain is None:
         for i in tl.static_range(PARTS):
-            mosts = mosts + (block_amax(parts[i], TM, TN, 1, BLOCK),)
-    rho = inverse_rms(parts, mosts, C, constant, eps, TM, TN, PARTS, BLOCK, P)
+            block_amaxes = block_amaxes + (tile_block_amax(parts[i], TM, TN, 1, BLOCK),)
+    rho = inverse_rms(parts, block_amaxes, C, constant, eps, TM, TN, PARTS, BLOCK, P)
     r = row0 + tl.arange(0, TM)
     if rho_out is not None:
         tl.store(rho_out + r, rho, mask=r < R)
     bits = tl.zeros((TM,), tl.int32)
     if S is not None and S.row_scaled:
-        row_most = _row_most(parts, rho, gain, gains, DTYPE, TM, PARTS, P)
+        row_amax = _row_amax(parts, rho, gain, gains, DTYPE, TM, PARTS, P)
     for i in tl.static_range(PARTS):
         part = _normalized(parts, i, rho, gain, gains, DTYPE, P)
         if gain is None:
             # Rounding is monotonic: the largest of the products is the product of the largest.
-            most = mosts[i] * rho[:, None]
+            block_amax = block_amaxes[i] * rho[:, None]
             if P == _RMS:
-                most = as_dtype(most, DTYPE)
+                block_amax = as_dtype(block_amax, DTYPE)
         else:
-            most = block_amax(part, TM, TN, 1, BLOCK)
+            block_amax = tile_block_amax(part, TM, TN, 1, BLOCK)
         if y is not None:
             store_tile(y, as_dtype(part, y.dtype.element_ty), row0, col0 + i * TN, R, C, EVEN)
         if S is not None:
             if S.row_scaled:
-                most = row_most
+                block_amax = row_amax
             tile_side(
-                part, most, row0, col0 + i * TN, R, C, amax, codes, scales,
+                part, block_amax, row0, col0 + i * TN, R, C, amax, codes, scales,
                 tensor_scale, 0, None, None, 0, TM, TN, S, False, EVEN,
             )  # fmt: skip
-        if most_out is not None:
-            bits = tl.maximum(bits, tl.max(abs_bits(most), 1))
-    if most_out is not None:
-        tl.atomic_max(most_out, tl.max(tl.where(r < R, bits, 0), 0))
+        if amax_out is not None:
+            bits = tl.maximum(bits, tl.max(abs_bits(block_amax), 1))
+    if amax_out is not None:
+        tl.atomic_max(amax_out, tl.max(tl.where(r < R, bits, 0), 0))
 
 
 @triton.jit
@@ -222,7 +222,7 @@ def _normalized(parts, i: tl.constexpr, rho, gain, gains, DTYPE: tl.constexpr, P
 
 
 @triton.jit
-def _row_most(
+def _row_amax(
     parts, rho, gain, gains, DTYPE: tl.constexpr, TM: tl.constexpr, PARTS: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
@@ -236,21 +236,21 @@ def _row_most(
 
 @triton.jit
 def inverse_rms(
-    parts, mosts, C, constant, eps, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
+    parts, block_amaxes, C, constant, eps, TM: tl.constexpr, TN: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Return [TM], what rows of C columns are to be multiplied by.
 
-    ``parts`` are [TM, TN], zeros behind C, and ``mosts`` their blocks' largest magnitudes.
+    ``parts`` are [TM, TN], zeros behind C, and ``block_amaxes`` their blocks' largest magnitudes.
     """
     sums = ()
     for i in tl.static_range(PARTS):
         if P == _RMS:
             sums = sums + (grouped(parts[i] * parts[i], TM, TN, 0),)
         elif P == _POST_ROUND:
-            sums = sums + (_power_of_two_below(mosts[i]),)
+            sums = sums + (_power_of_two_below(block_amaxes[i]),)
         else:
-            sums = sums + (mosts[i] if P == 1 else mosts[i] * mosts[i],)
+            sums = sums + (block_amaxes[i] if P == 1 else block_amaxes[i] * block_amaxes[i],)
     summed = total(tree(sums, PARTS), TM)
     count = tl.zeros_like(summed) + (C if P == _RMS else C // BLOCK)
     mean = tl.div_rn(summed, count)

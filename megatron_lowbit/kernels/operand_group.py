@@ -10,21 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launcher import table_launcher
 from megatron_lowbit.kernels.operands import (
     DECODED_TILE,
+    ExactBF16,
     Transposed,
-    Values,
     decode_kernel,
     decoding_programs,
     elements_of,
     has_tensor_scale,
     transposed,
 )
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import OF_THE_TABLE, table_of
 from megatron_lowbit.kernels.sides import Layout, Memory, layout_of, memory_of, output_of
-from megatron_lowbit.kernels.split import Rows, looked_at
+from megatron_lowbit.kernels.split import Rows, as_matrix_list
 from megatron_lowbit.numerics import QuantizedTensor, Request
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tensor
 
@@ -46,9 +46,9 @@ class GroupLayout:
 
     def __init__(self, kind: Request, form: Form, across: int, transposed: bool) -> None:
         self.kind, self.form, self.across, self.transposed = kind, form, across, transposed
-        format, points = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
-        self.multiples = points, points if form is Form.VALUES else math.lcm(points, format.block)
-        is_fp8 = form is not Form.VALUES and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
+        format, lanes = kind.quantizer.format, 1 if kind.hadamard is None else kind.hadamard.size
+        self.multiples = lanes, lanes if form is Form.BF16 else math.lcm(lanes, format.block)
+        is_fp8 = form is not Form.BF16 and isinstance(self.of(_ALIGNMENT).stored, FP8Tensor)
         self.stacks_columns = transposed and is_fp8
         if self.stacks_columns:
             self.multiples = STACKED_TERMS, STACKED_TERMS
@@ -104,7 +104,7 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def places_of(layout: GroupLayout, rows: Rows) -> Places:
+def operand_offsets(layout: GroupLayout, rows: Rows) -> Places:
     """Return where operands of matrices of so many rows lie."""
     units = rows.in_units(layout.unit)
     has_scales = layout.scales is not None and math.prod(layout.scales.shape)
@@ -148,7 +148,7 @@ class OperandGroup:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, number: int) -> QuantizedTensor | Values:
+    def __getitem__(self, number: int) -> QuantizedTensor | ExactBF16:
         if number >= len(self):
             raise IndexError(number)
         whole, layout = self.layout, self.layout.of(int(self.rows.numbers[number]))
@@ -161,15 +161,15 @@ class OperandGroup:
             codes = _part(self.codes, first, whole.codes, memory)
         if self.scales is not None:
             scales = _part(self.scales, first, whole.scales, memory_of(layout)[1])
-        return output_of(layout)(codes, scales, self.tensor_scales[number]).made
+        return output_of(layout)(codes, scales, self.tensor_scales[number]).operand
 
-    def __iter__(self) -> Iterator[QuantizedTensor | Values]:
+    def __iter__(self) -> Iterator[QuantizedTensor | ExactBF16]:
         return (self[number] for number in range(len(self)))
 
     @property
     def places(self) -> Places:
         """Sizes and offsets of the operands."""
-        return places_of(self.layout, self.rows)
+        return operand_offsets(self.layout, self.rows)
 
     @property
     def code_addresses(self) -> np.ndarray:
@@ -197,24 +197,24 @@ class TransposedGroup:
     def __len__(self) -> int:
         return len(self.of)
 
-    def __getitem__(self, number: int) -> Transposed | Values:
+    def __getitem__(self, number: int) -> Transposed | ExactBF16:
         return transposed(self.of[number])
 
-    def __iter__(self) -> Iterator[Transposed | Values]:
+    def __iter__(self) -> Iterator[Transposed | ExactBF16]:
         return (self[number] for number in range(len(self)))
 
 
-def one_to_look_at(operands: Sequence[Any]) -> Any:
+def representative_operand(operands: Sequence[Any]) -> Any:
     """Return an operand of the kind that all are; of codes in a group their format."""
     group = operands.of if isinstance(operands, TransposedGroup) else operands
     if not isinstance(group, OperandGroup):
         return operands[0]
-    return Values(group.codes, None) if group.layout.values else group.layout.format
+    return ExactBF16(group.codes, None) if group.layout.values else group.layout.format
 
 
 def allocate(layout: GroupLayout, rows: Rows, tensor_scales: Tensor) -> OperandGroup:
     """Allocate the operands of matrices of so many rows; tensor scales are there."""
-    units, device = places_of(layout, rows).units, tensor_scales.device
+    units, device = operand_offsets(layout, rows).units, tensor_scales.device
     codes, scales = (
         None
         if memory is None
@@ -234,7 +234,7 @@ class Matrices(NamedTuple):
     and steps are multiples of 16 bytes. ``stack``: where they are parts of one matrix, ``like``.
     """
 
-    like: Tensor
+    template: Tensor
     addresses: np.ndarray
     rows: np.ndarray
     terms: np.ndarray
@@ -253,8 +253,8 @@ class Matrices(NamedTuple):
 def matrices_of(operands: OperandGroup | Sequence[Tensor]) -> Matrices:
     """Return operands as matrices: FP8 codes, exact BF16 numbers, or BF16 tensors themselves."""
     if not isinstance(operands, OperandGroup):
-        known = looked_at(operands)
-        first, rows, count = known.like, known.rows.numbers, len(known)
+        known = as_matrix_list(operands)
+        first, rows, count = known.template, known.rows.numbers, len(known)
         by_rows = first.stride(1) == 1
         if by_rows:
             step, terms = first.stride(0), np.full(count, first.shape[1])

@@ -14,8 +14,8 @@ from megatron_lowbit.kernels.elements import (
     bf16_values,
     code_values,
     encode,
-    on_grid,
     over_block,
+    round_nearest,
 )
 from megatron_lowbit.kernels.launcher import Launcher, cdiv
 from megatron_lowbit.kernels.sections import FIRST_TILE, ROWS, X, entry, pointer, section_of
@@ -23,7 +23,7 @@ from megatron_lowbit.kernels.tiles import store_tile
 from megatron_lowbit.numerics import QuantizedTensor
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import FP8Tile
-from megatron_lowbit.numerics.folding import lift
+from megatron_lowbit.numerics.folding import fold_scale
 from megatron_lowbit.numerics.formats import ElementFormat
 
 COLUMNS, SCALES, VALUES = (tl.constexpr(i) for i in range(3, 6))
@@ -34,7 +34,7 @@ DECODED_TILE = 16, 256
 
 
 @dataclass(frozen=True)
-class Values:
+class ExactBF16:
     """An operand as BF16 numbers (R, K), any strides: times ``tensor_scale`` they are exact.
 
     ``tensor_scale`` is an FP32 scalar, or None for 1. ``mean``, FP32, is what was split off: (1, K)
@@ -45,10 +45,10 @@ class Values:
     tensor_scale: Tensor | None
     mean: Tensor | None = None
 
-    def t(self) -> "Values":
+    def t(self) -> "ExactBF16":
         """Return the transpose, in the same memory."""
         mean = None if self.mean is None else self.mean.t()
-        return Values(self.values.t(), self.tensor_scale, mean)
+        return ExactBF16(self.values.t(), self.tensor_scale, mean)
 
     def dequantize(self) -> Tensor:
         """Return the FP32 values."""
@@ -64,25 +64,25 @@ class Transposed:
     of: QuantizedTensor
 
 
-def transposed(operand: QuantizedTensor | Values) -> Transposed | Values:
+def transposed(operand: QuantizedTensor | ExactBF16) -> Transposed | ExactBF16:
     """Return the transpose of an operand in square blocks, in the same memory."""
-    return operand.t() if isinstance(operand, Values) else Transposed(operand)
+    return operand.t() if isinstance(operand, ExactBF16) else Transposed(operand)
 
 
-def is_exact(operand: Tensor | QuantizedTensor | Transposed | Values) -> bool:
+def is_exact(operand: Tensor | QuantizedTensor | Transposed | ExactBF16) -> bool:
     """Return True for BF16 numbers, and for codes that :func:`exact_values` decodes exactly."""
     if isinstance(operand, Tensor):
         return operand.dtype is torch.bfloat16
     if isinstance(operand, Transposed):
         return operand.of.format.exact_in_bf16
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         return True
     return operand.format.exact_in_bf16
 
 
-def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
+def exact_values(operand: QuantizedTensor | Transposed | ExactBF16) -> ExactBF16:
     """Decode codes and scales of at most 4 significant bits each to BF16 numbers."""
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         return operand
     if isinstance(operand, Transposed):
         return exact_values(operand.of).t()
@@ -92,7 +92,7 @@ def exact_values(operand: QuantizedTensor | Transposed | Values) -> Values:
         values = operand.codes.to(torch.bfloat16)[:, : operand.shape[-1]]
     scale = operand.tensor_scale if has_tensor_scale(operand.format) else None
     mean = None if operand.mean is None else operand.mean[None]
-    return Values(values, scale, mean)
+    return ExactBF16(values, scale, mean)
 
 
 def rounded_values(operand: QuantizedTensor) -> Tensor:
@@ -172,11 +172,11 @@ def _launch(
 def _decode_launcher(
     rows: int, columns: int, format: BlockFormat, target: BlockFormat | None, device: torch.device
 ) -> Launcher:
-    folded, raised = None, 0
+    folded, log2_scale = None, 0
     if target is not None:
-        folded, raised = element(target.element), int(math.log2(lift(format, target)))
+        folded, log2_scale = element(target.element), int(math.log2(fold_scale(format, target)))
     even = rows % DECODED_TILE[0] == 0 and columns % DECODED_TILE[1] == 0
-    constants = (*DECODED_TILE, *elements_of(format), folded, raised, even, 0)
+    constants = (*DECODED_TILE, *elements_of(format), folded, log2_scale, even, 0)
     programs = decoding_programs(rows, columns)
     options = {"num_warps": 4, "enable_fp_fusion": False}
     return Launcher(decode_kernel, programs, constants, varying=(0, 1, 3, 4, 5, 6), **options)
@@ -218,17 +218,19 @@ def element(format: ElementFormat) -> Element:
 def decode_kernel(
     codes, scales, out, largest, tensor_scale, out_scale, inexact, R, K, table,
     TM: tl.constexpr, TN: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, SCALE: tl.constexpr,
-    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, RAISED: tl.constexpr, EVEN: tl.constexpr,
+    MULTIPLIES: tl.constexpr, TARGET: tl.constexpr, LOG2_FOLD_SCALE: tl.constexpr, EVEN:
+    tl.constexpr,
     COUNT: tl.constexpr,
 ):  # fmt: skip
     """Decode codes (R, K) with scales (R, K // BLOCK) to BF16, or fold them to TARGET.
 
     With a ``tensor_scale`` numbers are rounded to BF16, scales first if it MULTIPLIES them. SCALE
     is the scales' element format, None for E8M0. ``largest`` is the E8M0 byte that E8M0 scales are
-    divided by, and ``out_scale`` what folded codes are multiplied by. RAISED is the logarithm of
-    the lift. A ``table`` (see ``sections.py``) has operands to decode in place of one.
+    divided by, and ``out_scale`` what folded codes are multiplied by. LOG2_FOLD_SCALE is the
+    logarithm of the fold scale. A ``table`` (see ``sections.py``) has operands to decode in place
+    of one.
     """
-    LOWERED: tl.constexpr = 2.0**-RAISED
+    INVERSE_FOLD_SCALE: tl.constexpr = 2.0**-LOG2_FOLD_SCALE
     tile = tl.program_id(0)
     if table is not None:
         section = section_of(table, tile, DECODE_FIELDS, COUNT)
@@ -261,19 +263,19 @@ def decode_kernel(
     else:
         top = 1.0
         if SCALE is None:
-            most = tl.load(largest).to(tl.int32)
-            top = _power(most)
+            largest_byte = tl.load(largest).to(tl.int32)
+            top = _power(largest_byte)
             # Only tiles of zeros have a larger scale.
-            shift = tl.minimum(stored - most, 0)
-            scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + RAISED))
+            shift = tl.minimum(stored - largest_byte, 0)
+            scale = tl.where(stored == 255, float("nan"), _power(shift + 127 + LOG2_FOLD_SCALE))
         else:
-            scale = _decode(stored, SCALE) * (1.0 / LOWERED)
+            scale = _decode(stored, SCALE) * (1.0 / INVERSE_FOLD_SCALE)
         if tl.program_id(0) == 0:
-            tl.store(out_scale, top * LOWERED * tl.load(tensor_scale))
+            tl.store(out_scale, top * INVERSE_FOLD_SCALE * tl.load(tensor_scale))
         value = _decode(code, E) * over_block(scale, TM, TN, 1, BLOCK)
         store_tile(out, encode(value, value, TARGET, False), row0, col0, R, K, EVEN)
         if inexact is not None:
-            lost = (on_grid(value, TARGET) != tl.abs(value)) & (value == value)
+            lost = (round_nearest(value, TARGET) != tl.abs(value)) & (value == value)
             tl.atomic_add(inexact, tl.sum(tl.sum(lost.to(tl.int32), 1), 0).to(tl.int64))
 
 

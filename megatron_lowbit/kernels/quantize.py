@@ -1,6 +1,6 @@
 """Quantization on a GPU: a matrix and its transpose in one pass, bit for bit as ``numerics/`` says.
 
-A program takes a tile of the matrix. A side with blocks is computed on points (see ``tiles.py``):
+A program takes a tile of the matrix. A side with blocks is computed on lanes (see ``tiles.py``):
 the amaxes of up to 64 neighbours, butterflies and random bits then stay within a thread. Sides
 without blocks and longer transforms are computed on the tile as one tensor.
 """
@@ -11,10 +11,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from megatron_lowbit.kernels.delayed import note_amax
+from megatron_lowbit.kernels.delayed import atomic_amax
 from megatron_lowbit.kernels.elements import Element
 from megatron_lowbit.kernels.hadamard import Transform
-from megatron_lowbit.kernels.quantize_points import points_side
+from megatron_lowbit.kernels.quantize_lanes import lanes_side
 from megatron_lowbit.kernels.quantize_tile import tile_side
 from megatron_lowbit.kernels.random_words import key_of
 from megatron_lowbit.kernels.sections import (
@@ -35,19 +35,19 @@ from megatron_lowbit.kernels.sections import (
     pointer,
     section_of,
 )
-from megatron_lowbit.kernels.tiles import load_column_points, load_row_points, load_tile
+from megatron_lowbit.kernels.tiles import load_column_lanes, load_row_lanes, load_tile
 
 
-class Side(NamedTuple):
+class QuantizeSpec(NamedTuple):
     """Quantization of one side, as a constexpr.
 
     ``scales`` is a function of ``scales.py``, or, where ``from_numbers``, of ``block_codes.py``.
     ``block`` is 1 for a format without block scales; one that is ``row_scaled`` has the scale of a
-    row from the row's amax in its place. ``points``: the neighbours that make a group;
+    row from the row's amax in its place. ``lanes``: the neighbours that make a group;
     0 for a tile as one tensor. ``values``: write BF16 elements times block scales, in the matrix's
     own layout on both sides, in place of codes and scales. ``fold``: write codes of this element,
-    folded with the factor ``lift`` (``numerics/folding.py``), and no block scales; ``bound`` times
-    the amax is a number that no element exceeds.
+    folded with the factor ``fold_scale`` (``numerics/folding.py``), and no block scales; ``bound``
+    times the amax is a number that no element exceeds.
     """
 
     scales: Callable
@@ -61,16 +61,16 @@ class Side(NamedTuple):
     options: tuple
     stochastic: bool
     transform: Transform | None
-    points: int
+    lanes: int
     values: bool
     fold: Element | None
-    lift: float
+    fold_scale: float
     bound: float
 
 
 @triton.jit(do_not_specialize=["r_key", "r_signs", "c_key", "c_signs"])
 def quantize_kernel(
-    x, stride_r, stride_c, R, C, own, table, ready,
+    x, stride_r, stride_c, R, C, current_amax, table, tiles_done,
     r_columns, r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
     c_columns, c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
     TM: tl.constexpr, TN: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, EVEN: tl.constexpr,
@@ -80,14 +80,14 @@ def quantize_kernel(
 
     ``columns`` is the length of a row of codes in elements: whole blocks and transforms. ``rows``
     and ``groups`` are global numbers for the random bits, or None as ``amax`` is where unused; that
-    is the tensor's, or of each row. ``own`` takes x's amax where scaling is delayed, else None.
-    Keys and signs are int64, or in memory. Tiles are TM x TN; with EVEN they cover x exactly.
+    is the tensor's, or of each row. ``current_amax`` takes x's amax where scaling is delayed, else
+    None. Keys and signs are int64, or in memory. Tiles are TM x TN; with EVEN they cover x exactly.
 
     A ``table`` in COUNT columns (see ``sections.py``) has matrices to quantize in place of x. Of
     the arguments that it replaces, pointers tell the dtype; amaxes and tensor scales are arrays.
-    With ``ready``, zeroed counts of each matrix's tiles, amaxes are zeroed as well, and those of
-    the matrices as they are: programs take them, and all of a matrix wait for each other, so that
-    they must run at the same time.
+    With ``tiles_done``, zeroed counts of each matrix's tiles, amaxes are zeroed as well, and those
+    of the matrices as they are: programs take them, and all of a matrix wait for each other, so
+    that they must run at the same time.
     """
     tiles = tl.cdiv(C, TN)
     tile = tl.program_id(0) // tiles
@@ -121,22 +121,22 @@ def quantize_kernel(
             if c_amax is not None:
                 c_amax += section
     row0 = tile * TM
-    if ready is not None:
-        _note_together(
+    if tiles_done is not None:
+        _grid_amax(
             c_amax if r_amax is None else r_amax,
             load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN),
-            ready + section, row0 < R, tl.cdiv(R, TM) * tiles,
+            tiles_done + section, row0 < R, tl.cdiv(R, TM) * tiles,
         )  # fmt: skip
-    if own is not None:
-        note_amax(own, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
+    if current_amax is not None:
+        atomic_amax(current_amax, load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN))
     if ROW is not None:
         r_key = key_of(r_key)
-        if ROW.points > 0:
-            P: tl.constexpr = ROW.points
-            points = load_row_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
+        if ROW.lanes > 0:
+            P: tl.constexpr = ROW.lanes
+            lanes = load_row_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, P, EVEN)
             place = tl.arange(0, TM * TN // P)
-            points_side(
-                points, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
+            lanes_side(
+                lanes, row0 + place // (TN // P), col0 // P + place % (TN // P), R, r_columns,
                 r_amax, r_codes, r_scales, r_tensor_scale, r_key, r_rows, r_groups, r_signs,
                 first_program, TN // P, ROW, False, EVEN,
             )  # fmt: skip
@@ -144,16 +144,17 @@ def quantize_kernel(
             values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
                 values, None, row0, col0, R, r_columns, r_amax, r_codes, r_scales, r_tensor_scale,
-                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN, own, first_program,
+                r_key, r_rows, r_groups, r_signs, TM, TN, ROW, False, EVEN, current_amax,
+                first_program,
             )  # fmt: skip
     if COL is not None:
         c_key = key_of(c_key)
-        if COL.points > 0:
-            Q: tl.constexpr = COL.points
-            points = load_column_points(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
+        if COL.lanes > 0:
+            Q: tl.constexpr = COL.lanes
+            lanes = load_column_lanes(x, stride_r, stride_c, row0, col0, R, C, TM, TN, Q, EVEN)
             place = tl.arange(0, TM // Q * TN)
-            points_side(
-                points, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
+            lanes_side(
+                lanes, col0 + place % TN, row0 // Q + place // TN, C, c_columns,
                 c_amax, c_codes, c_scales, c_tensor_scale, c_key, c_rows, c_groups, c_signs,
                 first_program, TN, COL, True, EVEN,
             )  # fmt: skip
@@ -161,19 +162,19 @@ def quantize_kernel(
             values = load_tile(x, stride_r, stride_c, row0, col0, R, C, TM, TN, EVEN)
             tile_side(
                 tl.trans(values), None, col0, row0, C, c_columns, c_amax, c_codes, c_scales,
-                c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN, own,
-                first_program,
+                c_tensor_scale, c_key, c_rows, c_groups, c_signs, TN, TM, COL, True, EVEN,
+                current_amax, first_program,
             )  # fmt: skip
 
 
 @triton.jit
-def _note_together(amax, values, ready, counts, tiles):
+def _grid_amax(amax, values, tiles_done, counts, tiles):
     """Raise a matrix's amax by a tile that ``counts``; return when all its ``tiles`` have done so.
 
-    ``ready`` is the number of those that have.
+    ``tiles_done`` is the number of those that have.
     """
     if counts:
-        note_amax(amax.to(tl.pointer_type(tl.int32), bitcast=True), values)
-        tl.atomic_add(ready, 1)
-    while tl.atomic_add(ready, 0, sem="acquire") < tiles:
+        atomic_amax(amax.to(tl.pointer_type(tl.int32), bitcast=True), values)
+        tl.atomic_add(tiles_done, 1)
+    while tl.atomic_add(tiles_done, 0, sem="acquire") < tiles:
         pass

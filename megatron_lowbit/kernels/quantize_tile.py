@@ -5,15 +5,15 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.delayed import delayed_amax
 from megatron_lowbit.kernels.elements import (
-    block_amax,
     encode,
     exact_bf16,
     over_block,
     over_rows,
     rounded,
+    tile_block_amax,
 )
 from megatron_lowbit.kernels.hadamard import transform_tile
-from megatron_lowbit.kernels.quantize_points import quantize_block
+from megatron_lowbit.kernels.quantize_lanes import quantize_block
 from megatron_lowbit.kernels.random_words import number, random_tile
 from megatron_lowbit.kernels.scales import fold_scales
 from megatron_lowbit.kernels.tiles import apart, store_tile
@@ -21,14 +21,16 @@ from megatron_lowbit.kernels.tiles import apart, store_tile
 
 @triton.jit
 def tile_side(
-    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups, signs,
+    x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+    signs,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr, own=None, first_program=0,
+    EVEN: tl.constexpr, current_amax=None, first_program=0,
 ):  # fmt: skip
     """Quantize a tile [A, B] of x, or of its TRANSPOSED, which has R rows.
 
-    ``most`` are its blocks' or rows' largest magnitudes, where they are known. ``own`` is the
-    tensor's amax for a scale a tensor that is delayed; ``first_program`` writes the tensor scale.
+    ``block_amax`` are its blocks' or rows' largest magnitudes, where they are known.
+    ``current_amax`` is the tensor's amax for a scale a tensor that is delayed; ``first_program``
+    writes the tensor scale.
     """
     H: tl.constexpr = S.transform
     if S.transform is not None:
@@ -40,8 +42,8 @@ def tile_side(
         )  # fmt: skip
     else:
         _whole_tile(
-            x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
-            A, B, S, TRANSPOSED, EVEN, own, first_program,
+            x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows,
+            groups, A, B, S, TRANSPOSED, EVEN, current_amax, first_program,
         )  # fmt: skip
 
 
@@ -51,7 +53,7 @@ def _split_tile(
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
     EVEN: tl.constexpr, first_program,
 ):  # fmt: skip
-    """Quantize a tile that was transformed on the points of its blocks."""
+    """Quantize a tile that was transformed on the lanes of its blocks."""
     BLOCK: tl.constexpr = S.block
     N: tl.constexpr = A * B // BLOCK
     WIDE: tl.constexpr = A if TRANSPOSED else B // BLOCK
@@ -61,22 +63,22 @@ def _split_tile(
     if TRANSPOSED:
         groups_of_rows = tl.permute(groups_of_rows, (1, 0, 2))
         r, group = group, r
-    points = apart(tl.reshape(groups_of_rows, (N, BLOCK)), BLOCK)
+    lanes = apart(tl.reshape(groups_of_rows, (N, BLOCK)), BLOCK)
     if not S.values:
         codes = codes.to(tl.pointer_type(tl.int32), bitcast=True)
     amax = tl.load(amax) if amax is not None else 0.0
     r += row0
     quantize_block(
-        points, col0 + group * BLOCK, r, 0, number(rows, r, R), R, columns, amax, codes, scales,
+        lanes, col0 + group * BLOCK, r, 0, number(rows, r, R), R, columns, amax, codes, scales,
         tensor_scale, key, groups, first_program, WIDE, S, TRANSPOSED, EVEN,
     )  # fmt: skip
 
 
 @triton.jit
 def _whole_tile(
-    x, most, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
+    x, block_amax, row0, col0, R, columns, amax, codes, scales, tensor_scale, key, rows, groups,
     A: tl.constexpr, B: tl.constexpr, S: tl.constexpr, TRANSPOSED: tl.constexpr,
-    EVEN: tl.constexpr, own, first_program,
+    EVEN: tl.constexpr, current_amax, first_program,
 ):  # fmt: skip
     """Quantize a tile that was transformed as one tensor."""
     SCALES: tl.constexpr = S.scales
@@ -91,18 +93,18 @@ def _whole_tile(
         random = random_tile(key, row_numbers, group_numbers, A, B, BITS)
     if S.row_scaled:
         r = row0 + tl.arange(0, A)
-        if most is None:
-            most = tl.load(amax + r, mask=r < R, other=0.0)
-        stored, factor, scale, decode = SCALES(most, most, E, OPTIONS)
+        if block_amax is None:
+            block_amax = tl.load(amax + r, mask=r < R, other=0.0)
+        stored, factor, scale, decode = SCALES(block_amax, block_amax, E, OPTIONS)
         x = x * factor[:, None]
         # The tiles of a row have the same; the first writes it.
         if col0 == 0:
             tl.store(scales + r, stored, mask=r < R)
     elif S.block > 1:
         amax = tl.load(amax) * S.bound if amax is not None else 0.0
-        if most is None:
-            most = block_amax(x, A, B, S.block_rows, S.block)
-        stored, factor, scale, decode = SCALES(most, amax, E, OPTIONS)
+        if block_amax is None:
+            block_amax = tile_block_amax(x, A, B, S.block_rows, S.block)
+        stored, factor, scale, decode = SCALES(block_amax, amax, E, OPTIONS)
         x = x * over_block(factor, A, B, S.block_rows, S.block)
         if S.fold is not None:
             scale, decode = fold_scales(scale, decode, amax, S)
@@ -124,7 +126,7 @@ def _whole_tile(
             store_tile(scales, stored, row0 // step, col0 // S.block, tl.cdiv(R, step),
                        columns // S.block, EVEN)  # fmt: skip
     else:
-        amax = tl.load(amax) if own is None else delayed_amax(amax, own)
+        amax = tl.load(amax) if current_amax is None else delayed_amax(amax, current_amax)
         _, factor, scale, decode = SCALES(amax, amax, E, OPTIONS)
         x = x * factor
     if not S.values and S.fold is None:

@@ -5,17 +5,29 @@ The first route that takes both formats on a device is the pair's; ``gemm.py`` c
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.block_format import BlockFormat
 from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.fp8_row import FP8Row
 from megatron_lowbit.numerics.formats import E5M2
+
+
+class Form(Enum):
+    """Form in which a quantized operand is written. The value is the bits of an element."""
+
+    CODES = 0
+    """Codes and scales of its format, which says how many bits they take."""
+    BF16 = 16
+    """Exact BF16 numbers, with a scale a tensor."""
+    FOLDED = 8
+    """FP8 with a scale a tensor (``numerics/folding.py``)."""
+
 
 Format = BlockFormat | None
 """A format, or None for an operand in BF16."""
@@ -82,7 +94,7 @@ ROWS = Route("FP8 rows", "FP8 tensor cores' sums, promoted", _takes_rows)
 FOLDED = Route(
     "folded to FP8 tensors", "FP8 tensor cores' sums, promoted", _takes_folded, Form.FOLDED
 )
-EXACT = Route("exact BF16", "FP32", _takes_exact, Form.VALUES)
+EXACT = Route("exact BF16", "FP32", _takes_exact, Form.BF16)
 DEQUANTIZED = Route("dequantized to FP32", "FP32", lambda *_: True)
 
 
@@ -150,7 +162,7 @@ def forms_of(
     if same and row is not None:
         col = row.of_transpose.kind
         first, second = (_form(kind, dtype, capability) for kind in (row, col))
-        if first is second is Form.VALUES:
+        if first is second is Form.BF16:
             form = written_form(row, dtype, capability)
             return Forms(form, form, True)
     return Forms(written_form(row, dtype, capability), written_form(col, dtype, capability), False)

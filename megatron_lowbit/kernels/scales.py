@@ -16,7 +16,7 @@ from megatron_lowbit.kernels.elements import (
     abs_bits,
     fold_ratio,
     magnitude_codes,
-    on_grid,
+    round_nearest,
 )
 
 FLT_MAX = tl.constexpr(3.4028234663852886e38)
@@ -76,7 +76,7 @@ def finite_or_nan(scale, amax):
 
 
 @triton.jit
-def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+def nvfp4_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E4M3 codes, 1 / (scale * tensor scale), scales, tensor scale.
 
     OPTIONS: ScaleOptions.
@@ -84,14 +84,14 @@ def nvfp4_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     E4M3: tl.constexpr = OPTIONS.element
     s_enc, s_dec = encode_scale(amax, OPTIONS.top)
     if OPTIONS.divisor > 0.0:
-        base = tl.div_rn(most, tl.zeros_like(most) + OPTIONS.divisor) * s_enc
+        base = tl.div_rn(block_amax, tl.zeros_like(block_amax) + OPTIONS.divisor) * s_enc
     else:
-        base = most * (s_enc * SIXTH)
-    scale = finite_or_nan(base, most)
+        base = block_amax * (s_enc * SIXTH)
+    scale = finite_or_nan(base, block_amax)
     if OPTIONS.rounding:
         value = _foldable(scale, OPTIONS.rounding == 2)
     else:
-        value = on_grid(scale, E4M3)
+        value = round_nearest(scale, E4M3)
     code, value = scale_code(value, scale, E4M3)
     return code, quotient(1.0, value * s_dec), value, s_dec
 
@@ -132,7 +132,7 @@ def _foldable(scale, UP: tl.constexpr):
 
 
 @triton.jit
-def ue5m3_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+def ue5m3_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return UE5M3 bytes (int32), 1 / (scale * tensor scale), scales, tensor scale.
 
     OPTIONS: ScaleOptions.
@@ -141,23 +141,23 @@ def ue5m3_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     s_enc, s_dec = 1.0, 1.0
     if OPTIONS.top > 0.0:
         s_enc, s_dec = encode_scale(amax, OPTIONS.top)
-    scale = finite_or_nan(most * (s_enc * SIXTH), most)
-    code, value = scale_code(on_grid(scale, UE5M3), scale, UE5M3)
+    scale = finite_or_nan(block_amax * (s_enc * SIXTH), block_amax)
+    code, value = scale_code(round_nearest(scale, UE5M3), scale, UE5M3)
     return code, quotient(1.0, value * s_dec), value, s_dec
 
 
 @triton.jit
-def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+def mx_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return E8M0 bytes (int32), their reciprocals (times 3/4), powers of two, 1 or 4/3.
 
     OPTIONS: (rounding of the scale, three quarters, exponent of the largest magnitude).
     """
     if OPTIONS[0] == RCEIL:
-        ratio = tl.div_rn(most, tl.zeros_like(most) + E.max)
+        ratio = tl.div_rn(block_amax, tl.zeros_like(block_amax) + E.max)
         bits = ratio.to(tl.int32, bitcast=True)
         byte = tl.where(bits <= (1 << 22), 0, (bits + 0x7FFFFF) >> 23)
     else:
-        bits = most.to(tl.int32, bitcast=True)
+        bits = block_amax.to(tl.int32, bitcast=True)
         if OPTIONS[0] == EVEN:
             bits += 1 << (22 - E.mantissa_bits)
         elif OPTIONS[0] == CEIL:
@@ -166,10 +166,10 @@ def mx_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     byte = tl.minimum(tl.maximum(byte, 0), 254)
     # Exponent fields; 2**-127 is subnormal.
     inverse = tl.where(byte == 254, 1 << 22, (254 - byte) << 23)
-    factor = finite_or_nan(inverse.to(tl.float32, bitcast=True), most)
+    factor = finite_or_nan(inverse.to(tl.float32, bitcast=True), block_amax)
     power = tl.where(byte == 0, 1 << 22, byte << 23).to(tl.float32, bitcast=True)
-    power = finite_or_nan(power, most)
-    byte = tl.where(most <= FLT_MAX, byte, 255)
+    power = finite_or_nan(power, block_amax)
+    byte = tl.where(block_amax <= FLT_MAX, byte, 255)
     if OPTIONS[1]:
         return byte, factor * 0.75, power, FOUR_THIRDS
     else:
@@ -202,23 +202,23 @@ def _inverse(scale, POW2: tl.constexpr):
 
 
 @triton.jit
-def fp8_tile_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+def fp8_tile_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return decode, encode and decode scales in FP32, and 1. OPTIONS: (power-of-two scales,)."""
-    scale = _fp8_scale(most, E, OPTIONS[0])
+    scale = _fp8_scale(block_amax, E, OPTIONS[0])
     decode = _inverse(scale, OPTIONS[0])
     return decode, scale, decode, 1.0
 
 
 @triton.jit
-def fp8_row_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+def fp8_row_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return decode scales of rows, their reciprocals (0 of 0), the scales, 1. OPTIONS: unused."""
-    scale = finite_or_nan(tl.div_rn(most, tl.zeros_like(most) + E.max), most)
+    scale = finite_or_nan(tl.div_rn(block_amax, tl.zeros_like(block_amax) + E.max), block_amax)
     factor = tl.where(scale == 0.0, 0.0, quotient(1.0, scale))
     return scale, factor, scale, 1.0
 
 
 @triton.jit
-def fp8_tensor_scales(most, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
+def fp8_tensor_scales(block_amax, amax, E: tl.constexpr, OPTIONS: tl.constexpr):
     """Return 1, the encode scale, 1, the decode scale. OPTIONS: (power-of-two scales,)."""
     scale = _fp8_scale(amax, E, OPTIONS[0])
     return 1.0, scale, 1.0, _inverse(scale, OPTIONS[0])
@@ -230,11 +230,11 @@ def fold_scales(scale, decode, amax, S: tl.constexpr):
     SCALES: tl.constexpr = S.scales
     E: tl.constexpr = S.element
     OPTIONS: tl.constexpr = S.options
-    LIFT: tl.constexpr = S.lift
+    FOLD_SCALE: tl.constexpr = S.fold_scale
     if S.tensor_scaled:
-        return scale * LIFT, decode * (1.0 / LIFT)
+        return scale * FOLD_SCALE, decode * (1.0 / FOLD_SCALE)
     else:
         amax = amax + tl.zeros((1,), tl.float32)
         _, _, top, _ = SCALES(amax, amax, E, OPTIONS)
         top = tl.sum(top, 0)
-        return fold_ratio(scale, top) * LIFT, top * (1.0 / LIFT) * decode
+        return fold_ratio(scale, top) * FOLD_SCALE, top * (1.0 / FOLD_SCALE) * decode

@@ -43,11 +43,11 @@ def table_of(
     tiles: np.ndarray,
     fields: Sequence[np.ndarray | Sequence[int] | int],
     device: torch.device,
-    ahead: Sequence[int] | np.ndarray = (),
+    header: Sequence[int] | np.ndarray = (),
 ) -> Table:
     """Return the table of matrices: their first tiles, and what else ``fields`` say.
 
-    ``tiles`` are the numbers of their tiles; numbers ``ahead`` come before the list of tiles.
+    ``tiles`` are the numbers of their tiles; numbers ``header`` come before the list of tiles.
     Columns are a power of two, so that few numbers of matrices are compiled: how many experts there
     are differs from rank to rank and model to model.
 
@@ -58,7 +58,7 @@ def table_of(
     matrices, all_tiles = len(tiles), int(ends[-1])
     count = columns_for(matrices)
     size = (1 + len(fields)) * count
-    begin = size + len(ahead)
+    begin = size + len(header)
     words = begin + cdiv(all_tiles, 4)
     table = torch.empty(words, dtype=torch.int64, pin_memory=device.type == "cuda")
     numbers = table.numpy()
@@ -66,7 +66,7 @@ def table_of(
     entries[0] = ends - tiles
     for row, field in enumerate(fields, 1):
         entries[row] = field
-    numbers[size:begin] = ahead
+    numbers[size:begin] = header
     numbers[begin:].view(np.int16)[:all_tiles] = np.repeat(_numbers(matrices), tiles)
     return Table(_uploaded(table, device), count, all_tiles)
 
@@ -104,12 +104,12 @@ def _numbers(count: int) -> np.ndarray:
 
 
 @triton.jit
-def section_of(table, tile, FIELDS: tl.constexpr, COUNT: tl.constexpr, ahead=0):
+def section_of(table, tile, FIELDS: tl.constexpr, COUNT: tl.constexpr, header=0):
     """Return the number of the matrix that has a tile, int32.
 
-    It is read behind the FIELDS rows of the table and what comes ``ahead`` of the list of tiles.
+    It is read behind the FIELDS rows of the table and what comes ``header`` of the list of tiles.
     """
-    tiles = (table + FIELDS * COUNT + ahead).to(tl.pointer_type(tl.int16))
+    tiles = (table + FIELDS * COUNT + header).to(tl.pointer_type(tl.int16))
     return tl.load(tiles + tile).to(tl.int32)
 
 
@@ -120,10 +120,10 @@ def entry(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def pointer(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr, like):
-    """Return an entry, a multiple of 16, as a pointer to what ``like`` points to.
+def pointer(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr, template):
+    """Return an entry, a multiple of 16, as a pointer to what ``like`` lanes to.
 
     Where Triton does not know of the alignment, it reads and writes element by element.
     """
     address = tl.multiple_of(entry(table, section, FIELD, COUNT), 16)
-    return tl.multiple_of(address.to(tl.pointer_type(like.dtype.element_ty)), 16)
+    return tl.multiple_of(address.to(tl.pointer_type(template.dtype.element_ty)), 16)

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.hadamard import (
     DRAWN_SIGNS,
     FIXED_SIGNS,
-    MAX_POINTS,
+    MAX_LANES,
     NO_SIGNS,
     Transform,
 )
 from megatron_lowbit.kernels.launcher import cdiv
-from megatron_lowbit.kernels.operands import Values, element, has_tensor_scale
-from megatron_lowbit.kernels.quantize import Side
+from megatron_lowbit.kernels.operands import ExactBF16, element, has_tensor_scale
+from megatron_lowbit.kernels.quantize import QuantizeSpec
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.scales import ScaleOptions
 from megatron_lowbit.numerics import (
     Hadamard,
@@ -30,13 +30,13 @@ from megatron_lowbit.numerics import (
     derive_key,
 )
 from megatron_lowbit.numerics.block_format import BlockFormat
-from megatron_lowbit.numerics.folding import folded_format, largest_after, lift
+from megatron_lowbit.numerics.folding import fold_scale, folded_format, largest_after
 from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP
 
-POINTS = 32
+LANES = 32
 """Points of a group in longer blocks."""
-NOTHING = (0, None, None, None, None, 0, None, None, 0)
+NO_SIDE = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
 
 
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     the format of the result, of size ``shape``.
     """
 
-    side: Side
+    side: QuantizeSpec
     stored: BlockFormat
     shape: tuple[int, int]
     columns: int
@@ -63,21 +63,21 @@ def layout_of(
     rows: int,
     columns: int,
     transposed: bool,
-    points: bool = True,
+    lanes: bool = True,
 ) -> Layout:
     """Return the layout of a side (rows, columns); ``transposed`` for a matrix's transpose.
 
-    ``kind`` is a request's. ``points``: False for a kernel that quantizes tiles as one tensor.
+    ``kind`` is a request's. ``lanes``: False for a kernel that quantizes tiles as one tensor.
     """
     format = stored = kind.quantizer.format
     if form is Form.FOLDED:
         stored = folded_format(format, kind.left, kind.partner)
     side = _side(kind, form, stored)
-    side = side if points else side._replace(points=0)
+    side = side if lanes else side._replace(lanes=0)
     if kind.hadamard is not None:
         columns = cdiv(columns, kind.hadamard.size) * kind.hadamard.size
     padded = cdiv(columns, format.block) * format.block
-    if form is Form.VALUES:
+    if form is Form.BF16:
         code_shape = (columns, rows) if transposed else (rows, columns)
         return Layout(side, stored, (rows, columns), columns, code_shape, (), transposed)
     code_shape = (rows, padded // 2 if stored.element.bits == 4 else padded)
@@ -88,7 +88,7 @@ def layout_of(
 class Output(NamedTuple):
     """The operand that a kernel fills, and its codes, scales (None without any), tensor scale."""
 
-    made: QuantizedTensor | Values
+    operand: QuantizedTensor | ExactBF16
     codes: Tensor
     scales: Tensor | None
     tensor_scale: Tensor
@@ -104,7 +104,7 @@ class Memory(NamedTuple):
 def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
     """Return the memory of the codes and of the scales that a kernel writes for a side.
 
-    Scales are contiguous, but those of FP8 tiles of one row that are quantized on points have rows
+    Scales are contiguous, but those of FP8 tiles of one row that are quantized on lanes have rows
     fastest, as cuBLAS reads them.
     """
     side, format = layout.side, layout.stored
@@ -118,13 +118,13 @@ def memory_of(layout: Layout) -> tuple[Memory, Memory | None]:
 def taken_as(layout: Layout) -> tuple[torch.dtype | None, torch.dtype | None]:
     """Return the dtypes as which a kernel takes codes and scales; None for their own.
 
-    It writes four bytes of codes at once where it quantizes on points.
+    It writes four bytes of codes at once where it quantizes on lanes.
     """
     _, scales = memory_of(layout)
     if scales is None:
         return None, None
     is_byte = scales.dtype.itemsize == 1
-    return torch.int32 if layout.side.points else torch.uint8, torch.uint8 if is_byte else None
+    return torch.int32 if layout.side.lanes else torch.uint8, torch.uint8 if is_byte else None
 
 
 def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
@@ -142,8 +142,8 @@ def allocator(layout: Layout, device: torch.device) -> Callable[[], Output]:
     new_tensor_scale = _allocation(Memory((), torch.float32), device)
     if not has_tensor_scale(layout.stored):
         new_tensor_scale = partial(_same, _unit(device))
-    made = output_of(layout)
-    return lambda: made(new_codes(), new_scales(), new_tensor_scale())
+    new_output = output_of(layout)
+    return lambda: new_output(new_codes(), new_scales(), new_tensor_scale())
 
 
 def _allocation(memory: Memory, device: torch.device) -> Callable[[], Tensor]:
@@ -174,23 +174,25 @@ def output_of(layout: Layout) -> Callable[[Tensor, Tensor | None, Tensor], Outpu
         scaled = has_tensor_scale(format)
 
         def exact(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
-            made = Values(codes.t() if transposed else codes, tensor_scale if scaled else None)
-            return Output(made, codes, None, tensor_scale)
+            operand = ExactBF16(
+                codes.t() if transposed else codes, tensor_scale if scaled else None
+            )
+            return Output(operand, codes, None, tensor_scale)
 
         return exact
     rows_fastest, has_scales = _has_rows_fastest(layout), math.prod(layout.scale_shape) > 0
 
     def quantized(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor) -> Output:
         stored = scales.t() if rows_fastest else scales
-        made = QuantizedTensor(codes, stored, tensor_scale, format, shape)
-        return Output(made, codes, scales if has_scales else None, tensor_scale)
+        operand = QuantizedTensor(codes, stored, tensor_scale, format, shape)
+        return Output(operand, codes, scales if has_scales else None, tensor_scale)
 
     return quantized
 
 
 def _has_rows_fastest(layout: Layout) -> bool:
     format = layout.stored
-    return bool(layout.side.points) and not format.repeats_scales and format.block_rows == 1
+    return bool(layout.side.lanes) and not format.repeats_scales and format.block_rows == 1
 
 
 def filled(out: QuantizedTensor) -> Output:
@@ -199,7 +201,7 @@ def filled(out: QuantizedTensor) -> Output:
 
 
 def arguments(layout: Layout, output: Output, request: Request, amax: Tensor | None) -> tuple:
-    """Return a kernel's arguments for a side, in the order of :data:`NOTHING`."""
+    """Return a kernel's arguments for a side, in the order of :data:`NO_SIDE`."""
     key, numbers = 0, (None, None)
     if layout.side.stochastic:
         key, numbers = key_of(request), numbers_of(request, layout, output.codes.device)
@@ -217,13 +219,13 @@ def key_of(request: Request) -> int | Tensor:
 
 
 @cache
-def _side(kind: Request, form: Form, stored: BlockFormat) -> Side:
+def _side(kind: Request, form: Form, stored: BlockFormat) -> QuantizeSpec:
     format, hadamard = kind.quantizer.format, kind.hadamard
     function, options = _scale_function(format)
-    points = min(format.block, POINTS) if format.block > 1 else 0
-    if hadamard is not None and points:
-        points = max(points, hadamard.size) if format.block <= POINTS else 0
-    return Side(
+    lanes = min(format.block, LANES) if format.block > 1 else 0
+    if hadamard is not None and lanes:
+        lanes = max(lanes, hadamard.size) if format.block <= LANES else 0
+    return QuantizeSpec(
         scales=function,
         from_numbers=format.scales_from_numbers,
         block_rows=format.block_rows,
@@ -235,10 +237,10 @@ def _side(kind: Request, form: Form, stored: BlockFormat) -> Side:
         options=options,
         stochastic=kind.quantizer.rounding is Rounding.STOCHASTIC,
         transform=transform_of(hadamard),
-        points=points if points <= MAX_POINTS.value else 0,
-        values=form is Form.VALUES,
+        lanes=lanes if lanes <= MAX_LANES.value else 0,
+        values=form is Form.BF16,
         fold=element(stored.element) if form is Form.FOLDED else None,
-        lift=lift(format, stored) if form is Form.FOLDED else 1.0,
+        fold_scale=fold_scale(format, stored) if form is Form.FOLDED else 1.0,
         # A tensor scale is from the amax after the transform.
         bound=1.0 if format.tensor_scaled else largest_after(hadamard),
     )

@@ -47,7 +47,7 @@ def rows_of(numbers: tuple[int, ...]) -> Rows:
     return Rows(numbers)
 
 
-class Split(Sequence[Tensor]):
+class RowSlices(Sequence[Tensor]):
     """The parts of a matrix (T, K), as a sequence of views.
 
     Args:
@@ -70,7 +70,7 @@ class Split(Sequence[Tensor]):
         return iter(self.whole.split(self.rows.numbers.tolist()))
 
     @property
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """A tensor of the matrices' dtype, device, columns and strides."""
         return self.whole
 
@@ -94,7 +94,7 @@ class Split(Sequence[Tensor]):
         return True
 
 
-class Apart(Sequence[Tensor]):
+class SeparateMatrices(Sequence[Tensor]):
     """Matrices in memory of their own, such as experts' weights, that are looked at once."""
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
@@ -111,7 +111,7 @@ class Apart(Sequence[Tensor]):
         return iter(self.matrices)
 
     @property
-    def like(self) -> Tensor:
+    def template(self) -> Tensor:
         """The first matrix, which stands for the dtype, device, columns and strides of all."""
         return self.matrices[0]
 
@@ -138,6 +138,10 @@ class Apart(Sequence[Tensor]):
         return all((x.shape[1], x.stride(), x.dtype, x.device) == kind for x in others)
 
 
-def looked_at(matrices: Sequence[Tensor]) -> Split | Apart:
+def as_matrix_list(matrices: Sequence[Tensor]) -> RowSlices | SeparateMatrices:
     """Return matrices whose rows and addresses are known."""
-    return matrices if isinstance(matrices, Split | Apart) else Apart(matrices)
+    return (
+        matrices
+        if isinstance(matrices, RowSlices | SeparateMatrices)
+        else SeparateMatrices(matrices)
+    )

@@ -17,16 +17,45 @@ import triton.language as tl
 
 from megatron_lowbit.kernels.launcher import cdiv, multiprocessors, table_launcher
 from megatron_lowbit.kernels.operand_group import Matrices
-from megatron_lowbit.kernels.product_tiles import factor_of, place_of_tile
 from megatron_lowbit.kernels.sections import FIRST_TILE, entry, pointer, section_of, table_of
-from megatron_lowbit.kernels.split import Apart, Split
+from megatron_lowbit.kernels.split import RowSlices, SeparateMatrices
+
+_NEIGHBOURS = tl.constexpr(8)
+"""Row tiles computed one after another with the same columns, which stay in the cache."""
+
+
+class Tile(NamedTuple):
+    """Rows, columns and terms that a program computes at a time, and its launch."""
+
+    rows: int
+    columns: int
+    terms: int
+    warps: int
+    stages: int
+
+
+@triton.jit
+def place_of_tile(tile, rows, columns, TM: tl.constexpr, TN: tl.constexpr):
+    """Return the first row and column of a tile of a product (rows, columns)."""
+    band = _NEIGHBOURS * tl.cdiv(columns, TN)
+    first = tile // band * _NEIGHBOURS
+    height = tl.minimum(tl.cdiv(rows, TM) - first, _NEIGHBOURS)
+    return (first + tile % band % height) * TM, tile % band // height * TN
+
+
+@triton.jit
+def factor_of(table, section, PLACE: tl.constexpr, COUNT: tl.constexpr):
+    """Return a factor in FP32; 1 without an address."""
+    at = entry(table, section, PLACE, COUNT)
+    return tl.load(at.to(tl.pointer_type(tl.float32)), mask=at != 0, other=1.0)
+
 
 A, A_ROWS, A_COLUMNS, A_ROW, A_COLUMN, A_FACTOR = (tl.constexpr(i) for i in range(1, 7))
 B, B_ROWS, B_COLUMNS, B_ROW, B_COLUMN, B_FACTOR = (tl.constexpr(i) for i in range(7, 13))
 OUTS, OUT, OUT_ROW, ROWS, COLUMNS, STEPS = (tl.constexpr(i) for i in range(13, 19))
 _FIELDS = tl.constexpr(19)
 """Rows of the table of products, after the first tiles; their number."""
-_APART = tl.constexpr(2**31 - 1)
+_NOT_STACKED = tl.constexpr(2**31 - 1)
 """First row of a result that is no part of one matrix with the others."""
 _ROWS, _COLUMNS, _TERMS = 128, 128, 128
 """Rows and columns of a tile, and terms of a step."""
@@ -45,7 +74,9 @@ _OCCUPANCY = {torch.bfloat16: _Occupancy(2, 2, 4), torch.float32: _Occupancy(1, 
 added to, leave no room for two programs."""
 
 
-def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bool) -> None:
+def multiply_stacked(
+    lhs: Matrices, rhs: Matrices, outs: RowSlices | SeparateMatrices, beta: bool
+) -> None:
     """Write each ``lhs_i @ rhs_i.T``, times factors, to out_i, or add it to that.
 
     FP8 tensor cores add up 128 products, FP32 those sums.
@@ -55,9 +86,9 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
         rhs: (N_i, K_i) in FP8, parts of one matrix. Behind the terms of either are zeros, or its
             matrix ends.
         outs: (M_i, N_i), contiguous, all FP32 or all BF16.
-        adds: True to add to what is there.
+        beta: True to add to what is there.
     """
-    occupancy, device = _OCCUPANCY[outs.like.dtype], lhs.like.device
+    occupancy, device = _OCCUPANCY[outs.template.dtype], lhs.template.device
     terms = np.minimum(lhs.terms, rhs.terms)
     # A product without terms is a step outside of both matrices, where zeros are read.
     steps = np.maximum(cdiv(terms, _TERMS), 1)
@@ -71,11 +102,11 @@ def multiply_stacked(lhs: Matrices, rhs: Matrices, outs: Split | Apart, adds: bo
         steps, tiles = steps[order], tiles[order]
         fields = tuple(one[order] if isinstance(one, np.ndarray) else one for one in fields)
     programs = min(occupancy.programs * multiprocessors(device), max(1, int(tiles.sum())))
-    shares = _shares(np.repeat(steps, tiles), programs)
-    table = table_of(tiles, fields, device, ahead=shares)
-    kinds = lhs.like, rhs.like, outs.like
+    steps_of_programs = _steps_per_program(np.repeat(steps, tiles), programs)
+    table = table_of(tiles, fields, device, header=steps_of_programs)
+    kinds = lhs.template, rhs.template, outs.template
     parts = occupancy.parts
-    constants = _ROWS // parts, _COLUMNS, _TERMS, parts, adds, table.count
+    constants = _ROWS // parts, _COLUMNS, _TERMS, parts, beta, table.count
     options = ("num_warps", occupancy.warps), ("num_stages", 3)
     dtypes = [kind.dtype for kind in kinds]
     launch = table_launcher(stacked_gemm_kernel, constants, options, (1, 2, 3), *dtypes, device)
@@ -87,18 +118,22 @@ def _operand(side: Matrices, terms: np.ndarray) -> tuple[np.ndarray | int, ...]:
     assert side.stack is not None
     rows, columns, first_rows, first_columns = side.stack
     first_columns = np.where(terms > 0, first_columns, columns)
-    return side.like.data_ptr(), rows, columns, first_rows, first_columns, side.factors
+    return side.template.data_ptr(), rows, columns, first_rows, first_columns, side.factors
 
 
-def _results(outs: Split | Apart) -> tuple[int, np.ndarray, np.ndarray]:
+def _results(outs: RowSlices | SeparateMatrices) -> tuple[int, np.ndarray, np.ndarray]:
     """Return the lowest address of all results, then each address and its row from there on."""
-    addresses, step = outs.addresses, outs.like.shape[1] * outs.like.itemsize
+    addresses, step = outs.addresses, outs.template.shape[1] * outs.template.itemsize
     first = int(addresses.min())
     rows, rest = np.divmod(addresses - first, step)
-    return first, addresses, np.where((rest == 0) & (rows < _APART.value), rows, _APART.value)
+    return (
+        first,
+        addresses,
+        np.where((rest == 0) & (rows < _NOT_STACKED.value), rows, _NOT_STACKED.value),
+    )
 
 
-def _shares(steps: np.ndarray, programs: int) -> np.ndarray:
+def _steps_per_program(steps: np.ndarray, programs: int) -> np.ndarray:
     """Return the distance between a program's tiles, then each program's number of steps.
 
     ``steps`` are those of the tiles, the longest first. A tile longer than an even share of all
@@ -121,7 +156,7 @@ def stacked_gemm_kernel(
     """Compute a program's tiles of the products of a table in COUNT columns.
 
     A tile has one or two PARTS of (TM, TN). The table begins its list of tiles with what
-    :func:`_shares` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
+    :func:`_steps_per_program` returns. ``a_like``, ``b_like`` and ``out_like`` tell dtypes.
     """
     tile, behind = tl.program_id(0), tl.num_programs(0) + 1
     apart = tl.load(table + _FIELDS * COUNT).to(tl.int32)
@@ -132,13 +167,13 @@ def stacked_gemm_kernel(
     # It stores whole tiles alone: how many rows it has does not matter.
     outs = tl.make_tensor_descriptor(
         pointer(table, 0, OUTS, COUNT, out_like),
-        [_APART, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
+        [_NOT_STACKED, all_columns.to(tl.int32)], [all_columns, 1], [TM, TN],
     )  # fmt: skip
     upper, lower = tl.zeros((TM, TN), tl.float32), tl.zeros((TM, TN), tl.float32)
     i, row0, col0, rows, k0, left = tile, tile, tile, tile, 0, 0
     a_row, a_column, b_row, b_column = tile, tile, tile, tile
     for _ in tl.range(0, steps):
-        # Triton loads ahead only where all of this comes before the loads.
+        # Triton loads in advance only where all of this comes before the loads.
         k0, left = k0 + TK, left - 1
         if left < 0:
             i = section_of(table, tile, _FIELDS, COUNT, behind)
@@ -159,7 +194,7 @@ def stacked_gemm_kernel(
             factor = factor_of(table, i, A_FACTOR, COUNT) * factor_of(table, i, B_FACTOR, COUNT)
             upper, lower = upper * factor, lower * factor
             first = _number(table, i, OUT_ROW, COUNT)
-            if (first != _APART) & (row0 + PARTS * TM <= rows):
+            if (first != _NOT_STACKED) & (row0 + PARTS * TM <= rows):
                 _store(outs, first + row0, col0, upper, lower, out_like, PARTS, ADDS)
             else:
                 columns = _number(table, i, COLUMNS, COUNT)
@@ -184,11 +219,11 @@ def _store(out, row, col, upper, lower, out_like, PARTS: tl.constexpr, ADDS: tl.
 
 @triton.jit
 def _whole(
-    table, PLACE: tl.constexpr, ROW_COUNT: tl.constexpr, STEP: tl.constexpr, like,
+    table, PLACE: tl.constexpr, ROW_COUNT: tl.constexpr, STEP: tl.constexpr, template,
     TR: tl.constexpr, TK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
     """Describe the matrix that all operands of a side are parts of."""
-    start, step = pointer(table, 0, PLACE, COUNT, like), entry(table, 0, STEP, COUNT)
+    start, step = pointer(table, 0, PLACE, COUNT, template), entry(table, 0, STEP, COUNT)
     shape = [_number(table, 0, ROW_COUNT, COUNT), step.to(tl.int32)]
     return tl.make_tensor_descriptor(start, shape, [step, 1], [TR, TK])
 

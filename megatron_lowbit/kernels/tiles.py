@@ -1,6 +1,6 @@
 """Device functions: reading tiles of a matrix, and writing tiles of it or of its transpose.
 
-A matrix is read as one tensor, or as ``points``: a tuple of P tensors, one for each place in a
+A matrix is read as one tensor, or as ``lanes``: a tuple of P tensors, one for each place in a
 group of P neighbours along a column or along a row. Whatever goes together in a group, such as the
 values of a block or of a transform, then stays within a thread.
 """
@@ -31,7 +31,7 @@ def load_raw(
 
 
 @triton.jit
-def load_column_points(
+def load_column_lanes(
     x, stride_r, stride_c, row0, col0, R, C,
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -39,27 +39,27 @@ def load_column_points(
     place = tl.arange(0, TM // P * TN)
     r, c = place // TN * P, place % TN
     N: tl.constexpr = min(P, 16)
-    points = _zeros(TM // P * TN, P)
+    lanes = _zeros(TM // P * TN, P)
     # Loops that carry the address. Where an operation makes it, Triton's coalescing walks all code
     # that is connected with the load, which takes longer than the rest of the compilation. A loop
-    # of more steps, or one that goes on from another, would stay a loop: its points would pass
+    # of more steps, or one that goes on from another, would stay a loop: its lanes would pass
     # through local memory, which takes a hundred times as long.
     for first in tl.static_range(0, P, N):
         at = x + _offset(row0 + first, stride_r) + _offset(col0, stride_c)
         at += r * stride_r + c * stride_c
         for i in range(first, first + N):
             if EVEN:
-                point = tl.load(at)
+                lane = tl.load(at)
             else:
                 inside = (row0 + r + i < R) & (col0 + c < C)
-                point = tl.load(at, mask=inside, other=0.0)
-            points = points[1:] + (point.to(tl.float32),)
+                lane = tl.load(at, mask=inside, other=0.0)
+            lanes = lanes[1:] + (lane.to(tl.float32),)
             at += stride_r
-    return points
+    return lanes
 
 
 @triton.jit
-def load_row_points(
+def load_row_lanes(
     x, stride_r, stride_c, row0, col0, R, C,
     TM: tl.constexpr, TN: tl.constexpr, P: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def load_row_points(
     r, c = place // (TN // P), place % (TN // P) * P + tl.arange(0, 8)[None, :]
     at = x + _offset(row0, stride_r) + _offset(col0, stride_c) + r * stride_r + c * stride_c
     r, c = row0 + r, col0 + c
-    points = _zeros(N, P)
+    lanes = _zeros(N, P)
     for i in range(0, P, 8):
         if EVEN:
             eight = tl.load(at)
@@ -82,32 +82,32 @@ def load_row_points(
         p1, p5 = tl.split(p15)
         p2, p6 = tl.split(p26)
         p3, p7 = tl.split(p37)
-        points = points[8:] + (p0, p1, p2, p3, p4, p5, p6, p7)
+        lanes = lanes[8:] + (p0, p1, p2, p3, p4, p5, p6, p7)
         at += 8 * stride_c
-    return points
+    return lanes
 
 
 @triton.jit
 def _zeros(N: tl.constexpr, P: tl.constexpr):
     """Return P tensors [N] of zeros."""
-    points = ()
+    lanes = ()
     for _ in tl.static_range(P):
-        points = points + (tl.zeros((N,), tl.float32),)
-    return points
+        lanes = lanes + (tl.zeros((N,), tl.float32),)
+    return lanes
 
 
 @triton.jit
-def side_by_side(points, N: tl.constexpr):
+def side_by_side(lanes, N: tl.constexpr):
     """Join N tensors [A], N a power of two, into one [A, N]."""
     if N == 1:
-        return points[0][:, None]
+        return lanes[0][:, None]
     else:
         evens, odds = (), ()
         for i in tl.static_range(0, N, 2):
-            evens = evens + (points[i],)
-            odds = odds + (points[i + 1],)
+            evens = evens + (lanes[i],)
+            odds = odds + (lanes[i + 1],)
         pairs = tl.join(side_by_side(evens, N // 2), side_by_side(odds, N // 2))
-        return tl.reshape(pairs, (points[0].shape[0], N))
+        return tl.reshape(pairs, (lanes[0].shape[0], N))
 
 
 @triton.jit
@@ -119,10 +119,10 @@ def apart(x, N: tl.constexpr):
     else:
         even, odd = tl.split(tl.reshape(x, (A, N // 2, 2)))
         evens, odds = apart(even, N // 2), apart(odd, N // 2)
-        points = ()
+        lanes = ()
         for i in tl.static_range(N // 2):
-            points = points + (evens[i], odds[i])
-        return points
+            lanes = lanes + (evens[i], odds[i])
+        return lanes
 
 
 @triton.jit

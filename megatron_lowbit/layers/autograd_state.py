@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from megatron_lowbit.numerics.block_format import BlockFormat
@@ -70,3 +71,55 @@ def unflatten(description: Any, tensors: Iterator[Tensor]) -> Any:
         for part in description.fields
     ]
     return description.kind(*parts)
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def eager(function: _Function) -> _Function:
+    """Keep torch.compile from tracing a function.
+
+    A compiler need not keep the bits of quantization, and a trace would keep a call's random key.
+    What the function itself compiles stays compiled.
+    """
+    disabled: list[Callable[..., Any]] = []
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not disabled:
+            # Not before it is needed: torch's compiler takes a second to import.
+            if not torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return the dtype to which autocast casts on a device; None where it is off."""
+    kind = device.type
+    # Devices without autocast, such as meta, raise an error at the second question.
+    if _has_autocast(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
+
+
+_has_autocast = cache(torch.amp.is_autocast_available)
+
+
+def without_autocast(function: _Function) -> _Function:
+    """Disable autocast in the ``forward`` or ``backward`` of an autograd function.
+
+    Autocast would round to 16 bits what a GEMM in FP32 multiplies. The device is that of the
+    first argument behind the context.
+    """
+
+    @wraps(function)
+    def call(ctx: Any, tensor: Tensor, *rest: Any) -> Any:
+        if autocast_dtype(tensor.device) is None:
+            return function(ctx, tensor, *rest)
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(ctx, tensor, *rest)
+
+    return call  # type: ignore[return-value]

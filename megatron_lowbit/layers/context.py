@@ -10,9 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.kernels.engine import Engine, deliver
-from megatron_lowbit.layers.fallback import recompute_unless_finite
-from megatron_lowbit.layers.keys import Key, sign_key
+from megatron_lowbit.kernels.engine import Engine, accumulate_into
 from megatron_lowbit.layers.sharding import UNSHARDED, Shards
 from megatron_lowbit.numerics import (
     Amaxes,
@@ -22,8 +20,11 @@ from megatron_lowbit.numerics import (
     Request,
     Rounding,
     ScaleAmaxes,
+    gemm,
 )
-from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS, LinearPrecision
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, OPERANDS, Gemm, Role
+from megatron_lowbit.numerics.randomness import Key, sign_key
+from megatron_lowbit.recipes.precision import LinearPrecision
 
 
 @dataclass
@@ -44,7 +45,7 @@ class WeightCache:
 
 
 @dataclass(frozen=True)
-class TransposedLater:
+class LazyTranspose:
     """Weight (N, K) in square blocks, whose transpose dgrad makes when it multiplies."""
 
     of: QuantizedTensor
@@ -80,7 +81,7 @@ class LinearContext:
     training: bool = True
     shards: Shards = UNSHARDED
     accumulate_main_grad: bool = False
-    main_grad_share: Tensor | None = None
+    main_grad_beta: Tensor | None = None
     amax_history: AmaxHistory | None = None
     weight_cache: WeightCache | None = None
     fallbacks: Tensor | None = None
@@ -90,9 +91,9 @@ class LinearContext:
     def quantize(
         self,
         x: Tensor,
-        role: str,
-        row: str | None,
-        col: str | None,
+        role: Role,
+        row: Gemm | None,
+        col: Gemm | None,
         needs_codes: Collection[str] = (),
         saved: Collection[str] = (),
     ) -> tuple[Any, Any]:
@@ -124,7 +125,7 @@ class LinearContext:
         return x if by_row is None else left, x.t() if by_col is None else right
 
     def request(
-        self, gemm: str, role: str, rows: int, needs_codes: bool = False, saved: bool = False
+        self, gemm: Gemm, role: Role, rows: int, needs_codes: bool = False, saved: bool = False
     ) -> Request | None:
         """Return how an operand of so many rows is quantized; None for high precision."""
         request = self.precision.request(gemm, role, needs_codes, saved)
@@ -142,13 +143,13 @@ class LinearContext:
     def _scale_amaxes(
         self,
         x: Tensor,
-        role: str,
-        row: str | None,
-        col: str | None,
+        role: Role,
+        row: Gemm | None,
+        col: Gemm | None,
         requests: tuple[Request | None, Request | None],
     ) -> ScaleAmaxes:
         """Return the amaxes of both sides' tensor scales; None where they are those of x alone."""
-        if role == "weight" and self.scaled_with:
+        if role == Role.WEIGHT and self.scaled_with:
             amaxes = [self.engine.amaxes(weight, *requests) for weight in (x, *self.scaled_with)]
             row_amaxes, col_amaxes = zip(*amaxes, strict=True)
             return _largest(row_amaxes), _largest(col_amaxes)
@@ -161,7 +162,7 @@ class LinearContext:
         if any(self._reduces_amax(gemm, role) for gemm in shared):
             own = self.engine.amaxes(x, *requests)
 
-        def scale_amax(gemm: str | None, amax: Tensor | None) -> Tensor | DelayedAmax | None:
+        def scale_amax(gemm: Gemm | None, amax: Tensor | None) -> Tensor | DelayedAmax | None:
             if gemm is None or gemm not in shared:
                 return amax
             if amax is None:
@@ -171,26 +172,26 @@ class LinearContext:
         by_row = scale_amax(row, own[0])
         return by_row, by_row if col == row else scale_amax(col, own[1])
 
-    def shares_amax(self, gemm: str, role: str) -> bool:
+    def shares_amax(self, gemm: Gemm, role: Role) -> bool:
         """Return True if a tensor scale depends on more than the local tensor."""
         quantizer, precision = self.precision.quantizer(gemm, role), self.precision.gemms[gemm]
         if quantizer is None or not quantizer.format.tensor_scaled:
             return False
         return precision.delayed is not None or self._reduces_amax(gemm, role)
 
-    def _reduces_amax(self, gemm: str, role: str) -> bool:
+    def _reduces_amax(self, gemm: Gemm, role: Role) -> bool:
         whole = self.precision.gemms[gemm].tensor_scale == "group"
-        split_tokens = role == "input" and self.shards.sequence_parallel
+        split_tokens = role == Role.INPUT and self.shards.sequence_parallel
         return (whole or split_tokens) and role in self.shards.roles
 
-    def scale_amax(self, gemm: str, role: str, amax: Tensor) -> Tensor:
+    def scale_amax(self, gemm: Gemm, role: Role, amax: Tensor) -> Tensor:
         """Reduce and record the amax of a local tensor; return that of its tensor scale."""
         if self._reduces_amax(gemm, role):
             amax = self.shards.max_over_group(amax)
         delayed = self._delayed_amax(gemm, role)
         return amax if delayed is None else delayed.resolve(amax)
 
-    def _delayed_amax(self, gemm: str, role: str) -> DelayedAmax | None:
+    def _delayed_amax(self, gemm: Gemm, role: Role) -> DelayedAmax | None:
         """Return the amax of earlier steps where scaling is delayed. ValueError without history."""
         rule = self.precision.gemms[gemm].delayed
         if rule is None:
@@ -201,36 +202,36 @@ class LinearContext:
 
     def gemm(
         self,
-        name: str,
+        name: Gemm,
         lhs: Any,
         rhs: Any,
         dtype: torch.dtype,
         bias: Tensor | None = None,
         high_precision: tuple[Tensor, Tensor] | None = None,
         out: Tensor | None = None,
-        adds: bool | Tensor = True,
+        beta: bool | Tensor = True,
     ) -> Tensor:
         """Compute one of the three products, in ``dtype``; or add it to ``out``, and return that.
 
-        ``adds`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
-        wgrad takes its values, and may be a ``TransposedLater``. ``high_precision`` are the
+        ``beta`` is as for :meth:`Engine.product_to`. ``rhs`` is fprop's own operand where dgrad or
+        wgrad takes its values, and may be a ``LazyTranspose``. ``high_precision`` are the
         operands from which a product that is not finite is computed again where the recipe says so.
         Each rank does so with its own product: of one that is to be summed over ranks, with its own
         term.
         """
         precision = self.precision.gemms[name]
-        if isinstance(rhs, TransposedLater):
+        if isinstance(rhs, LazyTranspose):
             rhs = self.engine.transposed(rhs.of)
-        serves_both = name == "dgrad" and self.precision.weight_serves_dgrad
+        serves_both = name == Gemm.DGRAD and self.precision.weight_serves_dgrad
         if precision.rhs_of_fprop and not serves_both:
             rhs = self.engine.transpose(rhs, lhs)
         if out is not None and precision.accumulation is None and precision.fallback is None:
-            return self.engine.product_to(out, lhs, rhs, adds, precision.folding)
+            return self.engine.product_to(out, lhs, rhs, beta, precision.folding)
         y = self.engine.gemm(lhs, rhs, bias, precision.accumulation, dtype, precision.folding)
         if precision.fallback is not None and high_precision is not None:
             count = None if self.fallbacks is None else self.fallbacks[list(GEMM_ROLES).index(name)]
             y = recompute_unless_finite(y, *high_precision, bias, count)
-        return y if out is None else deliver(out, y, adds)
+        return y if out is None else accumulate_into(out, y, beta)
 
 
 def _largest(amaxes: Sequence[Tensor | None]) -> Tensor | None:
@@ -245,3 +246,35 @@ def draw_key(precision: LinearPrecision) -> int:
     Drawing a key that nothing uses would shift the random numbers of dropout.
     """
     return int(torch.randint(2**63 - 1, ())) if precision.stochastic else 0
+
+
+def recompute_unless_finite(
+    y: Tensor, lhs: Tensor, rhs: Tensor, bias: Tensor | None, count: Tensor | None
+) -> Tensor:
+    """Return y where all of it is finite, else ``lhs @ rhs.T + bias`` in y's dtype.
+
+    On a GPU nothing waits for the answer: a kernel reads it from device memory, and ends at once
+    where y is finite.
+
+    Args:
+        y: (M, N), a product of quantized operands.
+        lhs: (M, K), high precision.
+        rhs: (N, K), high precision.
+        bias: (N,), or None.
+        count: int64 scalar to which 1 is added for a product that is not finite, or None.
+    """
+    if y.numel() == 0:
+        return y
+    if y.is_cuda:
+        from megatron_lowbit.kernels.fallback import largest_bits, recompute
+
+        amax = largest_bits(y)
+        recompute(y, amax, lhs, rhs, bias)
+        failed = ~amax.view(torch.float32).isfinite()
+    else:
+        failed = ~y.isfinite().all()
+        if failed:
+            y = gemm(lhs, rhs, bias, None, y.dtype)
+    if count is not None:
+        count += failed
+    return y

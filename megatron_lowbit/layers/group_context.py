@@ -7,8 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.keys import Key, operand_key, sign_key
 from megatron_lowbit.numerics import Requests, Rounding
+from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.randomness import Key, operand_key, sign_key
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,15 @@ class GroupContext:
     def quantize(
         self,
         xs: Sequence[Tensor],
-        role: str,
-        row: str | None,
-        col: str | None,
+        role: Role,
+        row: Gemm | None,
+        col: Gemm | None,
         needs_codes: Collection[str] = (),
         saved: Collection[str] = (),
     ) -> tuple[Sequence[Any], Sequence[Any]]:
         """Quantize each layer's x (R, C), as :meth:`LinearContext.quantize` does."""
 
-        def requests(gemm: str | None) -> Requests | None:
+        def requests(gemm: Gemm | None) -> Requests | None:
             return None if gemm is None else self._requests(gemm, role, needs_codes, saved)
 
         rows = requests(row)
@@ -45,34 +46,34 @@ class GroupContext:
         return xs if left is None else left, [x.t() for x in xs] if right is None else right
 
     def _requests(
-        self, gemm: str, role: str, needs_codes: Collection[str], saved: Collection[str]
+        self, gemm: Gemm, role: Role, needs_codes: Collection[str], saved: Collection[str]
     ) -> Requests | None:
         """Return how an operand is quantized; None for high precision."""
         context, precision = self.context, self.context.precision
         # Rows count from zero: experts' tokens are not split by sequence parallelism.
-        like = context.request(gemm, role, 0, gemm in needs_codes, gemm in saved)
-        if like is None:
+        template = context.request(gemm, role, 0, gemm in needs_codes, gemm in saved)
+        if template is None:
             return None
-        draws: Sequence[Key] = ()
+        draw_keys: Sequence[Key] = ()
         signs: Sequence[Key] = ()
-        if like.quantizer.rounding is Rounding.STOCHASTIC:
-            draws = [operand_key(key, gemm, role) for key in self.keys]
+        if template.quantizer.rounding is Rounding.STOCHASTIC:
+            draw_keys = [operand_key(key, gemm, role) for key in self.keys]
         transform = precision.gemms[gemm].hadamard
         if transform is not None and transform.signs == "fresh":
             signs = [sign_key(key, gemm) for key in self.keys]
-        return Requests(like, draws, signs)
+        return Requests(template, draw_keys, signs)
 
     def multiply(
         self,
-        name: str,
+        name: Gemm,
         lhs: Sequence[Any],
         rhs: Sequence[Any],
         outs: Sequence[Tensor],
-        adds: bool = False,
+        beta: bool = False,
     ) -> None:
         """Write one of the three products of each layer to its out, or add it to that."""
         precision, engine = self.context.precision.gemms[name], self.context.engine
-        engine.gemm_all(lhs, rhs, outs, adds, precision.accumulation, precision.folding)
+        engine.gemm_all(lhs, rhs, outs, beta, precision.accumulation, precision.folding)
 
 
 def can_group(context: LinearContext) -> bool:

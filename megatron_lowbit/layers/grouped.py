@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.split import Apart, Rows, Split, rows_of
+from megatron_lowbit.kernels.split import Rows, RowSlices, SeparateMatrices, rows_of
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autocast import without_autocast
-from megatron_lowbit.layers.autograd_state import flatten, unflatten
+from megatron_lowbit.layers.autograd_state import flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.group_context import GroupContext
 from megatron_lowbit.layers.linear import context_of, lowbit_linear
+from megatron_lowbit.numerics.gemms import Gemm, Role
 
 
 def lowbit_grouped_linear(
@@ -64,11 +64,13 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, tokens: Rows, group: GroupContext, *weights: Tensor) -> Tensor:
         trains = group.context.training
         keeps = trains and any(weight.requires_grad for weight in weights)
-        col = "wgrad" if keeps else None
-        inputs, kept = group.quantize(Split(x, tokens), "input", "fprop", col, saved={"wgrad"})
-        by_row, by_col = _quantize_weights(group, Apart(weights))
+        col = Gemm.WGRAD if keeps else None
+        inputs, kept = group.quantize(
+            RowSlices(x, tokens), Role.INPUT, Gemm.FPROP, col, saved={Gemm.WGRAD}
+        )
+        by_row, by_col = _quantize_weights(group, SeparateMatrices(weights))
         y = x.new_empty(len(x), len(weights[0]))
-        group.multiply("fprop", inputs, by_row, Split(y, tokens))
+        group.multiply(Gemm.FPROP, inputs, by_row, RowSlices(y, tokens))
         needs_dgrad = trains and x.requires_grad
         saved = kept if keeps else None, by_col if needs_dgrad else None
         tensors: list[Tensor] = []
@@ -87,14 +89,16 @@ class _GroupedLinear(torch.autograd.Function):
         tensors = iter(ctx.saved_tensors)
         kept, dgrad_weights = (unflatten(part, tensors) for part in ctx.saved)
         needs_dgrad, needs_wgrad = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
-        row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
-        by_row, by_col = group.quantize(Split(grad, tokens), "grad", row, col)
+        row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
+        by_row, by_col = group.quantize(RowSlices(grad, tokens), Role.GRAD, row, col)
         dgrad = None
         if needs_dgrad:
             if dgrad_weights is None:
-                _, dgrad_weights = group.quantize(Apart(weights), "weight", None, "dgrad")
+                _, dgrad_weights = group.quantize(
+                    SeparateMatrices(weights), Role.WEIGHT, None, Gemm.DGRAD
+                )
             dgrad = grad.new_empty(len(grad), weights[0].shape[1])
-            group.multiply("dgrad", by_row, dgrad_weights, Split(dgrad, tokens))
+            group.multiply(Gemm.DGRAD, by_row, dgrad_weights, RowSlices(dgrad, tokens))
             by_row = dgrad_weights = None
         wgrads: Sequence[Tensor | None] = [None] * len(weights)
         if needs_wgrad:
@@ -112,7 +116,7 @@ def _quantize_weights(
         return cache.operands
     wanted = operands.weight_sides(context)
     sides = wanted.dgrad, wanted.needs_codes, wanted.saved
-    by_row, by_col = group.quantize(weights, "weight", "fprop", *sides)
+    by_row, by_col = group.quantize(weights, Role.WEIGHT, Gemm.FPROP, *sides)
     both = by_row, None if wanted.dgrad is None else by_col
     if cache is not None and context.training:
         cache.operands = both
@@ -126,9 +130,9 @@ def _deliver_wgrads(
     found = [operands.main_grad_of(group.context, weight) for weight in weights]
     main_grads = [one for one in found if one is not None]
     if len(main_grads) == len(weights):
-        adds = any(one.adds is not False for one in main_grads)
-        group.multiply("wgrad", lhs, rhs, [one.sums for one in main_grads], adds)
+        beta = any(one.beta is not False for one in main_grads)
+        group.multiply(Gemm.WGRAD, lhs, rhs, [one.sums for one in main_grads], beta)
         return operands.added_to_main_grads(weights)
     wgrads = weights[0].new_empty(len(weights), *weights[0].shape).unbind()
-    group.multiply("wgrad", lhs, rhs, wgrads)
+    group.multiply(Gemm.WGRAD, lhs, rhs, wgrads)
     return wgrads

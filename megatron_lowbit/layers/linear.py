@@ -23,11 +23,10 @@ from torch.autograd.function import once_differentiable
 from megatron_lowbit.errors import require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autocast import without_autocast
-from megatron_lowbit.layers.autograd_state import flatten, unflatten
+from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext, draw_key
-from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.numerics import Operand
+from megatron_lowbit.numerics.gemms import Gemm
 from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 
 
@@ -48,7 +47,7 @@ class _LowbitLinear(torch.autograd.Function):
         plain = None
         if context.precision.fprop.fallback:
             plain = operands.gather_input(context, x), weight
-        y = context.gemm("fprop", fprop_input(), fprop_weight, x.dtype, bias, plain)
+        y = context.gemm(Gemm.FPROP, fprop_input(), fprop_weight, x.dtype, bias, plain)
         needs_dgrad = context.training and x.requires_grad
         if not needs_dgrad:
             dgrad_weight = None
@@ -76,11 +75,11 @@ class _LowbitLinear(torch.autograd.Function):
                 dgrad_weight = operands.quantize_dgrad_weight(context, weight)
             # A weight of which only codes are stored has no elements to look at.
             plain = (grad, weight.t()) if context.precision.dgrad.fallback else None
-            dgrad = context.gemm("dgrad", by_row, dgrad_weight, grad.dtype, high_precision=plain)
+            dgrad = context.gemm(Gemm.DGRAD, by_row, dgrad_weight, grad.dtype, high_precision=plain)
             by_row = dgrad_weight = None
             dgrad, handle = operands.reduce_dgrad(context.shards, dgrad)
         if ctx.needs_input_grad[1]:
-            wgrad = operands.deliver_wgrad(
+            wgrad = operands.accumulate_wgrad_into(
                 context, weight, partial(_wgrad, context, by_col, gathered, grad)
             )
         bias_grad = grad.sum(dim=0) if ctx.has_bias and ctx.needs_input_grad[2] else None
@@ -96,17 +95,17 @@ def _wgrad(
     grad: Tensor,
     dtype: torch.dtype,
     out: Tensor | None,
-    adds: bool | Tensor,
+    beta: bool | Tensor,
 ) -> Tensor:
     """Compute dW (N, K) from dY's transpose (N, M), quantized and in high precision.
 
-    ``out`` and ``adds`` are as for :meth:`LinearContext.gemm`. ``gathered`` returns what forward
+    ``out`` and ``beta`` are as for :meth:`LinearContext.gemm`. ``gathered`` returns what forward
     saved, of all tokens: the input itself for a fallback.
     """
     saved = gathered()
     rhs = operands.wgrad_input(context, saved)
     plain = (grad.t(), saved.t()) if context.precision.wgrad.fallback else None
-    return context.gemm("wgrad", lhs, rhs, dtype, high_precision=plain, out=out, adds=adds)
+    return context.gemm(Gemm.WGRAD, lhs, rhs, dtype, high_precision=plain, out=out, beta=beta)
 
 
 @eager

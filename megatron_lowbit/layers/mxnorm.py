@@ -17,14 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_lowbit.kernels.engine import deliver
+from megatron_lowbit.kernels.engine import accumulate_into
 from megatron_lowbit.layers import operands
-from megatron_lowbit.layers.autocast import without_autocast
-from megatron_lowbit.layers.autograd_state import flatten, unflatten
+from megatron_lowbit.layers.autograd_state import eager, flatten, unflatten, without_autocast
 from megatron_lowbit.layers.context import LinearContext
-from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.layers.linear import context_of
 from megatron_lowbit.layers.sharding import Shards, gather_rows
+from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.mxnorm import MXNorm
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 from megatron_lowbit.recipes.mxnorm import norm_block
@@ -47,7 +46,7 @@ class _MXNormLinear(torch.autograd.Function):
         fprop_weight, dgrad_weight = operands.quantize_weight(
             context, lambda: _gained(weight, gain)
         )
-        y = context.gemm("fprop", fprop_input, fprop_weight, x.dtype, bias)
+        y = context.gemm(Gemm.FPROP, fprop_input, fprop_weight, x.dtype, bias)
         if not (context.training and x.requires_grad):
             dgrad_weight = None
         tensors: list[Tensor] = []
@@ -77,7 +76,7 @@ class _MXNormLinear(torch.autograd.Function):
             if dgrad_weight is None:
                 dgrad_weight = operands.quantize_dgrad_weight(context, _gained(weight, gain))
             inner, handle = operands.reduce_dgrad(
-                context.shards, context.gemm("dgrad", by_row, dgrad_weight, grad.dtype)
+                context.shards, context.gemm(Gemm.DGRAD, by_row, dgrad_weight, grad.dtype)
             )
         product = _product(context, by_col, x.float() * rho) if needs_product else None
         if handle is not None:
@@ -87,11 +86,11 @@ class _MXNormLinear(torch.autograd.Function):
             gain_grad = _gain_grad(context.shards, product, weight).to(gain.dtype)
         if product is not None and needs_weight:
             gained = product * gain.float()
-            wgrad = operands.deliver_wgrad(
+            wgrad = operands.accumulate_wgrad_into(
                 context,
                 weight,
-                lambda dtype, out, adds: (
-                    gained.to(dtype) if out is None else deliver(out, gained, adds)
+                lambda dtype, out, beta: (
+                    gained.to(dtype) if out is None else accumulate_into(out, gained, beta)
                 ),
             )
         return (
@@ -111,23 +110,23 @@ def _gained(weight: Tensor, gain: Tensor) -> Tensor:
 def _normalize(context: LinearContext, x: Tensor, norm: MXNorm) -> tuple[Any, Tensor]:
     """Return fprop's input of all tokens, and 1 / RMS (R, 1) of this rank's."""
     precision, split = context.precision, context.shards.sequence_parallel
-    if split and not precision.gathers_codes("fprop", len(x)):
+    if split and not precision.gathers_codes(Gemm.FPROP, len(x)):
         rho = norm.inverse_rms(x, norm_block(precision))
-        return operands.quantize_gathered(context, "fprop", x.float() * rho), rho
-    request = context.request("fprop", "input", len(x), needs_codes=split)
+        return operands.quantize_gathered(context, Gemm.FPROP, x.float() * rho), rho
+    request = context.request(Gemm.FPROP, Role.INPUT, len(x), needs_codes=split)
     assert request is not None, "norm_block raises for an input in high precision"
     amax = None
-    if context.shares_amax("fprop", "input"):
+    if context.shares_amax(Gemm.FPROP, Role.INPUT):
         own = context.engine.normalized_amax(x, norm, request)
-        amax = context.scale_amax("fprop", "input", own)
+        amax = context.scale_amax(Gemm.FPROP, Role.INPUT, own)
     by_row, rho = context.engine.normalize(x, norm, request, amax)
     return gather_rows(by_row, context.shards.group) if split else by_row, rho
 
 
 def _product(context: LinearContext, lhs: Any, normalized: Tensor) -> Tensor:
     """Compute M (N, D) in FP32 from dH's transpose and this rank's normalized input (R, D)."""
-    rhs = operands.quantize_gathered(context, "wgrad", normalized)
-    return context.gemm("wgrad", lhs, rhs, torch.float32)
+    rhs = operands.quantize_gathered(context, Gemm.WGRAD, normalized)
+    return context.gemm(Gemm.WGRAD, lhs, rhs, torch.float32)
 
 
 def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
@@ -136,7 +135,7 @@ def _gain_grad(shards: Shards, product: Tensor, weight: Tensor) -> Tensor:
     Under sequence parallelism of this rank's alone: norms' gradients are summed later then.
     """
     grad = (product * weight.float()).sum(0)
-    if "weight" in shards.roles and not shards.sequence_parallel:
+    if Role.WEIGHT in shards.roles and not shards.sequence_parallel:
         dist.all_reduce(grad, group=shards.group)
     return grad
 

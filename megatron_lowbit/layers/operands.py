@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_lowbit.layers.context import LinearContext
 from megatron_lowbit.layers.sharding import Shards, gather_rows, start_columns, start_rows
 from megatron_lowbit.numerics import Operand, QuantizedTensor
+from megatron_lowbit.numerics.gemms import Gemm, Role
 
 
 def quantize_input(
@@ -42,14 +43,14 @@ def quantize_input(
         makes_codes
         and not reuses_row
         and not precision.wgrad.fallback
-        and precision.quantizer("wgrad", "input") is not None
-        and (given_col is not None or not split or precision.gathers_codes("wgrad", tokens))
+        and precision.quantizer(Gemm.WGRAD, Role.INPUT) is not None
+        and (given_col is not None or not split or precision.gathers_codes(Gemm.WGRAD, tokens))
     )
-    makes_row = given_row is None and (not split or precision.gathers_codes("fprop", tokens))
+    makes_row = given_row is None and (not split or precision.gathers_codes(Gemm.FPROP, tokens))
     makes_col = keeps_codes and given_col is None
-    needs_codes = {"wgrad", "fprop"} if split or reuses_row else ()
-    row, col = "fprop" if makes_row else None, "wgrad" if makes_col else None
-    by_row, by_col = context.quantize(x, "input", row, col, needs_codes, saved={"wgrad"})
+    needs_codes = {Gemm.WGRAD, Gemm.FPROP} if split or reuses_row else ()
+    row, col = Gemm.FPROP if makes_row else None, Gemm.WGRAD if makes_col else None
+    by_row, by_col = context.quantize(x, Role.INPUT, row, col, needs_codes, saved={Gemm.WGRAD})
     by_row = by_row if given_row is None else given_row
     if reuses_row:
         saved = by_row
@@ -61,7 +62,7 @@ def quantize_input(
         return lambda: by_row, saved
     if given_row is None and not makes_row:
         whole = start_rows(x, context.shards.group)
-        return lambda: quantize_all_tokens(context, "fprop", whole()), saved
+        return lambda: quantize_all_tokens(context, Gemm.FPROP, whole()), saved
     return start_rows(by_row, context.shards.group), saved
 
 
@@ -80,17 +81,17 @@ def wgrad_input(context: LinearContext, saved: Any) -> Any:
     """
     precision = context.precision.wgrad
     if isinstance(saved, Tensor):
-        gemm = "fprop" if precision.uses_fprop else "wgrad"
+        gemm = Gemm.FPROP if precision.uses_fprop else Gemm.WGRAD
         saved = quantize_all_tokens(context, gemm, saved)
-    return requantized(context, "input", saved) if precision.requantizes_rhs else saved
+    return requantized(context, Role.INPUT, saved) if precision.requantizes_rhs else saved
 
 
-def requantized(context: LinearContext, role: str, operand: QuantizedTensor) -> Any:
+def requantized(context: LinearContext, role: Role, operand: QuantizedTensor) -> Any:
     """Quantize the transpose of fprop's quantized weight or input, in BF16, along its own axis."""
-    if role == "input":
+    if role == Role.INPUT:
         context = _without_split_tokens(context)
     values = context.engine.dequantize(operand, torch.bfloat16)
-    return context.quantize(values, role, None, "wgrad" if role == "input" else "dgrad")[1]
+    return context.quantize(values, role, None, Gemm.WGRAD if role == Role.INPUT else Gemm.DGRAD)[1]
 
 
 def gather_input(context: LinearContext, x: Tensor) -> Tensor:
@@ -98,24 +99,24 @@ def gather_input(context: LinearContext, x: Tensor) -> Tensor:
     return gather_rows(x, context.shards.group) if context.shards.sequence_parallel else x
 
 
-def quantize_gathered(context: LinearContext, gemm: str, x: Tensor) -> Any:
+def quantize_gathered(context: LinearContext, gemm: Gemm, x: Tensor) -> Any:
     """Gather x (R, K) in its own precision, then quantize the whole as an unsplit input."""
     return quantize_all_tokens(context, gemm, gather_input(context, x))
 
 
-def quantize_all_tokens(context: LinearContext, gemm: str, x: Tensor) -> Any:
+def quantize_all_tokens(context: LinearContext, gemm: Gemm, x: Tensor) -> Any:
     """Quantize the input of all tokens (M, K) as an unsplit one."""
     needs_codes = {gemm} if context.precision.wgrad.uses_fprop else ()
-    row, col = ("fprop", None) if gemm == "fprop" else (None, gemm)
-    both = _without_split_tokens(context).quantize(x, "input", row, col, needs_codes)
-    return both[0] if gemm == "fprop" else both[1]
+    row, col = (Gemm.FPROP, None) if gemm == Gemm.FPROP else (None, gemm)
+    both = _without_split_tokens(context).quantize(x, Role.INPUT, row, col, needs_codes)
+    return both[0] if gemm == Gemm.FPROP else both[1]
 
 
 def _without_split_tokens(context: LinearContext) -> LinearContext:
     """Return the context of a call with the input of all tokens."""
     if not context.shards.sequence_parallel:
         return context
-    roles = context.shards.roles - {"input"}
+    roles = context.shards.roles - {Role.INPUT}
     return replace(context, shards=replace(context.shards, sequence_parallel=False, roles=roles))
 
 
@@ -136,7 +137,7 @@ def quantize_weight(context: LinearContext, weight: Callable[[], Tensor]) -> tup
         return cache.operands
     wanted = weight_sides(context)
     sides = wanted.dgrad, wanted.needs_codes, wanted.saved
-    by_row, by_col = context.quantize(weight(), "weight", "fprop", *sides)
+    by_row, by_col = context.quantize(weight(), Role.WEIGHT, Gemm.FPROP, *sides)
     dgrad_weight = None if wanted.dgrad is None else by_col
     if context.training and precision.dgrad.rhs_of_fprop and not precision.weight_serves_dgrad:
         dgrad_weight = by_row
@@ -171,7 +172,7 @@ class WeightSides(NamedTuple):
     ``dgrad`` names the GEMM of its transpose, None where backward quantizes it.
     """
 
-    dgrad: str | None
+    dgrad: Gemm | None
     needs_codes: Collection[str]
     saved: Collection[str]
 
@@ -182,11 +183,11 @@ def weight_sides(context: LinearContext) -> WeightSides:
     shared, reused = precision.weight_serves_dgrad, precision.dgrad.uses_fprop
     dgrad = None
     if training and shared:
-        dgrad = "fprop"
+        dgrad = Gemm.FPROP
     elif training and precision.caches_weight and not reused and precision.dgrad.rhs is not None:
-        dgrad = "dgrad"
-    needs_codes = {"fprop", "dgrad"} if precision.dgrad.rhs_of_fprop else ()
-    saved = {"fprop", "dgrad"} if shared or precision.caches_weight else ()
+        dgrad = Gemm.DGRAD
+    needs_codes = {Gemm.FPROP, Gemm.DGRAD} if precision.dgrad.rhs_of_fprop else ()
+    saved = {Gemm.FPROP, Gemm.DGRAD} if shared or precision.caches_weight else ()
     return WeightSides(dgrad, needs_codes, saved)
 
 
@@ -194,9 +195,11 @@ def quantize_dgrad_weight(context: LinearContext, weight: Tensor) -> Any:
     """Quantize the transpose of a weight (N, K) in backward; itself where dgrad takes fprop's."""
     precision = context.precision
     if precision.dgrad.uses_fprop and not precision.weight_serves_dgrad:
-        by_row, _ = context.quantize(weight, "weight", "fprop", None, {"fprop"})
-        return requantized(context, "weight", by_row) if precision.dgrad.requantizes_rhs else by_row
-    return context.quantize(weight, "weight", None, "dgrad")[1]
+        by_row, _ = context.quantize(weight, Role.WEIGHT, Gemm.FPROP, None, {Gemm.FPROP})
+        return (
+            requantized(context, Role.WEIGHT, by_row) if precision.dgrad.requantizes_rhs else by_row
+        )
+    return context.quantize(weight, Role.WEIGHT, None, Gemm.DGRAD)[1]
 
 
 def quantize_grad(
@@ -204,10 +207,10 @@ def quantize_grad(
 ) -> tuple[Any, Any]:
     """Quantize dY (M, N) for dgrad, and its transpose for wgrad."""
     if needs_wgrad and context.precision.wgrad.lhs_of_dgrad:
-        by_row, _ = context.quantize(grad, "grad", "dgrad", None, needs_codes={"dgrad"})
+        by_row, _ = context.quantize(grad, Role.GRAD, Gemm.DGRAD, None, needs_codes={Gemm.DGRAD})
         return by_row, context.engine.transpose(by_row, by_row)
-    row, col = "dgrad" if needs_dgrad else None, "wgrad" if needs_wgrad else None
-    return context.quantize(grad, "grad", row, col)
+    row, col = Gemm.DGRAD if needs_dgrad else None, Gemm.WGRAD if needs_wgrad else None
+    return context.quantize(grad, Role.GRAD, row, col)
 
 
 def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | None]:
@@ -222,7 +225,7 @@ def reduce_dgrad(shards: Shards, dgrad: Tensor) -> tuple[Tensor, dist.Work | Non
     return dgrad, None
 
 
-def deliver_wgrad(
+def accumulate_wgrad_into(
     context: LinearContext,
     weight: Tensor,
     wgrad: Callable[[torch.dtype, Tensor | None, bool | Tensor], Tensor],
@@ -239,10 +242,10 @@ def deliver_wgrad(
 
 
 class MainGrad(NamedTuple):
-    """Main gradient (N, K) of a weight; ``adds`` is as for :meth:`Engine.product_to`."""
+    """Main gradient (N, K) of a weight; ``beta`` is as for :meth:`Engine.product_to`."""
 
     sums: Tensor
-    adds: bool | Tensor
+    beta: bool | Tensor
 
 
 def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
@@ -259,16 +262,18 @@ def main_grad_of(context: LinearContext, weight: Tensor) -> MainGrad | None:
         return None
     if getattr(weight, "overwrite_main_grad", False):
         return MainGrad(sums, False)
-    if context.main_grad_share is not None:
-        return MainGrad(sums, context.main_grad_share)
+    if context.main_grad_beta is not None:
+        return MainGrad(sums, context.main_grad_beta)
     return MainGrad(sums, getattr(weight, "grad_added_to_main_grad", True))
 
 
 def added_to_main_grad(weight: Tensor) -> Tensor:
     """Mark that dW is in ``weight.main_grad``; return what autograd takes in its place."""
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    stand_in = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-    return stand_in(weight)
+    placeholder_grad = (
+        torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
+    )
+    return placeholder_grad(weight)
 
 
 def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -276,8 +281,8 @@ def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
 
     Nobody reads it.
     """
-    stand_in = added_to_main_grad(weights[0])
+    placeholder_grad = added_to_main_grad(weights[0])
     for weight in weights[1:]:
         weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     # Tensors of their own: autograd copies one that others hold.
-    return [stand_in.detach() for _ in weights]
+    return [placeholder_grad.detach() for _ in weights]

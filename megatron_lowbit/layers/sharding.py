@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_lowbit.layers.keys import Key, operand_key
 from megatron_lowbit.numerics import Draw, QuantizedTensor
-from megatron_lowbit.numerics.randomness import GROUP
+from megatron_lowbit.numerics.gemms import Gemm, Role
+from megatron_lowbit.numerics.randomness import GROUP, Key, operand_key
 
 
 @dataclass(frozen=True)
@@ -41,25 +41,25 @@ class Shards:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return amax
 
-    def draw(self, key: Key, gemm: str, role: str, tokens: int, points: int = 1) -> Draw:
+    def draw(self, key: Key, gemm: Gemm, role: Role, tokens: int, points: int = 1) -> Draw:
         """Return the random bits of an operand of a GEMM: its own key, and its global numbers.
 
         A transform of ``points`` spreads over the padding of a ragged last block: its numbers go on
         after the last feature's.
         """
         token_numbers = None
-        if self.sequence_parallel and role == "input" and (rank := dist.get_rank(self.group)):
+        if self.sequence_parallel and role == Role.INPUT and (rank := dist.get_rank(self.group)):
             # On the device: a capture in a CUDA graph cannot copy them there.
             device = None if self.out_features is None else self.out_features.device
             token_numbers = torch.arange(rank * tokens, (rank + 1) * tokens, device=device)
-        features = {"input": self.in_features, "grad": self.out_features}.get(role)
+        features = {Role.INPUT: self.in_features, Role.GRAD: self.out_features}.get(role)
         axes = {
-            ("fprop", "input"): (token_numbers, features),
-            ("fprop", "weight"): (self.out_features, self.in_features),
-            ("dgrad", "grad"): (token_numbers, features),
-            ("dgrad", "weight"): (self.in_features, self.out_features),
-            ("wgrad", "grad"): (features, token_numbers),
-            ("wgrad", "input"): (features, token_numbers),
+            (Gemm.FPROP, Role.INPUT): (token_numbers, features),
+            (Gemm.FPROP, Role.WEIGHT): (self.out_features, self.in_features),
+            (Gemm.DGRAD, Role.GRAD): (token_numbers, features),
+            (Gemm.DGRAD, Role.WEIGHT): (self.in_features, self.out_features),
+            (Gemm.WGRAD, Role.GRAD): (features, token_numbers),
+            (Gemm.WGRAD, Role.INPUT): (features, token_numbers),
         }
         rows, columns = axes[gemm, role]
         groups = None

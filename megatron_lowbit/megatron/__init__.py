@@ -3,6 +3,4 @@
 Import this package before ``megatron``: it supplies names that megatron needs during its import.
 """
 
-# isort: off
-from megatron_lowbit.megatron import upstream_gaps  # noqa: F401
-from megatron_lowbit.megatron import cpu  # noqa: F401
+from megatron_lowbit import cpu_runtime  # noqa: F401

@@ -22,6 +22,7 @@ from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.numerics import Request
+from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
 
@@ -84,7 +85,7 @@ class _AddAndNormalize:
         )
         norm.set_result(total, normalized)
         if codes is not None:
-            self._linear().layer_state.hand(normalized, codes)
+            self._linear().layer_state.set_input_codes(normalized, codes)
         return total
 
     def request(self, x: Tensor) -> Request | None:
@@ -99,7 +100,7 @@ class _AddAndNormalize:
         rows = x.numel() // x.shape[-1]
         # The kernel only rounds to nearest, which needs no key.
         context = LinearContext(precision, state.plan.engine, key=0)
-        request = context.request("fprop", "input", rows, needs_codes=True)
+        request = context.request(Gemm.FPROP, Role.INPUT, rows, needs_codes=True)
         if request is None or not takes(x.view(rows, -1), RMSNorm(), request):
             return None
         format = request.quantizer.format

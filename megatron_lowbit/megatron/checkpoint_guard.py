@@ -17,11 +17,11 @@ import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.megatron import failures
+from megatron_lowbit.megatron import error_translation
 from megatron_lowbit.megatron.load_source import choose_checkpoint
 from megatron_lowbit.megatron.metrics import METRICS_FILE, check_metrics
+from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
 from megatron_lowbit.megatron.run_record import check_resumed, record_data
-from megatron_lowbit.megatron.same_outcome import same_outcome
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.lock import FolderLock
@@ -68,7 +68,7 @@ class CheckpointGuard:
 
     def _take_save_folder(self, directory: Path) -> None:
         """Lock ``--save`` and complete or undo the replacements of a killed run, on rank 0."""
-        with same_outcome("save into", directory):
+        with raise_on_all_ranks("save into", directory):
             if dist.get_rank() == 0:
                 if not directory.exists():
                     directory.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class CheckpointGuard:
             return self._upstream_load(*arguments, **settings)
         resumed = self._args.load is not None and directory == Path(self._args.load)
         argument = "--load" if resumed else "--pretrained-checkpoint"
-        with failures.translate_load_errors(f"{argument} {found.path}"):
+        with error_translation.translate_load_errors(f"{argument} {found.path}"):
             return self._upstream_load(*arguments, **settings)
 
     def _save(self, iteration: int, *arguments: Any, **settings: Any) -> None:
@@ -105,7 +105,7 @@ class CheckpointGuard:
         directory: Path | None = Path(self._args.save)
         if settings.get("non_persistent_ckpt"):
             directory = _non_persistent_directory(self._args)
-        with same_outcome("save into", directory or Path(self._args.save)):
+        with raise_on_all_ranks("save into", directory or Path(self._args.save)):
             if (writer := get_tensorboard_writer()) is not None:
                 writer.flush()
             if self._recorder is not None and directory is not None:

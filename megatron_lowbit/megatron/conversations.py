@@ -10,7 +10,7 @@ from megatron.training.datasets.sft_dataset import IGNORE_INDEX, SFTDataset
 
 from megatron_lowbit.data.conversations import Conversation, Conversations
 from megatron_lowbit.errors import UserError, require, say
-from megatron_lowbit.megatron.printing import say_on_rank_0
+from megatron_lowbit.megatron.rank_errors import say_on_rank_0
 
 _UNMASKED = ("default", "identity")
 """Formats of Megatron-LM's SFTTokenizer that count every token."""

@@ -14,8 +14,8 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
 from megatron_lowbit.errors import require
-from megatron_lowbit.layers.keys import key_table
 from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.numerics.randomness import key_table
 from megatron_lowbit.recipes import Recipe
 
 
@@ -72,11 +72,11 @@ class Graphs:
         # A layer that is applied several times in a microbatch adds to what it has written.
         self._writes_first = not args.mtp_num_layers
         self._is_first = False
-        self._main_grad_share = torch.ones((), device=device)
+        self._main_grad_beta = torch.ones((), device=device)
         for state, keys in zip(states, self._keys, strict=True):
             state.graph_keys = keys
             if not state.is_expert:  # experts' layers are not captured
-                state.main_grad_share = self._main_grad_share
+                state.main_grad_beta = self._main_grad_beta
         self._captured_by_layer = args.cuda_graph_impl == "local"
         self._is_pipeline = args.pipeline_model_parallel_size > 1
         self._microbatches = get_num_microbatches()
@@ -87,7 +87,7 @@ class Graphs:
         Main gradients are zeros until the backward pass of the step's first microbatch. Before that
         of any other, this microbatch's own forward pass has begun.
         """
-        self._main_grad_share.fill_(float(not self._is_first))
+        self._main_grad_beta.fill_(float(not self._is_first))
         self._is_first = False
         self._fill_keys()
 

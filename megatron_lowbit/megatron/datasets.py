@@ -30,7 +30,7 @@ from megatron_lowbit.megatron.conversations import (
     ConversationsConfig,
     conversation_tokenizer,
 )
-from megatron_lowbit.megatron.printing import say_on_rank_0
+from megatron_lowbit.megatron.rank_errors import say_on_rank_0
 
 _Blend = tuple[list[str], list[float] | None]
 _PER_SPLIT = ("train", "valid", "test")

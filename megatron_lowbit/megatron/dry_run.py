@@ -22,7 +22,7 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.routes import Format, route
 from megatron_lowbit.megatron import cuda_graphs
-from megatron_lowbit.megatron.failures import translate_model_errors
+from megatron_lowbit.megatron.error_translation import translate_model_errors
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.model_config import model_config_of

@@ -11,7 +11,7 @@ from megatron_lowbit.errors import say
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.quantization_log import write_scalars
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
-from megatron_lowbit.recipes.precision import GEMM_ROLES
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
 
 METRIC = "bf16_fallbacks"
 """Start of the names of the metrics; the GEMM's name follows."""

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_lowbit.layers import GroupContext, LinearContext, lowbit_grouped_linear
-from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layer_state import expert_contexts
 from megatron_lowbit.megatron.specs import change_parts
 
@@ -123,7 +123,7 @@ def _linears(
     skip_bias_add: bool,
     **options: Any,
 ) -> GroupedLinear:
-    """Build a rank's layers; experts have no biases (``upstream_gaps.check_local_layers``)."""
+    """Build a rank's layers; experts have no biases (``workarounds.check_local_layers``)."""
     group = pg_collection.expt_tp
     linears = [
         kind(inputs, outputs, config=config, skip_bias_add=True, tp_group=group, **more, **options)

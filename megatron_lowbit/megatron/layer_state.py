@@ -10,13 +10,12 @@ from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
 from megatron_lowbit.layers import UNSHARDED, LinearContext, Shards, WeightCache
 from megatron_lowbit.layers.group_context import GroupContext, can_group
-from megatron_lowbit.layers.keys import Key
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.random_key import microbatch_key
 from megatron_lowbit.numerics import AmaxHistory, Operand, QuantizedTensor, derive_key
-from megatron_lowbit.numerics.randomness import GROUP, layer_key
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
+from megatron_lowbit.numerics.randomness import GROUP, Key, layer_key
 from megatron_lowbit.recipes import OPERANDS, LinearPrecision
-from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
 class LayerState:
@@ -28,7 +27,7 @@ class LayerState:
     ``group`` are the tensor-parallel ranks of a column- or row-parallel layer (``is_column``), and
     ``features`` the global numbers (int64) of the features that they split, None where they split
     none. Random keys derive from ``path_key``, that of the layer's path. Where calls are captured
-    in CUDA graphs, ``graph_keys`` has them. ``saves_input``, ``main_grad_share``: as a context's.
+    in CUDA graphs, ``graph_keys`` has them. ``saves_input``, ``main_grad_beta``: as a context's.
     """
 
     saves_input = False
@@ -48,8 +47,8 @@ class LayerState:
         self.amax_history: AmaxHistory | None = None
         self.fallbacks: torch.Tensor | None = None
         self.graph_keys: torch.Tensor | None = None
-        self.main_grad_share: torch.Tensor | None = None
-        self._handed: tuple[weakref.ref, QuantizedTensor] | None = None
+        self.main_grad_beta: torch.Tensor | None = None
+        self._input_codes: tuple[weakref.ref, QuantizedTensor] | None = None
         self.path_key = derive_key(plan.layer.path)
         self.set_precision(plan.precision)
 
@@ -65,13 +64,13 @@ class LayerState:
         elif self.amax_history is None or self.amax_history.length != length:
             self.amax_history = AmaxHistory(len(OPERANDS), length, self.device)
 
-    def hand(self, x: torch.Tensor, codes: QuantizedTensor) -> None:
+    def set_input_codes(self, x: torch.Tensor, codes: QuantizedTensor) -> None:
         """Keep the codes of x (..., K) for fprop, where x itself comes next."""
-        self._handed = weakref.ref(x), codes
+        self._input_codes = weakref.ref(x), codes
 
     def operand_of(self, x: torch.Tensor) -> torch.Tensor | Operand:
         """Return x (..., K) with its codes where they were handed; else x."""
-        handed, self._handed = self._handed, None
+        handed, self._input_codes = self._input_codes, None
         if handed is None or handed[0]() is not x:
             return x
         return Operand(handed[1], None, x)
@@ -84,7 +83,7 @@ class LayerState:
             self.call_key(),
             shards=shards,
             accumulate_main_grad=self.plan.accumulate_main_grad,
-            main_grad_share=self.main_grad_share,
+            main_grad_beta=self.main_grad_beta,
             amax_history=self.call_history(),
             weight_cache=self._cache_for_calls(cache or self.weight_cache),
             fallbacks=None if _is_warming_up() else self.fallbacks,

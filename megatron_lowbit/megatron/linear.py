@@ -12,7 +12,7 @@ import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_lowbit.layers import lowbit_linear
-from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 

@@ -14,8 +14,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.extra_states import check_extra_states
 from megatron_lowbit.megatron.layer_state import LayerState
-from megatron_lowbit.megatron.printing import say_on_rank_0
-from megatron_lowbit.megatron.same_outcome import same_outcome
+from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.storage import files, replacement
 from megatron_lowbit.storage.pickles import check_lengths, read_objects, saved_tensors
 from megatron_lowbit.storage.selection import (
@@ -120,7 +119,7 @@ _Candidate = tuple[int | None, Selected]
 def _candidates(args: Namespace, directory: Path) -> list[_Candidate]:
     """Return the checkpoints to try in order, as rank 0 reads them from the folder."""
     candidates: list[list[_Candidate]] = [[]]
-    with same_outcome(_READING, directory):
+    with raise_on_all_ranks(_READING, directory):
         if dist.get_rank() == 0:
             candidates = [_candidates_on_disk(args, directory)]
     dist.broadcast_object_list(candidates, src=0)
@@ -172,7 +171,7 @@ def verify_checkpoint(path: Path) -> None:
 
     Each rank reads a share of the files.
     """
-    with same_outcome(_READING, path.parent):
+    with raise_on_all_ranks(_READING, path.parent):
         if (path / files.DOCUMENT).exists():
             recorded = files.read_document(path)["files"]
             by_size = sorted(recorded, key=lambda name: (-recorded[name]["bytes"], name))
@@ -182,7 +181,7 @@ def verify_checkpoint(path: Path) -> None:
         elif dist.get_rank() == 0:
             check_lengths(path)
             say_on_rank_0(f"{path}: no {files.DOCUMENT}: loaded without comparing checksums")
-    with same_outcome(_READING, path.parent):
+    with raise_on_all_ranks(_READING, path.parent):
         if dist.get_rank() == 0:
             for file, key, content in read_objects(path):
                 check_extra_states(file, key, content)

@@ -7,9 +7,9 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 
 from megatron_lowbit.megatron.hybrid import use_local_stack
 from megatron_lowbit.megatron.mamba import use_best_scan
-from megatron_lowbit.megatron.printing import say_on_rank_0
+from megatron_lowbit.megatron.rank_errors import say_on_rank_0
 from megatron_lowbit.megatron.recipe_hook import on_described_machine, use_recipe
-from megatron_lowbit.megatron.upstream_gaps import apply_ignored_arguments, check_attention_mask
+from megatron_lowbit.megatron.workarounds import apply_ignored_arguments, check_attention_mask
 
 
 def model_config_of(args: Namespace) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from megatron_lowbit.errors import require
 from megatron_lowbit.megatron import experts
 from megatron_lowbit.megatron.layer_state import device_of
-from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.quantization_log import write_scalars
+from megatron_lowbit.megatron.rank_errors import say_on_rank_0
 from megatron_lowbit.numerics import Request
 from megatron_lowbit.numerics.oscillation import OscillationReset, WeightPaths
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.arguments.parse import command_line
 from megatron_lowbit.errors import UserError, say
 from megatron_lowbit.folders import reason
-from megatron_lowbit.megatron import failures
-from megatron_lowbit.megatron.arguments import parse_arguments
-from megatron_lowbit.megatron.arguments.parse import command_line
+from megatron_lowbit.megatron import error_translation
 from megatron_lowbit.megatron.bad_iterations import skip_bad_iterations
 from megatron_lowbit.storage import files
 
@@ -45,14 +45,18 @@ def main(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> None:
     if args.dry_run:
         from megatron_lowbit.megatron.dry_run import dry_run
 
-        with teardown(), failures.translate_assertions(), failures.translate_missing_packages():
+        with (
+            teardown(),
+            error_translation.translate_assertions(),
+            error_translation.translate_missing_packages(),
+        ):
             dry_run(args)
         return
     with (
         skip_bad_iterations(args),
         teardown(),
-        failures.translate_assertions(),
-        failures.translate_missing_packages(),
+        error_translation.translate_assertions(),
+        error_translation.translate_missing_packages(),
         # Megatron-LM's fault tolerance parses the command line again.
         command_line(args.upstream_command_line),
     ):
@@ -81,11 +85,11 @@ def run(args: Namespace, hooks: Sequence[ModelHook] = ()) -> None:
     # classes off the list that were on it before.
     register_safe_globals()
     kind = ModelType.encoder_or_decoder
-    with failures.translate_model_errors():
+    with error_translation.translate_model_errors():
         model_config = model_config_of(args)
         container = pretrain_cfg_container_from_args(args, model_config)
     with (
-        failures.translate_machine_limits(args),
+        error_translation.translate_machine_limits(args),
         unfilled_memory(args),
         explain_interruption(args),
         validate_once(),

@@ -20,9 +20,10 @@ from megatron_lowbit.analysis.quantization_error import NONFINITE, Sums, add, fi
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron import norm_statistics as norms
-from megatron_lowbit.megatron.same_outcome import gather_from_ranks
+from megatron_lowbit.megatron.rank_errors import gather_from_ranks
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.numerics import Operand, derive_key
+from megatron_lowbit.numerics.gemms import Gemm
 
 METRIC = "quantization"
 """Start of the figures' names; the layer's path and the figure's name follow."""
@@ -108,7 +109,7 @@ class Measurement:
             amax_history=state.amax_history,
         )
         with torch.no_grad():
-            self._add(path, gemm_sums(context, "fprop", x, weight))
+            self._add(path, gemm_sums(context, Gemm.FPROP, x, weight))
         rank = module.tp_group.rank()
         y.register_hook(partial(self._watch_grad, path, context, x, weight, rank))
 
@@ -120,8 +121,8 @@ class Measurement:
         # Under sequence parallelism one of them has all tokens, the other this rank's.
         tokens = min(len(x), len(grad))
         x, grad = (t if len(t) == tokens else t[rank * tokens :][:tokens] for t in (x, grad))
-        self._add(path, gemm_sums(context, "dgrad", grad, weight.t()))
-        self._add(path, gemm_sums(context, "wgrad", grad.t(), x.t()))
+        self._add(path, gemm_sums(context, Gemm.DGRAD, grad, weight.t()))
+        self._add(path, gemm_sums(context, Gemm.WGRAD, grad.t(), x.t()))
 
     def _add(self, path: str, sums: Sums) -> None:
         """Keep a GEMM's sums; print the first operand whose values are not all finite."""

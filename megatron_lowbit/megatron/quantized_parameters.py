@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.megatron.layer_state import LayerState, weights_of
-from megatron_lowbit.megatron.printing import say_on_rank_0
+from megatron_lowbit.megatron.rank_errors import say_on_rank_0
 from megatron_lowbit.megatron.steps import run_after_backward, steps_of
 from megatron_lowbit.megatron.stored_bucket import StoredBucket
 from megatron_lowbit.recipes import Layer, Recipe

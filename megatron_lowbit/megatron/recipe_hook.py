@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from megatron.training.utils import is_rank0
 
+from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.parse import OF_GPUS
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 from megatron_lowbit.kernels.select import select_engine
@@ -27,11 +29,9 @@ from megatron_lowbit.megatron import (
     linear,
     oscillation,
     quantized_parameters,
-    upstream_gaps,
+    workarounds,
 )
 from megatron_lowbit.megatron.amax_history import AmaxHistories
-from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
-from megatron_lowbit.megatron.arguments.parse import OF_GPUS
 from megatron_lowbit.megatron.fallbacks import count_fallbacks
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
 from megatron_lowbit.megatron.graph_weights import GraphWeights
@@ -40,11 +40,14 @@ from megatron_lowbit.megatron.layer_plan import LayerPlan, layer_of
 from megatron_lowbit.megatron.layer_state import LayerState, layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.mxnorm import mxnorm_of, use_mxnorm_spec
-from megatron_lowbit.megatron.printing import say_on_rank_0
 from megatron_lowbit.megatron.quantization_log import log_quantization_errors
+from megatron_lowbit.megatron.rank_errors import (
+    gather_from_ranks,
+    raise_on_all_ranks,
+    say_on_rank_0,
+)
 from megatron_lowbit.megatron.resumed_schedule import follow_schedule_arguments
 from megatron_lowbit.megatron.run_record import record_recipe
-from megatron_lowbit.megatron.same_outcome import gather_from_ranks, same_outcome
 from megatron_lowbit.megatron.specs import change_specs
 from megatron_lowbit.megatron.start_up import describe
 from megatron_lowbit.megatron.steps import steps_of
@@ -64,23 +67,23 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     Raises:
         UserError: the recipe does not exist, or does not fit the other arguments.
     """
-    upstream_gaps.use_prebuilt_dataset_helpers()
+    workarounds.use_prebuilt_dataset_helpers()
     follow_schedule_arguments()
     record_recipe(args)
     if args.gradient_accumulation_fusion:
-        upstream_gaps.fuse_gradient_accumulation()
-    upstream_gaps.check_local_layers(on_described_machine(args))
-    upstream_gaps.check_saves(args)
+        workarounds.fuse_gradient_accumulation()
+    workarounds.check_local_layers(on_described_machine(args))
+    workarounds.check_saves(args)
     check_loads(args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
-        upstream_gaps.use_torch_rms_norm()
+        workarounds.use_torch_rms_norm()
         if args.layernorm_zero_centered_gamma:
-            upstream_gaps.use_zero_centered_norms()
+            workarounds.use_zero_centered_norms()
         if args.num_experts is not None and args.add_bias_linear:
-            model_config.pre_wrap_hooks.append(upstream_gaps.train_biases_of_experts)
+            model_config.pre_wrap_hooks.append(workarounds.train_biases_of_experts)
     if args.multi_latent_attention:
-        upstream_gaps.use_local_latent_attention()
+        workarounds.use_local_latent_attention()
     if args.precision_recipe is None:
         return
     recipe = load_recipes(args.precision_recipe, args.recipe_set)
@@ -142,10 +145,10 @@ class RecipeHook:
     def __call__(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
         """Take over chunks that are not yet wrapped; return them."""
         args = self.args
-        with same_outcome("read the checkpoint in", args.load or ""):
+        with raise_on_all_ranks("read the checkpoint in", args.load or ""):
             source = LoadSource.of(args)
         # A layer that does not fit may be on one rank alone.
-        with same_outcome("prepare the kernels of the recipe"):
+        with raise_on_all_ranks("prepare the kernels of the recipe"):
             self.take_over(chunks, source)
         layers = quantizable_layers(chunks)
         self.check(layers)

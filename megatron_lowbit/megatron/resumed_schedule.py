@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training import get_args
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.printing import say_on_rank_0
+from megatron_lowbit.megatron.rank_errors import say_on_rank_0
 
 _RATES = ("max_lr", "min_lr")
 _STRUCTURE = [key for key in param_group_identifier_keys if key not in _RATES]

@@ -18,8 +18,7 @@ from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.common_state import has_common_state, read_common_state
 from megatron_lowbit.megatron.datasets import data_prefixes
 from megatron_lowbit.megatron.load_source import LoadSource
-from megatron_lowbit.megatron.printing import say_on_rank_0
-from megatron_lowbit.megatron.same_outcome import same_outcome
+from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.recipes import record as recipe_records
 
 RECIPE, DATA = "recipe_record", "data_record"
@@ -51,7 +50,7 @@ def record_data(args: Namespace) -> None:
     if args.save is None and args.load is None:
         return
     record: list[dict[str, str]] = [{}]
-    with same_outcome("read the data"):
+    with raise_on_all_ranks("read the data"):
         if dist.get_rank() == 0 and not args.mock_data:
             found = {prefix: dataset_digest(prefix) for prefix in data_prefixes(args)}
             record = [{prefix: sha256 for prefix, sha256 in found.items() if sha256 is not None}]
@@ -69,7 +68,7 @@ def check_resumed(args: Namespace) -> None:
     Raises:
         UserError: another one differs.
     """
-    with same_outcome("read the checkpoint in", args.load):
+    with raise_on_all_ranks("read the checkpoint in", args.load):
         source = LoadSource.of(args) if dist.get_rank() == 0 else None
         if source is not None and source.iteration and not args.skip_train:
             begins_phase = source.iteration in (args.phase_transition_iterations or ())

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_lowbit.layers.context import LinearContext, TransposedLater
+from megatron_lowbit.layers.context import LazyTranspose, LinearContext
 from megatron_lowbit.layers.operands import quantize_weight
 from megatron_lowbit.numerics import QuantizedTensor
+from megatron_lowbit.numerics.gemms import Gemm, Role
 
 _ALIGNMENT = 256
 """Bytes that the codes of each weight are aligned to, as torch allocates."""
@@ -140,7 +141,7 @@ class _Weight:
             shape,
         )
         serves = self.context.precision.weight_serves_dgrad
-        of_dgrad = TransposedLater(self.codes) if serves else self.codes
+        of_dgrad = LazyTranspose(self.codes) if serves else self.codes
         self.context.weight_cache.operands = self.codes, of_dgrad
 
     def write(self, codes: QuantizedTensor, rank: int) -> None:
@@ -179,7 +180,9 @@ class StoredBucket:
         stored = [(place[0], p, contexts[p]) for p, place in self._places if p in contexts]
         one_set = [c.precision.weight_in_one_set for _, _, c in stored]
         self.gathers_codes = all(one_set)
-        self._twice = [(p, c) for (_, p, c), one in zip(stored, one_set, strict=True) if not one]
+        self._two_code_sets = [
+            (p, c) for (_, p, c), one in zip(stored, one_set, strict=True) if not one
+        ]
         self._weights = [
             _Weight(start, p, c, self._cut(start, p.shape, c.precision.fprop.rhs.format.block_rows))
             for (start, p, c), one in zip(stored, one_set, strict=True)
@@ -208,8 +211,10 @@ class StoredBucket:
         for weight, codes, scales, tensor_scale in zip(weights, *parts, strict=True):
             weight.store(codes, scales, tensor_scale)
         sizes = [((e - s,), self._cut_elements(s, e)) for s, e, _ in self._others]
-        self._home = Packed(sizes, self.data.dtype, device)
-        for (start, end, parameter), own in zip(self._others, self._home.tensors, strict=True):
+        self._unquantized = Packed(sizes, self.data.dtype, device)
+        for (start, end, parameter), own in zip(
+            self._others, self._unquantized.tensors, strict=True
+        ):
             own.copy_(self.data[start:end])
             parameter.data = own.view(parameter.shape)
 
@@ -219,7 +224,7 @@ class StoredBucket:
     @property
     def code_bytes(self) -> int:
         """Bytes of the stored codes and scales."""
-        twice = (side for _, c in self._twice for side in c.weight_cache.operands or ())
+        twice = (side for _, c in self._two_code_sets for side in c.weight_cache.operands or ())
         packed = (self._codes, self._scales, self._tensor_scales)
         return sum(p.whole.nbytes for p in packed) + sum(side.nbytes for side in twice)
 
@@ -239,9 +244,9 @@ class StoredBucket:
         """Bytes that this rank receives in a step."""
         if not self.gathers_codes:
             return self.whole_bytes
-        packed = (self._codes, self._scales, self._tensor_scales, self._home)
+        packed = (self._codes, self._scales, self._tensor_scales, self._unquantized)
         sizes = [[part.nbytes for part in p.parts()] for p in packed if p.tensors]
-        sizes.append([(h.stop - h.start) * self.data.itemsize for h in self._heads()])
+        sizes.append([(h.stop - h.start) * self.data.itemsize for h in self._boundary_slices()])
         return sum(sum(of_ranks) - of_ranks[self.rank] for of_ranks in sizes)
 
     def write_own_shard(self) -> None:
@@ -277,16 +282,16 @@ class StoredBucket:
         whole bucket.
         """
         self._keep_own_shard()
-        for (start, _, _), own in zip(self._others, self._home.tensors, strict=True):
+        for (start, _, _), own in zip(self._others, self._unquantized.tensors, strict=True):
             own.copy_(self.data[start : start + len(own)])
         if self.gathers_codes:
-            gather([self.data[head] for head in self._heads()], self.group)
+            gather([self.data[head] for head in self._boundary_slices()], self.group)
         self._quantize()
         if self.gathers_codes:
-            for packed in (self._codes, self._scales, self._tensor_scales, self._home):
+            for packed in (self._codes, self._scales, self._tensor_scales, self._unquantized):
                 gather(packed.parts(), self.group)
 
-    def _heads(self) -> list[slice]:
+    def _boundary_slices(self) -> list[slice]:
         """Return the elements of each rank's share that belong to an earlier rank's last block.
 
         They are at its beginning, and sent in the bucket's own precision.
@@ -302,7 +307,7 @@ class StoredBucket:
         return heads
 
     def _quantize(self) -> None:
-        for parameter, context in self._twice:
+        for parameter, context in self._two_code_sets:
             context.weight_cache.operands = None
             quantize_weight(context, parameter.detach)
         rows = [self._own_rows(weight) for weight in self._weights]
@@ -336,9 +341,9 @@ class StoredBucket:
             dist.all_reduce(own, op=dist.ReduceOp.MAX, group=self.group)
         for number, n in enumerate(scaled):
             # The recipe may also want the maximum over tensor-parallel ranks.
-            amaxes[n] = self._weights[n].context.scale_amax("fprop", "weight", own[number])
+            amaxes[n] = self._weights[n].context.scale_amax(Gemm.FPROP, Role.WEIGHT, own[number])
         return amaxes
 
 
 def _request(weight: _Weight, rows: int) -> Any:
-    return weight.context.request("fprop", "weight", rows, needs_codes=True)
+    return weight.context.request(Gemm.FPROP, Role.WEIGHT, rows, needs_codes=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_lowbit.layers import lowbit_grouped_linear
-from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import (
     LayerState,

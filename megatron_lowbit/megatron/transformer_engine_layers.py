@@ -23,7 +23,7 @@ from transformer_engine.pytorch.tensor import IdentityQuantizer
 
 from megatron_lowbit.errors import require
 from megatron_lowbit.layers import lowbit_linear
-from megatron_lowbit.layers.eager import eager
+from megatron_lowbit.layers.autograd_state import eager
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState, device_of, split_features
 from megatron_lowbit.megatron.transformer_engine_experts import Expert, take_over_expert

@@ -3,14 +3,14 @@
 For power-of-two block scales let 2**K be the largest of a block that is not zero, and 2**k that of
 an element's block:
 
-    folded = cast(code * 2**k / 2**K * lift)     to nearest even
-    scale  = 2**K / lift * tensor_scale
+    folded = cast(code * 2**k / 2**K * fold_scale)     to nearest even
+    scale  = 2**K / fold_scale * tensor_scale
 
 The cast is to E5M2 for E5M2 elements, and for E2M1 and E3M2 in the left operand of a product whose
-right one is not E5M2: it holds them over 28 binades. All others are cast to E4M3. ``lift`` is the
-largest power of two with which every code stays an FP8 number: for E4M3 64 (E2M1), 32 (E2M3), 16
-(E3M2) and 1 (E4M3). An element is exact unless it falls below the FP8 element's normal range: its
-error is then at most half of the least step, which for E4M3 is 2**-18.8 of the tensor's largest
+right one is not E5M2: it holds them over 28 binades. All others are cast to E4M3. ``fold_scale`` is
+the largest power of two with which every code stays an FP8 number: for E4M3 64 (E2M1), 32 (E2M3),
+16 (E3M2) and 1 (E4M3). An element is exact unless it falls below the FP8 element's normal range:
+its error is then at most half of the least step, which for E4M3 is 2**-18.8 of the tensor's largest
 number. Hopper's FP8 tensor cores multiply the result by one scale a tensor.
 
 Where the tensor's own amax is not known, 2**K is the scale of a number that none exceeds: after a
@@ -19,8 +19,8 @@ transform of g points, 1.01 sqrt(g) times the amax before it (the hundredth is f
 A format with a tensor scale has block scales relative to the tensor's largest number already: for
 NVFP4 with ``foldable`` scales s_b, at most 384,
 
-    folded = cast(code * s_b * lift)             lift 1/8: the largest is 288
-    scale  = tensor_scale / lift
+    folded = cast(code * s_b * fold_scale)             fold_scale 1/8: the largest is 288
+    scale  = tensor_scale / fold_scale
 
 which is exact down to E4M3's normal range, 14.2 binades below the tensor's largest number.
 """
@@ -50,7 +50,7 @@ def folded_format(
     return FORMATS["fp8-tensor-e5m2" if wide or format.element == E5M2 else "fp8-tensor-e4m3"]
 
 
-def lift(format: BlockFormat, target: BlockFormat) -> float:
+def fold_scale(format: BlockFormat, target: BlockFormat) -> float:
     """Return the power of two that codes, or codes times scales, are multiplied by; see above."""
     largest = format.element.max * (format.top_scale if isinstance(format, NVFP4) else 1.0)
     return 2.0 ** math.floor(math.log2(target.element.max / largest))
@@ -75,7 +75,7 @@ def fold(
     """
     element = q.format.element
     target = folded_format(q.format) if target is None else target
-    raised = lift(q.format, target)
+    factor = fold_scale(q.format, target)
     codes = unpack_nibbles(q.codes) if element.bits == 4 else q.codes
     numbers = decode(codes, element)
     scales = _scale_of_each(q, codes)
@@ -89,8 +89,8 @@ def fold(
             top = _scale_of_each(Quantizer(q.format)(block), block).amax()
         # Only blocks of zeros have larger scales.
         scales = (scales / top).clamp(max=1.0)
-    folded = encode(numbers * (scales * raised), target.element)[:, : q.shape[-1]]
-    tensor_scale = top * (1.0 / raised) * q.tensor_scale
+    folded = encode(numbers * (scales * factor), target.element)[:, : q.shape[-1]]
+    tensor_scale = top * (1.0 / factor) * q.tensor_scale
     return QuantizedTensor(folded, scales.new_empty((len(codes), 0)), tensor_scale, target, q.shape)
 
 

@@ -24,8 +24,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megatron_lowbit.numerics.block_format import multiplier
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
-from megatron_lowbit.numerics.fp4_scales import multiplier
 
 Selection = Literal["none", "mse", "mae", "abs_max"]
 

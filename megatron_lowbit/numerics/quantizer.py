@@ -297,18 +297,18 @@ class Requests:
     """Requests for matrices of one kind, one for each, which differ in their keys alone.
 
     Args:
-        like: one of them.
+        template: one of them.
         draw_keys: of their random bits; empty where none are drawn.
         sign_keys: of their transforms' signs; empty where they are not fresh.
     """
 
-    like: Request
+    template: Request
     draw_keys: Sequence[int | Tensor] = ()
     sign_keys: Sequence[int | Tensor] = ()
 
     def __getitem__(self, number: int) -> Request:
         """Return the request for one of the matrices."""
-        request = self.like
+        request = self.template
         if self.draw_keys and request.draw is not None:
             request = replace(request, draw=replace(request.draw, key=self.draw_keys[number]))
         return replace(request, sign_key=self.sign_keys[number]) if self.sign_keys else request

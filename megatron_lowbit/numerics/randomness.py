@@ -23,6 +23,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from megatron_lowbit.numerics.gemms import OPERANDS, Gemm, Role
+
+Key = int | Tensor
+"""Key of a layer, 64 bits; or its table in device memory, int64, as :func:`key_table` lists it.
+
+A CUDA graph reads the table, which is filled again for each microbatch that it replays."""
 GROUP = 16
 """Neighbours along the block axis that draw together: one Philox block for 8 bits each."""
 
@@ -67,14 +73,25 @@ def layer_key(microbatch: int, layer: int) -> int:
     return derive_key(microbatch, layer)
 
 
-def operand_key(layer: int, gemm: int, role: int) -> int:
-    """Return the key of an operand's draws, by the numbers of its GEMM and its role."""
-    return derive_key(layer, gemm, role)
+def operand_key(key: Key, gemm: Gemm, role: Role) -> Key:
+    """Return the key of an operand's draws, from its layer's key."""
+    if isinstance(key, Tensor):
+        return key[OPERANDS.index((gemm, role))]
+    return derive_key(key, list(Gemm).index(gemm), list(Role).index(role))
 
 
-def sign_key(layer: int, gemm: str) -> int:
+def sign_key(key: Key, gemm: Gemm) -> Key:
     """Return the key of fresh signs, which both operands of a GEMM share."""
-    return derive_key(layer, "signs", gemm)
+    if isinstance(key, Tensor):
+        return key[len(OPERANDS) + list(Gemm).index(gemm)]
+    return derive_key(key, "signs", str(gemm))
+
+
+def key_table(key: int) -> list[int]:
+    """Return the keys of all operands, then of all GEMMs' signs, as signed numbers of 64 bits."""
+    keys = [operand_key(key, *operand) for operand in OPERANDS]
+    keys += [sign_key(key, gemm) for gemm in Gemm]
+    return [int(one) - ((int(one) >> 63) << 64) for one in keys]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-import megatron_lowbit.megatron.cpu  # noqa: F401  before megatron
+import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
 
 # isort: split
 from megatron.training.training import num_floating_point_operations

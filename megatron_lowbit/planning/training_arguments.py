@@ -13,16 +13,16 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 
-from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.megatron.arguments.cpu import needs_one_connection
-from megatron_lowbit.megatron.arguments.parse import in_one_line
-from megatron_lowbit.megatron.arguments.parser import (
+from megatron_lowbit.arguments.cpu import needs_one_connection
+from megatron_lowbit.arguments.parse import in_one_line
+from megatron_lowbit.arguments.parser import (
     add_recipe_arguments,
     front_parser,
     read_command_line,
 )
-from megatron_lowbit.megatron.arguments.precision import Machine, translate_precision
-from megatron_lowbit.megatron.arguments.values import check_values
+from megatron_lowbit.arguments.precision import Machine, translate_precision
+from megatron_lowbit.arguments.values import check_values
+from megatron_lowbit.errors import UserError, require
 
 # isort: split
 from megatron.training.arguments import add_megatron_arguments, validate_args

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from megatron_lowbit.errors import require, require_type
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.layers.autocast import autocast_dtype
+from megatron_lowbit.layers.autograd_state import autocast_dtype, eager
 from megatron_lowbit.layers.context import draw_key
-from megatron_lowbit.layers.eager import eager
 from megatron_lowbit.recipes import LinearPrecision, Recipe, load_precision
 
 EvalPrecision = Literal["bf16", "recipe"]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from megatron_lowbit.lazy import lazy_attributes
 
 if TYPE_CHECKING:
+    from megatron_lowbit.numerics.gemms import OPERANDS as OPERANDS
     from megatron_lowbit.recipes.load import load_combined as load_combined
     from megatron_lowbit.recipes.load import load_precision as load_precision
     from megatron_lowbit.recipes.load import load_recipe as load_recipe
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from megatron_lowbit.recipes.load import shipped_recipes as shipped_recipes
     from megatron_lowbit.recipes.matchers import Layer as Layer
     from megatron_lowbit.recipes.precision import HIGH_PRECISION as HIGH_PRECISION
-    from megatron_lowbit.recipes.precision import OPERANDS as OPERANDS
     from megatron_lowbit.recipes.precision import GemmPrecision as GemmPrecision
     from megatron_lowbit.recipes.precision import LinearPrecision as LinearPrecision
     from megatron_lowbit.recipes.recipe import Progress as Progress

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_lowbit.errors import UserError, require, require_type
-from megatron_lowbit.recipes.error_prefix import error_prefix
-from megatron_lowbit.recipes.precision import GEMM_ROLES, HIGH_PRECISION, LinearPrecision
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
+from megatron_lowbit.recipes.precision import HIGH_PRECISION, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, combine
 from megatron_lowbit.recipes.schema import (
     PrecisionSpec,
@@ -22,6 +22,7 @@ from megatron_lowbit.recipes.schema import (
     operand_keys,
     parse_recipe,
 )
+from megatron_lowbit.recipes.strict_model import error_prefix
 from megatron_lowbit.recipes.yaml_reader import has_control_characters, read_text, read_yaml
 
 MEGATRON_NAMES = {
@@ -31,7 +32,7 @@ MEGATRON_NAMES = {
 }
 """Megatron-LM's names of recipes where ours differ."""
 
-_GEMMS = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
+_GEMMS = {"forward": (Gemm.FPROP,), "backward": (Gemm.DGRAD, Gemm.WGRAD)}
 """GEMMs that each of two combined recipes gives."""
 _SIDES = tuple(_GEMMS)
 

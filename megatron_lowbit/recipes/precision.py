@@ -14,17 +14,8 @@ from megatron_lowbit.numerics import (
     Request,
     Rounding,
 )
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, OPERANDS, Gemm, Role
 from megatron_lowbit.numerics.randomness import GROUP
-
-GEMM_ROLES = {
-    "fprop": ("input", "weight"),
-    "dgrad": ("grad", "weight"),
-    "wgrad": ("grad", "input"),
-}
-"""Roles of the left and the right operand of each GEMM. Blocks run along the contracted axis."""
-
-OPERANDS = tuple((gemm, role) for gemm, roles in GEMM_ROLES.items() for role in roles)
-"""The six (GEMM, role) pairs of a linear layer, in the order of all state that each has."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +138,8 @@ def _is_stochastic(quantizer: Quantizer | None) -> bool:
 class OperandPrecision(NamedTuple):
     """An operand of a GEMM and its quantizer."""
 
-    gemm: str
-    role: str
+    gemm: Gemm
+    role: Role
     quantizer: Quantizer | None
 
 
@@ -172,18 +163,18 @@ class LinearPrecision:
                 "rounding are dgrad's, and neither GEMM has a hadamard"
             )
         for gemm, role, quantizer in self.operands():
-            axis = "fprop" if role == "input" else "dgrad"
+            axis = Gemm.FPROP if role == Role.INPUT else Gemm.DGRAD
             reused = wgrad.rhs_of_fprop if role == "input" else wgrad.lhs_of_dgrad
             if quantizer is not None and quantizer.splits_mean:
                 if role == "weight":
                     raise ValueError(f"{gemm}.weight: split_mean is for input and grad")
-                if gemm == "wgrad" and not reused:
+                if gemm == Gemm.WGRAD and not reused:
                     raise ValueError(f"wgrad.{role}: split_mean needs axis {axis} in wgrad")
 
     def _check_use_of_fprop(self) -> None:
-        for name in ("dgrad", "wgrad"):
+        for name in (Gemm.DGRAD, Gemm.WGRAD):
             gemm, role = self.gemms[name], GEMM_ROLES[name][1]
-            of_fprop = self.quantizer("fprop", role)
+            of_fprop = self.quantizer(Gemm.FPROP, role)
             if gemm.rhs_of_fprop and (gemm.rhs != of_fprop or gemm.hadamard or self.fprop.hadamard):
                 raise ValueError(
                     f"{name}.{role}: axis fprop takes fprop's quantized values, so "
@@ -202,17 +193,17 @@ class LinearPrecision:
         return f"LinearPrecision({self})"
 
     @cached_property
-    def gemms(self) -> dict[str, GemmPrecision]:
+    def gemms(self) -> dict[Gemm, GemmPrecision]:
         """The GEMMs by name."""
         return {gemm: getattr(self, gemm) for gemm in GEMM_ROLES}
 
-    def quantizer(self, gemm: str, role: str) -> Quantizer | None:
+    def quantizer(self, gemm: Gemm, role: Role) -> Quantizer | None:
         """Return the quantizer of an operand, None where it stays in high precision."""
         precision = self.gemms[gemm]
         return precision.lhs if role == GEMM_ROLES[gemm][0] else precision.rhs
 
     def request(
-        self, gemm: str, role: str, needs_codes: bool = False, saved: bool = False
+        self, gemm: Gemm, role: Role, needs_codes: bool = False, saved: bool = False
     ) -> Request | None:
         """Return how an operand is quantized, without keys; None where it is not."""
         asked = gemm, role, needs_codes, saved
@@ -224,7 +215,9 @@ class LinearPrecision:
     def _requests(self) -> dict[tuple[str, str, bool, bool], Request | None]:
         return {}
 
-    def _make_request(self, gemm: str, role: str, needs_codes: bool, saved: bool) -> Request | None:
+    def _make_request(
+        self, gemm: Gemm, role: Role, needs_codes: bool, saved: bool
+    ) -> Request | None:
         quantizer, precision = self.quantizer(gemm, role), self.gemms[gemm]
         if quantizer is None:
             return None
@@ -243,14 +236,14 @@ class LinearPrecision:
             folding=precision.folding,
         )
 
-    def origin(self, gemm: str, role: str) -> str:
+    def origin(self, gemm: Gemm, role: Role) -> str:
         """Return the GEMM for which an operand is quantized, where its values serve another."""
         left = role == GEMM_ROLES[gemm][0]
         if left:
-            return "dgrad" if self.gemms[gemm].lhs_of_dgrad else gemm
-        return "fprop" if self.gemms[gemm].rhs_of_fprop else gemm
+            return Gemm.DGRAD if self.gemms[gemm].lhs_of_dgrad else gemm
+        return Gemm.FPROP if self.gemms[gemm].rhs_of_fprop else gemm
 
-    def requantizes(self, gemm: str, role: str) -> bool:
+    def requantizes(self, gemm: Gemm, role: Role) -> bool:
         """Return True if an operand is quantized from fprop's quantized values."""
         return self.gemms[gemm].requantizes_rhs and role == GEMM_ROLES[gemm][1]
 
@@ -292,12 +285,12 @@ class LinearPrecision:
             return "dgrad requantizes the weight"
         return "fallback: bf16 needs the weight in high precision" if self.falls_back else None
 
-    def gathers_codes(self, gemm: str, tokens: int) -> bool:
+    def gathers_codes(self, gemm: Gemm, tokens: int) -> bool:
         """Return True if a rank's tokens hold whole input blocks, so that codes can be gathered."""
-        quantizer, transform = self.quantizer(gemm, "input"), self.gemms[gemm].hadamard
+        quantizer, transform = self.quantizer(gemm, Role.INPUT), self.gemms[gemm].hadamard
         if quantizer is None or quantizer.splits_mean:
             return False  # a mean is that of the tokens of all ranks
-        if gemm == "fprop":
+        if gemm == Gemm.FPROP:
             return tokens % quantizer.format.block_rows == 0
         if quantizer.format.row_scaled:
             return False  # a scale is made from the tokens of all ranks

@@ -32,12 +32,18 @@ from megatron_lowbit.numerics import (
     format_by_name,
 )
 from megatron_lowbit.numerics.extra_formats import load_format_file
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.numerics.oscillation import OscillationReset
-from megatron_lowbit.recipes.error_prefix import error_prefix
 from megatron_lowbit.recipes.matchers import Matcher
-from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision
+from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision
 from megatron_lowbit.recipes.recipe import Recipe, Switch, Unit
-from megatron_lowbit.recipes.strict_model import StrictModel, fields_of, first_error, wrong_key
+from megatron_lowbit.recipes.strict_model import (
+    StrictModel,
+    error_prefix,
+    fields_of,
+    first_error,
+    wrong_key,
+)
 
 
 def _known_format(name: Any) -> str | None:
@@ -182,7 +188,7 @@ class PrecisionSpec(_RoleSettings):
             found[f"{name}.folding"] = self.folding if gemm.folding is None else gemm.folding
         return found | {"scales": (self.tensor_scale, self.amax_history)}
 
-    def _gemm(self, name: str) -> GemmPrecision:
+    def _gemm(self, name: Gemm) -> GemmPrecision:
         gemm: GemmSpec | None = getattr(self, name)
         if gemm is None:
             return GemmPrecision()
@@ -218,7 +224,7 @@ class PrecisionSpec(_RoleSettings):
             )
         return precision
 
-    def _quantizer(self, name: str, gemm: GemmSpec, role: str) -> Quantizer | None:
+    def _quantizer(self, name: Gemm, gemm: GemmSpec, role: str) -> Quantizer | None:
         if role in gemm.model_fields_set and getattr(gemm, role) is None:
             return None
         try:

@@ -1,10 +1,23 @@
 """Base of the models that recipe files are checked with, and the text of their errors."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
+
+from megatron_lowbit.errors import UserError
+
+
+@contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Turn a ValueError into a UserError whose message begins with the prefix."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{prefix}{error}") from None
 
 
 class StrictModel(BaseModel):

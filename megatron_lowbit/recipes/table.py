@@ -9,9 +9,10 @@ from typing import NamedTuple
 from rich.box import HORIZONTALS
 from rich.table import Table
 
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes.matchers import Layer
 from megatron_lowbit.recipes.mxnorm import NORMALIZED
-from megatron_lowbit.recipes.precision import GEMM_ROLES, GemmPrecision, LinearPrecision, side
+from megatron_lowbit.recipes.precision import GemmPrecision, LinearPrecision, side
 from megatron_lowbit.recipes.recipe import Recipe
 
 HIGH_PRECISION_BITS = 16.0
@@ -127,7 +128,7 @@ def _rows(group: _Group) -> Iterator[_Row]:
             yield _Row(gemm, role, side(quantizer), f"{bits:.4g}")
         for shared in precision.extras():
             yield _Row(gemm, "both", shared, "")
-        if group.normalized and gemm == "fprop":
+        if group.normalized and gemm == Gemm.FPROP:
             yield _Row(gemm, "input", "of MXNorm", "")
 
 

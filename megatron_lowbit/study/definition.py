@@ -16,7 +16,7 @@ from megatron_lowbit.command_line import expand_files
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import replace_text
 from megatron_lowbit.json_files import Entries, read_object
-from megatron_lowbit.recipes.error_prefix import error_prefix
+from megatron_lowbit.recipes.strict_model import error_prefix
 from megatron_lowbit.recipes.yaml_reader import read_text, read_yaml
 
 _STATE = "study.json"

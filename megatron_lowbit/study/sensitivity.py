@@ -124,9 +124,9 @@ def rank_layers(
 def _measure(training: list[str], recipe: str, batches: int) -> tuple[dict[str, LayerErrors], bool]:
     """Run Megatron-LM's loop with a learning rate of zero; return layers, and True on rank 0."""
     # As slow as training to import.
+    from megatron_lowbit.arguments import front_parser, parse_arguments
     from megatron_lowbit.megatron import pretrain
-    from megatron_lowbit.megatron.arguments import front_parser, parse_arguments
-    from megatron_lowbit.megatron.failures import translate_assertions
+    from megatron_lowbit.megatron.error_translation import translate_assertions
 
     words = CommandLine(front_parser(), expand_files(training))
     for flag in UNUSED:

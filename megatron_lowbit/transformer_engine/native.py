@@ -15,8 +15,8 @@ from megatron_lowbit.numerics.block_formats.fp8 import TILE, FP8Tensor, FP8Tile
 from megatron_lowbit.numerics.block_formats.mx import BLOCK, MX
 from megatron_lowbit.numerics.block_formats.nvfp4 import NVFP4
 from megatron_lowbit.numerics.formats import E4M3, E5M2
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, Gemm
 from megatron_lowbit.recipes import LinearPrecision
-from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def _nvfp4(read: _Reader) -> Native:
     rounding = read.roles("rounding", lambda q: q.rounding)
     stochastic = {role for role in rounding if rounding[role] is Rounding.STOCHASTIC}
     read.refuse(bool(stochastic - {"grad"}), "stochastic rounding but for gradients")
-    read.no_transform("fprop", "dgrad")
+    read.no_transform(Gemm.FPROP, Gemm.DGRAD)
     transform = read.precision.wgrad.hadamard
     other = transform not in (None, Hadamard())
     read.refuse(other, "hadamard transform but of 16 points, fixed signs and BF16 output")

@@ -27,6 +27,7 @@ from megatron_lowbit.layers.operands import (
     quantize_weight,
     requantized,
 )
+from megatron_lowbit.numerics.gemms import Gemm, Role
 from megatron_lowbit.recipes import LinearPrecision
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 
@@ -120,7 +121,7 @@ class LowbitQuantizer(IdentityQuantizer):
 
     custom = True
 
-    def __init__(self, calls: CallTracker, role: str) -> None:
+    def __init__(self, calls: CallTracker, role: Role) -> None:
         super().__init__()
         self.internal = True
         self.calls, self.role = calls, role
@@ -160,13 +161,13 @@ class LowbitQuantizer(IdentityQuantizer):
             context = self.calls.open(training=self.columnwise_usage)
         rows, columns = self.rowwise_usage, self.columnwise_usage
         if columns and context.precision.wgrad.uses_fprop:
-            by_row, _ = context.quantize(x, "input", "fprop", None, needs_codes={"fprop"})
+            by_row, _ = context.quantize(x, Role.INPUT, Gemm.FPROP, None, needs_codes={Gemm.FPROP})
             kept = by_row
             if context.precision.wgrad.requantizes_rhs:
                 kept = requantized(context, "input", by_row)
             return by_row if rows else None, kept, context
-        row, col = "fprop" if rows else None, "wgrad" if columns else None
-        by_row, by_col = context.quantize(x, "input", row, col, saved={"wgrad"})
+        row, col = Gemm.FPROP if rows else None, Gemm.WGRAD if columns else None
+        by_row, by_col = context.quantize(x, Role.INPUT, row, col, saved={Gemm.WGRAD})
         return by_row if rows else None, by_col if columns else None, context
 
     def _weight(self, x: Tensor) -> tuple[Any, Any, LinearContext]:
@@ -195,7 +196,7 @@ class LowbitQuantizer(IdentityQuantizer):
     ) -> Tensor:
         """Compute one of the three GEMMs, by its name, from its operands ``qx`` and ``qw``."""
         name, context = gemm_type.value, qresult_x.context
-        if name == "wgrad" and qresult_w.context is not context:
+        if name == Gemm.WGRAD and qresult_w.context is not context:
             raise RuntimeError("wgrad's operands are of two calls: backward passes out of order")
         if isinstance(qw, Unquantized):
             qw = quantize_dgrad_weight(context, qw.weight)

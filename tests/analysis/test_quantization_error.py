@@ -9,8 +9,8 @@ from megatron_lowbit.analysis.quantization_error import add, figures, gemm_sums
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import hadamard_transform
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
 from megatron_lowbit.recipes import Layer, load_recipe
-from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
 # Quantizes nothing, so that only the layer's own formulas are left.

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from megatron.core.distributed import param_and_grad_buffer
 from stored_weights import count_received
 
+from megatron_lowbit.arguments import cpu
 from megatron_lowbit.megatron import pretrain
-from megatron_lowbit.megatron.arguments import cpu
 from megatron_lowbit.megatron.layer_state import layer_states
 
 

@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from stored_weights_run import recording
-from tiny_run import arguments_for, metrics, refused, saved_tensors, start_from, steps
+from stored_weights_run import in_bf16, recording
+from tiny_run import arguments_for, done, metrics, refused, saved_tensors, start_from, steps
+
+from megatron_lowbit.megatron.quantized_parameters import QuantizedParameters
+
+# isort: split
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 STORED = "--quantized-param-gather"
 RANKS = 2
@@ -57,6 +62,33 @@ def test_losses_evaluations_and_checkpoints_are_those_of_bf16_weights(here):
     assert run_of(here / "stored") == run_of(here / "plain")
     for iteration in (2, 4):
         same_tensors(here / "stored", here / "plain", iteration)
+
+
+def test_an_update_is_skipped_between_an_evaluation_and_a_save(
+    pretrain_here, tmp_path, monkeypatch
+):
+    """Weights that the optimizer does not write are restored to memory that was freed."""
+    prepare_grads, steps_taken = DistributedOptimizer.prepare_grads, []
+
+    def skip_third_update(optimizer):
+        steps_taken.append(optimizer)
+        return prepare_grads(optimizer) or len(steps_taken) == 3
+
+    def overwrite(stored):
+        for buffer in stored._buffers:
+            buffer.param_data.fill_(torch.nan)
+        for group in stored._groups:
+            group.is_whole = False
+
+    monkeypatch.setattr(DistributedOptimizer, "prepare_grads", skip_third_update)
+    monkeypatch.setattr(QuantizedParameters, "_free", overwrite)
+    for name, more in (("plain", ()), ("stored", (STORED,))):
+        steps_taken.clear()
+        with in_bf16():
+            done(pretrain_here(*ONE_RANK, *more, "--save", tmp_path / name))
+        assert len(steps_taken) == 4
+    assert run_of(tmp_path / "stored") == run_of(tmp_path / "plain")
+    same_tensors(tmp_path / "stored", tmp_path / "plain", 4)
 
 
 def test_memory_of_weights_is_freed(here, memory):

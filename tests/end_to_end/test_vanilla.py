@@ -16,7 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import ENVIRONMENT, ROOT, arguments_for, done
 
-from megatron_lowbit.megatron.arguments.cpu import _ADDED
+from megatron_lowbit.arguments.cpu import _ADDED
 from megatron_lowbit.megatron.pretrain import teardown
 
 DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)

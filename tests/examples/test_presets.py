@@ -8,9 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_lowbit.megatron.arguments import front_parser, parse_arguments
-from megatron_lowbit.megatron.arguments.parser import read_command_line
-from megatron_lowbit.megatron.arguments.precision import Machine, choose_precision
+from megatron_lowbit.arguments import front_parser, parse_arguments
+from megatron_lowbit.arguments.parser import read_command_line
+from megatron_lowbit.arguments.precision import Machine, choose_precision
 from megatron_lowbit.megatron.dry_run import Stage, model_stages
 from megatron_lowbit.recipes import load_recipe
 from megatron_lowbit.recipes.command import main as show_recipe
@@ -85,7 +85,7 @@ def parse(name: str, *more: str) -> Namespace:
     vocabulary = ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(VOCABULARIES[name] - 1)]
     try:
         # Runs of trillions of tokens need more memory for the index of samples than most machines.
-        with patch("megatron_lowbit.megatron.arguments.values._check_index"):
+        with patch("megatron_lowbit.arguments.values._check_index"):
             return parse_arguments(
                 [f"@{EXAMPLES / name}.args", "--data-path", "unread", *vocabulary, *more]
             )

@@ -20,21 +20,21 @@ FORMATS = {  # format, options, rounding and transform of both sides, forms
     "fp8-row": ("fp8-row-e4m3", {}, "nearest", None, "CODES CODES"),
     "mxfp8": ("mxfp8-e4m3", {"scale_rounding": "rceil"}, "stochastic", None, "FOLDED CODES"),
     "mxfp4": ("mxfp4", {"three_quarters": True}, "stochastic", 64, "FOLDED CODES"),
-    "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
+    "nvfp4": ("nvfp4", {}, "stochastic", 16, "BF16 CODES"),
     "nvfp4-fold": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED CODES"),
     "nvfp4-fold 2d": ("nvfp4-2d", {"block_scales": "foldable"}, "nearest", None, "FOLDED FOLDED"),
-    "nvfp4-4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "VALUES CODES"),
-    "nvfp4-4/6 2d": ("nvfp4-2d", {"four_over_six": "abs_max"}, "nearest", None, "VALUES CODES"),
-    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "VALUES CODES"),
-    "ue5m3 2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES VALUES"),
-    "quartet2": ("quartet2", {}, "nearest", None, "VALUES CODES"),
-    "ms-eden": ("ms-eden", {}, "stochastic", 128, "VALUES CODES"),
-    "torchao": ("ms-eden", {"arithmetic": "torchao"}, "stochastic", 128, "VALUES CODES"),
-    "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "VALUES CODES"),
+    "nvfp4-4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "BF16 CODES"),
+    "nvfp4-4/6 2d": ("nvfp4-2d", {"four_over_six": "abs_max"}, "nearest", None, "BF16 CODES"),
+    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "BF16 CODES"),
+    "ue5m3 2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES BF16"),
+    "quartet2": ("quartet2", {}, "nearest", None, "BF16 CODES"),
+    "ms-eden": ("ms-eden", {}, "stochastic", 128, "BF16 CODES"),
+    "torchao": ("ms-eden", {"arithmetic": "torchao"}, "stochastic", 128, "BF16 CODES"),
+    "nvfp4-4/6 long": ("nvfp4", {"four_over_six": "mae"}, "nearest", 128, "BF16 CODES"),
     "two transforms": ("mxfp4", {}, "stochastic", 16, "CODES CODES"),
     "long transform": ("mxfp4", {}, "stochastic", 128, "CODES CODES"),
     "longest transform": ("mxfp4", {}, "stochastic", 256, "CODES CODES"),
-    "nvfp4-4/6 longest": ("nvfp4", {"four_over_six": "mae"}, "nearest", 256, "VALUES CODES"),
+    "nvfp4-4/6 longest": ("nvfp4", {"four_over_six": "mae"}, "nearest", 256, "BF16 CODES"),
 }
 
 PRODUCTS = ["fp8", "fp8 added", "fp8 tiles", "fp8 tiles added", "bf16", "bf16 added", "few terms"]
@@ -94,9 +94,9 @@ def main(cases: list[str]) -> None:
         launch_sections,
         stacked_gemm,
     )
-    from megatron_lowbit.kernels.forms import Form
     from megatron_lowbit.kernels.operand_group import Stack, matrices_of
-    from megatron_lowbit.kernels.split import Apart
+    from megatron_lowbit.kernels.routes import Form
+    from megatron_lowbit.kernels.split import SeparateMatrices
     from megatron_lowbit.numerics import (
         DelayedAmax,
         Draw,
@@ -153,16 +153,16 @@ def main(cases: list[str]) -> None:
     x = torch.empty(256, 512, dtype=torch.bfloat16, device="meta")
     odd = torch.empty(272, 528, dtype=torch.bfloat16, device="meta")
     for name in [name for name in FORMATS if name in cases]:
-        format, options, rounding, points, forms = FORMATS[name]
+        format, options, rounding, size, forms = FORMATS[name]
         quantizer = Quantizer(format_by_name(format, **options), Rounding(rounding))
-        transform = None if points is None else Hadamard(points, "fresh", "fp32")
+        transform = None if size is None else Hadamard(size, "fresh", "fp32")
         key = torch.empty((), dtype=torch.int64, device="meta") if "two" in name else 3
         request = Request(quantizer, transform, key, Draw(key), left=True, partner=quantizer.format)
         amax = DelayedAmax(earlier, earlier) if name.endswith("delayed") else None
         sides = tuple(Form[form] for form in forms.split())
         launch.quantize_both(x, request, request, (amax, amax), sides)
         many = [Requests(replace(request, sign_key=3, draw=Draw(3)), [3, 3], [3, 3])] * 2
-        both = Apart([odd, odd])  # not of whole tiles
+        both = SeparateMatrices([odd, odd])  # not of whole tiles
         if amax is None and launch_sections.takes_sections(both, *many):
             launch_sections.quantize_sections(both, *many, sides)
             reads = [m.quantize_kernel.single_reads for m in (launch, launch_sections)]
@@ -174,7 +174,7 @@ def main(cases: list[str]) -> None:
         print(name)
     stacked_gemm.multiprocessors = lambda device: 132
     for name in [name for name in PRODUCTS if name in cases]:
-        fp8, adds, terms = name.startswith("fp8"), name.endswith("added"), 2048
+        fp8, beta, terms = name.startswith("fp8"), name.endswith("added"), 2048
         if name.startswith("few"):
             terms = 256
         lhs_type = torch.float8_e5m2 if fp8 else torch.bfloat16
@@ -182,14 +182,14 @@ def main(cases: list[str]) -> None:
         lhs = lhs.contiguous() if fp8 else lhs
         rhs_type = torch.float8_e4m3fn if fp8 else torch.bfloat16
         rhs = torch.empty(384, terms, dtype=rhs_type, device="meta")
-        out = torch.empty(256, 384, dtype=torch.float32 if adds else torch.bfloat16, device="meta")
+        out = torch.empty(256, 384, dtype=torch.float32 if beta else torch.bfloat16, device="meta")
         pair = [matrices_of([matrix] * 3) for matrix in (lhs, rhs)]
         if "tiles" in name:
             pair = [matrices._replace(scales=[16] * 3) for matrices in pair]
         elif fp8:
             begin = np.zeros(3, np.int64)
             pair = [m._replace(stack=Stack(3 * m.rows[0], terms, begin, begin)) for m in pair]
-        grouped_gemm.multiply_groups(*pair, Apart([out] * 3), adds)
+        grouped_gemm.multiply_groups(*pair, SeparateMatrices([out] * 3), beta)
         print(name)
 
 

@@ -8,7 +8,7 @@ import torch
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.gemm import plain
-from megatron_lowbit.kernels.operands import Transposed, Values
+from megatron_lowbit.kernels.operands import ExactBF16, Transposed
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
 from megatron_lowbit.numerics import FORMATS, AmaxHistory, Quantizer, Request, gemm
@@ -138,7 +138,7 @@ def test_values_of_fprop_are_transposed(name):
     for kind, gradient in gradients.items():
         exact = kind in ("bf16", "codes") and name != "int4-1x32"
         seen = engine.transpose(q, gradient)
-        assert isinstance(seen, Values if exact else torch.Tensor)
+        assert isinstance(seen, ExactBF16 if exact else torch.Tensor)
         assert torch.equal(plain(seen), q.dequantize().t())
 
 
@@ -175,10 +175,10 @@ def test_products(pair, dtype, shape):
     assert ((seen.double() - expected).abs() <= bound + rounding).all()
     product, before = expected - bias, torch.randn(rows, columns, device="cuda")
     zero, one = torch.zeros((), device="cuda"), torch.ones((), device="cuda")
-    for adds, there in ((True, before), (one, before), (False, before), (zero, 0 * before)):
+    for beta, there in ((True, before), (one, before), (False, before), (zero, 0 * before)):
         total = there.clone()
-        assert engine.product_to(total, left, right, adds) is total
-        expected = product if adds is False else there.double() + product
+        assert engine.product_to(total, left, right, beta) is total
+        expected = product if beta is False else there.double() + product
         assert ((total.double() - expected).abs() <= bound + 2.0**-23 * expected.abs()).all()
 
 

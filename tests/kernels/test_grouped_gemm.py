@@ -7,9 +7,9 @@ import torch
 from megatron_lowbit.kernels import grouped_gemm
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.grouped_gemm import grouped_pair
-from megatron_lowbit.kernels.operands import Transposed, Values
-from megatron_lowbit.kernels.split import Apart, looked_at
-from megatron_lowbit.kernels.stacked_gemm import _shares
+from megatron_lowbit.kernels.operands import ExactBF16, Transposed
+from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
+from megatron_lowbit.kernels.stacked_gemm import _steps_per_program
 from megatron_lowbit.numerics import Quantizer, Request, Requests, format_by_name
 from tests.kernels.test_fused import BOUNDS
 from tests.kernels.test_quantize import DEVICE
@@ -62,7 +62,7 @@ def operands_of(engine, case: str):
 
 
 def exact(operand) -> torch.Tensor:
-    if isinstance(operand, Values):
+    if isinstance(operand, ExactBF16):
         factor = 1.0 if operand.tensor_scale is None else operand.tensor_scale.double()
         return operand.values.double() * factor
     if isinstance(operand, Transposed):
@@ -81,9 +81,9 @@ def many_terms(request, monkeypatch):
 
 def results_of(case: str, together: bool) -> list[torch.Tensor]:
     """Return memory for products, parts of one matrix or each apart, that holds 3."""
-    *_, wgrad, adds = CASES[case]
+    *_, wgrad, beta = CASES[case]
     rows, columns = [OUT if wgrad else count for count in TOKENS], IN if wgrad else OUT
-    options = {"dtype": torch.float32 if adds else torch.bfloat16, "device": DEVICE}
+    options = {"dtype": torch.float32 if beta else torch.bfloat16, "device": DEVICE}
     if together:
         return list(torch.full((sum(rows), columns), 3.0, **options).split(rows))
     return [torch.full((count, columns), 3.0, **options) for count in rows]
@@ -92,21 +92,21 @@ def results_of(case: str, together: bool) -> list[torch.Tensor]:
 @pytest.mark.usefixtures("many_terms", "not_a_number_in_free_memory")
 @pytest.mark.parametrize("case", CASES)
 def test_products(case, together=False):
-    *_, adds = CASES[case]
+    *_, beta = CASES[case]
     engine = FusedEngine((9, 0))
     lhs, rhs = operands_of(engine, case)
     outs = results_of(case, together)
     route = engine.route_of(next(iter(lhs)), next(iter(rhs)))
-    pair = grouped_pair(route, lhs, rhs, looked_at(outs))
+    pair = grouped_pair(route, lhs, rhs, as_matrix_list(outs))
     assert (pair is None) == (grouped_gemm.LOOP_FROM == 0)
-    engine.gemm_all(lhs, rhs, outs, adds)
+    engine.gemm_all(lhs, rhs, outs, beta)
     for left, right, out in zip(lhs, rhs, outs, strict=True):
         a, b = exact(left), exact(right)
         terms = min(a.shape[1], b.shape[1])
         a, b = a[:, :terms], b[:, :terms]
-        expected, magnitude = a @ b.t() + 3.0 * adds, a.abs() @ b.abs().t() + 3.0 * adds
+        expected, magnitude = a @ b.t() + 3.0 * beta, a.abs() @ b.abs().t() + 3.0 * beta
         bound = magnitude * BOUNDS[route.name](terms)
-        bound += expected.abs() * (1e-5 if adds else BF16_ERROR) + 1e-30
+        bound += expected.abs() * (1e-5 if beta else BF16_ERROR) + 1e-30
         assert ((out.double() - expected).abs() <= bound).all()
 
 
@@ -123,9 +123,9 @@ def test_a_long_product_and_whole_tiles(together, case, monkeypatch):
 def test_programs_have_their_share_of_steps():
     """A tile longer than a program's share is the only one of its program."""
     steps = np.array([40, 9, 9, 2, 2, 2, 2, 2, 1, 1])
-    assert [*_shares(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
-    assert [*_shares(np.full(5, 7), 2)] == [2, 21, 14]
-    assert [*_shares(np.array([], dtype=np.int64), 1)] == [1, 0]
+    assert [*_steps_per_program(steps, 3)] == [2, 40, 9 + 2 + 2 + 2 + 1, 9 + 2 + 2 + 1]
+    assert [*_steps_per_program(np.full(5, 7), 2)] == [2, 21, 14]
+    assert [*_steps_per_program(np.array([], dtype=np.int64), 1)] == [1, 0]
 
 
 @pytest.mark.gpu
@@ -142,8 +142,8 @@ def test_what_takes_a_launch_each():
     lhs, rhs = operands_of(engine, "bf16")
     route = engine.route_of(lhs[0], rhs[0])
     outs = [torch.empty(OUT, IN, device=DEVICE) for _ in TOKENS]
-    assert grouped_pair(route, lhs, rhs, looked_at(outs)) is not None
+    assert grouped_pair(route, lhs, rhs, as_matrix_list(outs)) is not None
     odd = [torch.empty(OUT, IN - 1, device=DEVICE) for _ in TOKENS]
-    assert grouped_pair(route, lhs, [y[1:] for y in rhs], Apart(odd)) is None
+    assert grouped_pair(route, lhs, [y[1:] for y in rhs], SeparateMatrices(odd)) is None
     large = torch.empty(1, device="meta").expand(grouped_gemm.LOOP_FROM // (2 * 16), 1)
-    assert grouped_pair(route, lhs, rhs, Apart([large] * len(TOKENS))) is None
+    assert grouped_pair(route, lhs, rhs, SeparateMatrices([large] * len(TOKENS))) is None

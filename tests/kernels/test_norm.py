@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.norm import normalize_quantize
 from megatron_lowbit.kernels.norm_cases import takes
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import ExactBF16
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.block_formats.mx import MX
 from megatron_lowbit.numerics.formats import E2M1, E4M3
@@ -46,8 +46,8 @@ def check(x, format, norm, form=Form.CODES):
     expected = quantizer(normalized.to(x.dtype) if isinstance(norm, RMSNorm) else normalized)
     seen, rho = normalize_quantize(x, norm, Request(quantizer), form)
     assert torch.equal(rho, norm.inverse_rms(x, block))
-    if form is Form.VALUES:
-        assert isinstance(seen, Values)
+    if form is Form.BF16:
+        assert isinstance(seen, ExactBF16)
         scale = 1.0 if seen.tensor_scale is None else seen.tensor_scale
         assert torch.equal(seen.values.float() * scale, expected.dequantize())
         return
@@ -128,7 +128,7 @@ def test_fp32_and_strides():
 
 @pytest.mark.parametrize("name", ["mxfp8-e4m3", "nvfp4"])
 def test_as_numbers(name):
-    check(values(32, 256), name, MXNorm(), form=Form.VALUES)
+    check(values(32, 256), name, MXNorm(), form=Form.BF16)
 
 
 def test_rows_of_zeros_and_what_is_no_number():

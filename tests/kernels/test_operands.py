@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.operands import Transposed, exact_values, fold, rounded_values
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.numerics import FORMATS, Draw, Hadamard, Quantizer, Request, Rounding
 from megatron_lowbit.numerics.folding import fold as reference_fold
 from megatron_lowbit.numerics.folding import folded_format
@@ -88,7 +88,7 @@ def test_what_is_not_finite_is_not_a_number(value):
     for name in ("nvfp4", "nvfp4-ue5m3", "mxfp4", "mxfp8-e4m3", "mxfp8-e5m2", *tiles):
         quantizer = Quantizer(EXACT[name])
         expected = quantizer(x).dequantize()
-        at_once, _ = quantize_both(x, Request(quantizer), None, forms=(Form.VALUES, Form.CODES))
+        at_once, _ = quantize_both(x, Request(quantizer), None, forms=(Form.BF16, Form.CODES))
         for seen in (exact_values(quantizer(x)), at_once):
             assert expected.isnan().any()
             assert torch.equal(expected.isnan(), numbers(seen).isnan())
@@ -123,7 +123,7 @@ def test_quantized_to_numbers_at_once(name, hadamard, rounding):
     request = Request(quantizer, hadamard, draw=draw)
     # Whole tiles for a format of each kind of scales.
     for tensor in (x, x[:50, :120]) if name in WHOLE_AT_ONCE else (x[:50, :120],):
-        at_once = quantize_both(tensor, request, request, forms=(Form.VALUES, Form.VALUES))
+        at_once = quantize_both(tensor, request, request, forms=(Form.BF16, Form.BF16))
         packed = quantize_both(tensor, request, request)
         for seen, codes in zip(at_once, packed, strict=True):
             assert torch.equal(numbers(seen), codes.dequantize())
@@ -149,7 +149,7 @@ def check_folded(seen, expected) -> None:
 
 
 WHOLE = ("mxfp8 rceil", "mxfp4-2d", "fp8-1x128-e4m3 128")
-"""Formats that are also folded in whole tiles: points of each kind."""
+"""Formats that are also folded in whole tiles, on lanes of each kind."""
 RARER = ("mxfp6-e2m3-2d", "mxfp6-e3m2-2d", "mxfp8-e5m2-2d",
          "fp8-1x128-e4m3 64", "fp8-128x128-e5m2 64")  # fmt: skip
 """Formats of which each part is folded with others: elements, square blocks, tiles' sizes."""

@@ -52,7 +52,7 @@ ALL = KERNELS | {name: FORMATS[f].with_options(**options) for name, (f, options)
 RAGGED = (72 if DEVICE == "cuda" else 24, 200)
 TRANSFORMS = (
     Hadamard(16), Hadamard(64, "fresh", "fp32"), Hadamard(128, 7), Hadamard(4, "none"),
-    Hadamard(16, "fresh"), Hadamard(16, 7),  # two of them in a group of points
+    Hadamard(16, "fresh"), Hadamard(16, 7),  # two of them in a group of lanes
 )  # fmt: skip
 
 

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_lowbit.kernels.forms import Form
 from megatron_lowbit.kernels.fused import FusedEngine
 from megatron_lowbit.kernels.launch import quantize_both
 from megatron_lowbit.kernels.launch_sections import quantize_sections, takes_sections
 from megatron_lowbit.kernels.launcher import cdiv
 from megatron_lowbit.kernels.operands import Transposed
+from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.sections import table_of
-from megatron_lowbit.kernels.split import Apart, looked_at
+from megatron_lowbit.kernels.split import SeparateMatrices, as_matrix_list
 from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
@@ -27,15 +27,15 @@ from tests.kernels.test_quantize import DEVICE, values
 from tests.marks import others_slow
 
 ROWS = (24, 0, 16)
-CASES = {  # format, options, rounding, transform's points, forms of both sides
-    "nvfp4": ("nvfp4", {}, "stochastic", 16, "VALUES CODES"),
+CASES = {  # format, options, rounding, transform's size, forms of both sides
+    "nvfp4": ("nvfp4", {}, "stochastic", 16, "BF16 CODES"),
     "nvfp4 folded": ("nvfp4", {"block_scales": "foldable-up"}, "stochastic", 16, "FOLDED FOLDED"),
-    "nvfp4 4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "VALUES CODES"),
-    "nvfp4-2d 4/6": ("nvfp4-2d", {"four_over_six": "mae"}, "nearest", None, "CODES VALUES"),
-    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "VALUES CODES"),
-    "ue5m3-2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES VALUES"),
-    "quartet2": ("quartet2", {}, "nearest", None, "VALUES CODES"),
-    "ms-eden": ("ms-eden", {}, "stochastic", 128, "CODES VALUES"),
+    "nvfp4 4/6": ("nvfp4", {"four_over_six": "mse"}, "stochastic", 16, "BF16 CODES"),
+    "nvfp4-2d 4/6": ("nvfp4-2d", {"four_over_six": "mae"}, "nearest", None, "CODES BF16"),
+    "ue5m3": ("nvfp4-ue5m3", {}, "stochastic", 16, "BF16 CODES"),
+    "ue5m3-2d": ("nvfp4-ue5m3-2d", {"tensor_scaled": False}, "nearest", None, "CODES BF16"),
+    "quartet2": ("quartet2", {}, "nearest", None, "BF16 CODES"),
+    "ms-eden": ("ms-eden", {}, "stochastic", 128, "CODES BF16"),
     "nvfp4-2d": ("nvfp4-2d", {}, "nearest", None, "CODES CODES"),
     "fp8 tiles": ("fp8-1x128-e4m3", {"scale_format": "pow2"}, "nearest", None, "CODES FOLDED"),
     "fp8 tensor": ("fp8-tensor-e5m2", {}, "nearest", None, "CODES CODES"),
@@ -45,16 +45,16 @@ CASES = {  # format, options, rounding, transform's points, forms of both sides
 
 
 def request_of(case: str, key: int, **changes) -> Request:
-    name, options, rounding, points, _ = CASES[case]
+    name, options, rounding, size, _ = CASES[case]
     quantizer = Quantizer(format_by_name(name, **options), Rounding(rounding))
-    transform = None if points is None else Hadamard(points, "fresh", "fp32")
+    transform = None if size is None else Hadamard(size, "fresh", "fp32")
     partner = quantizer.format
     return Request(quantizer, transform, key + 100, Draw(key), partner=partner, **changes)
 
 
 def requests_of(case: str, keys: range, **changes) -> Requests:
-    like = request_of(case, keys[0], **changes)
-    return Requests(like, keys, [key + 100 for key in keys])
+    template = request_of(case, keys[0], **changes)
+    return Requests(template, keys, [key + 100 for key in keys])
 
 
 def check_same(made, expected, beside: bool = False) -> None:
@@ -101,8 +101,8 @@ def compare_with_a_launch_for_each(case, x, heights):
     xs = x.to(DEVICE).split(heights)
     rows = requests_of(case, range(7, 7 + len(xs)), left=True)
     cols = requests_of(case, range(17, 17 + len(xs)))
-    assert takes_sections(looked_at(xs), rows, cols)
-    left, right = quantize_sections(looked_at(xs), rows, cols, forms)
+    assert takes_sections(as_matrix_list(xs), rows, cols)
+    left, right = quantize_sections(as_matrix_list(xs), rows, cols, forms)
     assert len(left) == len(right) == len(xs)
     for number, (x, by_row, by_col) in enumerate(zip(xs, left, right, strict=True)):
         if len(x):
@@ -119,7 +119,7 @@ FORMS = {"mxfp8": "FOLDED", "fp8 tensor": "CODES"}
 @pytest.mark.parametrize("rows", [(24, 0, 16), (128, 256), (64, 128)])
 def test_zeros_fill_up_codes_that_lie_beside_others(rows, case):
     """GEMMs read whole steps of 128 terms, and a row of all matrices' codes as one."""
-    xs = looked_at(values(sum(rows), 48, torch.bfloat16).to(DEVICE).split(rows))
+    xs = as_matrix_list(values(sum(rows), 48, torch.bfloat16).to(DEVICE).split(rows))
     cols, form = requests_of(case, range(len(rows))), Form[FORMS[case]]
     _, group = quantize_sections(xs, None, cols, (Form.CODES, form))
     parts = group.codes.view(torch.uint8).view(48, -1).split([cdiv(n, 128) * 128 for n in rows], 1)
@@ -136,7 +136,7 @@ def test_one_side(side):
     requests = requests_of("mxfp8", range(2))
     sides = [None, None]
     sides[side] = requests
-    made = quantize_sections(looked_at(xs), *sides, (Form.CODES, Form.CODES))
+    made = quantize_sections(as_matrix_list(xs), *sides, (Form.CODES, Form.CODES))
     assert made[1 - side] is None
     for number, (x, operand) in enumerate(zip(xs, made[side], strict=True)):
         pair = [None, None]
@@ -157,14 +157,18 @@ def test_square_blocks_that_serve_both_sides():
 
 def test_what_takes_a_launch_each():
     x, requests = torch.zeros(16, 32), Requests(request_of("mxfp8", 0))
-    assert takes_sections(Apart([x, x[:0]]), requests, None)
+    assert takes_sections(SeparateMatrices([x, x[:0]]), requests, None)
     for others in ([x, x[:, :16]], [x, x.bfloat16()], [x, x.t().contiguous().t()], [x[:0]]):
-        assert not takes_sections(Apart(others), requests, None)
-    assert not takes_sections(Apart([x.half()] * 2), requests, None)  # which is a TypeError
+        assert not takes_sections(SeparateMatrices(others), requests, None)
+    assert not takes_sections(
+        SeparateMatrices([x.half()] * 2), requests, None
+    )  # which is a TypeError
     rows = Requests(Request(Quantizer(format_by_name("fp8-row-e4m3"))))
-    assert not takes_sections(Apart([x, x]), rows, None)
+    assert not takes_sections(SeparateMatrices([x, x]), rows, None)
     draw = Draw(0, groups=torch.arange(2))
-    assert not takes_sections(Apart([x, x]), Requests(replace(requests.like, draw=draw)), None)
+    assert not takes_sections(
+        SeparateMatrices([x, x]), Requests(replace(requests.template, draw=draw)), None
+    )
 
 
 def test_too_many_matrices_for_the_numbers_of_a_table():

@@ -15,8 +15,8 @@ from tiny_run import ROOT, arguments_for, steps
 from torch.distributed.run import get_args_parser
 from waiting import STOPPED, loaded, said, trained, until
 
+from megatron_lowbit.arguments import front_parser
 from megatron_lowbit.command_line import expand_files
-from megatron_lowbit.megatron.arguments import front_parser
 
 DOCUMENTS = list(yaml.safe_load_all((ROOT / "examples/launch/kubernetes.yaml").read_text()))
 BY_KIND = {document["kind"]: document for document in DOCUMENTS}

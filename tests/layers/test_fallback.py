@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.layers import LinearContext, lowbit_linear
+from megatron_lowbit.numerics.gemms import GEMM_ROLES
 from megatron_lowbit.recipes import load_recipe
-from megatron_lowbit.recipes.precision import GEMM_ROLES
 
 ENGINE = ReferenceEngine("tests")
 GEMMS = tuple(GEMM_ROLES)

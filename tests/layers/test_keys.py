@@ -8,7 +8,6 @@ import torch
 from megatron_lowbit.kernels import launch
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import LinearContext, Shards, lowbit_linear
-from megatron_lowbit.layers.keys import key_table, operand_key, sign_key
 from megatron_lowbit.numerics import (
     FORMATS,
     Draw,
@@ -19,6 +18,7 @@ from megatron_lowbit.numerics import (
     derive_key,
     quantize_both,
 )
+from megatron_lowbit.numerics.randomness import key_table, operand_key, sign_key
 from megatron_lowbit.recipes import OPERANDS, load_recipe
 from tests.kernels.test_quantize import DEVICE, check_same, values
 

@@ -346,12 +346,12 @@ def test_main_grad_accumulates():
         weight.main_grad = start.clone()
         weight.grad_added_to_main_grad = True
         weight.zero_out_wgrad = zero
-        _, _, stand_in = run(x, weight, NVFP4, dy, accumulate_main_grad=True)
+        _, _, placeholder_grad = run(x, weight, NVFP4, dy, accumulate_main_grad=True)
         assert torch.equal(weight.main_grad, start + dw)
         assert weight.grad_added_to_main_grad
-        assert stand_in.shape == weight.shape and stand_in.dtype == weight.dtype
+        assert placeholder_grad.shape == weight.shape and placeholder_grad.dtype == weight.dtype
         if zero:
-            assert not stand_in.any()
+            assert not placeholder_grad.any()
     _, _, again = run(x, weight, NVFP4, dy, accumulate_main_grad=False)
     assert torch.equal(again, dw) and torch.equal(weight.main_grad, start + dw)
 

@@ -6,8 +6,8 @@ from recording_engine import RecordingEngine
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.layers import LinearContext, WeightCache, lowbit_linear
-from megatron_lowbit.layers.keys import operand_key, sign_key
 from megatron_lowbit.numerics import Draw, Hadamard, Quantizer, Rounding, format_by_name
+from megatron_lowbit.numerics.randomness import operand_key, sign_key
 from megatron_lowbit.recipes import (
     GemmPrecision,
     Layer,

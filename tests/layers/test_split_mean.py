@@ -9,11 +9,11 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels import gemm
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.kernels.fused import FusedEngine
-from megatron_lowbit.kernels.operands import Values
+from megatron_lowbit.kernels.operands import ExactBF16
 from megatron_lowbit.layers import LinearContext, lowbit_linear
-from megatron_lowbit.layers.keys import operand_key
 from megatron_lowbit.numerics import Draw, Quantizer, Request, Rounding, format_by_name
 from megatron_lowbit.numerics.mean_residual import split_mean
+from megatron_lowbit.numerics.randomness import operand_key
 from megatron_lowbit.recipes import load_recipe
 from tests.kernels.test_quantize import DEVICE
 
@@ -94,19 +94,19 @@ def test_kernels_quantize_residuals(rounding):
         seen, known = (getattr(one, name) for one in (made, expected))
         assert torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (seen, known))), name
     values, _ = FusedEngine((9, 0)).quantize(x, replace(request, needs_codes=False), None)
-    assert isinstance(values, Values) and torch.equal(values.dequantize(), made.dequantize())
+    assert isinstance(values, ExactBF16) and torch.equal(values.dequantize(), made.dequantize())
 
 
 @pytest.fixture
 def exact_products(monkeypatch):
     """Take cuBLAS's place without a GPU, and forbid products of FP32 values."""
 
-    def multiply(a, b, factor, out_dtype, out=None, adds=True):
+    def multiply(a, b, factor, out_dtype, out=None, beta=True):
         assert a.dtype is b.dtype is torch.bfloat16
         product = a.float() @ b.float().t() * (1.0 if factor is None else factor)
         if out is None:
             return product.to(out_dtype)
-        return out.add_(product) if adds else out.copy_(product)
+        return out.add_(product) if beta else out.copy_(product)
 
     if DEVICE == "cpu":
         monkeypatch.setattr(gemm, "scaled_matmul", multiply)

@@ -1,28 +1,3 @@
-"""Fixture with megatron.core's process groups and random states for one process."""
+"""Fixtures of tests that run Megatron-LM in this process."""
 
-import pytest
-import torch
-
-import tests.imported  # noqa: F401  before objects are exempt from garbage collection
-from megatron_lowbit.megatron.pretrain import teardown
-from tests.short_runs import without_pictures
-
-# isort: split
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-
-@pytest.fixture(scope="session", autouse=True)
-def no_pictures():
-    with without_pictures():
-        yield
-
-
-@pytest.fixture(scope="module")
-def single_process():
-    with teardown():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        model_parallel_cuda_manual_seed(5)
-        yield
+from tests.single_process import no_pictures, single_process  # noqa: F401

@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from megatron_lowbit.megatron.arguments import parse_arguments
-from megatron_lowbit.megatron.arguments.parse import command_line
+from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.arguments.parse import command_line
 from megatron_lowbit.megatron.linear import local_linears
 from megatron_lowbit.megatron.pretrain import run, teardown
 

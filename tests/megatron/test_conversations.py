@@ -9,8 +9,8 @@ from tokenizers import ByteLevelBPETokenizer
 from torch._utils import ExceptionWrapper
 from transformers import PreTrainedTokenizerFast
 
+from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
 from megatron_lowbit.megatron.pretrain import teardown
 

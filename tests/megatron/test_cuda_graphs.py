@@ -12,13 +12,12 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, lowbit_linear
 from megatron_lowbit.layers.autograd_state import flatten
-from megatron_lowbit.layers.keys import key_table
 from megatron_lowbit.megatron import cuda_graphs, graph_weights, layer_state
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.pretrain import free_cuda_graphs, teardown
 from megatron_lowbit.numerics import FORMATS
-from megatron_lowbit.numerics.randomness import microbatch_key
+from megatron_lowbit.numerics.randomness import key_table, microbatch_key
 from megatron_lowbit.recipes import HIGH_PRECISION, Layer, load_recipe
 from tests.megatron.test_recipe_hook import FINE
 
@@ -142,9 +141,9 @@ def test_gradients_are_added_behind_the_first_microbatch(change, monkeypatch):
         made.begin_step(switched=False)
         for _ in range(3):
             made.begin_pass()
-            shares.append(float(layer.context(UNSHARDED).main_grad_share))
+            shares.append(float(layer.context(UNSHARDED).main_grad_beta))
     assert shares == ([1.0] * 6 if change else [0.0, 1.0, 1.0] * 2)
-    assert expert.context(UNSHARDED).main_grad_share is None
+    assert expert.context(UNSHARDED).main_grad_beta is None
 
 
 class Linear(torch.nn.Module):

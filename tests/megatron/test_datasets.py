@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.datasets import provide_datasets
 from megatron_lowbit.megatron.forward_step import _check_ids
 from megatron_lowbit.megatron.pretrain import teardown

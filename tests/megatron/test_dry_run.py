@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 import torch
 
+from megatron_lowbit.arguments import parse_arguments
+from megatron_lowbit.arguments.precision import Machine
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron import dry_run, pretrain
-from megatron_lowbit.megatron.arguments import parse_arguments
-from megatron_lowbit.megatron.arguments.precision import Machine
 from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.recipes.show import model_layers
 

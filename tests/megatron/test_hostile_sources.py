@@ -35,9 +35,9 @@ from megatron.training import checkpointing, training
 from megatron.training.arguments import add_megatron_arguments
 from megatron.training.distillation.utils_logits import decode_logprobs_payload
 
+from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.parser import add_recipe_arguments
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.arguments.from_checkpoint import check_loads
-from megatron_lowbit.megatron.arguments.parser import add_recipe_arguments
 from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard
 from megatron_lowbit.megatron.extra_states import check_extra_states
 from megatron_lowbit.storage import files

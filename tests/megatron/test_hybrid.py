@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron import hybrid
-from megatron_lowbit.megatron.arguments import parse_arguments
 from megatron_lowbit.megatron.mamba import (
     GatedNorm,
     convolve_and_scan,

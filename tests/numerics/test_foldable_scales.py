@@ -6,7 +6,7 @@ import torch
 
 from megatron_lowbit.numerics import FORMATS, Draw, Quantizer, Rounding
 from megatron_lowbit.numerics.block_formats.nvfp4 import foldable_scales
-from megatron_lowbit.numerics.folding import fold, folded_format, lift
+from megatron_lowbit.numerics.folding import fold, fold_scale, folded_format
 
 F32 = np.float32
 # Mantissas 1, 1.25 and 1.5 of E4M3's normal numbers, and its subnormals but 7.
@@ -90,13 +90,13 @@ def test_scales_that_are_rounded_up_clip_nothing():
 
 
 def test_every_product_of_code_and_scale_is_an_fp8_number():
-    """Down to E4M3's normal range: 2**-6 / lift."""
+    """Down to E4M3's normal range: 2**-6 / fold_scale."""
     format = FORMATS["nvfp4"].with_options(block_scales="foldable")
     codes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     products = (codes[:, None] * torch.from_numpy(ALLOWED).float()).flatten()
     target = folded_format(format, left=True, partner=format)
-    assert lift(format, target) == 2.0**-3 and target.name == "fp8-tensor-e4m3"
-    folded = products * lift(format, target)
+    assert fold_scale(format, target) == 2.0**-3 and target.name == "fp8-tensor-e4m3"
+    folded = products * fold_scale(format, target)
     exact = folded.to(torch.float8_e4m3fn).float() == folded
     assert folded.max() == 288 and exact[folded >= 2.0**-6].all()
 

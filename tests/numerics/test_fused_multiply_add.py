@@ -6,7 +6,7 @@ import ctypes.util
 import numpy as np
 import torch
 
-from megatron_lowbit.numerics.fused_multiply_add import fused_multiply_add
+from megatron_lowbit.numerics.block_formats.ms_eden import fused_multiply_add
 
 fmaf = ctypes.CDLL(ctypes.util.find_library("m")).fmaf
 fmaf.argtypes, fmaf.restype = [ctypes.c_float] * 3, ctypes.c_float

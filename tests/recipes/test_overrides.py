@@ -16,6 +16,7 @@ from megatron_lowbit.numerics import (
     Rounding,
     format_by_name,
 )
+from megatron_lowbit.numerics.gemms import GEMM_ROLES, OPERANDS
 from megatron_lowbit.recipes import (
     HIGH_PRECISION,
     GemmPrecision,
@@ -25,7 +26,6 @@ from megatron_lowbit.recipes import (
     schema,
     shipped_recipes,
 )
-from megatron_lowbit.recipes.precision import GEMM_ROLES, OPERANDS
 
 # GEMMs whose operands are another's values cannot be changed alone; nemotron3-super has two that
 # are quantized.

@@ -44,9 +44,9 @@ class FP8Row(BlockFormat):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize rows (R, K), each by its own largest magnitude."""
         # Rows without columns have no largest magnitude: a gradient of no tokens, transposed.
-        most = x.abs().amax(-1, keepdim=True) if x.shape[1] else x.new_zeros((x.shape[0], 1))
+        amaxes = x.abs().amax(-1, keepdim=True) if x.shape[1] else x.new_zeros((x.shape[0], 1))
         # A tensor over a tensor: torch turns tensor / number into tensor * (1 / number).
-        scales = finite_amax(most) / torch.full_like(most, self.element.max)
+        scales = finite_amax(amaxes) / torch.full_like(amaxes, self.element.max)
         inverse = (torch.ones_like(scales) / scales).clamp(max=_FLT_MAX)
         inverse = torch.where(scales == 0, 0.0, inverse)
         codes = encode(x * inverse, self.element, uniform)

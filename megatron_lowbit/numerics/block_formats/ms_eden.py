@@ -36,15 +36,37 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
-from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
-from megatron_lowbit.numerics.fp4_scales import (
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    block_amax,
+    blocks,
     decode_scale,
     encode_scale,
+    finite_amax,
     multiplier,
     positive_scales,
 )
-from megatron_lowbit.numerics.fused_multiply_add import fused_multiply_add
+from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
+
+
+def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """Compute a * b + c in FP32 as one correctly rounded operation.
+
+    The product is exact in FP64. The sum is rounded to odd there: a number that FP64 does not hold
+    becomes the neighbour whose last bit is 1, so that the rounding to FP32 sees no false tie
+    (Boldo and Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    product, addend = a.to(torch.float64) * b.to(torch.float64), c.to(torch.float64)
+    total = product + addend
+    # What the sum lost, exactly (Knuth's two-sum); NaN where the sum is not finite.
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    bits = total.view(torch.int64)
+    changed = (bits & 1 == 0) & (lost.abs() > 0)
+    outward = (lost > 0) == (total > 0)
+    step = torch.where(changed, torch.where(outward, 1, -1), 0)
+    return (bits + step).view(torch.float64).to(torch.float32)
+
 
 BLOCK = 16
 AMAX_SCALE = 255.99
@@ -105,8 +127,8 @@ class MSEden(BlockFormat):
 def _quartet2(tiles: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return codes (..., 16), corrected scales (..., 1) and the tensor scale."""
     tensor_scale = decode_scale(amax, AMAX_SCALE, AMAX_ELEMENT)
-    most = block_amax(tiles)
-    scales = positive_scales(most / torch.full_like(most, AMAX_ELEMENT), tensor_scale)
+    amaxes = block_amax(tiles)
+    scales = positive_scales(amaxes / torch.full_like(amaxes, AMAX_ELEMENT), tensor_scale)
     scaled = tiles / (scales * tensor_scale)
     codes = encode(scaled, E2M1, torch.full_like(scaled, TIES_AWAY))
     squares, products = (

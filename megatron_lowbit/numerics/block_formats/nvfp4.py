@@ -45,12 +45,13 @@ from megatron_lowbit.numerics.block_format import (
     block_amax,
     blocks,
     constant,
+    encode_scale,
     finite_amax,
     for_each_row,
+    multiplier,
 )
 from megatron_lowbit.numerics.formats import E2M1, E4M3, decode, encode
 from megatron_lowbit.numerics.four_over_six import Selection, better_scales
-from megatron_lowbit.numerics.fp4_scales import encode_scale, multiplier
 
 BLOCK = 16
 FOLDABLE_MAX = 384.0
@@ -169,11 +170,11 @@ class NVFP4(BlockFormat):
         s_enc = encode_scale(amax, top)
         s_dec = 1.0 / s_enc
         tiles = blocks(x, self.block_rows, BLOCK)
-        most = block_amax(tiles)
+        amaxes = block_amax(tiles)
         if self.multiplies_by_sixth:
-            base = most * (s_enc * constant(1.0 / 6.0, like=x))
+            base = amaxes * (s_enc * constant(1.0 / 6.0, like=x))
         else:
-            base = (most / torch.full_like(most, self.element_max)) * s_enc
+            base = (amaxes / torch.full_like(amaxes, self.element_max)) * s_enc
         if self.four_over_six == "none":
             if self.folds:
                 base = foldable_scales(base, self.block_scales == "foldable-up")

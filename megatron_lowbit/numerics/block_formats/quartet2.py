@@ -19,9 +19,15 @@ from operator import add
 import torch
 from torch import Tensor
 
-from megatron_lowbit.numerics.block_format import BlockFormat, block_amax, blocks, finite_amax
+from megatron_lowbit.numerics.block_format import (
+    BlockFormat,
+    block_amax,
+    blocks,
+    decode_scale,
+    finite_amax,
+    positive_scales,
+)
 from megatron_lowbit.numerics.formats import E2M1, E4M3, TIES_AWAY, decode, encode
-from megatron_lowbit.numerics.fp4_scales import decode_scale, positive_scales
 
 BLOCK = 16
 MAX_SCALE = 256.0
@@ -61,8 +67,8 @@ class Quartet2(BlockFormat):
         amax = finite_amax(amax)
         tensor_scale = decode_scale(amax, MAX_SCALE, E2M1.max)
         tiles = blocks(x, 1, BLOCK)
-        most = block_amax(tiles)
-        base = most / torch.full_like(most, E2M1.max)
+        amaxes = block_amax(tiles)
+        base = amaxes / torch.full_like(amaxes, E2M1.max)
         codes, scales, errors = [], [], []
         for candidate, factor in enumerate((1.0, 1.5)):
             scale = positive_scales(base * factor, tensor_scale)

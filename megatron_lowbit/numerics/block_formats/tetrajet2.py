@@ -42,11 +42,11 @@ class TetraJet2(BlockFormat):
         self, x: Tensor, amax: Tensor, uniform: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Quantize whole blocks."""
-        most = block_amax(blocks(x, 1, OUTER)).squeeze(1)
+        amaxes = block_amax(blocks(x, 1, OUTER)).squeeze(1)
         # A tensor over a tensor: torch may turn tensor / number into tensor * (1 / number).
-        six = torch.full_like(most, E2M1.max)
-        outer = (most / torch.full_like(most, E4M3.max)) / six
-        outer = torch.where(most == 0, torch.ones_like(outer), outer)
+        six = torch.full_like(amaxes, E2M1.max)
+        outer = (amaxes / torch.full_like(amaxes, E4M3.max)) / six
+        outer = torch.where(amaxes == 0, torch.ones_like(outer), outer)
         tiles = x.unflatten(-1, (x.shape[-1] // OUTER, _INNER_BLOCKS, INNER))
         inner = (tiles.abs().amax(dim=-1) / outer) / six
         inner = encode(inner, E4M3).to(torch.float32)

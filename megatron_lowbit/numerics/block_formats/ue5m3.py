@@ -26,11 +26,12 @@ from megatron_lowbit.numerics.block_format import (
     block_amax,
     blocks,
     constant,
+    encode_scale,
     finite_amax,
     for_each_row,
+    multiplier,
 )
 from megatron_lowbit.numerics.formats import E2M1, ElementFormat, decode, encode
-from megatron_lowbit.numerics.fp4_scales import encode_scale, multiplier
 
 BLOCK = 16
 UE5M3_MAX = 114688.0

@@ -1,0 +1,129 @@
+"""Arguments that read checkpoints while the command line is parsed, and what they take over.
+
+With ``--use-checkpoint-args``, Megatron-LM reads a checkpoint's arguments while it parses its own,
+prints them, and imports the module that the checkpoint's ``--spec`` names.
+"""
+
+import argparse
+import os
+import reprlib
+from argparse import Namespace
+from collections.abc import Mapping
+from functools import cache, wraps
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from megatron_lowbit.arguments.values import in_range
+from megatron_lowbit.errors import UserError, printable, require
+from megatron_lowbit.storage import files
+from megatron_lowbit.storage.pickles import COMMON, check_lengths, read_objects, restrict_torch
+from megatron_lowbit.storage.selection import selected
+
+_READ = (COMMON, "args", "iteration", "checkpoint_version")
+"""Keys of the objects that Megatron-LM reads for the arguments."""
+
+
+@cache
+def guard_checkpoint_arguments() -> None:
+    """Check what this process takes over from checkpoints while it parses arguments.
+
+    Readers of sharded checkpoints run no code from now on, and what Megatron-LM prints of a
+    checkpoint is escaped.
+    """
+    from megatron.training import checkpointing
+
+    restrict_torch()
+    upstream, show = checkpointing.load_args_from_checkpoint, checkpointing.print_rank_0
+
+    @wraps(upstream)
+    def load(args: Namespace, load_arg: str = "load", **context: Any) -> Any:
+        directory = getattr(args, load_arg)
+        found = selected(args, directory and Path(directory))
+        if found is None:
+            return upstream(args, load_arg, **context)
+        verify_arguments(found.path)
+        before = dict(vars(args))
+        try:
+            loaded = upstream(args, load_arg, **context)
+        except (Exception, SystemExit) as error:
+            message = shorten(f"{type(error).__name__}: {error}", 400, placeholder=" ...")
+            raise UserError(f"{found.path}: its arguments cannot be read: {message}") from error
+        given = {name: value for name, value in vars(args).items() if name in before}
+        taken = {name: value for name, value in given.items() if value != before[name]}
+        check_taken(taken, f"--use-checkpoint-args: {found.path}")
+        return loaded
+
+    checkpointing.load_args_from_checkpoint = load
+    checkpointing.print_rank_0 = wraps(show)(
+        lambda message, *rest, **settings: show(printable(str(message)), *rest, **settings)
+    )
+
+
+def check_loads(args: Namespace) -> None:
+    """Raise UserError for checkpoints and data that would be read without a check."""
+    require(
+        args.non_persistent_ckpt_type != "local",
+        "--non-persistent-ckpt-type local: nvidia-resiliency-ext unpickles its checkpoints "
+        "without a check; give global",
+    )
+    require(
+        not args.enable_msc,
+        "--enable-msc: files in object storage would be read without a check; copy them to a "
+        "folder, and leave it out",
+    )
+
+
+def verify_arguments(path: Path) -> None:
+    """Raise UserError where a checkpoint's arguments are damaged or could run code.
+
+    The first rank compares the lengths of all files, and the checksums of those that hold the
+    arguments.
+    """
+    sources = {file for file, _, _ in read_objects(path, _READ)}
+    if os.environ.get("RANK", "0") != "0":
+        return
+    if not (path / files.DOCUMENT).is_file():
+        require(path.is_dir(), f"{path}: missing")
+        check_lengths(path)
+        return
+    recorded = files.read_document(path)["files"]
+    files.check_sizes(path, recorded, recorded)
+    read = [name for name in recorded if not name.endswith(".distcp") or path / name in sources]
+    files.check_files(path, recorded, read)
+
+
+def check_taken(taken: Mapping[str, Any], place: str) -> None:
+    """Check arguments of a checkpoint as those of a command line.
+
+    Args:
+        taken: values by name that differ from the command line's.
+        place: the checkpoint, for errors.
+
+    Raises:
+        UserError: a value is outside its argument's range, or names a module to import.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    actions = {action.dest: action for action in parser._actions}
+    for name, value in taken.items():
+        text = f"{place}: {name} {reprlib.repr(value)}"
+        require(
+            name != "spec",
+            f"{text}: names Python code to import; give the same --spec if you trust that code",
+        )
+        action = actions.get(name)
+        if action is None or not action.option_strings:
+            good = isinstance(value, bool | int | float)
+        elif action.type in (int, float):
+            good = type(value) in (int, float) and in_range(action, value)
+        elif action.nargs == 0:
+            good = isinstance(value, bool)
+        elif action.choices is not None:
+            good = value in list(action.choices)
+        elif isinstance(value, list):
+            good = all(isinstance(entry, int) for entry in value)
+        else:
+            good = isinstance(value, int) or (isinstance(value, str) and value.isprintable())
+        require(good, f"{text}: no value of this argument")

@@ -1,0 +1,310 @@
+"""Parsing of a command line: checks, translation for this machine, Megatron-LM's validation."""
+
+import os
+import re
+import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from megatron_lowbit.arguments.cpu import adapt_to_cpu, needs_one_connection
+from megatron_lowbit.arguments.from_checkpoint import check_loads
+from megatron_lowbit.arguments.parser import (
+    add_own_arguments,
+    front_parser,
+    read_command_line,
+    show_help,
+)
+from megatron_lowbit.arguments.precision import Machine, check_layers, translate_precision
+from megatron_lowbit.arguments.values import check_folders, check_samples, check_values
+from megatron_lowbit.command_line import CommandLine, asks_for_help
+from megatron_lowbit.errors import UserError, as_user_error, require, say
+
+_PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
+_REFUSED = {
+    # For sequences of several documents, which forward_step.py does not support.
+    "--dataloader-inter-document-masking": "packed sequences are not supported, leave it out",
+    "--hybrid-context-parallel": "packed sequences are not supported, leave it out",
+    # With these Megatron-LM 0.19.2 ends every run in an error of Python.
+    "--init-method-xavier-uniform": "Megatron-LM builds no model with it; give --init-method-std",
+    "--lazy-mpu-init": "Megatron-LM leaves its process groups to another program; leave it out",
+    "--rl-profile": "its profiler is not in Megatron-LM's package; leave it out",
+}
+"""Arguments that no run supports, and why."""
+_NOT_WITH_SFT = (
+    "--mock-data", "--fim-data", "--reset-position-ids", "--reset-attention-mask",
+    "--dataloader-fast-cache-load",
+)  # fmt: skip
+"""Arguments that Megatron-LM's dataset of conversations does not support."""
+_NO_MASK = "--no-create-attention-mask-in-dataloader"
+_REFUSALS = (AssertionError, ValueError, RuntimeError, OSError, ImportError)
+"""Exceptions by which Megatron-LM refuses arguments."""
+_OF_QUANTIZED_LAYERS = (
+    "--eval-precision", "--quantization-engine", "--log-quantization-error-interval",
+    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+)  # fmt: skip
+OF_GPUS = ("cuda_graph_impl", "transformer_impl", "masked_softmax_fusion")
+"""Attributes that a CPU changes and that decide what a run on GPUs supports."""
+_FULL = ("--full-validation", "--multiple-validation-sets")
+"""Arguments of which Megatron-LM evaluates with both only."""
+_NEVER = 10**9
+"""Interval that is longer than any run, in iterations."""
+
+
+def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = None) -> Namespace:
+    """Parse and validate a command line, and set Megatron-LM's global variables.
+
+    ``--help`` and ``--print-completion`` exit.
+
+    Args:
+        argv: arguments without the program's name; None for the process's own.
+        hybrid: True for a program that trains hybrids, False for GPTs, None for both.
+
+    Returns:
+        Megatron-LM's validated arguments together with this project's; ``upstream_command_line``:
+        the tokens that Megatron-LM parsed; ``given``: the command line;
+        ``cuda_graph_impl_on_gpus`` and others of ``OF_GPUS``: those of a machine with GPUs, where
+        this one has none.
+
+    Raises:
+        UserError: an argument is unknown, has an invalid value, or contradicts another one.
+    """
+    parser = front_parser()
+    if asks_for_help(argv):
+        show_help("pretrain", parser)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args, words = read_command_line(parser, given)
+    check_values(parser, args, words)
+    _check(args, words, hybrid)
+    if not args.dry_run:
+        check_folders(args)
+    machine = Machine.current()
+    lines = _translate(args, words, machine)
+    if os.environ.get("RANK", "0") == "0":
+        say(*lines)
+    if machine.capability is None and needs_one_connection(args):
+        # Megatron-LM's validation demands it; nothing on a CPU reads it.
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    tokens = words.tokens()
+    with _world_size(args.dry_run_world_size):
+        parsed = _parse_upstream(tokens)
+    parsed.upstream_command_line = tokens
+    parsed.given = given
+    found = args if machine.capability is None else parsed
+    for name in OF_GPUS:
+        setattr(parsed, f"{name}_on_gpus", getattr(found, name))
+    return parsed
+
+
+def _check(args: Namespace, words: CommandLine, hybrid: bool | None) -> None:
+    """Check this project's arguments, and restrictions that Megatron-LM does not check."""
+    if hybrid is True and not args.use_checkpoint_args:
+        require(any(flag in words for flag in _PATTERNS), "--hybrid-layer-pattern is missing; for "
+                "models without one, use pretrain_gpt.py")  # fmt: skip
+    if hybrid is False:
+        for flag in (*_PATTERNS, "--is-hybrid-model"):
+            require(flag not in words, f"{flag} is for hybrids: use pretrain_hybrid.py")
+    require(args.dry_run or args.dry_run_world_size is None, "--world-size needs --dry-run")
+    require(args.dry_run or args.dry_run_gpu is None, "--gpu needs --dry-run")
+    for flag, reason in _REFUSED.items():
+        require(flag not in words, f"{flag}: {reason}")
+    for flag in _NOT_WITH_SFT:
+        require(not args.sft or flag not in words, f"{flag} is not for conversations: leave out "
+                "--sft or it")  # fmt: skip
+    if args.mxnorm:
+        require(args.normalization != "LayerNorm", "--mxnorm needs --normalization RMSNorm")
+    for flag in ("--mxnorm-p", "--mxnorm-post-round"):
+        normed = args.mxnorm or args.normalization == "MXNorm"
+        require(normed or flag not in words, f"{flag} needs --mxnorm")
+    require(not args.mxnorm_post_round or args.mxnorm_p == 1, "--mxnorm-post-round needs "
+            "--mxnorm-p 1")  # fmt: skip
+    if args.activation_func_fp8_input_store:
+        # Elsewhere Megatron-LM takes no notice of it.
+        fused = args.swiglu and args.bias_swiglu_fusion and not args.use_te_activation_func
+        require(fused, "--activation-func-fp8-input-store needs --swiglu, without "
+                "--no-bias-swiglu-fusion or --use-te-activation-func")  # fmt: skip
+    check_loads(args)
+    for flag, other in (_FULL, _FULL[::-1]):
+        require(flag not in words or other in words, f"{flag} needs {other}")
+    require(args.dataloader_type != "external", "--dataloader-type external: the loaders are those "
+            "of a script of your own")  # fmt: skip
+    multimodal = "Multimodal" in (args.tokenizer_type or "")
+    require(not multimodal, f"--tokenizer-type {args.tokenizer_type}: the models are of text")
+    require(args.pad_vocab_size or args.padded_vocab_size is not None, "--no-pad-vocab-size: "
+            "Megatron-LM trains without a size; give --make-vocab-size-divisible-by 1")  # fmt: skip
+    require(args.perform_initialization or args.load or args.pretrained_checkpoint,
+            "--no-initialization needs --load or --pretrained-checkpoint: weights would have the "
+            "values that memory happens to hold")  # fmt: skip
+    for flag in ("--load-latest-valid", "--resume-changed"):
+        require(args.load or flag not in words, f"{flag} needs --load")
+    if args.save_keep_last is not None:
+        require(bool(args.save), "--save-keep-last needs --save")
+
+
+def _translate(args: Namespace, words: CommandLine, machine: Machine) -> list[str]:
+    """Change the arguments in place to ones that Megatron-LM supports on this machine.
+
+    Returns:
+        Lines to print that explain the changes.
+    """
+    words.remove("--world-size")
+    if args.dry_run:
+        # Megatron-LM opens its writers while it parses the arguments.
+        for flag in ("--tensorboard-dir", "--wandb-project"):
+            words.remove(flag)
+    check_layers(args, machine)
+    precision = translate_precision(args, words, machine)
+    for flag in ("--mxnorm", "--fused-allreduce-norm", "--quantized-param-gather"):
+        needed = flag not in words or bool(precision.recipes)
+        require(needed, f"{flag} needs a recipe, such as bf16")
+    lines = list(precision.lines)
+    if not (precision.recipes or args.fp8 or args.fp4):
+        idle = [flag for flag in _OF_QUANTIZED_LAYERS if flag in words]
+        lines += [f"{words.text(flag)}: without effect, nothing is quantized" for flag in idle]
+    if "--eval-interval" not in words:
+        words.add("--eval-interval", str(_NEVER))
+        lines.append("--eval-interval is not given and has no default: evaluating at the end only")
+    if args.phase_transition_iterations and args.train_iters:
+        lines.append(_count_samples(args, words))
+    lines += _reset_documents(args, words)
+    if args.sft and _NO_MASK not in words:
+        words.add(_NO_MASK)
+        lines.append(f"--sft: added {_NO_MASK}, for its dataset has no masks")
+    if machine.capability is None:
+        lines += adapt_to_cpu(args, words)
+    return lines
+
+
+def _reset_documents(args: Namespace, words: CommandLine) -> Iterator[str]:
+    """Let the arguments that separate documents take effect; yield lines about it."""
+    if args.reset_attention_mask:
+        if _NO_MASK in words:
+            words.remove(_NO_MASK)
+            yield f"--reset-attention-mask: left out {_NO_MASK}, for documents need masks"
+        if "M" in (args.hybrid_layer_pattern or ""):
+            yield "--reset-attention-mask: for attention; Mamba-2 keeps its state across documents"
+    if args.reset_position_ids and args.position_embedding_type != "learned_absolute":
+        yield (
+            "--reset-position-ids: without effect, --position-embedding-type "
+            f"{args.position_embedding_type} takes no positions from the data"
+        )
+
+
+def _count_samples(args: Namespace, words: CommandLine) -> str:
+    """Convert the schedule to samples, the only unit that Megatron-LM's phases support.
+
+    Returns:
+        A line to print that names the changed arguments.
+    """
+    batch = args.global_batch_size
+    require(
+        batch is not None and "--rampup-batch-size" not in words,
+        "--phase-transition-iterations needs a constant --global-batch-size",
+    )
+    changed = []
+    for part in ("train", "lr-decay", "lr-warmup", "lr-wsd-decay"):
+        flag = f"--{part}-iters"
+        if flag in words:
+            samples = getattr(args, f"{part.replace('-', '_')}_iters") * batch
+            words.remove(flag)
+            words.add(f"--{part}-samples", str(samples))
+            changed.append(f"{flag} as --{part}-samples {samples}")
+    return f"--phase-transition-iterations: given to Megatron-LM: {', '.join(changed)}"
+
+
+@contextmanager
+def command_line(tokens: Sequence[str]) -> Iterator[None]:
+    """Set the arguments in ``sys.argv``, which Megatron-LM parses."""
+    before = sys.argv
+    sys.argv = [before[0], *tokens]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+@contextmanager
+def _world_size(ranks: int | None) -> Iterator[None]:
+    """Set the environment's number of ranks for Megatron-LM; None leaves it unchanged."""
+    before = os.environ.get("WORLD_SIZE")
+    if ranks is not None:
+        os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        os.environ.pop("WORLD_SIZE", None)
+        if before is not None:
+            os.environ["WORLD_SIZE"] = before
+
+
+def _parse_upstream(tokens: list[str]) -> Namespace:
+    """Run Megatron-LM's own parsing and validation, which read ``sys.argv``.
+
+    Raises:
+        UserError: Megatron-LM refuses the arguments.
+    """
+    from megatron.training.arguments import parse_and_validate_args
+    from megatron.training.global_vars import unset_global_variables
+
+    try:
+        with command_line(tokens), translate_tokenizer_errors():
+            args: Namespace = parse_and_validate_args(extra_args_provider=add_own_arguments)
+        if not args.dry_run:
+            check_samples(args)
+        _check_vocabulary(args)
+        return args
+    except (Exception, SystemExit) as error:
+        # Variables that are set by now would prevent another run in this process.
+        unset_global_variables()
+        if isinstance(error, UserError):
+            raise
+        if isinstance(error, SystemExit):
+            message = f"Megatron-LM refused the arguments (exit {error.code}), see above"
+        elif isinstance(error, _REFUSALS):
+            message = in_one_line(error)
+        else:
+            # Megatron-LM computes with some values before it checks them.
+            message = f"Megatron-LM cannot follow the arguments: {in_one_line(error)}"
+        raise UserError(message) from error
+
+
+def _check_vocabulary(args: Namespace) -> None:
+    """Raise UserError if tensor-parallel ranks cannot divide the embedding's rows evenly."""
+    rows, ranks = args.padded_vocab_size or 0, args.tensor_model_parallel_size
+    require(
+        rows % ranks == 0,
+        f"--padded-vocab-size {rows} cannot be divided by --tensor-model-parallel-size {ranks}; "
+        f"give --padded-vocab-size {rows + -rows % ranks}, also for a checkpoint with {rows} rows: "
+        "the other rows stand for no token",
+    )
+
+
+@contextmanager
+def translate_tokenizer_errors() -> Iterator[None]:
+    """Raise UserError for a tokenizer that Megatron-LM cannot build."""
+    from megatron.training import global_vars
+
+    original = global_vars.build_tokenizer
+
+    def build(args: Namespace) -> Any:
+        with as_user_error(f"--tokenizer-model {args.tokenizer_model}: cannot be loaded"):
+            return original(args)
+
+    global_vars.build_tokenizer = build
+    try:
+        yield
+    finally:
+        global_vars.build_tokenizer = original
+
+
+def in_one_line(error: Exception) -> str:
+    """Return the message of an exception of Megatron-LM; without a message, the failed check."""
+    message = " ".join(str(error).split())
+    if not message:
+        check = (traceback.extract_tb(error.__traceback__)[-1].line or "").removeprefix("assert ")
+        message = f"Megatron-LM demands {check}"
+    if "apply_rope_fusion" in message:  # a field of the configuration, true by default
+        message += " Or give --no-rope-fusion."
+    return re.sub(r"\bargs\.(\w+)", lambda match: "--" + match[1].replace("_", "-"), message)

@@ -1,0 +1,262 @@
+"""Definitions of the arguments that this project adds, and the parser of a whole command line.
+
+Rendering the help needs all of Megatron-LM's 800 arguments and imports torch and megatron, which
+takes seconds. :func:`show_help` therefore caches the text for each version, and
+:func:`megatron_lowbit.command_line.print_cached_help` prints it before any such import.
+"""
+
+import argparse
+import inspect
+import os
+import textwrap
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from megatron_lowbit import command_line
+from megatron_lowbit.arguments.from_checkpoint import guard_checkpoint_arguments
+from megatron_lowbit.arguments.values import guard_layer_lists
+from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.folders import replace_text
+
+
+@dataclass
+class RecipeArguments:
+    """Precision of the linear layers, and protection of long runs."""
+
+    precision_recipe: list[str] | None = field(
+        default=None, metadata={"argparse_meta": {"metavar": "NAME_OR_FILE"}}
+    )
+    """precision of the linear layers: the name or YAML file of one recipe, or of two, for the
+    forward pass and the backward pass (default: none, nothing is quantized)"""
+
+    recipe_set: list[str] = field(
+        default_factory=list,
+        metadata={"argparse_meta": {"action": "append", "nargs": None, "metavar": "FIELD=VALUE"}},
+    )
+    """set one field of the recipe, such as grad.rounding=nearest (repeatable); with two recipes,
+    forward.FIELD=VALUE or backward.FIELD=VALUE"""
+
+    quantization_engine: Literal["auto", "reference"] = "auto"
+    """implementation that quantizes: the fastest available one, or plain torch"""
+
+    eval_precision: Literal["bf16", "recipe"] = "bf16"
+    """precision of validation and test: BF16 as without a recipe, or the recipe's"""
+
+    mxnorm: bool = False
+    """replace RMSNorm before quantized layers by MXNorm, which estimates the norm from the block
+    scales"""
+
+    mxnorm_p: float = 2.0
+    """exponent of MXNorm's power mean"""
+
+    mxnorm_post_round: bool = False
+    """estimate MXNorm's norm from block absmaxes rounded down to powers of two, like E8M0 scales;
+    needs --mxnorm-p 1"""
+
+    fused_allreduce_norm: bool = False
+    """fuse the tensor-parallel all-reduce with the residual addition, the norm and the
+    quantization"""
+
+    quantized_param_gather: bool = False
+    """keep and gather the weights of quantized layers as codes of the recipe instead of in BF16, as
+    --fp8-param-gather and --fp4-param-gather, which a recipe takes for it, do in Transformer
+    Engine's layers; needs --use-distributed-optimizer and --bf16"""
+
+    log_quantization_error_interval: int = field(
+        default=0, metadata={"argparse_meta": {"nargs": "?", "const": 1000}}
+    )
+    """log the quantization error of every layer every N iterations (default: never; without N:
+    1000)"""
+
+    load_latest_valid: bool = False
+    """if the newest checkpoint in --load is incomplete or damaged, load the newest valid one"""
+
+    resume_changed: list[Literal["recipe", "data"]] = field(default_factory=list)
+    """resume although this run has another recipe, or other data, than the checkpoint (default: the
+    run is refused)"""
+
+    save_keep_last: int | None = None
+    """after each save, delete complete checkpoints except the newest N (default: keep all)"""
+
+    skip_bad_iterations: int | None = None
+    """after a loss or gradient that is not finite, restart from the last checkpoint without the
+    iteration's data, at most N times (default: the run ends)"""
+
+
+@dataclass
+class DryRunArguments:
+    """Description of a run without training."""
+
+    dry_run: bool = False
+    """check the arguments, describe the run, and exit without training"""
+
+    dry_run_world_size: int | None = field(
+        default=None, metadata={"argparse_meta": {"arg_names": ["--world-size"]}}
+    )
+    """with --dry-run: number of GPUs to describe the run for (default: 1)"""
+
+    dry_run_gpu: str | None = field(
+        default=None, metadata={"argparse_meta": {"arg_names": ["--gpu"], "metavar": "NAME"}}
+    )
+    """with --dry-run: kind of GPU to plan for, as lowbit-plan names it (default: this machine's,
+    or h200)"""
+
+
+@dataclass
+class LayerArguments:
+    """Parts of layers that Megatron-LM lacks, as Gemma 3 has them, or has no argument for."""
+
+    geglu: bool = False
+    """gate MLPs by the tanh approximation of GELU"""
+
+    sandwich_norm: bool = False
+    """normalize what attention and MLP add to the residual"""
+
+    window_rotary_base: int | None = None
+    """base of rotary embeddings in layers with --window-size (default: --rotary-base, as in the
+    others)"""
+
+    activation_func_fp8_input_store: bool = False
+    """keep the input of SwiGLU for the backward pass in E4M3, without a scale: Megatron-LM's own
+    code, for which it has no argument"""
+
+
+_OWN_GROUPS = {
+    "dry run": DryRunArguments,
+    "megatron-lowbit": RecipeArguments,
+    "layers": LayerArguments,
+}
+"""Groups of arguments that Megatron-LM does not have, by title."""
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of recipes and layers to a parser, in their own groups.
+
+    Any script based on Megatron-LM can pass this function as its ``extra_args_provider``.
+
+    Returns:
+        The same parser.
+    """
+    return _add_groups(parser, "megatron-lowbit", "layers")
+
+
+def add_own_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add all arguments that Megatron-LM does not have; return the same parser."""
+    return _add_groups(parser, *_OWN_GROUPS)
+
+
+def _add_groups(parser: argparse.ArgumentParser, *titles: str) -> argparse.ArgumentParser:
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    guard_checkpoint_arguments()
+    for title in titles:
+        ArgumentGroupFactory(_OWN_GROUPS[title]).build_group(parser, title)
+    return parser
+
+
+def front_parser() -> command_line.CommandParser:
+    """Build the parser of a whole command line, with this project's arguments first.
+
+    Unlike Megatron-LM's parser, it accepts any recipe name, and ``--normalization MXNorm``. Only
+    Megatron-LM's parser determines the run; this one's results decide how to translate arguments.
+    """
+    from megatron.training.arguments import add_megatron_arguments
+
+    _read_sources_once()
+    names = ", ".join(Path(name).stem for name in command_line.shipped_presets())
+    presets = f"@examples/NAME.args is a model that comes with the package: {names}."
+    parser = command_line.CommandParser(
+        description="Pretrain a GPT or a hybrid in low precision with Megatron-LM.\n"
+        "@FILE reads arguments from FILE, which may have comments.\n"
+        + textwrap.fill(presets, command_line.HELP_WIDTH),
+        usage="%(prog)s [@FILE ...] --num-layers N --hidden-size N --num-attention-heads N\n"
+        "    --seq-length N --max-position-embeddings N --micro-batch-size N --train-iters N\n"
+        "    --lr X --data-path PREFIX ...",
+        allow_abbrev=False,
+        formatter_class=partial(command_line.HelpFormatter, width=command_line.HELP_WIDTH),
+    )
+    add_own_arguments(parser)
+    command_line.add_print_completion(parser)
+    add_megatron_arguments(parser)
+    # Put this project's groups first in the help, before argparse's "options".
+    parser._action_groups.sort(key=lambda group: group.title not in _OWN_GROUPS)
+    for group in parser._action_groups:
+        group.description = inspect.cleandoc(group.description or "") or None
+    actions = parser._option_string_actions
+    for flag in ("--fp8-recipe", "--fp4-recipe"):
+        actions[flag].choices = actions[flag].default = None
+        actions[flag].metavar = "NAME"
+    guard_layer_lists(parser)
+    actions["--normalization"].choices = (*(actions["--normalization"].choices or ()), "MXNorm")
+    return parser
+
+
+def read_command_line(
+    parser: argparse.ArgumentParser, argv: Iterable[str]
+) -> tuple[Namespace, command_line.CommandLine]:
+    """Parse a command line, with files of arguments expanded, by the front parser.
+
+    Returns:
+        The parsed arguments, and the same arguments as written.
+
+    Raises:
+        UserError: an argument is unknown or has an invalid value, or a file cannot be read.
+    """
+    expanded = command_line.expand_with_origin(argv)
+    written = [word for word, _ in expanded]
+    require("--" not in written, "--: leave it out, training's arguments need no separator")
+    args, unknown = parser.parse_known_args(written)
+    if unknown:
+        raise UserError(_describe_unknown(parser, written, unknown))
+    of_user = [word for word, of_preset in expanded if not of_preset]
+    return args, command_line.CommandLine(parser, written, of_user)
+
+
+def _describe_unknown(
+    parser: argparse.ArgumentParser, written: Sequence[str], unknown: Sequence[str]
+) -> str:
+    """Describe all unknown arguments in one line, each with similar known ones."""
+    known = parser._option_string_actions
+    parts, of_unknown_flag, rest = [], False, list(unknown)
+    for token in written:
+        name, is_flag = token.partition("=")[0], token.startswith("--")
+        if is_flag:
+            of_unknown_flag = name not in known
+        if token not in rest:
+            continue
+        rest.remove(token)
+        if is_flag:
+            near = get_close_matches(name, known, n=2)
+            parts.append(f"{name} (did you mean {' or '.join(near)}?)" if near else name)
+        elif not of_unknown_flag:
+            # Values of an unknown flag are not listed.
+            parts.append(repr(token))
+    plural = "s" if len(parts) > 1 else ""
+    return f"unknown argument{plural} {', '.join(parts)}; --help lists all"
+
+
+def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
+    """Render a command's help, store it in the user's cache, print it and exit."""
+    parser.prog = command_line.HELP_PROGRAM
+    text = parser.format_help()
+    # The cache is optional. RuntimeError: there is no home folder.
+    with suppress(OSError, RuntimeError):
+        path = command_line.help_cache(command)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(path, text, tag=f".{os.getpid()}")
+    command_line.print_help(text)
+
+
+@cache
+def _read_sources_once() -> None:
+    """Reuse the help texts that Megatron-LM's parsers read from source code."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    read = object.__new__(ArgumentGroupFactory)._get_field_docstrings
+    ArgumentGroupFactory._get_field_docstrings = staticmethod(cache(read))

@@ -1,0 +1,218 @@
+"""Workarounds for gaps and bugs of Megatron-LM 0.19.2 as packaged on PyPI.
+
+- The package holds compiled dataset helpers, but not the Makefile that Megatron-LM runs.
+- Each parser of Megatron-LM's arguments reads the source code of its configuration classes again.
+- ``--rope-scaling-factor`` and ``--openai-gelu`` have no effect.
+- Local core attention does not accept the widths that multi-latent attention passes to it.
+- Local models use Apex's norm where Apex is installed, which has no RMSNorm.
+- Local norms have no gains of 1 + weight.
+- Gradient accumulation fusion, the default, needs Apex beside Transformer Engine as well.
+- Local experts with biases are not trained, or with a wrong gradient.
+- Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
+- ``--reset-attention-mask`` reaches no layer of some runs; :func:`check_attention_mask` refuses it.
+- Asynchronous saves of Megatron-FSDP fail; :func:`check_saves` refuses them.
+
+See docs/upstream-notes.md.
+"""
+
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import cache, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_lowbit.errors import require
+from megatron_lowbit.kernels.cublas import scaled_matmul
+
+
+def use_prebuilt_dataset_helpers() -> None:
+    """Disable the compilation of dataset helpers in ``initialize_megatron``."""
+    from megatron.core.datasets import helpers_cpp, utils  # noqa: F401  checks that helpers exist
+
+    utils.compile_helpers = lambda: None
+
+
+def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]:
+    """Apply ``--rope-scaling-factor`` and ``--openai-gelu`` to a model's configuration.
+
+    ``gpt_config_from_args`` leaves the factor at 8. No code reads ``--openai-gelu``: Megatron-LM
+    computes the tanh approximation of GELU where it fuses bias and activation, and exact GELU
+    elsewhere, such as on a CPU.
+
+    Args:
+        model_config: Megatron-LM's GPTModelConfig or HybridModelConfig.
+        args: arguments parsed by Megatron-LM.
+
+    Yields:
+        A line to print for each changed setting.
+    """
+    from megatron.core.transformer.utils import openai_gelu
+
+    factor = getattr(model_config, "rope_scaling_factor", args.rope_scaling_factor)
+    if args.use_rope_scaling and factor != args.rope_scaling_factor:
+        model_config.rope_scaling_factor = args.rope_scaling_factor
+        yield f"--rope-scaling-factor {args.rope_scaling_factor:g} applied: Megatron-LM ignores it"
+    if args.openai_gelu and not args.bias_gelu_fusion:
+        model_config.transformer.activation_func = openai_gelu
+        yield "--openai-gelu applied: Megatron-LM ignores it"
+
+
+def check_local_layers(args: Namespace) -> None:
+    """Raise UserError for models that Megatron-LM's local layers do not train correctly."""
+    if args.transformer_impl != "local":
+        return
+    require(
+        not args.multi_latent_attention or args.tensor_model_parallel_size == 1,
+        "--multi-latent-attention with --transformer-impl local: Megatron-LM's gradient of the "
+        "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
+    )
+    require(
+        not {"D", "G"}.intersection(args.hybrid_layer_pattern or ""),
+        f"--hybrid-layer-pattern {args.hybrid_layer_pattern} with --transformer-impl local: D "
+        "and G would be empty; they need Transformer Engine",
+    )
+    require(
+        args.num_experts is None or not (args.add_bias_linear and args.moe_grouped_gemm),
+        "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; give "
+        "--disable-bias-linear, or leave it out",
+    )
+    require(
+        not (args.window_size and args.reset_attention_mask),
+        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
+        "layers with a window ignore the mask; leave out --reset-attention-mask",
+    )
+    require(
+        args.cuda_graph_impl != "local",
+        "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
+        "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
+    )
+    require(
+        args.cuda_graph_impl != "transformer_engine"
+        or args.virtual_pipeline_model_parallel_size is None,
+        "--cuda-graph-impl transformer_engine with --transformer-impl local: layers in virtual "
+        "pipeline stages have other losses than without graphs; leave out the stages",
+    )
+
+
+def check_attention_mask(args: Namespace) -> None:
+    """Raise UserError where layers ignore the mask of ``--reset-attention-mask``."""
+    if not args.reset_attention_mask:
+        return
+    idle = "--reset-attention-mask has no effect with"
+    require(
+        args.transformer_impl == "local",
+        f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own "
+        "mask; give --transformer-impl local",
+    )
+    require(
+        not args.masked_softmax_fusion,
+        f"{idle} --masked-softmax-fusion: the kernel makes its own mask; give "
+        "--no-masked-softmax-fusion",
+    )
+    require(
+        args.pipeline_model_parallel_size <= 2 and not args.virtual_pipeline_model_parallel_size,
+        f"{idle} more than two pipeline stages: Megatron-LM gives the mask to the first and the "
+        "last",
+    )
+
+
+def check_saves(args: Namespace) -> None:
+    """Raise UserError for saves that end the run."""
+    require(
+        not (args.async_save and args.use_megatron_fsdp and args.async_strategy == "mcore"),
+        "--async-save --async-strategy mcore with --use-megatron-fsdp: the first save ends in an "
+        "error of Megatron-LM's; leave out --async-save",
+    )
+
+
+def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Let local experts with biases be trained; return the chunks.
+
+    Megatron-LM adds a bias in place to the result of a reduction over one rank, which for autograd
+    is a view. The layer leaves that reduction out here, as it does in expert parallelism. And with
+    sequence parallelism Megatron-LM sums the bias's gradient over the tensor-parallel ranks, which
+    hold replicas of the expert and have summed it already.
+    """
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, RowParallelLinear) and module.is_expert:
+                module.explicit_expert_comm = True
+                module.bias.sequence_parallel = False
+    return chunks
+
+
+@cache
+def use_local_latent_attention() -> None:
+    """Make local core attention accept the widths of multi-latent attention's keys and values."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    upstream = DotProductAttention.__init__
+
+    @wraps(upstream)
+    def init(
+        self: DotProductAttention,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        upstream(self, *args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    DotProductAttention.__init__ = init
+
+
+def use_torch_rms_norm() -> None:
+    """Replace Apex's norm by torch's in models with RMSNorm, which Apex does not support."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+
+    if "__new__" not in vars(FusedLayerNorm):  # The CPU runtime has replaced it already.
+        FusedLayerNorm.__new__ = staticmethod(_norm_of)
+
+
+def fuse_gradient_accumulation() -> None:
+    """Compute what Apex's extension does for ``--gradient-accumulation-fusion``, by cuBLAS.
+
+    The output layer needs it in models of Transformer Engine's layers, too. Where Apex is
+    installed, its extension stays.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if not layers._grad_accum_fusion_available:
+        layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+            wgrad_gemm_accum_fp32=_add_wgrad, wgrad_gemm_accum_fp16=_add_wgrad
+        )
+        layers._grad_accum_fusion_available = True
+
+
+def _add_wgrad(x: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add the product of grad (M, N), transposed, and x (M, K) to ``main_grad`` (N, K)."""
+    if main_grad.dtype is torch.float32 and x.dtype is torch.bfloat16 and x.is_cuda:
+        scaled_matmul(grad.t(), x.t(), None, torch.float32, out=main_grad)
+    else:
+        main_grad.add_(grad.t() @ x)
+
+
+def use_zero_centered_norms() -> None:
+    """Let local layers have ``--apply-layernorm-1p``, which their norms refuse, on a GPU, too."""
+    from megatron.core.fusions.fused_layer_norm import FusedLayerNorm
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    from megatron_lowbit.cpu_runtime.te_interfaces import build_norm
+
+    for norm in (WrappedTorchNorm, FusedLayerNorm):
+        norm.__new__ = staticmethod(build_norm)
+
+
+def _norm_of(kind: type, config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Build the norm of a configuration; without one, as when copying, an empty ``kind``."""
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    if config is None or config.normalization == "LayerNorm":
+        return object.__new__(kind)
+    return WrappedTorchNorm(config, *args, **kwargs)

@@ -1,0 +1,478 @@
+"""Command line of the pretraining programs and its translation to Megatron-LM's arguments."""
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_lowbit import arguments, command_line
+from megatron_lowbit.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
+from megatron_lowbit.arguments.parse import _NEVER, in_one_line
+from megatron_lowbit.arguments.parser import show_help
+from megatron_lowbit.command_line import CommandLine, expand_files
+from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron.workarounds import check_attention_mask
+from tests import processes
+
+# isort: split
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.training import argument_utils
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
+from megatron.training.global_vars import get_args, unset_global_variables
+
+TINY = """
+    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+    --max-position-embeddings 32 --micro-batch-size 2 --train-iters 2 --lr 1e-3 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 96
+"""
+on_a_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    """Leave no global variable of Megatron-LM and no environment variable behind."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    yield
+    unset_global_variables()
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return arguments.front_parser()
+
+
+def parse(line: str, **named):
+    return arguments.parse_arguments(shlex.split(TINY + line), **named)
+
+
+def refusal(line: str, **named) -> str:
+    with pytest.raises(UserError) as refused:
+        parse(line, **named)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+# -- a whole command line --------------------------------------------------------------------------
+
+
+@on_a_cpu
+def test_the_plain_command_works_on_a_cpu(capsys):
+    before = list(sys.argv)
+    args = parse("--bf16 --fp4-recipe nvfp4 --recipe-set bf16_blocks=none")
+    assert sys.argv == before and get_args() is args
+    assert args.precision_recipe == ["nvfp4"] and args.recipe_set == ["bf16_blocks=none"]
+    assert (args.fp8, args.fp4, args.fp8_recipe, args.fp4_recipe) == (
+        None,
+        None,
+        "delayed",
+        "nvfp4",
+    )
+    assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
+    assert not args.bf16 and args.params_dtype == torch.float32
+    assert not args.dry_run and args.world_size == 1
+    out = capsys.readouterr().out
+    assert "precision: recipe nvfp4 of megatron-lowbit with bf16_blocks=none" in out
+    assert "on a CPU: left out --bf16" in out and "on a CPU: added --distributed-backend" in out
+
+
+@on_a_cpu
+def test_no_default_of_megatron_changes():
+    args = vars(parse("--fp4-recipe nvfp4"))
+    unset_global_variables()
+    added = " ".join(word for argument in _ADDED for word in argument)
+    added += f" --eval-interval {_NEVER}"  # without one Megatron-LM ends in a TypeError
+    argv, sys.argv = sys.argv, ["program", *shlex.split(TINY + added)]
+    try:
+        plain = vars(parse_and_validate_args())
+    finally:
+        sys.argv = argv
+    assert {name: args[name] for name in plain} == plain
+
+
+def test_lines_are_printed_on_rank_0_alone(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    parse("--fp4-recipe nvfp4")
+    assert "precision:" not in capsys.readouterr().out
+
+
+def test_any_script_can_add_the_arguments_of_recipes(monkeypatch):
+    line = TINY + "--precision-recipe fp8-tile nvfp4 --log-quantization-error-interval"
+    monkeypatch.setattr(sys, "argv", ["train.py", *shlex.split(line)])
+    args = parse_and_validate_args(extra_args_provider=arguments.add_recipe_arguments)
+    assert args.precision_recipe == ["fp8-tile", "nvfp4"]
+    assert (args.recipe_set, args.mxnorm, args.mxnorm_p) == ([], False, 2.0)
+    assert args.log_quantization_error_interval == 1000 and args.save_keep_last is None
+
+
+def test_mxnorm_is_a_normalization():
+    args = parse("--normalization MXNorm --mxnorm-p 3 --fp4-recipe nvfp4")
+    assert (args.normalization, args.mxnorm, args.mxnorm_p) == ("RMSNorm", True, 3.0)
+
+
+@on_a_cpu
+def test_a_dry_run_is_for_any_number_of_ranks(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    line = "--dry-run --world-size 8 --tensor-model-parallel-size 2 --tensorboard-dir "
+    args = parse(line + str(tmp_path / "events"))
+    assert args.dry_run and (args.world_size, args.data_parallel_size) == (8, 4)
+    assert os.environ["WORLD_SIZE"] == "1" and not (tmp_path / "events").exists()
+    # Megatron-LM demands it for tensor parallelism, but a CPU does not read it.
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_all_unknown_arguments_are_named_at_once():
+    message = refusal("--nm-layers 3 --fp4-recpie=nvfp4 --zzzz -1 --lr 0.1 stray")
+    assert message.startswith("unknown arguments --nm-layers (did you mean --num-layers")
+    assert "--fp4-recpie (did you mean --fp4-recipe" in message
+    assert ", --zzzz, 'stray'; --help lists all" in message
+
+
+def test_dashes_alone_are_refused_by_themselves():
+    assert refusal("--lr 0.1 -- --num-layers 3").startswith("--: leave it out")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--num-layers two", "--num-layers"),
+        ("--attention-backend fast", "invalid value: 'fast'; use one of flash,fused,unfused"),
+        ("--moe-layer-freq x", "--moe-layer-freq"),
+        ("--hidden-size 65", "--hidden-size % --num-attention-heads == 0"),
+        ("--min-lr 1", "Megatron-LM demands --min-lr <= --lr"),
+        ("--pipeline-model-parallel-size 2", "world size (1) is not divisible"),
+        ("--no-position-embedding", "--no-position-embedding is deprecated"),
+        ("--checkpoint-activations", "Megatron-LM refused the arguments"),
+        ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model /no/such/folder", "/no/such"),
+        ("--world-size 2", "--world-size needs --dry-run"),
+        ("--dry-run --world-size 0", "--world-size 0: must be from 1 to"),
+        ("--mxnorm", "--mxnorm needs --normalization RMSNorm"),
+        ("--mxnorm-p 0", "--mxnorm-p 0.0: must be positive"),
+        ("--load-latest-valid", "needs --load"),
+        ("--save-keep-last 2", "needs --save"),
+        ("--save a --save-interval 1 --save-keep-last 0", "an integer from 1"),
+        ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "excludes"),
+    ],
+)
+def test_refusals_are_one_line(line, message):
+    assert message in refusal(line)
+
+
+def test_a_missing_argument_is_named():
+    with pytest.raises(UserError, match="--micro-batch-size is not None"):
+        arguments.parse_arguments(shlex.split("--num-layers 2 --hidden-size 64 --mock-data"))
+
+
+def test_scripts_for_hybrids_and_for_gpts():
+    pattern = "--hybrid-layer-pattern M-*-"
+    assert "pretrain_gpt.py" in refusal("", hybrid=True)
+    assert "pretrain_hybrid.py" in refusal(pattern, hybrid=False)
+    assert "pretrain_hybrid.py" in refusal("--hybrid-override-pattern M-*-", hybrid=False)
+    assert parse(pattern, hybrid=True).num_layers == 4
+
+
+def test_a_refusal_leaves_with_exit_code_2(start_script, tmp_path):
+    script, output = tmp_path / "script.py", tmp_path / "output.txt"
+    script.write_text(
+        "from megatron_lowbit.errors import exit_on_user_error as end\n"
+        "import megatron_lowbit.arguments as a; end(a.parse_arguments)"
+    )
+    process = start_script(script, "--nm-layers", "3", output=output)
+    assert processes.finish([process], timeout=60) == [2]
+    last = output.read_text().splitlines()[-1]
+    assert last.startswith("error: unknown argument --nm-layers")
+
+
+# -- files of arguments ----------------------------------------------------------------------------
+
+
+def test_files_of_arguments_are_split_like_a_shell_command(tmp_path):
+    inner, outer = tmp_path / "inner.args", tmp_path / "outer.args"
+    inner.write_text("--split '99, 1, 0' # shares\n")
+    outer.write_text(f"# a comment\n--lr 1e-3 \\\n  --bf16\n@{inner}\n")
+    expected = ["--seed", "3", "--lr", "1e-3", "--bf16", "--split", "99, 1, 0"]
+    assert expand_files(["--seed", "3", f"@{outer}"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file"),
+        ("@{path}", "includes itself"),
+        ("--split '9", "No closing quotation"),
+    ],
+)
+def test_a_file_of_arguments_that_cannot_be_read(tmp_path, text, message):
+    path = tmp_path / "some.args"
+    if text is not None:
+        path.write_text(text.format(path=path))
+    assert message in refusal(f"@{path}")
+
+
+def test_presets_need_no_checkout(tmp_path, monkeypatch):
+    """A file of the same name goes first; what is nearly a preset's name gets a hint."""
+    monkeypatch.chdir(tmp_path)
+    assert "--num-layers" in expand_files(["@examples/gpt-7m-cpu.args"])
+    with pytest.raises(UserError, match=r"no such file; did you mean @examples/gpt-7m-cpu.args\?"):
+        expand_files(["@examples/gpt-7m-gpu.args"])
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "gpt-7m-cpu.args").write_text("--bf16")
+    assert expand_files(["@examples/gpt-7m-cpu.args"]) == ["--bf16"]
+
+
+def test_given_arguments_can_be_replaced(parser):
+    words = CommandLine(parser, ["--lr=-1", "--disable-bias-linear", "--data-path", "a", "b"])
+    assert "--lr" in words and "--min-lr" not in words
+    assert words.text("--data-path") == "--data-path a b"
+    words.remove("--disable-bias-linear")
+    words.add("--min-lr", "0")
+    assert words.tokens() == ["--lr=-1", "--data-path", "a", "b", "--min-lr", "0"]
+
+
+# -- a CPU -----------------------------------------------------------------------------------------
+
+
+def adapted(parser, line: str) -> tuple[CommandLine, list[str]]:
+    argv = shlex.split(line)
+    words = CommandLine(parser, argv)
+    return words, adapt_to_cpu(parser.parse_args(argv), words)
+
+
+def test_tables_name_arguments_and_values_that_megatron_has(parser):
+    for row in _UNSUPPORTED:
+        choices = parser._option_string_actions[row.flag].choices
+        names = [getattr(choice, "name", choice) for choice in choices or ()]
+        assert not choices or set(row.values) <= set(names), row.flag
+        parser.parse_args(list(row.instead))
+    for argument in _ADDED:
+        parser.parse_args(list(argument))
+
+
+def test_what_a_cpu_cannot_do_is_replaced_or_left_out(parser):
+    words, lines = adapted(parser, """
+        --transformer-impl transformer_engine --distributed-backend nccl --attention-backend flash
+        --cuda-graph-impl local --tp-comm-overlap --moe-permute-fusion --async-strategy nvrx
+        --use-megatron-fsdp --ckpt-format fsdp_dtensor --fp16 --lr 1
+        --async-save --use-persistent-ckpt-worker --grad-reduce-in-bf16
+    """)  # fmt: skip
+    args = parser.parse_args(words.tokens())
+    assert (args.transformer_impl, args.distributed_backend) == ("local", "gloo")
+    assert args.attention_backend == AttnBackend.auto and args.cuda_graph_impl == "none"
+    assert (args.async_strategy, args.ckpt_format) == ("mcore", "torch_dist")
+    assert args.use_distributed_optimizer and not args.use_megatron_fsdp
+    assert not (args.tp_comm_overlap or args.moe_permute_fusion or args.fp16) and args.lr == 1
+    replaced = "on a CPU: --transformer-impl local instead of transformer_engine: "
+    assert any(line.startswith(replaced) for line in lines)
+    # The writer of asynchronous saves would end, and the run wait for it for ever.
+    assert not (args.async_save or args.use_persistent_ckpt_worker)
+    gradients = "on a CPU: left out --grad-reduce-in-bf16: gradients are FP32 there"
+    assert any(line.startswith(gradients) for line in lines) and not args.grad_reduce_in_bf16
+    assert len(lines) == 14
+
+
+def test_what_a_cpu_can_do_stays(parser):
+    line = "--attention-backend unfused --ckpt-format torch --moe-token-dispatcher-type alltoall"
+    words, lines = adapted(parser, line)
+    assert words.tokens()[: len(line.split())] == line.split()
+    assert len(lines) == 1 and lines[0].startswith("on a CPU: added ")
+    again = CommandLine(parser, words.tokens())
+    assert adapt_to_cpu(parser.parse_args(words.tokens()), again) == []
+
+
+def test_every_change_of_a_cpu_is_printed(parser):
+    """A line names each argument of the tables, whatever value it has."""
+    for row in _UNSUPPORTED:
+        action = parser._option_string_actions[row.flag]
+        if action.nargs == 0:
+            given = []
+        else:
+            default = "1" if action.type in (int, float) else action.default or "attn"
+            names = [getattr(choice, "name", choice) for choice in action.choices or [default]]
+            (value, *_) = row.values or names
+            given = value if isinstance(value, list) else [str(value)]
+        _, lines = adapted(parser, shlex.join([row.flag, *given]))
+        assert any(row.flag in line for line in lines if "added" not in line), row.flag
+    _, lines = adapted(parser, "--lr 1")
+    assert set(lines[-1].split()) > {flag for flag, *_ in _ADDED}
+
+
+def test_every_argument_of_a_preset_is_read_by_megatron(parser):
+    """By code other than its parsers, which hand on whatever they are given."""
+    package = Path(argument_utils.__file__).parents[1]
+    parsers = {"arguments.py", "yaml_arguments.py"}
+    files = (file for file in package.rglob("*.py") if file.name not in parsers)
+    read = set(re.findall(r"\.(\w+)\b", "\n".join(file.read_text() for file in files)))
+    assert "openai_gelu" in {a.dest for a in parser._actions}
+    for preset in command_line.shipped_presets():
+        words = CommandLine(parser, expand_files([f"@{preset}"]))
+        assert words.destinations() <= read, preset
+
+
+# -- documents -------------------------------------------------------------------------------------
+
+
+@on_a_cpu
+def test_documents_get_masks_beside_a_preset_without_them(capsys):
+    without = "--no-create-attention-mask-in-dataloader"
+    assert not parse(without).create_attention_mask_in_dataloader
+    unset_global_variables()
+    assert parse(f"{without} --reset-attention-mask").create_attention_mask_in_dataloader
+    out = capsys.readouterr().out
+    assert f"--reset-attention-mask: left out {without}, for documents need masks" in out
+
+
+@pytest.mark.parametrize(
+    ("layers", "obstacle"),
+    [
+        ({"transformer_impl": "transformer_engine"}, "--transformer-impl transformer_engine"),
+        ({"masked_softmax_fusion": True}, "--masked-softmax-fusion"),
+        ({"pipeline_model_parallel_size": 3}, "more than two pipeline stages"),
+        ({"virtual_pipeline_model_parallel_size": 2}, "more than two pipeline stages"),
+    ],
+)
+def test_masks_that_layers_ignore_are_refused(layers, obstacle):
+    local = argparse.Namespace(
+        reset_attention_mask=True, transformer_impl="local", masked_softmax_fusion=False,
+        pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
+    )  # fmt: skip
+    check_attention_mask(local)
+    changed = argparse.Namespace(**vars(local) | layers)
+    with pytest.raises(UserError, match=f"--reset-attention-mask has no effect with {obstacle}"):
+        check_attention_mask(changed)
+    changed.reset_attention_mask = False
+    check_attention_mask(changed)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("--position-embedding-type rope --reset-position-ids", "--reset-position-ids: without"),
+        ("--position-embedding-type learned_absolute --reset-position-ids", None),
+        ("--eval-precision recipe", "--eval-precision recipe: without effect, nothing is"),
+        ("--eval-precision recipe --precision-recipe bf16", None),
+        ("--quantization-engine reference", "--quantization-engine reference: without effect"),
+        ("--first-last-layers-bf16", "--first-last-layers-bf16: without effect"),
+    ],
+)
+def test_arguments_without_effect_are_printed(line, shown, capsys):
+    parse(line)
+    out = capsys.readouterr().out
+    assert ("without effect" in out) == (shown is not None) and (shown or "") in out
+
+
+def test_arguments_that_end_every_run_are_refused():
+    assert "give --init-method-std" in refusal("--init-method-xavier-uniform")
+    assert "process groups" in refusal("--lazy-mpu-init")
+    assert "profiler" in refusal("--rl-profile")
+    assert "give --make-vocab-size-divisible-by 1" in refusal("--no-pad-vocab-size")
+    assert "needs --load" in refusal("--no-initialization")
+    assert "a script of your own" in refusal("--dataloader-type external")
+    assert "of text" in refusal("--tokenizer-type NullMultimodalTokenizer")
+    full, several = "--full-validation", "--multiple-validation-sets"
+    assert refusal(full) == f"{full} needs {several}"
+    assert refusal(several) == f"{several} needs {full}"
+    assert refusal("--precision-recipe mxfp8 --mxnorm-p 1") == "--mxnorm-p needs --mxnorm"
+    assert refusal("--gpu h200") == "--gpu needs --dry-run"
+
+
+def test_masks_between_documents_are_still_created(parser):
+    added = "--no-create-attention-mask-in-dataloader"
+    assert added in adapted(parser, "--lr 1")[0]
+    assert added not in adapted(parser, "--lr 1 --reset-attention-mask")[0]
+
+
+# -- help ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_help_lists_all_arguments_and_is_cached(parser, cache, capsys):
+    command_line.print_cached_help("pretrain", ["--help"])
+    with pytest.raises(SystemExit) as ended:
+        show_help("pretrain", parser)
+    shown = capsys.readouterr().out
+    assert not ended.value.code
+    assert (
+        shown.index("--dry-run") < shown.index("--precision-recipe") < shown.index("--print-comp")
+    )
+    assert shown.index("--print-completion") < shown.index("--num-layers N  ")
+    upstream = add_megatron_arguments(command_line.CommandParser())
+    hidden = argparse.SUPPRESS
+    for action in upstream._actions:
+        assert action.help == hidden or action.option_strings[0] in shown
+    assert f"usage: {os.path.basename(sys.argv[0])} [@FILE" in shown and "<program>" not in shown
+    [file] = (cache / "megatron-lowbit").iterdir()
+    assert file.name.startswith("pretrain-help-") and "-0.19.2-" in file.name
+    with pytest.raises(SystemExit):
+        command_line.print_cached_help("pretrain", ["--num-layers", "2", "--help"])
+    assert capsys.readouterr().out == shown
+
+
+def test_a_cached_help_is_printed_only_when_it_is_asked_for_and_current(cache, capsys):
+    file = command_line.help_cache("pretrain")
+    file.parent.mkdir()
+    file.write_text("help of <program>\n")
+    command_line.print_cached_help("pretrain", ["--num-layers", "2"])
+    os.utime(file, (1, 1))
+    command_line.print_cached_help("pretrain", ["--help"])
+    assert capsys.readouterr().out == ""
+
+
+def test_help_works_without_a_cache(parser, cache, capsys):
+    (cache / "megatron-lowbit").write_text("a file, not a folder")
+    with pytest.raises(SystemExit):
+        show_help("pretrain", parser)
+    assert "--precision-recipe" in capsys.readouterr().out
+
+
+def test_help_is_found_before_torch_is_imported():
+    # The package itself is replaced by an empty one: this is about what the module imports.
+    package = os.path.dirname(command_line.__file__)
+    code = (
+        "import sys, types; package = types.ModuleType('megatron_lowbit')\n"
+        f"package.__path__ = [{package!r}]; sys.modules['megatron_lowbit'] = package\n"
+        "import megatron_lowbit.command_line; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_scripts(shell, capsys):
+    with pytest.raises(SystemExit):
+        arguments.parse_arguments(["--print-completion", shell])
+    shown = capsys.readouterr().out
+    assert "precision-recipe" in shown and "num-layers" in shown
+
+
+def test_a_second_parser_reads_no_source_code(monkeypatch):
+    """Megatron-LM reads the help of its arguments from source code."""
+    help_text = arguments.front_parser().format_help()
+    assert "Number of transformer layers in a transformer block." in " ".join(help_text.split())
+    monkeypatch.setattr(argument_utils.inspect, "getsource", None)
+    assert arguments.front_parser().format_help() == help_text
+
+
+def test_what_the_rotary_fusion_lacks_names_its_argument():
+    """The error occurs for local layers on a GPU without Transformer Engine."""
+    fields = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+    with pytest.raises(ValueError) as refused:
+        TransformerConfig(**fields, apply_rope_fusion=True)
+    assert in_one_line(refused.value).endswith(
+        "Please install TE >= 1.4. Or give --no-rope-fusion."
+    )
