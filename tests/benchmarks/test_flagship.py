@@ -39,6 +39,7 @@ def test_figures_are_those_of_settled_steps():
     assert "error" in training_steps._row(training_steps.read_log("nothing"))
 
 
+@pytest.mark.slow
 def test_a_script_s_figures_or_its_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -371,6 +371,7 @@ def test_a_worker_that_the_system_ends_is_one_line(long_command):
     assert errors.count(b"\n") == 1 and os.listdir(output) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(long_command):
     process, output = long_command(2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too

@@ -42,6 +42,7 @@ def test_counted(pretrain_here, monkeypatch, tmp_path):
     assert all(m["lm_loss"] is not None for m in metrics(tmp_path) if "lm_loss" in m)
 
 
+@pytest.mark.slow
 def test_a_hybrids_mixers_fall_back(pretrain_here, monkeypatch, tmp_path):
     """All products are broken: the run is that in high precision, to the digit."""
     runs = {}

@@ -59,6 +59,7 @@ def short_run(pretrain_here, tmp_path):
     return train
 
 
+@pytest.mark.slow
 def test_post_round_trains(short_run):
     found = short_run("rounded", *POST_ROUND)
     assert found != short_run("p 1", "--mxnorm-p", 1)

@@ -81,6 +81,7 @@ def test_a_resumed_run_resets_the_same_weights(whole, pretrain_here, tmp_path):
         assert torch.equal(saved[key], tensor), key
 
 
+@pytest.mark.slow
 def test_without_it_the_run_goes_on_otherwise(whole, pretrain_here, tmp_path):
     """The checkpoint's paths are left alone.
 

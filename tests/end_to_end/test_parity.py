@@ -61,6 +61,7 @@ def check(cells: dict, layouts: dict, recipes: dict) -> None:
     assert [complaint for complaint in complaints if complaint] == []
 
 
+@pytest.mark.slow
 def test_layouts_agree(forked, data, tmp_path):
     """The first step after the checkpoint is compared."""
     cells = run(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], tmp_path, iterations=1)

@@ -31,6 +31,7 @@ def kept(memory, train) -> dict[int, float]:
     return memory["kept"]
 
 
+@pytest.mark.slow
 def test_same_losses_as_without(kept, train, monkeypatch):
     monkeypatch.setattr(LinearPrecision, "caches_weight", property(lambda call: False))
     assert len(kept) == 2 and kept == train()

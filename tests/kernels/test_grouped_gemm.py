@@ -72,7 +72,9 @@ def exact(operand) -> torch.Tensor:
     return operand.dequantize().double()
 
 
-@pytest.fixture(params=[False, True], ids=["few terms", "many terms"])
+@pytest.fixture(
+    params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["few terms", "many terms"]
+)
 def many_terms(request, monkeypatch):
     """Take all products for those with many terms, which have larger tiles."""
     if request.param:

@@ -136,6 +136,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_begin_with_outputs_of_rms_1(folder_of, name):
     """Gains begin as 1; eps lowers the first norm's RMS by 1%; MXNorm estimates from 4 blocks."""

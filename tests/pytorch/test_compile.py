@@ -35,6 +35,7 @@ def test_eager_bits(checkpointed, autocast, reference):
         assert torch.equal(got, right)
 
 
+@pytest.mark.slow
 def test_a_break_at_each_layer(reference):
     torch._dynamo.reset()
     model = convert(build(), EVERYWHERE)

@@ -246,6 +246,7 @@ def test_runs_that_begin_from_anothers_checkpoint(study, tmp_path, capsys):
     assert shown.index("base") < shown.index("changed")
 
 
+@pytest.mark.slow
 def test_some_runs_of_a_study(study, tmp_path):
     """Beside the baseline; a branch's run with its trunk, whose arguments stay as they are."""
     branch = BRANCH[:-1].replace("base", "last")
