@@ -7,7 +7,6 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +17,6 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 _MOST_FILES = 100
 _LARGEST_FILE = 1 << 20
 HELP_WIDTH = 100
-HELP_PROGRAM = "<program>"
 _FILES = ("PATH", "FILE", "DIR", "FOLDER", "PREFIX", "NAME_OR_FILE")
 
 
@@ -238,46 +236,15 @@ def split_at_dashes(argv: Sequence[str] | None) -> tuple[list[str], list[str]]:
     return given[:at], given[at + 1 :]
 
 
-def help_cache(command: str) -> Path:
-    """Return the file in the user's cache that holds the rendered help of a command.
-
-    The name carries the versions that the text depends on.
-    """
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    versions = "-".join(version(name) for name in ("megatron-lowbit", "megatron-core"))
-    return Path(root) / "megatron-lowbit" / f"{command}-help-{versions}-{HELP_WIDTH}.txt"
-
-
-def print_cached_help(command: str, argv: Sequence[str] | None = None) -> None:
-    """Print the help of a command from the user's cache and exit, if it is asked for and there.
-
-    Call this before imports that take seconds. A text older than the package's sources is ignored.
-    """
-    if not asks_for_help(argv):
-        return
-    package = Path(__file__).parent
-    parts = "arguments/*.py", "examples/*.args"
-    sources = [Path(__file__), *(file for part in parts for file in package.glob(part))]
-    try:
-        cache = help_cache(command)
-        if cache.stat().st_mtime < max(source.stat().st_mtime for source in sources):
-            return
-        text = cache.read_text(encoding="utf-8")
-    except (OSError, RuntimeError, ValueError):  # RuntimeError: there is no home folder
-        return
-    print_help(text)
-
-
 def asks_for_help(argv: Sequence[str] | None = None) -> bool:
     """Return whether a command line (default: the program's own) has ``-h`` or ``--help``."""
     return not {"-h", "--help"}.isdisjoint(sys.argv[1:] if argv is None else argv)
 
 
-def print_help(text: str) -> NoReturn:
-    """Print a help text that was rendered for a program called ``HELP_PROGRAM``, and exit."""
-    name = Path(sys.argv[0]).name
+def print_help(parser: argparse.ArgumentParser) -> NoReturn:
+    """Print the help of a parser and exit."""
     try:
-        print(text.replace(HELP_PROGRAM, name), end="", flush=True)
+        print(parser.format_help(), end="", flush=True)
     except BrokenPipeError:
         # The reader, such as `head`, has seen enough. Python would complain once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,13 +7,11 @@ from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
-from megatron_lowbit.command_line import print_cached_help
 from megatron_lowbit.errors import exit_on_user_error
 
 
 def pretrain(hybrid: bool | None = None) -> NoReturn:
     """Run ``lowbit-pretrain``; ``hybrid`` is the model that a script is for, None for either."""
-    print_cached_help("pretrain")
     from megatron_lowbit.megatron.pretrain import main
 
     exit_on_user_error(partial(main, hybrid=hybrid))

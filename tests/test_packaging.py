@@ -65,9 +65,8 @@ def test_random_examples_repeat_in_make_test_and_are_new_in_test_all():
 
 
 @pytest.fixture
-def command(monkeypatch, capsys, tmp_path):
+def command(monkeypatch, capsys):
     """Runs a console script's function in this process: exit code, output, errors."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where help is kept
 
     def run(name: str, *arguments: str) -> tuple[int, str, str]:
         module, _, function = COMMANDS[name].partition(":")

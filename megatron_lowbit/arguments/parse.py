@@ -15,11 +15,10 @@ from megatron_lowbit.arguments.parser import (
     add_own_arguments,
     front_parser,
     read_command_line,
-    show_help,
 )
 from megatron_lowbit.arguments.precision import Machine, check_layers, translate_precision
 from megatron_lowbit.arguments.values import check_folders, check_samples, check_values
-from megatron_lowbit.command_line import CommandLine, asks_for_help
+from megatron_lowbit.command_line import CommandLine, asks_for_help, print_help
 from megatron_lowbit.errors import UserError, as_user_error, require, say
 
 _PATTERNS = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
@@ -73,7 +72,7 @@ def parse_arguments(argv: Sequence[str] | None = None, hybrid: bool | None = Non
     """
     parser = front_parser()
     if asks_for_help(argv):
-        show_help("pretrain", parser)
+        print_help(parser)
     given = list(sys.argv[1:] if argv is None else argv)
     args, words = read_command_line(parser, given)
     check_values(parser, args, words)

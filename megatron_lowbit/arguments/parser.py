@@ -1,28 +1,20 @@
-"""Definitions of the arguments that this project adds, and the parser of a whole command line.
-
-Rendering the help needs all of Megatron-LM's 800 arguments and imports torch and megatron, which
-takes seconds. :func:`show_help` therefore caches the text for each version, and
-:func:`megatron_lowbit.command_line.print_cached_help` prints it before any such import.
-"""
+"""Definitions of the arguments that this project adds, and the parser of a whole command line."""
 
 import argparse
 import inspect
-import os
 import textwrap
 from argparse import Namespace
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal
 
 from megatron_lowbit import command_line
 from megatron_lowbit.arguments.from_checkpoint import guard_checkpoint_arguments
 from megatron_lowbit.arguments.values import guard_layer_lists
 from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.folders import replace_text
 
 
 @dataclass
@@ -239,18 +231,6 @@ def _describe_unknown(
             parts.append(repr(token))
     plural = "s" if len(parts) > 1 else ""
     return f"unknown argument{plural} {', '.join(parts)}; --help lists all"
-
-
-def show_help(command: str, parser: argparse.ArgumentParser) -> NoReturn:
-    """Render a command's help, store it in the user's cache, print it and exit."""
-    parser.prog = command_line.HELP_PROGRAM
-    text = parser.format_help()
-    # The cache is optional. RuntimeError: there is no home folder.
-    with suppress(OSError, RuntimeError):
-        path = command_line.help_cache(command)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, text, tag=f".{os.getpid()}")
-    command_line.print_help(text)
 
 
 @cache
