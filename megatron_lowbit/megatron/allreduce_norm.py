@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megatron_lowbit.collectives.all_reduce_norm import AllReduceNorm
 from megatron_lowbit.collectives.differentiable import all_reduce_rms_norm
-from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.norm_cases import takes
 from megatron_lowbit.layers import LinearContext
 from megatron_lowbit.numerics import Request
@@ -114,22 +113,6 @@ def fuse_all_reduces(chunks: list[torch.nn.Module], args: Namespace) -> None:
     run = AllReduceNorm(parallel_state.get_tensor_model_parallel_group(), capacity)
     for chunk in chunks:
         _fuse(chunk.decoder, run)
-
-
-def check(args: Namespace) -> None:
-    """Raise UserError for models with more than a norm between two linear layers of a block."""
-    needs = {
-        "--tensor-model-parallel-size above 1": args.tensor_model_parallel_size > 1,
-        "--transformer-impl local": args.transformer_impl == "local",
-        "--normalization RMSNorm": args.normalization == "RMSNorm" and not args.mxnorm,
-        "--disable-bias-linear": not args.add_bias_linear,
-        "--hidden-dropout 0": args.hidden_dropout == 0.0,
-        "a model without --sequence-parallel": not args.sequence_parallel,
-        "a model without --num-experts": args.num_experts is None,
-        "a GPT": args.hybrid_layer_pattern is None,
-    }
-    missing = [name for name, holds in needs.items() if not holds]
-    require(not missing, f"--fused-allreduce-norm needs {', '.join(missing)}")
 
 
 def _fuse(decoder: torch.nn.Module, run: AllReduceNorm) -> None:

@@ -13,45 +13,8 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
-from megatron_lowbit.errors import require
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.numerics.randomness import key_table
-from megatron_lowbit.recipes import Recipe
-
-
-def check(recipe: Recipe, args: Namespace) -> None:
-    """Raise UserError for what a recipe cannot do inside the graphs of ``--cuda-graph-impl``."""
-    implementation = args.cuda_graph_impl
-    if implementation == "none" or not any(p.quantized for p in recipe.precisions()):
-        return
-    recomputes = args.recompute_granularity is not None and args.pipeline_model_parallel_size > 1
-    evaluates = args.eval_iters or args.full_validation
-    refused = (
-        (
-            implementation == "full_iteration",
-            "random keys are filled in before each microbatch, which it replays as one; use local",
-        ),
-        (
-            implementation == "transformer_engine" and recipe.switches,
-            "it cannot capture again where the recipe switches; use local",
-        ),
-        (
-            implementation == "local" and evaluates and args.eval_precision != "recipe",
-            "it replays training's graphs in evaluation; use --eval-precision recipe",
-        ),
-        (
-            implementation == "local" and recipe.switches and args.num_experts,
-            "it cannot capture experts' layers again where the recipe switches; use no switch",
-        ),
-        (
-            any(precision.reads_signs for precision in recipe.precisions()),
-            "fresh signs of a format without kernels are drawn on the CPU; use signs: fixed",
-        ),
-        (args.fused_allreduce_norm, "--fused-allreduce-norm counts its calls on the CPU"),
-        (recomputes, "recomputation in a pipeline would find another microbatch's random keys"),
-    )
-    for applies, reason in refused:
-        require(not applies, f"--cuda-graph-impl {implementation} under a recipe: {reason}")
 
 
 class Graphs:

@@ -21,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.kernels.engine import Engine
 from megatron_lowbit.kernels.routes import Format, route
-from megatron_lowbit.megatron import cuda_graphs
+from megatron_lowbit.megatron.compatibility import on_described_machine
 from megatron_lowbit.megatron.error_translation import translate_model_errors
 from megatron_lowbit.megatron.layer_state import layer_states
 from megatron_lowbit.megatron.load_source import LoadSource
 from megatron_lowbit.megatron.model_config import model_config_of
-from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order, on_described_machine
-from megatron_lowbit.recipes import Layer, load_recipes
+from megatron_lowbit.megatron.recipe_hook import RecipeHook, in_order
+from megatron_lowbit.recipes import Layer
 
 
 class Parameters(NamedTuple):
@@ -68,8 +68,6 @@ def dry_run(args: Namespace) -> None:
 
     console = plain_console(130)
     on_gpus = on_described_machine(args)
-    if args.precision_recipe is not None:
-        cuda_graphs.check(load_recipes(args.precision_recipe, args.recipe_set), on_gpus)
     kind, why = planned_gpu(args.dry_run_gpu)
     with translate_model_errors():
         stages = model_stages(args, on_gpus, gpu(kind).capability)

@@ -22,7 +22,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from megatron.core.transformer.utils import is_layer_window_attention, openai_gelu
 from torch import Tensor
 
-from megatron_lowbit.errors import require
 from megatron_lowbit.megatron.specs import change_parts, change_specs
 
 
@@ -82,33 +81,13 @@ class WindowRotaryAttention(SelfAttention):
 
 
 def use_gemma_layers(model_config: Any, args: Namespace) -> None:
-    """Give a model configuration the parts that the arguments ask for.
-
-    Raises UserError for arguments with which they do not go together.
-    """
+    """Give a model configuration the parts that the arguments ask for."""
     if args.geglu:
-        require(
-            not (args.swiglu or args.squared_relu or args.quick_geglu),
-            "--geglu: the model has another activation already; give one of them",
-        )
         transformer = model_config.transformer
         transformer.activation_func, transformer.gated_linear_unit = openai_gelu, True
         transformer.bias_activation_fusion = False
-    if not (args.sandwich_norm or args.window_rotary_base):
-        return
-    for flag, refused in (
-        ("--transformer-impl transformer_engine", args.transformer_impl != "local"),
-        ("--mxnorm", args.mxnorm),
-        ("--fused-allreduce-norm", args.fused_allreduce_norm),
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern is not None),
-        ("--context-parallel-size above 1", args.context_parallel_size > 1),
-    ):
-        require(not refused, f"--sandwich-norm and --window-rotary-base do not go with {flag}")
-    require(
-        not args.window_rotary_base or args.position_embedding_type == "rope",
-        "--window-rotary-base needs --position-embedding-type rope",
-    )
-    change_specs(model_config, partial(_with_parts, model_config.transformer, args))
+    if args.sandwich_norm or args.window_rotary_base:
+        change_specs(model_config, partial(_with_parts, model_config.transformer, args))
 
 
 def _with_parts(config: TransformerConfig, args: Namespace, spec: Any) -> Any:

@@ -123,7 +123,7 @@ def _linears(
     skip_bias_add: bool,
     **options: Any,
 ) -> GroupedLinear:
-    """Build a rank's layers; experts have no biases (``workarounds.check_local_layers``)."""
+    """Build a rank's layers; experts have no biases (``compatibility.py``)."""
     group = pg_collection.expt_tp
     linears = [
         kind(inputs, outputs, config=config, skip_bias_add=True, tp_group=group, **more, **options)

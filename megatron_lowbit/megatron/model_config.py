@@ -8,17 +8,16 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron_lowbit.megatron.hybrid import use_local_stack
 from megatron_lowbit.megatron.mamba import use_best_scan
 from megatron_lowbit.megatron.rank_errors import say_on_rank_0
-from megatron_lowbit.megatron.recipe_hook import on_described_machine, use_recipe
-from megatron_lowbit.megatron.workarounds import apply_ignored_arguments, check_attention_mask
+from megatron_lowbit.megatron.recipe_hook import use_recipe
+from megatron_lowbit.megatron.workarounds import apply_ignored_arguments
 
 
 def model_config_of(args: Namespace) -> Any:
     """Return Megatron-LM's configuration of the arguments' model, with its recipe as a hook.
 
     Raises:
-        UserError: the recipe or ``--reset-attention-mask`` does not fit the other arguments.
+        UserError: the recipe or another argument does not fit the others.
     """
-    check_attention_mask(on_described_machine(args))
     if args.hybrid_layer_pattern is None:
         model_config = gpt_config_from_args(args)
     else:

@@ -4,7 +4,6 @@ Weights are the FP32 masters of Megatron-LM's optimizers, and the quantized ones
 multiplies, made from the model's weights. Optimizers' moments stay as they are.
 """
 
-from argparse import Namespace
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch import Tensor, nn
 
-from megatron_lowbit.errors import require
 from megatron_lowbit.megatron import experts
 from megatron_lowbit.megatron.layer_state import device_of
 from megatron_lowbit.megatron.quantization_log import write_scalars
@@ -25,25 +23,6 @@ PREFIX = "oscillation."
 """Start of the keys of paths in a checkpoint, before a layer's global path."""
 METRIC = "oscillation/reset"
 _LENGTHS = ("of_weight", "of_quantized")
-
-
-def check(args: Namespace) -> None:
-    """Raise UserError for arguments under which no rank has a layer's whole master weight."""
-    refused = {
-        "--use-distributed-optimizer": args.use_distributed_optimizer,
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-        f"--tensor-model-parallel-size {args.tensor_model_parallel_size}": (
-            args.tensor_model_parallel_size > 1
-        ),
-        f"--num-experts {args.num_experts}": args.num_experts,
-    }
-    for flag, given in refused.items():
-        require(
-            not given,
-            f"{flag} does not go with a recipe's oscillation: each rank needs the whole FP32 "
-            "weights of its layers",
-        )
 
 
 class OscillationResets(nn.Module):

@@ -30,39 +30,6 @@ from megatron_lowbit.recipes import Layer, Recipe
 FLAG = "--quantized-param-gather"
 
 
-def check(args: Namespace) -> None:
-    """Raise UserError for arguments under which weights cannot be stored as codes."""
-    needed = {
-        "--use-distributed-optimizer, which has the FP32 weights": args.use_distributed_optimizer,
-        "--bf16: without it the weights are the optimizer's own": args.bf16,
-        "--optimizer adam": args.optimizer == "adam",
-        "--ckpt-format torch_dist": args.ckpt_format == "torch_dist",
-        "--num-distributed-optimizer-instances 1":
-            args.num_distributed_optimizer_instances == 1,
-    }  # fmt: skip
-    for what, given in needed.items():
-        require(given, f"{FLAG} needs {what}")
-    excluded = {
-        "--use-megatron-fsdp": args.use_megatron_fsdp,
-        "--use-torch-fsdp2": args.use_torch_fsdp2,
-        "--optimizer-cpu-offload": args.optimizer_cpu_offload,
-        "--overlap-param-gather-with-optimizer-step":
-            args.overlap_param_gather_with_optimizer_step,
-        "--cuda-graph-impl": args.cuda_graph_impl != "none",
-        "--use-nccl-ub": args.nccl_ub,
-        "--moe-grouped-gemm": args.moe_grouped_gemm,
-        "--mxnorm": args.mxnorm,
-        "--skip-train": args.skip_train,
-        "--log-quantization-error-interval": args.log_quantization_error_interval,
-        "--save-params-interval": args.save_params_interval is not None,
-        "--check-weight-hash-across-dp-replicas-interval":
-            args.check_weight_hash_across_dp_replicas_interval is not None,
-        "--qk-clip": args.qk_clip,
-    }  # fmt: skip
-    for flag, given in excluded.items():
-        require(not given, f"{FLAG} excludes {flag}: leave one of them out")
-
-
 def check_recipe(recipe: Recipe, layers: Iterable[Layer]) -> None:
     """Raise UserError if a quantized layer's weight is needed in another form than codes."""
     require(

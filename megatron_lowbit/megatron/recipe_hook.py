@@ -18,12 +18,12 @@ import torch
 from megatron.training.utils import is_rank0
 
 from megatron_lowbit.arguments.from_checkpoint import check_loads
-from megatron_lowbit.arguments.parse import OF_GPUS
 from megatron_lowbit.console import plain_console
-from megatron_lowbit.errors import require, say
+from megatron_lowbit.errors import say
 from megatron_lowbit.kernels.select import select_engine
 from megatron_lowbit.megatron import (
     allreduce_norm,
+    compatibility,
     cuda_graphs,
     experts,
     linear,
@@ -72,8 +72,10 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     record_recipe(args)
     if args.gradient_accumulation_fusion:
         workarounds.fuse_gradient_accumulation()
-    workarounds.check_local_layers(on_described_machine(args))
-    workarounds.check_saves(args)
+    recipe = None
+    if args.precision_recipe is not None:
+        recipe = load_recipes(args.precision_recipe, args.recipe_set)
+    compatibility.check(args, recipe)
     check_loads(args)
     use_gemma_layers(model_config, args)
     if args.transformer_impl == "local":
@@ -84,21 +86,8 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
             model_config.pre_wrap_hooks.append(workarounds.train_biases_of_experts)
     if args.multi_latent_attention:
         workarounds.use_local_latent_attention()
-    if args.precision_recipe is None:
+    if recipe is None:
         return
-    recipe = load_recipes(args.precision_recipe, args.recipe_set)
-    if any(precision.quantized for precision in recipe.precisions()):
-        _check(args)
-    cuda_graphs.check(recipe, args)
-    if any(precision.falls_back for precision in recipe.precisions()):
-        require(not args.mxnorm, "fallback: bf16 does not go with --mxnorm: its input is never "
-                "whole")  # fmt: skip
-    if recipe.oscillation:
-        oscillation.check(args)
-    if args.fused_allreduce_norm:
-        allreduce_norm.check(args)
-    if args.quantized_param_gather:
-        quantized_parameters.check(args)
     if args.mxnorm:
         use_mxnorm_spec(model_config)
     if args.moe_grouped_gemm and args.transformer_impl == "local":
@@ -106,32 +95,6 @@ def use_recipe(model_config: Any, args: Namespace) -> None:
     hook = RecipeHook(recipe, args)
     model_config.pre_wrap_hooks.append(hook)
     model_config.post_wrap_hooks.append(hook.wrap)
-
-
-def on_described_machine(args: Namespace) -> Namespace:
-    """Return the arguments as the machine that a dry run describes has them."""
-    if not getattr(args, "dry_run", False):
-        return args
-    return Namespace(**vars(args) | {name: getattr(args, f"{name}_on_gpus") for name in OF_GPUS})
-
-
-def _check(args: Namespace) -> None:
-    """Raise UserError for arguments that would leave layers unquantized."""
-    refused = {
-        "--overlap-moe-expert-parallel-comm": (
-            args.overlap_moe_expert_parallel_comm,
-            "its schedule passes by the model's forward pass",
-        ),
-        "--use-transformer-engine-op-fuser": (
-            args.use_transformer_engine_op_fuser,
-            "its operations pass by the layers' forward pass",
-        ),
-        "--fp8-format": (args.fp8 is not None, "a recipe takes the place of Megatron-LM's own"),
-        "--fp4-format": (args.fp4 is not None, "a recipe takes the place of Megatron-LM's own"),
-        "--fp16": (vars(args).get("fp16"), "recipes quantize BF16 and FP32"),
-    }
-    for flag, (given, reason) in refused.items():
-        require(not given, f"{flag} under a recipe: {reason}; leave it out")
 
 
 class RecipeHook:

@@ -8,11 +8,8 @@
 - Local norms have no gains of 1 + weight.
 - Gradient accumulation fusion, the default, needs Apex beside Transformer Engine as well.
 - Local experts with biases are not trained, or with a wrong gradient.
-- Some models of local layers are trained incorrectly; :func:`check_local_layers` refuses them.
-- ``--reset-attention-mask`` reaches no layer of some runs; :func:`check_attention_mask` refuses it.
-- Asynchronous saves of Megatron-FSDP fail; :func:`check_saves` refuses them.
 
-See docs/upstream-notes.md.
+What no workaround helps is refused in ``compatibility.py``. See docs/upstream-notes.md.
 """
 
 from argparse import Namespace
@@ -23,7 +20,6 @@ from typing import Any
 
 import torch
 
-from megatron_lowbit.errors import require
 from megatron_lowbit.kernels.cublas import scaled_matmul
 
 
@@ -57,74 +53,6 @@ def apply_ignored_arguments(model_config: Any, args: Namespace) -> Iterator[str]
     if args.openai_gelu and not args.bias_gelu_fusion:
         model_config.transformer.activation_func = openai_gelu
         yield "--openai-gelu applied: Megatron-LM ignores it"
-
-
-def check_local_layers(args: Namespace) -> None:
-    """Raise UserError for models that Megatron-LM's local layers do not train correctly."""
-    if args.transformer_impl != "local":
-        return
-    require(
-        not args.multi_latent_attention or args.tensor_model_parallel_size == 1,
-        "--multi-latent-attention with --transformer-impl local: Megatron-LM's gradient of the "
-        "shared rotary key is wrong; --tensor-model-parallel-size must be 1",
-    )
-    require(
-        not {"D", "G"}.intersection(args.hybrid_layer_pattern or ""),
-        f"--hybrid-layer-pattern {args.hybrid_layer_pattern} with --transformer-impl local: D "
-        "and G would be empty; they need Transformer Engine",
-    )
-    require(
-        args.num_experts is None or not (args.add_bias_linear and args.moe_grouped_gemm),
-        "--moe-grouped-gemm with --transformer-impl local: grouped experts have no biases; give "
-        "--disable-bias-linear, or leave it out",
-    )
-    require(
-        not (args.window_size and args.reset_attention_mask),
-        "--window-size with --reset-attention-mask and --transformer-impl local: Megatron-LM's "
-        "layers with a window ignore the mask; leave out --reset-attention-mask",
-    )
-    require(
-        args.cuda_graph_impl != "local",
-        "--cuda-graph-impl local with --transformer-impl local: Megatron-LM reuses memory that "
-        "torch's norms need in backward; give --cuda-graph-impl transformer_engine",
-    )
-    require(
-        args.cuda_graph_impl != "transformer_engine"
-        or args.virtual_pipeline_model_parallel_size is None,
-        "--cuda-graph-impl transformer_engine with --transformer-impl local: layers in virtual "
-        "pipeline stages have other losses than without graphs; leave out the stages",
-    )
-
-
-def check_attention_mask(args: Namespace) -> None:
-    """Raise UserError where layers ignore the mask of ``--reset-attention-mask``."""
-    if not args.reset_attention_mask:
-        return
-    idle = "--reset-attention-mask has no effect with"
-    require(
-        args.transformer_impl == "local",
-        f"{idle} --transformer-impl {args.transformer_impl}: its causal layers make their own "
-        "mask; give --transformer-impl local",
-    )
-    require(
-        not args.masked_softmax_fusion,
-        f"{idle} --masked-softmax-fusion: the kernel makes its own mask; give "
-        "--no-masked-softmax-fusion",
-    )
-    require(
-        args.pipeline_model_parallel_size <= 2 and not args.virtual_pipeline_model_parallel_size,
-        f"{idle} more than two pipeline stages: Megatron-LM gives the mask to the first and the "
-        "last",
-    )
-
-
-def check_saves(args: Namespace) -> None:
-    """Raise UserError for saves that end the run."""
-    require(
-        not (args.async_save and args.use_megatron_fsdp and args.async_strategy == "mcore"),
-        "--async-save --async-strategy mcore with --use-megatron-fsdp: the first save ends in an "
-        "error of Megatron-LM's; leave out --async-save",
-    )
 
 
 def train_biases_of_experts(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:

@@ -35,14 +35,14 @@ def pace_of(job: Job, gpu: str) -> Pace:
     Raises:
         UserError: no such GPU, arguments that it cannot plan, or graphs that the recipe refuses.
     """
-    from megatron_lowbit.megatron import cuda_graphs
+    from megatron_lowbit.megatron import compatibility
     from megatron_lowbit.planning.search import plan_run
 
     own = Namespace(gpu=gpu, gpus=1, gpus_per_node=1, as_given=True, scan="mamba-ssm", tokens=None)
     try:
         plan = plan_run(own, training_words(job))
         require(bool(plan.tokens), "its arguments give no --train-iters")
-        cuda_graphs.check(plan.recipe, plan.args)
+        compatibility.refuse(compatibility.cuda_graphs(plan.args, plan.recipe))
     except UserError as error:
         raise UserError(f"run {job.name!r}: {error}") from error
     best = plan.best

@@ -15,7 +15,7 @@ from megatron_lowbit.arguments.cpu import _ADDED, _UNSUPPORTED, adapt_to_cpu
 from megatron_lowbit.arguments.parse import _NEVER, in_one_line
 from megatron_lowbit.command_line import CommandLine, expand_files
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.megatron.workarounds import check_attention_mask
+from megatron_lowbit.megatron import compatibility
 from tests import processes
 
 # isort: split
@@ -344,12 +344,12 @@ def test_masks_that_layers_ignore_are_refused(layers, obstacle):
         reset_attention_mask=True, transformer_impl="local", masked_softmax_fusion=False,
         pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=None,
     )  # fmt: skip
-    check_attention_mask(local)
+    compatibility.refuse(compatibility.attention_mask(local))
     changed = argparse.Namespace(**vars(local) | layers)
     with pytest.raises(UserError, match=f"--reset-attention-mask has no effect with {obstacle}"):
-        check_attention_mask(changed)
+        compatibility.refuse(compatibility.attention_mask(changed))
     changed.reset_attention_mask = False
-    check_attention_mask(changed)
+    compatibility.refuse(compatibility.attention_mask(changed))
 
 
 @on_a_cpu

@@ -26,7 +26,7 @@ def test_the_largest_amax_of_all_ranks_is_recorded(run_ranks):
 
 
 def check(rank: int) -> None:
-    """Each rank has the larger amax of another operand; one expert has tokens on one rank only."""
+    """Give each rank the larger amax of another operand, and an expert tokens on one rank only."""
     dense = layer(False, [[1.0, 8.0], [5.0, 2.0]][rank])
     expert = layer(True, [[3.0, UNKNOWN], [UNKNOWN, UNKNOWN]][rank])
     before = expert.amax_history.entries.clone()

@@ -12,7 +12,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.layers import UNSHARDED, lowbit_linear
 from megatron_lowbit.layers.autograd_state import flatten
-from megatron_lowbit.megatron import cuda_graphs, graph_weights, layer_state
+from megatron_lowbit.megatron import compatibility, cuda_graphs, graph_weights, layer_state
 from megatron_lowbit.megatron.layer_plan import LayerPlan
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.pretrain import free_cuda_graphs, teardown
@@ -45,9 +45,9 @@ CPU = torch.device("cpu")
 )
 def test_what_is_refused(change, reason):
     recipe = load_recipe("nvfp4")
-    cuda_graphs.check(recipe, Namespace(**ARGS))
+    compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), recipe))
     with pytest.raises(UserError, match=f"^--cuda-graph-impl .* under a recipe: .*{reason}"):
-        cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
+        compatibility.refuse(compatibility.cuda_graphs(Namespace(**{**ARGS, **change}), recipe))
 
 
 def test_the_next_run_in_a_process_has_no_graphs_yet(monkeypatch):
@@ -67,15 +67,16 @@ def test_signs_that_no_kernel_draws_are_refused():
     """TetraJet-v2's format has none; with fixed signs nothing of a GPU's memory is read."""
     fresh = [f"{gemm}.hadamard.signs=fresh" for gemm in ("dgrad", "wgrad")]
     with pytest.raises(UserError, match="fresh signs of a format without kernels"):
-        cuda_graphs.check(load_recipe("tetrajet2", fresh), Namespace(**ARGS))
+        compatibility.refuse(
+            compatibility.cuda_graphs(Namespace(**ARGS), load_recipe("tetrajet2", fresh))
+        )
     for name in ("tetrajet2", "quartet2", "mxfp4-backward"):
-        cuda_graphs.check(load_recipe(name), Namespace(**ARGS))
+        compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), load_recipe(name)))
 
 
 def test_runs_without_evaluation_need_no_precision_for_it():
-    cuda_graphs.check(
-        load_recipe("nvfp4"), Namespace(**{**ARGS, "eval_precision": "bf16", "eval_iters": 0})
-    )
+    args = Namespace(**{**ARGS, "eval_precision": "bf16", "eval_iters": 0})
+    compatibility.refuse(compatibility.cuda_graphs(args, load_recipe("nvfp4")))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +84,9 @@ def test_runs_without_evaluation_need_no_precision_for_it():
 )
 def test_switches_that_are_refused(change):
     recipe = load_recipe("nvfp4", ["switches.heal={iteration: 4, to: bf16}"])
-    cuda_graphs.check(recipe, Namespace(**ARGS))
+    compatibility.refuse(compatibility.cuda_graphs(Namespace(**ARGS), recipe))
     with pytest.raises(UserError, match="where the recipe switches"):
-        cuda_graphs.check(recipe, Namespace(**{**ARGS, **change}))
+        compatibility.refuse(compatibility.cuda_graphs(Namespace(**{**ARGS, **change}), recipe))
 
 
 def states(*recipes):

@@ -8,7 +8,7 @@ import torch
 
 from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.arguments.precision import Machine
-from megatron_lowbit.megatron import cuda_graphs
+from megatron_lowbit.megatron import compatibility
 from megatron_lowbit.recipes import load_recipes
 from megatron_lowbit.recipes.show import model_layers
 from megatron_lowbit.study.definition import jobs_of, read_study
@@ -34,7 +34,7 @@ def test_arguments_and_recipes(file, monkeypatch):
         destroy_global_state()
         torch.use_deterministic_algorithms(False)  # --deterministic-mode turns them on
         recipe = load_recipes(args.precision_recipe, args.recipe_set)
-        cuda_graphs.check(recipe, args)
+        compatibility.refuse(compatibility.cuda_graphs(args, recipe))
         own = (args.mxnorm, args.mxnorm_p, args.train_iters, args.lr, job.start)
         found.append((*own, recipe))
     assert len(found) > 2
