@@ -103,6 +103,7 @@ COMMON_STATES: dict[str, Callable[[dict], Any]] = {
                            ("weight_decay", "x"), ("step", "x"), ("wd_mult", []), ("foreach", "x"),
                            ("amsgrad", "x"), ("betas", (0.9, "x")), ("max_lr", None))
     },
+    "group no betas": lambda common: [g.pop("betas") for g in common["optimizer"]["param_groups"]],
     "no iteration": lambda common: common.pop("iteration"),
     "no scheduler": lambda common: common.pop("opt_param_scheduler"),
     "no optimizer": lambda common: common.pop("optimizer"),

@@ -274,6 +274,18 @@ def free_cuda_graphs() -> None:
     delete_cuda_graphs()
 
 
+def _free_routes() -> None:
+    """Free the tensors that token dispatchers keep of the last step.
+
+    Their graph holds the hooks on the model's parameters, and with them the model, in a cycle
+    through autograd's nodes, which Python does not collect.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for dispatcher in [one for one in gc.get_objects() if isinstance(one, MoETokenDispatcher)]:
+        vars(dispatcher).clear()
+
+
 @contextmanager
 def teardown() -> Iterator[None]:
     """Remove process groups and Megatron-LM's global state on exit."""
@@ -306,4 +318,5 @@ def teardown() -> Iterator[None]:
                 torch.distributed.destroy_process_group()
         # Models hold process groups, and are part of reference cycles. The threads of a gloo group
         # wake up a hundred times a second until it is collected.
+        _free_routes()
         gc.collect()

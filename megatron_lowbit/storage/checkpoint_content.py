@@ -159,6 +159,9 @@ def _check_group(group: Any, place: str) -> None:
         value = group[name]
         known = value is None or _is_number(value) or isinstance(value, torch.Tensor)
         require(known, f"{place}: {name} {_show(value)}: must be a finite number")
+    # Adam's step reads both; a schedule sets the rates and decays that are missing.
+    both = ("eps" in group) == ("betas" in group)
+    require(both, f"{place}: has one of eps and betas, not both")
     eps, betas = group.get("eps", 0.0), group.get("betas", ())
     for name in filter(group.__contains__, _OPTIMIZER_FLAGS):
         value = group[name]

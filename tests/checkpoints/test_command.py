@@ -58,7 +58,10 @@ def test_the_average(saved, tmp_path, capsys):
     "how",
     [
         ["--finetune"],
-        pytest.param(["--no-load-optim", "--no-load-rng"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--no-load-optim", "--no-load-rng", "--resume-changed", "recipe"],
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_training_loads_the_average(saved, tmp_path, how):

@@ -112,12 +112,12 @@ def goes_on(folder: Path) -> None:
 PASSES = {
     f"{kind}: {name}"
     for kind, names in {
-        "common": ("position []", "recipe 5", "averaged 5"),
+        "common": ("position []", "recipe 5", "averaged 5", "group max_lr None"),
         "metadata": ("planner_data 'x'", "chunks twice", "dtype torch.bits8"),
     }.items()
     for name in names
 }
-"""Mutations of values that training does not read."""
+"""Mutations of values that training does not read, or that its schedule sets."""
 FIRST = (
     "common: args Namespace()", "common: no iteration", "common: scheduler {}",
     "common: rng_state 'x'", "common: groups []", "metadata: transforms", "common: recipe 5",

@@ -47,7 +47,7 @@ def run_code(start_script) -> Callable[[Path, str], str]:
         script, output = folder / "script.py", folder / "output.txt"
         there = f"import os\nos.chdir({str(folder)!r})\n"
         script.write_text(f"{there}import megatron_lowbit as m\n{code}")
-        (exit_code,) = processes.finish([start_script(script, output=output)], timeout=100)
+        (exit_code,) = processes.finish([start_script(script, output=output)], timeout=300)
         assert exit_code == 0, output.read_text()
         return output.read_text()
 
