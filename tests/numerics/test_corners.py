@@ -235,8 +235,8 @@ def test_a_square_block_has_one_scale(format):
     narrow = format_by_name(name, **format.options)
     q = Quantizer(format)(x)
     peak = x.abs().view(2, side, 3, side).amax(-1).amax(1)
-    placeholder_grad = peak.repeat_interleave(side, dim=1)
-    expected = Quantizer(narrow)(placeholder_grad).scales
+    wide = peak.repeat_interleave(side, dim=1)
+    expected = Quantizer(narrow)(wide).scales
     scales = q.scales if format.name.startswith("fp8") else q.scales[::side]
     assert torch.equal(bits(scales), bits(expected))
     if not format.name.startswith("fp8"):  # repeated for each row, as tensor cores read them

@@ -4,13 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.transformer_engine.placeholder_grad import (
-    ColumnLinear,
-    Linear,
-    NormColumnLinear,
-    RowLinear,
-    use_stand_ins,
-)
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
@@ -21,6 +14,13 @@ from megatron_lowbit.megatron.layer_state import weights_of
 from megatron_lowbit.megatron.quantized_parameters import check_states
 from megatron_lowbit.megatron.stored_bucket import StoredBucket
 from megatron_lowbit.recipes import Layer, load_recipe
+from tests.transformer_engine.stand_in import (
+    ColumnLinear,
+    Linear,
+    NormColumnLinear,
+    RowLinear,
+    use_stand_ins,
+)
 
 SHAPE = (96, 64)
 PATH = "decoder.layers.4.mlp.linear_fc1"

@@ -4,7 +4,6 @@ from copy import deepcopy
 
 import pytest
 import torch
-from tests.transformer_engine.placeholder_grad import QuantizedLinear, use_stand_ins
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.kernels.engine import ReferenceEngine
@@ -15,6 +14,7 @@ from megatron_lowbit.recipes import Layer, load_recipe
 from megatron_lowbit.transformer_engine.call_tracker import CallTracker
 from megatron_lowbit.transformer_engine.native import native_recipe
 from tests import processes
+from tests.transformer_engine.stand_in import QuantizedLinear, use_stand_ins
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 MIDDLE = Layer("decoder.layers.16.mlp.linear_fc1", 16, 32)
