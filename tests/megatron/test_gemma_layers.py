@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_lowbit.errors import UserError
+from megatron_lowbit.megatron import compatibility
 from megatron_lowbit.megatron.gemma_layers import use_gemma_layers
 
 USUAL = {
@@ -53,5 +54,6 @@ def test_the_gate_is_the_approximate_gelu():
     ],
 )
 def test_what_does_not_go_together_is_refused(changes, named):
+    compatibility.refuse(compatibility.gemma_layers(Namespace(**USUAL)))
     with pytest.raises(UserError, match=named):
-        apply(**changes)
+        compatibility.refuse(compatibility.gemma_layers(Namespace(**USUAL | changes)))
