@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lowbit.command_line import command_parser
-from megatron_lowbit.conversion.choices import DTYPES, LAYOUTS, SHARD_BYTES
+from megatron_lowbit.conversion import DTYPES, LAYOUTS, SHARD_BYTES
 from megatron_lowbit.errors import require, say
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _verify(
     """
     from transformers.utils import logging
 
-    from megatron_lowbit.conversion.readers import LOADS, NOT_TRIED, READERS, outcome
+    from megatron_lowbit.conversion.next_steps import LOADS, NOT_TRIED, READERS, outcome
     from megatron_lowbit.conversion.verify import (
         LIMIT,
         ROUNDED_LIMIT,

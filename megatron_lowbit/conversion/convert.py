@@ -17,10 +17,10 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.checkpoints.reader import other_name
 from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_iteration
-from megatron_lowbit.conversion.choices import SHARD_BYTES
+from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.layouts.stacked_experts import check_experts, stack_experts
+from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
 from megatron_lowbit.conversion.lazy_tensors import check_names, lazy_chunk, lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantization_report import finish

@@ -15,7 +15,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, LazyT
 from megatron_lowbit.checkpoints.model_arguments import argument_file
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.layouts.stacked_experts import stack_experts
+from megatron_lowbit.conversion.layouts.gpt_oss import stack_experts
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
-from megatron_lowbit.conversion.families import llama, qwen3_moe
+from megatron_lowbit.conversion.families.dense import EMBEDDING, LLAMA, MLP, OUTPUT, scaled_rope
+from megatron_lowbit.conversion.families.experts import EXPERTS, layers_of
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
@@ -18,7 +19,7 @@ from megatron_lowbit.conversion.family import (
     positive_number,
     query_groups,
 )
-from megatron_lowbit.conversion.mapping import Model, TensorTable, by_layer
+from megatron_lowbit.conversion.mapping import Model, TensorTable
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries
 
@@ -27,41 +28,21 @@ _EPSILON = 1e-6
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 """Values of YaRN that Megatron-LM's arguments cannot change."""
 _ATTENTION = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
-    "decoder.layers.*.self_attention.linear_kv_down_proj.weight": (
-        "model.layers.*.self_attn.kv_a_proj_with_mqa.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_kv_up_proj.layer_norm_weight": (
-        "model.layers.*.self_attn.kv_a_layernorm.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_kv_up_proj.weight": (
-        "model.layers.*.self_attn.kv_b_proj.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_proj.weight": "model.layers.*.self_attn.o_proj.weight",
-    "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": (
-        "model.layers.*.post_attention_layernorm.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_q_down_proj.weight": (
-        "model.layers.*.self_attn.q_a_proj.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_q_up_proj.layer_norm_weight": (
-        "model.layers.*.self_attn.q_a_layernorm.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_q_up_proj.weight": (
-        "model.layers.*.self_attn.q_b_proj.weight"
-    ),
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
 }
 _EXPERTS = {
-    **qwen3_moe.EXPERTS,
-    "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-    "decoder.layers.*.mlp.shared_experts.linear_fc1.weight": (
-        "model.layers.*.mlp.shared_experts.gate_proj.weight",
-        "model.layers.*.mlp.shared_experts.up_proj.weight",
-    ),
-    "decoder.layers.*.mlp.shared_experts.linear_fc2.weight": (
-        "model.layers.*.mlp.shared_experts.down_proj.weight"
-    ),
+    **EXPERTS,
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.{gate,up}_proj.weight",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
 }
 _NO_QUERY_RANK = (
     "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
@@ -76,7 +57,7 @@ _OF_A_TOKEN = experts_of_a_token(_COUNT)
 
 
 def _tensors(model: Model) -> TensorTable:
-    return by_layer({**_ATTENTION, **llama.OUTPUT}, llama.MLP, _EXPERTS, model)
+    return TensorTable(EMBEDDING, layers_of(model, _ATTENTION, MLP, _EXPERTS), OUTPUT)
 
 
 def _query_rank(entries: Entries) -> int:
@@ -110,7 +91,7 @@ def _layers_with_experts(entries: Entries) -> int | list[int]:
 
 
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
-    yarn = llama.scaled_rope(entries, "yarn", _YARN)
+    yarn = scaled_rope(entries, "yarn", _YARN)
     if yarn is None:
         return _rope("rope", 1.0, 1.0, 0.0)
     require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
@@ -179,14 +160,14 @@ def _more_entries(model: Model) -> dict[str, Any]:
     shared = model.get("moe_shared_expert_intermediate_size", 0)
     require(
         shared > 0 and shared % width == 0,
-        f"the model has moe_shared_expert_intermediate_size {shared}; a {FAMILY.name} has a "
+        f"the model has moe_shared_expert_intermediate_size {shared}; a {DEEPSEEK_V3.name} has a "
         f"multiple of moe_ffn_hidden_size {width}",
     )
     frequency = model["moe_layer_freq"]
     pattern = [1] * model["num_layers"] if frequency == 1 else frequency
     require(
         pattern == sorted(pattern),
-        f"the model has moe_layer_freq {pattern}; a {FAMILY.name} has its dense layers first",
+        f"the model has moe_layer_freq {pattern}; a {DEEPSEEK_V3.name} has its dense layers first",
     )
     return {
         "n_shared_experts": shared // width,
@@ -200,7 +181,7 @@ def _more_entries(model: Model) -> dict[str, Any]:
 
 def _rope_scaling_entry(model: Model) -> dict[str, Any] | None:
     if model["rope_type"] == "rope":
-        check_arguments(model, FAMILY.name, {"rotary_scaling_factor": 1.0})
+        check_arguments(model, DEEPSEEK_V3.name, {"rotary_scaling_factor": 1.0})
         return None
     mscale, all_dimensions = model["mscale"], model["mscale_all_dim"]
     message = f"the model has {_mscales(mscale, all_dimensions)}"
@@ -216,12 +197,12 @@ def _prediction_layers(entries: Entries) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
 
 
-FAMILY = Family(
+DEEPSEEK_V3 = Family(
     name="DeepSeek-V3",
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     arguments={
-        **llama.FAMILY.arguments,
+        **LLAMA.arguments,
         "layernorm_epsilon": _EPSILON,
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -239,19 +220,10 @@ FAMILY = Family(
     },
     entries={
         **{
-            name: llama.FAMILY.entries[name]
-            for name in (
-                "num_layers",
-                "hidden_size",
-                "ffn_hidden_size",
-                "num_attention_heads",
-                "rotary_base",
-                "max_position_embeddings",
-                "untie_embeddings_and_output_weights",
-                "vocab_size",
-            )
+            name: entry
+            for name, entry in LLAMA.entries.items()
+            if name not in ("kv_channels", "layernorm_epsilon")
         },
-        "num_query_groups": Entry("num_key_value_heads", query_groups),
         "q_lora_rank": Entry("q_lora_rank", _query_rank),
         "kv_lora_rank": integer("kv_lora_rank", 512),
         "qk_head_dim": integer("qk_nope_head_dim", 128),
