@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, recent_means
-from megatron_lowbit.analysis.spike_score import spike_score
 from megatron_lowbit.errors import UserError
 
 FINAL_SHARE = 1 / 20
@@ -108,6 +107,21 @@ def compare(contenders: Sequence[Contender]) -> list[Row]:
     losses = [[final_loss(curve) for curve in contender.curves] for contender in contenders]
     found = zip(contenders, losses, gaps(losses, _seeds(contenders)), strict=True)
     return [_row(contender, own, *gap) for contender, own, gap in found]
+
+
+def far_behind(rows: Sequence[Row], errors: float) -> set[str]:
+    """Return the names whose gap exceeds the least one by so many standard errors of both.
+
+    Each has two seeds or more, or has diverged; the baseline, which all are compared with, is none.
+    """
+    diverged = {row.name for row in rows[1:] if math.isnan(row.loss)}
+    known = [row for row in rows[1:] if row.seeds > 1 and row.gap_error > 0]
+    best = min(known, key=lambda row: row.gap, default=None)
+    return diverged | {
+        row.name
+        for row in known
+        if best and row.gap - best.gap > errors * math.hypot(row.gap_error, best.gap_error)
+    }
 
 
 def _seeds(contenders: Sequence[Contender]) -> list[tuple[int, ...]] | None:
@@ -235,3 +249,31 @@ def _losses_at(iterations: np.ndarray, curve: LossCurve) -> np.ndarray:
     _, places, own = np.intersect1d(iterations, curve.iterations, return_indices=True)
     found[places] = means[own]
     return found
+
+
+_WINDOW = 8
+
+
+def spike_score(losses: Sequence[float] | np.ndarray) -> float:
+    """Compute how far, and for how long, a loss leaves its course (MXNorm, appendix J, eq. 22).
+
+    "The area under a detrended, normalized training loss curve above 3 standard deviations"::
+
+        sum over t of max((loss_t - m_t) / sigma - 3, 0)
+
+    Here m_t is the rolling minimum over 8 steps and sigma the standard deviation of the loss itself
+    over the last 30% of the steps. What the paper leaves open is taken so: the 8 steps are t - 7 to
+    t, fewer at the start; 30% are rounded up to whole steps; sigma divides by their number.
+
+    ``losses`` has one value for every step; those that are not finite are left out. No spikes: 0.
+    NaN where sigma is 0, as it is with fewer than 4 steps.
+    """
+    curve = np.asarray(losses, dtype=np.float64)
+    curve = curve[np.isfinite(curve)]
+    last = (3 * len(curve) + 9) // 10
+    sigma = curve[len(curve) - last :].std() if last else 0.0
+    if sigma == 0:
+        return float("nan")
+    padded = np.concatenate([np.full(_WINDOW - 1, np.inf), curve])
+    minimum = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW).min(axis=1)
+    return float(np.maximum((curve - minimum) / sigma - 3, 0).sum())
