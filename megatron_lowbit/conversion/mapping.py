@@ -49,8 +49,7 @@ class TensorTransform:
     Attributes:
         rows: output features of each of Hugging Face's tensors.
         is_transposed: whether these are stored as (in, out).
-        group_rows: rows of queries, key and value in one query group, for ``linear_qkv``, which
-            has them group by group; () elsewhere.
+        group_rows: rows of queries, key and value in one query group of ``linear_qkv``.
         share: first and last row of what Megatron-LM's tensor takes; None for all rows.
         is_padded: whether either side may have further rows, which stand for no token.
     """

@@ -20,7 +20,7 @@ from megatron_lowbit.conversion.family import (
     query_groups,
 )
 from megatron_lowbit.conversion.mapping import Model, TensorTable
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
 _EPSILON = 1e-6
@@ -47,10 +47,6 @@ _EXPERTS = {
 _NO_QUERY_RANK = (
     "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
     "once more, which transformers does not"
-)
-_CHOICE = (
-    ": Megatron-LM scores a group by its best num_experts_per_tok // topk_group experts, "
-    "transformers by its best two"
 )
 _COUNT = experts("n_routed_experts")
 _OF_A_TOKEN = experts_of_a_token(_COUNT)
@@ -92,31 +88,25 @@ def _layers_with_experts(entries: Entries) -> int | list[int]:
 
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
     yarn = scaled_rope(entries, "yarn", _YARN)
-    if yarn is None:
-        return _rope("rope", 1.0, 1.0, 0.0)
-    require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
-    message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
-    require(yarn.number("attention_factor", 0.0) == 0, message)
-    all_dimensions = yarn.number("mscale_all_dim", 0.0)
-    mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
-    require(_is_portable(mscale, all_dimensions), f"{CONFIG}: {_mscales(mscale, all_dimensions)}")
-    return _rope("yarn", yarn.number("factor", above=0), mscale, all_dimensions)
-
-
-def _rope(kind: str, factor: float, mscale: float, all_dimensions: float) -> dict[str, Any]:
+    kind, factor, mscale, all_dimensions = "rope", 1.0, 1.0, 0.0
+    if yarn is not None:
+        require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
+        message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
+        require(yarn.number("attention_factor", 0.0) == 0, message)
+        all_dimensions = yarn.number("mscale_all_dim", 0.0)
+        mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
+        _check_scales(f"{CONFIG}:", mscale, all_dimensions)
+        kind, factor = "yarn", yarn.number("factor", above=0)
     return {"rope_type": kind, "rotary_scaling_factor": factor, "mscale": mscale,
             "mscale_all_dim": all_dimensions}  # fmt: skip
 
 
-def _is_portable(mscale: float, all_dimensions: float) -> bool:
-    """Return True if transformers and Megatron-LM scale attention alike."""
-    return (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0)
-
-
-def _mscales(mscale: float, all_dimensions: float) -> str:
-    return (
-        f"mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and Megatron-LM scale "
-        "attention alike only if both are above 0, or 1 and 0"
+def _check_scales(place: str, mscale: float, all_dimensions: float) -> None:
+    """Raise UserError where transformers and Megatron-LM do not scale attention alike."""
+    require(
+        (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0),
+        f"{place} mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and "
+        "Megatron-LM scale attention alike only if both are above 0, or 1 and 0",
     )
 
 
@@ -136,14 +126,17 @@ def _groups_of_a_token(entries: Entries) -> int:
         of_a_token <= room,
         f"{CONFIG}: num_experts_per_tok {of_a_token}: topk_group {chosen} groups have {room}",
     )
-    if not _chooses_alike(groups, chosen, of_a_token):
-        raise UserError(f"{CONFIG}: topk_group {chosen}{_CHOICE}")
+    _check_choice(f"{CONFIG}: topk_group {chosen}", groups, chosen, of_a_token)
     return chosen
 
 
-def _chooses_alike(groups: int, chosen: int, of_a_token: int) -> bool:
-    """Return True if transformers and Megatron-LM choose the same groups of experts."""
-    return groups == chosen or of_a_token // chosen == 2
+def _check_choice(place: str, groups: int, chosen: int, of_a_token: int) -> None:
+    """Raise UserError where transformers and Megatron-LM choose other groups of experts."""
+    require(
+        groups == chosen or of_a_token // chosen == 2,
+        f"{place}: Megatron-LM scores a group by its best num_experts_per_tok // topk_group "
+        "experts, transformers by its best two",
+    )
 
 
 def _shared_width(entries: Entries) -> int:
@@ -155,8 +148,8 @@ def _more_entries(model: Model) -> dict[str, Any]:
     require("q_lora_rank" in model, f"the model has no q_lora_rank; it {_NO_QUERY_RANK}")
     of_a_token, width = model["moe_router_topk"], model["moe_ffn_hidden_size"]
     groups, chosen = model.get("moe_router_num_groups", 1), model.get("moe_router_group_topk", 0)
-    if not _chooses_alike(groups, chosen or groups, of_a_token):
-        raise UserError(f"the model has moe_router_group_topk {chosen}{_CHOICE}")
+    place = f"the model has moe_router_group_topk {chosen}"
+    _check_choice(place, groups, chosen or groups, of_a_token)
     shared = model.get("moe_shared_expert_intermediate_size", 0)
     require(
         shared > 0 and shared % width == 0,
@@ -184,8 +177,7 @@ def _rope_scaling_entry(model: Model) -> dict[str, Any] | None:
         check_arguments(model, DEEPSEEK_V3.name, {"rotary_scaling_factor": 1.0})
         return None
     mscale, all_dimensions = model["mscale"], model["mscale_all_dim"]
-    message = f"the model has {_mscales(mscale, all_dimensions)}"
-    require(_is_portable(mscale, all_dimensions), message)
+    _check_scales("the model has", mscale, all_dimensions)
     scales = {"mscale": mscale, "mscale_all_dim": all_dimensions} if all_dimensions else {}
     return {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
 
