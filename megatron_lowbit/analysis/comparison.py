@@ -66,8 +66,7 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
     """Return the mean over the last share of a run's iterations, of at least one that is logged.
 
-    A run that began from another's checkpoint has logged its own iterations alone: the share is
-    that of the whole run.
+    The share is that of the whole run, also where it began from another's checkpoint.
     """
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):
@@ -135,8 +134,7 @@ def gaps(
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
     A gap is the mean over seeds, seed by seed where the first has them all, since a seed draws the
-    same weights and data for both; else that of two independent means. The noise is taken to be the
-    same for all and pooled, since a few seeds of one say little about it.
+    same weights and data for both; else that of two independent means. The noise of all is pooled.
 
     Args:
         values: of each name; the first axis is that of seeds, others, such as steps, are kept.

@@ -131,8 +131,8 @@ class Corpus:
         A long text file, or one that is the only file, is split: Megatron-LM divides a dataset into
         parts for training and validation by whole documents.
 
-        Raises UserError, naming file:line, for a malformed record or a missing key; for an input
-        that is a file without UTF-8 text; and for text where JSON keys are given.
+        Raises UserError for a record that is malformed or lacks a key, for a file of the command
+        line without UTF-8 text, and for text where JSON keys are given.
         """
         for path in self.files:
             with open_file(path) as file:

@@ -140,11 +140,10 @@ def _recomputed(args: Namespace, layers: int) -> int:
 def candidates(
     training: TrainingArguments, gpus: int, gpus_per_node: int, interleaved: bool = True
 ) -> Iterator[Candidate | str]:
-    """Yield every layout to try of training's arguments; a text where training refuses one.
+    """Yield every layout to try, in place of the arguments' own; a text where training refuses one.
 
     Tensor parallelism stays within a node, sequence parallelism goes with it, data parallelism
-    shards the optimizer. What the arguments say of the layout themselves is left out.
-    ``interleaved``: try several model chunks on a rank, too.
+    shards the optimizer. ``interleaved``: try several model chunks on a rank, too.
     """
     training.remove(*_OF_A_LAYOUT, "--micro-batch-size", "--global-batch-size")
     training.join_pattern()
@@ -246,8 +245,8 @@ def model_chunks(args: Namespace) -> tuple[int, ...]:
 def divisions(layers: int, pipeline: int, interleaved: bool) -> Iterator[tuple[int, ...]]:
     """Yield the divisions of layers into model chunks that differ by one layer at most.
 
-    The last chunk, which computes the loss, and then the first ones have the layer less. Stages of
-    as many layers each have equal chunks; other stages differ by one layer at most, too.
+    The last chunk, which computes the loss, and then the first ones have the layer less. Stages
+    differ by one layer at most, too.
     """
     per_stage = -(-layers // pipeline)
     for virtual in range(1, per_stage + 1 if interleaved and pipeline > 1 else 2):

@@ -117,8 +117,7 @@ def _search(words: TrainingArguments, gpus: int, per_node: int) -> tuple[list[Ca
 def enough_gpus(own: Namespace, found: Plan) -> int | None:
     """Return the smallest number of GPUs tried on which a run fits; None if none is enough.
 
-    Numbers tried are powers of two and three times those, from ``own.gpus`` on; more than a host's
-    are whole hosts.
+    Tried are powers of two and three times those from ``own.gpus`` on, beyond a host whole hosts.
     """
     words, device = TrainingArguments(found.training), found.device
     weights = sum(
@@ -189,13 +188,8 @@ def layout_arguments(found: Plan, one: Estimate) -> list[str]:
 def changes(found: Plan, gpus: int, as_given: bool) -> Iterator[str]:
     """Yield a line for each argument that changes speed or memory of the best layout by a tenth.
 
-    Its speed is the fastest layout's with the argument, of those that were best for their numbers
-    of ranks without it; its memory the best layout's.
-
-    Args:
-        found: layouts that were searched.
-        gpus: number of GPUs.
-        as_given: the plan is of the layout that the training arguments ask for.
+    The speed is that of the fastest layout with the argument, of those that were best for their
+    numbers of ranks without it. ``as_given``: only of the layout that the training arguments name.
     """
     before, tried = found.best, _representatives(found)
     more = [] if as_given else ["--micro-batch-size", "1"]
