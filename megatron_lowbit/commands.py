@@ -30,8 +30,8 @@ def _command(module: str) -> Callable[[], NoReturn]:
     return run
 
 
-tokenizer = _command("data.tokenizer_command")
-preprocess = _command("data.preprocess_command")
+tokenizer = _command("data.tokenizer")
+preprocess = _command("data.corpus")
 convert = _command("conversion.command")
 checkpoint = _command("checkpoints.command")
 study = _command("study.command")

@@ -28,7 +28,7 @@ from megatron_lowbit.analysis.comparison import (
     final_loss,
     gaps,
 )
-from megatron_lowbit.analysis.comparison_picture import picture
+from megatron_lowbit.analysis.comparison_page import picture
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses, recent_means
-from megatron_lowbit.analysis.spike_score import spike_score
 from megatron_lowbit.errors import UserError
 
 FINAL_SHARE = 1 / 20
@@ -67,8 +66,7 @@ def read_contenders(runs: Sequence[tuple[str, Path]], seeds: Sequence[int] = ())
 def final_loss(curve: LossCurve, share: float = FINAL_SHARE) -> float:
     """Return the mean over the last share of a run's iterations, of at least one that is logged.
 
-    A run that began from another's checkpoint has logged its own iterations alone: the share is
-    that of the whole run.
+    The share is that of the whole run, also where it began from another's checkpoint.
     """
     losses = curve.losses[np.isfinite(curve.losses)]
     if not len(losses):
@@ -110,6 +108,21 @@ def compare(contenders: Sequence[Contender]) -> list[Row]:
     return [_row(contender, own, *gap) for contender, own, gap in found]
 
 
+def far_behind(rows: Sequence[Row], errors: float) -> set[str]:
+    """Return the names whose gap exceeds the least one by so many standard errors of both.
+
+    Each has two seeds or more, or has diverged; the baseline, which all are compared with, is none.
+    """
+    diverged = {row.name for row in rows[1:] if math.isnan(row.loss)}
+    known = [row for row in rows[1:] if row.seeds > 1 and row.gap_error > 0]
+    best = min(known, key=lambda row: row.gap, default=None)
+    return diverged | {
+        row.name
+        for row in known
+        if best and row.gap - best.gap > errors * math.hypot(row.gap_error, best.gap_error)
+    }
+
+
 def _seeds(contenders: Sequence[Contender]) -> list[tuple[int, ...]] | None:
     known = [contender.seeds for contender in contenders]
     return known if all(known) else None
@@ -121,8 +134,7 @@ def gaps(
     """Compute relative gaps to the first, and their standard errors, from values for each seed.
 
     A gap is the mean over seeds, seed by seed where the first has them all, since a seed draws the
-    same weights and data for both; else that of two independent means. The noise is taken to be the
-    same for all and pooled, since a few seeds of one say little about it.
+    same weights and data for both; else that of two independent means. The noise of all is pooled.
 
     Args:
         values: of each name; the first axis is that of seeds, others, such as steps, are kept.
@@ -235,3 +247,31 @@ def _losses_at(iterations: np.ndarray, curve: LossCurve) -> np.ndarray:
     _, places, own = np.intersect1d(iterations, curve.iterations, return_indices=True)
     found[places] = means[own]
     return found
+
+
+_WINDOW = 8
+
+
+def spike_score(losses: Sequence[float] | np.ndarray) -> float:
+    """Compute how far, and for how long, a loss leaves its course (MXNorm, appendix J, eq. 22).
+
+    "The area under a detrended, normalized training loss curve above 3 standard deviations"::
+
+        sum over t of max((loss_t - m_t) / sigma - 3, 0)
+
+    Here m_t is the rolling minimum over 8 steps and sigma the standard deviation of the loss itself
+    over the last 30% of the steps. What the paper leaves open is taken so: the 8 steps are t - 7 to
+    t, fewer at the start; 30% are rounded up to whole steps; sigma divides by their number.
+
+    ``losses`` has one value for every step; those that are not finite are left out. No spikes: 0.
+    NaN where sigma is 0, as it is with fewer than 4 steps.
+    """
+    curve = np.asarray(losses, dtype=np.float64)
+    curve = curve[np.isfinite(curve)]
+    last = (3 * len(curve) + 9) // 10
+    sigma = curve[len(curve) - last :].std() if last else 0.0
+    if sigma == 0:
+        return float("nan")
+    padded = np.concatenate([np.full(_WINDOW - 1, np.inf), curve])
+    minimum = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW).min(axis=1)
+    return float(np.maximum((curve - minimum) / sigma - 3, 0).sum())

@@ -17,8 +17,8 @@ from typing import Any
 from megatron_lowbit.arguments.values import in_range
 from megatron_lowbit.errors import UserError, printable, require
 from megatron_lowbit.storage import files
+from megatron_lowbit.storage.files import selected
 from megatron_lowbit.storage.pickles import COMMON, check_lengths, read_objects, restrict_torch
-from megatron_lowbit.storage.selection import selected
 
 _READ = (COMMON, "args", "iteration", "checkpoint_version")
 """Keys of the objects that Megatron-LM reads for the arguments."""

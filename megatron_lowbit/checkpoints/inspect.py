@@ -18,17 +18,20 @@ from megatron_lowbit.recipes.record import digest
 from megatron_lowbit.storage import files
 
 Row = dict[str, Any]
+_UNKNOWN: dict[str, Any] = {
+    "iteration": None, "args": {}, "recipes": [], "recipe_set": [], "recipe_record": None,
+    "recipe_sha256": None, "data": {}, "averaged": None, "optimizer": None, "amax_histories": [],
+    "checksums": False,
+}  # fmt: skip
+"""Entries of a description that Hugging Face's files do not have."""
 
 
 def inspect(source: Path) -> dict[str, Any]:
     """Describe a checkpoint as JSON: a directory's newest, one iteration, or Hugging Face's.
 
     "tensors" are rows of key, shape, dtype, bytes and the number and shapes of chunks, called
-    pieces (for Hugging Face's files, the file); "parameters" and "bytes" are the model's totals;
-    "optimizer" has the totals of its tensors; "amax_histories" are rows like those of tensors;
-    "files" are names and bytes; "model" holds the arguments that say what the model computes, and
-    "args" all arguments of the run; "recipe_record" and "data" are the text of its recipe and
-    digests of its data sets.
+    pieces (for Hugging Face's files, the file); "parameters" and "bytes" are the model's totals,
+    "optimizer" those of its tensors; "model" holds the arguments that say what the model computes.
 
     Raises UserError where it is none of these. Tensors are not read.
     """
@@ -85,23 +88,12 @@ def _hugging_face(source: Path) -> dict[str, Any]:
         _row(name, *folder.shape(name)) | {"pieces": 1, "file": file}
         for name, file in sorted(folder.file_of.items())
     ]
-    return {
+    return _UNKNOWN | {
         "format": "safetensors",
         "path": str(source),
-        "iteration": None,
         "model": folder.config,
-        "args": {},
-        "recipes": [],
-        "recipe_set": [],
-        "recipe_record": None,
-        "recipe_sha256": None,
-        "data": {},
-        "averaged": None,
         "tensors": rows,
         **_sums(rows),
-        "optimizer": None,
-        "amax_histories": [],
-        "checksums": False,
         "files": {name: size for name, (size, _) in folder.files().items()},
     }
 

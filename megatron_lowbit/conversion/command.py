@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_lowbit.command_line import command_parser
-from megatron_lowbit.conversion.choices import DTYPES, LAYOUTS, SHARD_BYTES
+from megatron_lowbit.conversion import DTYPES, LAYOUTS, SHARD_BYTES, TOKENS
 from megatron_lowbit.errors import require, say
 
 if TYPE_CHECKING:
@@ -76,14 +76,10 @@ def _verify(
     quantized: "QuantizedAs | None",
     family: str,
 ) -> str | None:
-    """Compare both sides of a conversion; return what differs, None if nothing does.
-
-    A folder that transformers loads is compared as transformers loads it; any other as
-    ``to-megatron`` reads it.
-    """
+    """Compare both sides of a conversion; return what differs, None if nothing does."""
     from transformers.utils import logging
 
-    from megatron_lowbit.conversion.readers import LOADS, NOT_TRIED, READERS, outcome
+    from megatron_lowbit.conversion.next_steps import LOADS, NOT_TRIED, READERS, outcome
     from megatron_lowbit.conversion.verify import (
         LIMIT,
         ROUNDED_LIMIT,
@@ -92,7 +88,7 @@ def _verify(
     )
 
     logging.set_verbosity_error()  # what it reports is compared here
-    difference, largest = verify(folder, checkpoint, _tokens(args), quantized)
+    difference, largest = verify(folder, checkpoint, args.verify_tokens, quantized)
     say(f"logits differ by {difference:.3g} at most; the largest is {largest:.3g}")
     limit = largest * (ROUNDED_LIMIT if getattr(args, "dtype", None) else LIMIT)
     if not difference <= limit:
@@ -116,16 +112,10 @@ def _check_verification(args: argparse.Namespace) -> None:
     from megatron_lowbit.conversion.verify import check_source, check_tokens
 
     if args.command == "to-megatron":
-        check_source(args.source, _tokens(args))
+        check_source(args.source, args.verify_tokens)
     else:
         model = open_checkpoint(args.source, check=False).model(args.vocab_size)
-        check_tokens(_tokens(args), model["vocab_size"])
-
-
-def _tokens(args: argparse.Namespace) -> Sequence[int]:
-    from megatron_lowbit.conversion.verify import TOKENS
-
-    return args.verify_tokens or TOKENS
+        check_tokens(args.verify_tokens, model["vocab_size"])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -148,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
             help="compare both sides on the CPU: logits, and the weights that transformers loads",
         )
         command.add_argument(
-            "--verify-tokens", type=int, nargs="+", default=[], metavar="ID",
+            "--verify-tokens", type=int, nargs="+", default=TOKENS, metavar="ID",
             help="token ids for --verify (default: 1 to 8)",
         )  # fmt: skip
     back.add_argument("--dtype", choices=DTYPES, help="dtype of the weights (default: unchanged)")

@@ -17,10 +17,10 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
 from megatron_lowbit.checkpoints.reader import other_name
 from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_iteration
-from megatron_lowbit.conversion.choices import SHARD_BYTES
+from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.layouts.stacked_experts import check_experts, stack_experts
+from megatron_lowbit.conversion.layouts.gpt_oss import check_experts, stack_experts
 from megatron_lowbit.conversion.lazy_tensors import check_names, lazy_chunk, lazy_tensors
 from megatron_lowbit.conversion.mapping import Rule
 from megatron_lowbit.conversion.quantization_report import finish
@@ -45,11 +45,9 @@ def to_megatron(
 ) -> ConvertibleModel:
     """Convert a folder of Hugging Face's into a checkpoint directory for ``--load --finetune``.
 
-    ``output`` gets iteration 0, without an optimizer; config.json, tokenizer and generation files;
-    and ``model.args``, Megatron-LM's arguments that make the model. Weights keep their dtype;
-    quantized ones become BF16. A file holds up to ``file_bytes``, or one larger tensor.
-
-    An interrupted conversion is continued by the same call.
+    ``output`` gets iteration 0 without an optimizer, the companions of the source and
+    ``model.args``, the arguments that make the model. Weights keep their dtype; quantized ones
+    become BF16. The same call continues an interrupted conversion.
 
     Raises UserError, and leaves nothing, where the source is of no known family or not complete.
     """
@@ -77,10 +75,7 @@ def to_megatron(
 
 
 def _with_names_of(folder: Folder, rules: Sequence[Rule]) -> list[Rule]:
-    """Return the rules with a folder's names, where these lack a common first part.
-
-    GPT-2's own files do: ``h.0.ln_1.weight`` for ``transformer.h.0.ln_1.weight``.
-    """
+    """Return the rules with a folder's names, which lack ``transformer.`` in GPT-2's own files."""
     short = [
         rule._replace(names=tuple(name.partition(".")[2] for name in rule.names)) for rule in rules
     ]
@@ -113,14 +108,13 @@ def to_hugging_face(
     Args:
         source: what ``--save`` wrote, in any layout, or one of its iterations.
         output: a new folder.
-        dtype: dtype of the weights, one of ``choices.DTYPES``; None keeps theirs.
-        companions: folder whose tokenizer and generation files are copied, and whose config.json
-            has further entries; by default what :func:`to_megatron` put beside a checkpoint.
+        dtype: dtype of the weights, one of ``conversion.DTYPES``; None keeps theirs.
+        companions: folder of the tokenizer and of further entries of config.json; by default what
+            :func:`to_megatron` put beside a checkpoint.
         shard_bytes: largest size of a file that holds several tensors.
         force: replace an existing folder.
         quantized: how to store the weights that the recipe quantizes; None stores them as they are.
-        vocab_size: rows of the vocabulary to keep; None for the run's own ``--vocab-size``, or else
-            all, with those that only pad.
+        vocab_size: rows of the vocabulary to keep; None for the run's, or else all.
 
     Raises UserError, and leaves nothing, where the source is of no known family or not complete.
     """

@@ -72,6 +72,35 @@ def experts_of_a_token(experts: Entry) -> Entry:
     return Entry(key, lambda entries: entries.integer(key, most=experts.read(entries)))
 
 
+_WINDOW, _FULL = "sliding_attention", "full_attention"
+
+
+def window(default: int) -> Entry:
+    """Return the entry that is the number of tokens to attend to, with the token itself."""
+    key = "sliding_window"
+    return Entry(key, lambda entries: (entries.integer(key, default) - 1, 0), lambda w: w[0] + 1)
+
+
+def windows(read: Callable[[Entries], list[int]]) -> Entry:
+    """Return the entry that says which layers have a window, read as 1 or 0 for each layer."""
+    return Entry("layer_types", read, lambda pattern: [(_FULL, _WINDOW)[has] for has in pattern])
+
+
+def layers_with_windows(entries: Entries) -> list[int]:
+    """Return 1 for each layer with a window, 0 for the others; by default every second."""
+    layers = entries.integer("num_hidden_layers", most=MOST_LAYERS)
+    kinds = entries.strings("layer_types") or [(_WINDOW, _FULL)[i % 2] for i in range(layers)]
+    message = f"layer_types must be {_WINDOW!r} or {_FULL!r} for each of {layers} layers"
+    require(len(kinds) == layers and {*kinds} <= {_WINDOW, _FULL}, f"{CONFIG}: {message}")
+    return [int(kind == _WINDOW) for kind in kinds]
+
+
+def check_window(model: Model, family: str) -> None:
+    """Raise UserError for a window that reaches ahead."""
+    _, after = size = model["window_size"]
+    require(after == 0, f"the model has window_size {size}; a {family} has 0 tokens ahead")
+
+
 class ConvertibleModel(NamedTuple):
     """A model of a family.
 

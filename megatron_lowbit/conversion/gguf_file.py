@@ -1,10 +1,21 @@
 """GGUF files, llama.cpp's format: a folder of Hugging Face's with the codes and scales it has.
 
-Nothing is quantized here. Weights of compressed-tensors' NVFP4, MXFP4 and INT4 become ggml's blocks
-(``ggml_blocks.py``), matrices in high precision keep their dtype, vectors become FP32, which ggml
-needs. Queries and keys of a Llama get their rows in another order: ggml rotates neighbours, Hugging
-Face the halves of a head. NVFP4's tensor scale is a tensor of its own, which llama.cpp multiplies
-the product with. Source: llama.cpp's ``convert_hf_to_gguf.py`` for names and metadata.
+Nothing is quantized here. Weights of compressed-tensors' NVFP4, MXFP4 and INT4 become blocks of
+ggml, llama.cpp's library of tensors; matrices in high precision keep their dtype, vectors become
+FP32, which ggml needs. Queries and keys of a Llama get their rows in another order: ggml rotates
+neighbours, Hugging Face the halves of a head. NVFP4's tensor scale is a tensor of its own, which
+llama.cpp multiplies the product with. The vocabulary comes from a tokenizer.json of byte-level
+pairs (Llama 3, Qwen, GPT-2).
+
+A block starts with its scales, then has its codes, two in a byte: element j in the low nibble,
+j + n/2 in the high one, of n elements. Codes and scales keep their values; they are only moved.
+
+    MXFP4  32 elements: an E8M0 byte, 16 bytes of E2M1 codes
+    NVFP4  64 elements: four E4M3 bytes, a scale for each 16; four times 8 bytes of E2M1 codes
+    Q4_0   32 elements: an FP16 scale, 16 bytes of integers plus 8
+
+Sources: llama.cpp's ``convert_hf_to_gguf.py`` for names and metadata; ggml-common.h for blocks
+(``block_mxfp4``, ``block_nvfp4``, ``block_q4_0``).
 """
 
 import math
@@ -19,18 +30,66 @@ from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, companion_files
 from megatron_lowbit.conversion.families import from_config
-from megatron_lowbit.conversion.families.llama import LLAMA3_ROPE
+from megatron_lowbit.conversion.families.dense import LLAMA3_ROPE
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.ggml_blocks import mxfp4_blocks, nvfp4_blocks, q4_0_blocks
-from megatron_lowbit.conversion.gguf_vocabulary import add_vocabulary
 from megatron_lowbit.conversion.lazy_tensors import lazy_chunk
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.conversion.quantized_folder import open_folder
 from megatron_lowbit.errors import UserError, as_user_error, require
+from megatron_lowbit.json_files import Entries, read_object
+from megatron_lowbit.numerics.formats import E8M0_NAN, unpack_nibbles
 from megatron_lowbit.storage.lock import output_lock
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+
+
+_E4M3_NAN = 0x7F
+
+
+def mxfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Pack codes (R, K/2) and E8M0 scales (R, K/32), uint8, into bytes (R, K/32 * 17)."""
+    _check_scales(scales, E8M0_NAN, "E8M0")
+    return torch.cat([scales.unsqueeze(-1), _in_halves(codes, 32)], dim=-1).flatten(1)
+
+
+def nvfp4_blocks(codes: Tensor, scales: Tensor) -> Tensor:
+    """Pack codes (R, K/2), uint8, and E4M3 scales (R, K/16) into bytes (R, K/64 * 36)."""
+    scales = scales.view(torch.uint8)
+    _check_scales(scales, _E4M3_NAN, "E4M3")
+    columns = 2 * codes.shape[1]
+    require(
+        columns % 64 == 0, f"{columns} columns are not whole blocks of 64, as NVFP4 has in ggml"
+    )
+    quarters = _in_halves(codes, 16).unflatten(1, (-1, 4)).flatten(2)
+    return torch.cat([scales.unflatten(1, (-1, 4)), quarters], dim=-1).flatten(1)
+
+
+def q4_0_blocks(words: Tensor, scales: Tensor) -> Tensor:
+    """Pack int32 words of eight codes (R, K/8) and scales (R, K/G) into bytes (R, K/32 * 18).
+
+    Scales of groups of G, a multiple of 32, are repeated. Raises UserError for a scale that is no
+    FP16 number; of BF16 scales these are those from 65536 and most below 2**-17.
+    """
+    codes = words.view(torch.uint8)
+    repeats, rest = divmod(2 * codes.shape[1], 32 * scales.shape[1])
+    require(rest == 0, "groups of integers are not whole blocks of 32, as Q4_0 has in ggml")
+    halves = scales.to(torch.float16)
+    exact = scales.is_meta or bool((halves.to(scales.dtype) == scales).all())
+    require(exact, "a scale is no FP16 number, which Q4_0 has in ggml")
+    repeated = halves.repeat_interleave(repeats, dim=1).unsqueeze(-1).view(torch.uint8)
+    return torch.cat([repeated, _in_halves(codes, 32)], dim=-1).flatten(1)
+
+
+def _in_halves(codes: Tensor, block: int) -> Tensor:
+    """Pack pairs of neighbours (R, K/2) anew as pairs half a block apart (R, K/block, block/2)."""
+    low, high = unpack_nibbles(codes).unflatten(1, (-1, block)).chunk(2, dim=-1)
+    return low | (high << 4)
+
+
+def _check_scales(scales: Tensor, first_refused: int, name: str) -> None:
+    is_good = scales.is_meta or bool((scales < first_refused).all())
+    require(is_good, f"a scale is NaN or negative, which {name} scales in ggml are not")
 
 
 class Architecture(NamedTuple):
@@ -216,3 +275,75 @@ def _rope_factors(model: Model) -> Tensor:
     turns = fixed["original_max_position_embeddings"] / wavelengths
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return (1 / ((1 - smooth) / factor + smooth)).float()
+
+
+TOKENIZER = "tokenizer.json"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = {
+    f"{_ENDINGS}|{_WORDS}|\\p{{N}}{{1,3}}|{_REST}": "llama-bpe",
+    f"{_ENDINGS}|{_WORDS}|\\p{{N}}|{_REST}": "qwen2",
+}
+"""llama.cpp's names of the patterns that split text: of Llama 3, and of Qwen 2 and 3."""
+
+
+def add_vocabulary(writer: "GGUFWriter", folder: Path, size: int) -> None:
+    """Add the tokens of a folder's tokenizer.json.
+
+    Raises UserError without that file, or with a tokenizer that llama.cpp has not: its server
+    aborts on a file without a vocabulary.
+    """
+    from gguf import SpecialVocab
+
+    path = folder / TOKENIZER
+    document = Entries(read_object(path), str(path))
+    pattern = _pattern(document)
+    if pattern is None:
+        known = "byte-level pairs with the pattern of GPT-2, Llama 3 or Qwen"
+        raise UserError(f"{path}: to-gguf converts {known}, and no other tokenizer")
+    tokens, types = _tokens(document, size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pattern)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    special = SpecialVocab(folder, load_merges=True, n_vocab=size)
+    # For some patterns llama.cpp begins a text with a token unless told otherwise.
+    special.add_special_token.setdefault("bos", False)
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _pattern(document: Entries) -> str | None:
+    """Return llama.cpp's name of a tokenizer's pattern; None where it has none."""
+    steps = document.inner("pre_tokenizer").objects("pretokenizers")
+    steps = steps or [document.inner("pre_tokenizer")]
+    last = steps[-1]
+    is_byte_level = last.string("type", "none") == "ByteLevel"
+    if document.inner("model").string("type", "none") != "BPE" or not is_byte_level:
+        return None
+    if last.boolean("add_prefix_space", True):
+        return None
+    if len(steps) == 1:
+        return "gpt-2" if last.boolean("use_regex", True) else None
+    pattern = steps[0].inner("pattern").string("Regex", "none")
+    return _PATTERNS.get(pattern) if len(steps) == 2 else None
+
+
+def _tokens(document: Entries, size: int) -> tuple[list[str], list[int]]:
+    """Return text and kind of each row of the embedding; rows without a token are unused."""
+    from gguf import TokenType
+
+    tokens = [f"[PAD{number}]" for number in range(size)]
+    types = [int(TokenType.UNUSED)] * size
+    vocabulary = document.inner("model").inner("vocab")
+    entries = [
+        (text, vocabulary.integer(text, least=0, most=size - 1), TokenType.NORMAL)
+        for text in vocabulary
+    ]
+    for added in document.objects("added_tokens"):
+        kind = TokenType.CONTROL if added.boolean("special") else TokenType.USER_DEFINED
+        number = added.integer("id", least=0, most=size - 1)
+        entries.append((added.string("content"), number, kind))
+    for text, number, kind in entries:
+        tokens[number], types[number] = text, int(kind)
+    return tokens, types

@@ -1,7 +1,4 @@
-"""Plan of a conversion in either direction: shapes are checked first, contents are made on demand.
-
-An input that does not fit is refused here, before anything is written.
-"""
+"""Plan of a conversion: an input that does not fit is refused before anything is written."""
 
 from collections.abc import Sequence
 from itertools import groupby

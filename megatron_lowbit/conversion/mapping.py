@@ -1,13 +1,7 @@
-"""Mapping between Megatron-LM's tensors and Hugging Face's, and the transform of each tensor.
+"""Mapping between Megatron-LM's tensors and Hugging Face's, and the transform of each tensor."""
 
-A family's table has one line a tensor: Megatron-LM's key, and the Hugging Face tensors it is made
-of. A first ``*`` stands for the number of a layer, a second one for that of an expert; Megatron-LM
-stacks such tensors along leading axes, so that its own keys lack the numbers. Where the layers of a
-model differ, each has its own lines with its number in all keys (:func:`by_layer`), and a ``*``
-stands for the number of an expert. Several keys made of one tensor are consecutive rows of it.
-"""
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
@@ -21,13 +15,31 @@ from megatron_lowbit.checkpoints.reader import TensorSlice
 
 Model = Mapping[str, Any]
 """Megatron-LM's arguments that describe a model, by their attributes' names."""
-TensorTable = Mapping[str, str | tuple[str, ...]]
 HEAD = "output_layer.weight"
-_LAYER = "decoder.layers.*."
 _HIDDEN_ROWS = ("input_layernorm", "layer_norm_weight", "layer_norm_bias", "post_layernorm",
                 "final_layernorm", "final_norm", "linear_proj", "linear_fc2",
                 "out_proj")  # fmt: skip
 """Tensors with a row for each hidden unit."""
+
+
+class TensorTable(NamedTuple):
+    """Tensors of a model: Megatron-LM's keys, each with the Hugging Face tensors it is made of.
+
+    ``{a,b}_proj`` are two tensors, concatenated by rows. ``*`` is the number of an expert.
+    Consecutive keys of one tensor are consecutive rows of it.
+
+    Attributes:
+        before: tensors before the layers.
+        layers: tensors of a layer, without the start of their names; one mapping where all layers
+            are alike, whose tensors Megatron-LM stacks, or else a mapping for each layer.
+        after: tensors behind the layers.
+        prefix: start of Hugging Face's names before the number of a layer.
+    """
+
+    before: Mapping[str, str]
+    layers: Mapping[str, str] | Sequence[Mapping[str, str]]
+    after: Mapping[str, str]
+    prefix: str = "model.layers"
 
 
 @dataclass(frozen=True)
@@ -37,8 +49,7 @@ class TensorTransform:
     Attributes:
         rows: output features of each of Hugging Face's tensors.
         is_transposed: whether these are stored as (in, out).
-        group_rows: rows of queries, key and value in one query group, for ``linear_qkv``, which
-            has them group by group; () elsewhere.
+        group_rows: rows of queries, key and value in one query group of ``linear_qkv``.
         share: first and last row of what Megatron-LM's tensor takes; None for all rows.
         is_padded: whether either side may have further rows, which stand for no token.
     """
@@ -96,23 +107,13 @@ def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> lis
     """Return the rules of all tensors of a model, layer by layer.
 
     Args:
-        table: the family's lines.
+        table: the family's.
         model: the arguments that give sizes.
         is_transposed: whether Hugging Face stores the weights of linear layers as (in, out).
     """
-    untied = model["untie_embeddings_and_output_weights"]
-    entries = [
-        (key, (names,) if isinstance(names, str) else names)
-        for key, names in table.items()
-        if untied or key != HEAD
-    ]
-    counts: tuple[int, ...] = (model.get("num_experts", 0),)
-    if any(key.startswith(_LAYER) for key in table):
-        counts = (model["num_layers"], *counts)
     sizes, rules = _output_rows(model), []
-    for names, shares in groupby(_numbered(entries, counts), key=lambda entry: entry[2]):
-        targets = [TensorSlice(key.replace(".*", ""), indices, counts[: len(indices)])
-                   for key, indices, _ in shares]  # fmt: skip
+    for names, shares in groupby(_lines(table, model), key=lambda line: line[1]):
+        targets = [target for target, _ in shares]
         rows = [_rows_of(target.key, sizes) for target in targets]
         if len(targets) > 1:
             for target, share in zip(targets, pairwise(accumulate(rows, initial=0)), strict=True):
@@ -131,46 +132,42 @@ def expand(table: TensorTable, model: Model, is_transposed: bool = False) -> lis
     return rules
 
 
-def by_layer(
-    table: TensorTable, dense: TensorTable, experts: TensorTable, model: Model
-) -> TensorTable:
-    """Return the tensors of a model of which some layers have experts and others a dense MLP.
-
-    Args:
-        table: lines of all layers and around them.
-        dense: lines of a dense MLP.
-        experts: lines of a layer of experts.
-        model: its ``moe_layer_freq`` is 1, or 1 or 0 for each layer.
-    """
-    if model["moe_layer_freq"] == 1:
-        return {**table, **experts}
-    lines = {key: names for key, names in table.items() if not key.startswith(_LAYER)}
-    for layer, has_experts in enumerate(model["moe_layer_freq"]):
-        for key, names in {**table, **(experts if has_experts else dense)}.items():
-            if key.startswith(_LAYER):
-                parts = (names,) if isinstance(names, str) else names
-                numbered = tuple(name.replace("*", str(layer), 1) for name in parts)
-                lines[key.replace("*", str(layer), 1)] = numbered
-    return lines
+def _lines(table: TensorTable, model: Model) -> Iterator[tuple[TensorSlice, tuple[str, ...]]]:
+    """Yield each tensor and the names that it is made of: all of the first layer, then others."""
+    for outer in (table.before, table.after):
+        if outer is table.after:
+            yield from _layer_lines(table, model)
+        for key, names in outer.items():
+            if key != HEAD or model["untie_embeddings_and_output_weights"]:
+                yield TensorSlice(key), _names(names)
 
 
-def _numbered(
-    entries: Iterable[tuple[str, tuple[str, ...]]],
-    counts: tuple[int, ...],
-    indices: tuple[int, ...] = (),
-) -> Iterator[tuple[str, tuple[int, ...], tuple[str, ...]]]:
-    """Yield key, numbers and names of each tensor: all of the first layer, then the second's."""
-    for has_star, group in groupby(entries, key=lambda entry: "*" in entry[1][0]):
-        lines = list(group)
-        if not has_star:
-            yield from ((key, indices, names) for key, names in lines)
-            continue
-        for number in range(counts[len(indices)]):
-            filled = [
-                (key, tuple(name.replace("*", str(number), 1) for name in names))
-                for key, names in lines
+def _layer_lines(table: TensorTable, model: Model) -> Iterator[tuple[TensorSlice, tuple[str, ...]]]:
+    layers, experts = model["num_layers"], model.get("num_experts", 0)
+    alike = isinstance(table.layers, Mapping)
+    for layer, tensors in enumerate([table.layers] * layers if alike else table.layers):
+        start = "decoder.layers." if alike else f"decoder.layers.{layer}."
+        indices, counts = ((layer,), (layers,)) if alike else ((), ())
+        for of_experts, group in groupby(tensors.items(), key=lambda line: "*" in line[0]):
+            lines = [
+                (start + key.replace(".*", ""), f"{table.prefix}.{layer}.{names}")
+                for key, names in group
             ]
-            yield from _numbered(filled, counts, (*indices, number))
+            if not of_experts:
+                yield from ((TensorSlice(key, indices, counts), _names(n)) for key, n in lines)
+                continue
+            for expert in range(experts):
+                for key, names in lines:
+                    target = TensorSlice(key, (*indices, expert), (*counts, experts))
+                    yield target, _names(names.replace("*", str(expert)))
+
+
+def _names(pattern: str) -> tuple[str, ...]:
+    """Return the names that a pattern such as ``{q,k,v}_proj.weight`` stands for."""
+    choice = re.search(r"\{(.+)\}", pattern)
+    if choice is None:
+        return (pattern,)
+    return tuple(pattern.replace(choice[0], name) for name in choice[1].split(","))
 
 
 def _query_key_value(transform: TensorTransform, names: int, model: Model) -> TensorTransform:

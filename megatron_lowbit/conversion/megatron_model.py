@@ -1,9 +1,7 @@
 """A checkpoint's model, built and loaded by Megatron-LM's own training code."""
 
-import io
-import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from megatron_lowbit.arguments import parse_arguments
 from megatron_lowbit.megatron import pretrain
 from megatron_lowbit.megatron.model_config import model_config_of
 from megatron_lowbit.megatron.recipe_hook import RecipeHook
+from megatron_lowbit.planning.training_arguments import silenced
 from megatron_lowbit.recipes import Recipe
 
 _RUN = (
@@ -48,7 +47,7 @@ def loaded_model(
         This rank's part of the model.
     """
     with pretrain.teardown():
-        with _silence():
+        with silenced():
             args = parse_arguments([*arguments, *_RUN, "--load", str(checkpoint)])
             model_config = model_config_of(args)
             if recipe is not None:
@@ -61,15 +60,3 @@ def loaded_model(
                 pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             )
         yield model.eval()
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Hide what Megatron-LM says of arguments and model: pages, none of them about logits."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        logging.disable(before)

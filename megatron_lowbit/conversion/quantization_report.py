@@ -31,11 +31,7 @@ class Energy(NamedTuple):
 
 
 def finish(path: Path, tensors: CheckpointReader, plan: Quantization) -> None:
-    """Write a layout's further documents and quantization_report.json; print a row for each block.
-
-    In the report ``weights`` has the format and the SQNR in dB by Hugging Face's names, and
-    ``kept`` lists the modules with matrices that are not quantized.
-    """
+    """Write a layout's further documents and the report; print a row for each block."""
     for name, document in plan.documents.items():
         write_json(path / name, document)
     folder = open_folder(path)

@@ -1,8 +1,7 @@
 """Quantized export of the weights that the training recipe quantizes in fprop.
 
-A weight is quantized as a whole, as Megatron-LM holds it, by the recipe's own quantizer, and so has
-the blocks, the amax and the bits of training. Hugging Face's parts of it are rows with their codes,
-their block scales and the tensor scale.
+A weight is quantized as a whole, as Megatron-LM holds it, and so has the bits of training. Hugging
+Face's parts of it are rows with their codes, their block scales and the tensor scale.
 """
 
 import re
@@ -40,10 +39,11 @@ Names = tuple[str, ...]
 class Weight(NamedTuple):
     """Weight (R, K) of a linear layer that is quantized, and Hugging Face's matrices of it.
 
-    ``slices`` are Megatron-LM's tensors, concatenated by rows. ``amax`` is what its tensor scale is
-    made from: None for its own, or that of training's last steps. ``input`` is the format of the
-    layer's input, if quantized to nearest, and ``input_scale`` its tensor scale of training's last
-    steps (FP32 scalar).
+    Attributes:
+        amax: of training's last steps, for the tensor scale; None for the weight's own.
+        input: format of the layer's input, if quantized to nearest.
+        input_scale: its tensor scale of training's last steps, FP32 scalar.
+        slices: Megatron-LM's tensors, concatenated by rows.
     """
 
     layer: Layer
@@ -91,12 +91,9 @@ class Quantization(NamedTuple):
 def plan_quantization(
     wanted: QuantizedAs, checkpoint: Checkpoint, rules: Sequence[Rule], num_layers: int
 ) -> Quantization:
-    """Plan which weights of a checkpoint to quantize, and how.
+    """Plan the weights to quantize: those of fprop under the recipe before any of its switches.
 
-    These are the weights that the recipe quantizes in fprop before any of its switches.
-
-    Raises UserError where there is no recipe, or where the layout cannot hold a weight with the
-    bits that it has in training.
+    Raises UserError without a recipe, or where the layout cannot hold a weight with its bits.
     """
     recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
     if not wanted.recipes and (line := _changed_since(checkpoint)):
@@ -312,11 +309,10 @@ def _earlier_amaxes(fprop: GemmPrecision, layer: Layer, tensors: CheckpointReade
 def _input(
     fprop: GemmPrecision, earlier: Tensor | None
 ) -> tuple[BlockFormat | None, Tensor | None]:
-    """Return the format of fprop's input for a reader, and its tensor scale.
+    """Return the format of fprop's input for a reader, and its tensor scale; None for no format.
 
-    None where a reader could not quantize it so: rounding is random, elements are scaled by three
-    quarters, or there is a tensor scale, which readers take beside weights of that format alone,
-    and only if training's last steps give it.
+    Readers do not round at random or scale by three quarters. They take a tensor scale only with
+    weights of that format, and it has to be known from training's last steps.
     """
     quantizer = fprop.lhs
     if quantizer is None or quantizer.rounding is not Rounding.NEAREST_EVEN:

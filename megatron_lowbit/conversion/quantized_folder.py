@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.conversion.layouts import METHODS, Stored
+from megatron_lowbit.conversion.layouts.gpt_oss import stored_experts
 from megatron_lowbit.conversion.layouts.modelopt import DOCUMENT
 from megatron_lowbit.conversion.layouts.modelopt import METHOD as MODELOPT
-from megatron_lowbit.conversion.layouts.stacked_experts import stored_experts
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import as_object, read_object
 

@@ -13,16 +13,16 @@ from torch import Tensor
 from megatron_lowbit.checkpoints.checkpoint import EMBEDDING, open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import argument_file
+from megatron_lowbit.conversion import TOKENS
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
-from megatron_lowbit.conversion.layouts.stacked_experts import stack_experts
+from megatron_lowbit.conversion.layouts.gpt_oss import stack_experts
 from megatron_lowbit.conversion.megatron_model import loaded_model
 from megatron_lowbit.conversion.quantized import QuantizedAs, recipe_of
 from megatron_lowbit.conversion.quantized_folder import QUANTIZATION, QuantizedFolder, open_folder
 from megatron_lowbit.errors import UserError, as_user_error, require
 from megatron_lowbit.recipes import LinearPrecision, Recipe
 
-TOKENS = tuple(range(1, 9))
 LIMIT = 2**-13
 """Largest difference of logits in FP32 that the order of sums explains, of the largest logit."""
 ROUNDED_LIMIT = 2**-4
@@ -37,16 +37,13 @@ def verify(
     tokens: Sequence[int] = TOKENS,
     quantized: QuantizedAs | None = None,
 ) -> tuple[float, float]:
-    """Compare a folder of Hugging Face's with a checkpoint directory's newest checkpoint.
+    """Compare a folder of Hugging Face's with a checkpoint directory's newest checkpoint, in FP32.
 
-    Both models compute in FP32, and each has to fit into memory. ``quantized`` is what the folder
-    was exported as: this project's model then quantizes those weights, and no activation, and
-    transformers' has them dequantized in FP32; without it, in BF16 as they are imported.
+    ``quantized`` is what the folder was exported as: this project's model then quantizes those
+    weights, and no activation, and transformers' has them dequantized in FP32.
 
     Returns:
         The largest difference of logits, and the largest logit of transformers'.
-
-    :func:`check_source` or :func:`check_tokens` tells before a conversion whether this can be done.
     """
     opened = open_folder(folder)
     converted = from_config(opened.config, str(folder / CONFIG))
@@ -111,10 +108,7 @@ def check_tokens(tokens: Sequence[int], size: int) -> None:
 
 
 def _transformers_model(folder: Folder, exact: bool) -> Any:
-    """Return transformers' model in FP32 with a folder's weights, as this project reads them.
-
-    They are dequantized exactly, or else rounded to BF16.
-    """
+    """Return transformers' model in FP32; weights are dequantized exactly, or rounded to BF16."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder.path)

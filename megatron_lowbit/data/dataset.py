@@ -13,7 +13,7 @@ import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
 # isort: split
 from megatron.core.datasets.indexed_dataset import DType
 
-from megatron_lowbit.data.digest import data_digest
+from megatron_lowbit.data.dataset_writer import data_digest
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries, read_object
 

@@ -1,4 +1,7 @@
-"""Tokenizers: train one, load one. Only the ``tokenizers`` library is needed, not transformers."""
+"""Train a byte-level BPE tokenizer that Hugging Face's AutoTokenizer and Megatron can load.
+
+Example: lowbit-tokenizer --input corpus/ --pattern '*.txt' --vocab-size 32000 --output tokenizer/
+"""
 
 import hashlib
 import json
@@ -12,8 +15,9 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from megatron_lowbit.errors import UserError, as_user_error, require
-from megatron_lowbit.folders import replace_text, replacing
+from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.errors import UserError, as_user_error, require, say
+from megatron_lowbit.folders import check_file, check_folder, replace_text, replacing, writing
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.storage.lock import FolderLock
 
@@ -30,6 +34,36 @@ TOKENIZER_TYPES = ("HuggingFaceTokenizer", "NullTokenizer")
 # megatron-core zeroes the loss where the label equals the pad id. Documents are packed without
 # padding and eod must be learned, so pad is an id that no document can hold.
 _NO_PAD = -1
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train on what the command line names."""
+    from megatron_lowbit.data.corpus import Corpus, add_corpus_arguments  # which needs this module
+
+    parser = command_parser(description=__doc__)
+    add_corpus_arguments(parser)
+    parser.add_argument(
+        "--vocab-size", type=int, required=True, metavar="N",
+        help="number of tokens, the 256 bytes and the special token included",
+    )  # fmt: skip
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR",
+        help="folder for tokenizer.json and tokenizer_config.json",
+    )  # fmt: skip
+    args = parser.parse_args(argv)
+    check_folder("--output", args.output)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        check_file("--output", args.output / name)
+    check_output(args.output)
+    corpus = Corpus(args.input, args.json_keys, args.pattern, args.exclude)
+    texts = (text for document in corpus.documents() for text in document.texts)
+    with writing("--output", args.output):
+        size = train_tokenizer(texts, args.vocab_size, args.output)
+    count = len(corpus.files) - len(corpus.skipped)
+    say(f"{args.output}: {size:,} tokens from {count:,} files")
+    if size < args.vocab_size:
+        say(f"the input has too few different pairs for --vocab-size {args.vocab_size:,}")
+    corpus.report_skipped()
 
 
 @dataclass(frozen=True)

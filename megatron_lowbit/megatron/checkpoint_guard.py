@@ -24,8 +24,8 @@ from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
 from megatron_lowbit.megatron.run_record import check_resumed, record_data
 from megatron_lowbit.megatron.steps import steps_of
 from megatron_lowbit.storage import files, replacement
+from megatron_lowbit.storage.files import load_directory, selected
 from megatron_lowbit.storage.lock import FolderLock
-from megatron_lowbit.storage.selection import load_directory, selected
 
 _NON_PERSISTENT = "non_persistent"
 _WRITTEN_IN_PLACE = (

@@ -16,14 +16,14 @@ from megatron_lowbit.megatron.extra_states import check_extra_states
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks, say_on_rank_0
 from megatron_lowbit.storage import files, replacement
-from megatron_lowbit.storage.pickles import check_lengths, read_objects, saved_tensors
-from megatron_lowbit.storage.selection import (
+from megatron_lowbit.storage.files import (
     Selected,
     load_directory,
     newest,
     persistent,
     selected,
 )
+from megatron_lowbit.storage.pickles import check_lengths, read_objects, saved_tensors
 
 _READING = "read the checkpoint in"
 

@@ -1,9 +1,7 @@
-"""Bytes that forward keeps for backward, part by part, on a GPU.
+"""Bytes that forward keeps for backward, part by part, on a GPU; the tests count what is saved.
 
-Every tensor is counted once, however many operations save it. In the notation of "Reducing
-Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), whose table this follows
-with other entries: attention keeps no scores, RoPE nothing of a query, the activation its input
-alone, a quantized linear layer codes and scales of its input. The tests count what is saved.
+It follows the table of arXiv 2205.05198 with other entries: attention keeps no scores, RoPE nothing
+of a query, the activation only its input, a quantized linear layer codes and scales of its input.
 """
 
 from argparse import Namespace
@@ -63,10 +61,9 @@ def quantized_weight_bytes(
 ) -> tuple[float, float]:
     """Return bytes of a layer's quantized weight that are kept for a step, and for each microbatch.
 
-    A weight that is the same in all microbatches is quantized once, for fprop and dgrad. Where both
-    take the same square blocks ``as_values``, in BF16, they share the codes; GEMMs of codes need
-    them a second time, transposed. They also share them where dgrad takes fprop's values, and where
-    they are ``stored`` in place of the weight.
+    A cached weight is quantized once, for fprop and dgrad. They share the codes where both take
+    square blocks ``as_values``, in BF16, where dgrad takes fprop's values, and where codes are
+    ``stored`` in place of the weight; GEMMs of codes need them a second time, transposed.
     """
     precision = linear.precision
     sides = [precision.quantizer(gemm, "weight") for gemm in ("fprop", "dgrad")]
@@ -123,10 +120,9 @@ def _reuses_input(args: Namespace, part: Part) -> bool:
 def _attention(args: Namespace, tokens: int, element: int) -> float:
     """Return the bytes that attention itself keeps.
 
-    Transformer Engine's flash and fused attention keep query, key, value and output, and each
-    head's sum of exponentials. Queries and keys that RoPE turned are tensors of their own; without
-    RoPE all three are copied, or the output of the QKV layer is kept in their place. Local layers
-    also keep the scores and their mask, and keys and values once for each query head.
+    Flash and fused attention keep query, key, value and output, and each head's sum of
+    exponentials. Local layers also keep the scores and their mask, and keys and values once for
+    each query head.
     """
     tensor = args.tensor_model_parallel_size
     heads, groups = args.num_attention_heads // tensor, query_groups(args) // tensor
@@ -156,9 +152,8 @@ def _activation(
 def _scan(args: Namespace, tokens: int, scan: str, element: int) -> float:
     """Return the bytes that convolution, scan and gated norm keep, by which scan runs.
 
-    mamba-ssm 2.2 fused with its convolution keeps the output of in_proj and the ungated output, and
-    computes the rest again; its scan alone keeps copies of its inputs and the sums of log decays.
-    torch's scan keeps every FP32 tensor between its products.
+    mamba-ssm 2.2 fused with its convolution keeps the output of in_proj and the ungated output; its
+    scan alone copies of its inputs and the sums of log decays; torch's every FP32 tensor.
     """
     sizes, tensor = mixer(args), args.tensor_model_parallel_size
     heads, inner = sizes.heads // tensor, sizes.inner // tensor

@@ -56,8 +56,8 @@ def part_communication(
     """Time tensor- and expert-parallel communication of one part, forward and backward.
 
     With sequence parallelism the first layer gathers its input, as codes where it quantizes them,
-    in forward and for wgrad in backward, and the second scatters sums; without, it reduces them.
-    What a first layer's dgrad sums up is on its way while wgrad multiplies.
+    in forward and for wgrad, and the second scatters sums; without, it reduces them. The sums of a
+    first layer's dgrad overlap wgrad.
     """
     forward, backward = Counter(), Counter()
     ranks = layout.tensor

@@ -99,11 +99,10 @@ def head_times(args: Namespace, vocabulary: int, tokens: int, device: Device) ->
 
 
 def _loss_moves(args: Namespace) -> tuple[int, int]:
-    """Return the bytes a logit that cross-entropy reads and writes, forward and backward.
+    """Return the bytes per logit that cross-entropy reads and writes, forward and backward.
 
-    Megatron-LM's copies logits to FP32, then finds the maximum, subtracts it, exponentiates, sums
-    and divides; backward multiplies and casts. Fused, three kernels do the former and one the
-    latter. Megatron-LM refuses Transformer Engine's.
+    It copies logits to FP32, finds the maximum, subtracts it, exponentiates, sums and divides;
+    backward multiplies and casts. Fused, these are three kernels and one.
     """
     if args.cross_entropy_loss_fusion:
         return BF16 + 5 * FP32, BF16 + FP32
@@ -189,10 +188,10 @@ def _quantization(
     linear: Linear, tokens: int, weights: int, inputs: int, outputs: int,
     names: dict[str, str], device: Device,
 ) -> tuple[float, float, float]:  # fmt: skip
-    """Return the seconds of quantizing in forward, in backward, and of a cached weight once a step.
+    """Return the seconds of quantizing in forward, in backward, and of a cached weight per step.
 
-    As the layer does it: a source for both its GEMMs at once; wgrad's input kept in forward as
-    codes, and turned into what its GEMM takes in backward; so are a cached weight's in each pass.
+    A source is quantized for both its GEMMs at once. Backward turns the codes that forward kept of
+    the input into what wgrad takes; each pass does so with those of a cached weight.
     """
     precision = linear.precision
     delayed = precision.history_length > 0
@@ -251,9 +250,8 @@ def _extra_ps(gemm: str, quantizer: Quantizer, precision: LinearPrecision, gpu: 
 def _attention(args: Namespace, tokens: int, device: Device) -> tuple[float, float]:
     """Return the seconds of attention itself, forward and backward.
 
-    Transformer Engine's is causal, with half of the scores: two GEMMs forward, and with the scores'
-    again five backward. Local layers multiply all scores, in two GEMMs forward and four backward,
-    and move them: written, masked, exponentiated and read, then as often again with gradients.
+    Transformer Engine computes half of the scores: two GEMMs forward, five backward with the
+    scores again. Local layers compute all scores, in two and four GEMMs, and move them.
     """
     heads, gpu = args.num_attention_heads // args.tensor_model_parallel_size, device.gpu
     one = tokens * args.seq_length * heads * args.kv_channels  # 2 FLOPs, half of the scores
@@ -270,11 +268,7 @@ def _attention(args: Namespace, tokens: int, device: Device) -> tuple[float, flo
 def _around(
     args: Namespace, part: Part, tokens: int, local: int, routed: int
 ) -> tuple[float, float]:
-    """Return the bytes that the kernels between the GEMMs move, forward and backward.
-
-    A norm reads and writes once, its gradient takes one read more; a residual is two reads and a
-    write, each way.
-    """
+    """Return the bytes that norms, residuals and activations move, forward and backward."""
     forward, backward = 5.0 * local * args.hidden_size, 6.0 * local * args.hidden_size
     tensor = args.tensor_model_parallel_size
     wide, inner = part.first.split(tensor)[1], part.second.split(tensor)[0]

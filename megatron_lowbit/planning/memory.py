@@ -29,14 +29,11 @@ def usable_bytes(device: compute.Device) -> float:
 
 
 def state(args: Namespace, count: Parameters, layout: Layout) -> dict[str, float]:
-    """Return bytes of weights, gradients and optimizer: 18 a parameter, 12 of them sharded.
+    """Return bytes of weights, gradients and optimizer: 18 per parameter, 12 of them sharded.
 
-    Megatron-LM's precision-aware optimizer keeps moments in the given formats, and of an FP32 main
-    parameter the 16 bits that the BF16 one lacks, of which stored weights keep a copy.
-
-    Each parameter is BF16, a mixer's A_log and D too (megatron-core's Float16Module), and has an
-    FP32 main parameter and two FP32 moments (Float16OptimizerWithFloat16Params,
-    DistributedOptimizer).
+    Each parameter is BF16 (megatron-core's Float16Module), with an FP32 main parameter and two
+    moments. The precision-aware optimizer keeps moments in the given formats, and of an FP32 main
+    parameter the 16 bits that the BF16 one lacks, unless codes take the BF16 one's place.
     """
     each = args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize
     each += args.main_params_dtype.itemsize
@@ -78,8 +75,7 @@ def saved_parameter_bytes(args: Namespace, parts: Counter[Part], tensor: int) ->
 def in_flight(layout: Layout, stage: int) -> float:
     """Return microbatches whose activations a stage holds at once, under the 1F1B schedule.
 
-    With virtual stages as in "Efficient Large-Scale Language Model Training on GPU Clusters Using
-    Megatron-LM" (arXiv 2104.04473): chunks warm up, of which ``virtual`` are a microbatch.
+    With virtual stages (arXiv 2104.04473) chunks warm up, of which ``virtual`` are a microbatch.
     """
     stages, virtual = layout.pipeline, layout.virtual
     if virtual == 1:
@@ -142,9 +138,8 @@ def rank_memory(
 def _layer_backward(args: Namespace, parts: Counter[Part], device: compute.Device) -> Counter[str]:
     """Return the bytes that backward needs beside what forward kept, in the largest part.
 
-    There the first linear layer multiplies: its output's gradient and, of a quantized one, that for
-    dgrad and for wgrad, the weight for dgrad, the input's gradient, dW. What the part kept behind
-    that layer is free again.
+    Its first linear layer holds gradients of output, input and weight, and quantized operands; what
+    the part kept behind that layer is free again.
     """
     tokens, tensor = args.micro_batch_size * args.seq_length, args.tensor_model_parallel_size
     most = 0.0

@@ -7,6 +7,7 @@ to the machine at hand, no global variable is set and no file is opened.
 import argparse
 import contextlib
 import io
+import logging
 import os
 import warnings
 from argparse import Namespace
@@ -99,7 +100,7 @@ class TrainingArguments:
     def parse(self, ranks: int, more: Sequence[str] = ()) -> Namespace:
         """Return validated arguments of a run on so many ranks, with more arguments at the end."""
         tokens = [*self._command_line.tokens(), *more]
-        with _quiet(), one_line_errors():
+        with silenced(), one_line_errors():
             args = self._parser.parse_args(tokens)
             args.rank, args.world_size = 0, ranks
             args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
@@ -110,11 +111,16 @@ class TrainingArguments:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Print nothing of what Megatron-LM says about its arguments."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def silenced() -> Iterator[None]:
+    """Print nothing of what Megatron-LM says about arguments and models."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory: their names and checksums.
+"""Files of a checkpoint directory: names, checksums, and which checkpoint Megatron-LM loads.
 
     DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
     DIR/iter_0000100/...                     what Megatron-LM has saved
@@ -7,7 +7,8 @@
     DIR/.iter_0000100.deleted/...            one that is being deleted
     DIR/.saving                              the iteration that is being saved, if higher ones exist
 
-Nothing here talks to other ranks.
+The selection follows ``load_checkpoint`` and ``load_args_from_checkpoint`` of Megatron-LM, so that
+a checkpoint is verified before any of its bytes are read. Nothing here talks to other ranks.
 """
 
 import hashlib
@@ -15,9 +16,10 @@ import json
 import os
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import replace_text
@@ -220,3 +222,62 @@ def _document_digest(document: dict[str, Any]) -> str:
 def write_tracker(directory: Path, iteration: int) -> None:
     """Let DIR's tracker file name an iteration."""
     replace_text(directory / TRACKER, f"{iteration}\n")
+
+
+class Selected(NamedTuple):
+    """Folder of a checkpoint, and its iteration: None for a release."""
+
+    path: Path
+    iteration: int | None
+
+
+def load_directory(args: Namespace) -> Path | None:
+    """Return ``--load``, or ``--pretrained-checkpoint`` if ``--load`` has no tracker file."""
+    if args.pretrained_checkpoint is None:
+        return args.load and Path(args.load)
+    if args.load is not None and (Path(args.load) / TRACKER).is_file():
+        return Path(args.load)
+    return Path(args.pretrained_checkpoint)
+
+
+def persistent(args: Namespace, directory: Path) -> Selected | None:
+    """Return the checkpoint that ``--ckpt-step`` or the tracker file of a directory names.
+
+    Raises:
+        UserError: the tracker file is damaged, or contradicts ``--ckpt-step``.
+    """
+    folder = release(directory)
+    if folder is not None:
+        require(
+            not args.ckpt_step,
+            f"--ckpt-step {args.ckpt_step}: Megatron-LM loads {folder} all the same, which "
+            f"{TRACKER} names; write {args.ckpt_step} into that file instead",
+        )
+        return Selected(folder, None)
+    latest = latest_iteration(directory)
+    iteration = args.ckpt_step or latest
+    if iteration is None:
+        return None
+    return Selected(iteration_directory(directory, iteration), iteration)
+
+
+def newest(args: Namespace, directory: Path, saved: Selected | None) -> Selected | None:
+    """Return the non-persistent checkpoint of a directory unless ``saved`` is of a later iteration.
+
+    Raises:
+        UserError: the tracker file of the non-persistent checkpoints is damaged.
+    """
+    if args.non_persistent_ckpt_type != "global":
+        return saved
+    folder = Path(args.non_persistent_global_ckpt_dir or directory / "non_persistent")
+    iteration = latest_iteration(folder)
+    if iteration is None or (saved is not None and iteration < (saved.iteration or 0)):
+        return saved
+    return Selected(iteration_directory(folder, iteration), iteration)
+
+
+def selected(args: Namespace, directory: Path | None) -> Selected | None:
+    """Return the checkpoint that Megatron-LM loads from a directory; None if it holds none."""
+    if directory is None:
+        return None
+    return newest(args, directory, persistent(args, directory))

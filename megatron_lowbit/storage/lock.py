@@ -21,11 +21,9 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 class FolderLock:
     """Exclusive use of a folder by this process, until it is closed or the process ends.
 
-    The lock is the kernel's, so that a killed process leaves none behind, and POSIX's, which the
-    processes that a run forks do not inherit: writers of checkpoints may outlive a killed run. It
-    holds between hosts where their shared file system passes locks on, as NFS 4 does.
-
-    Where the file system knows no locks, a line is printed and the folder is not locked.
+    The lock is POSIX's, which a killed process does not leave behind and forked ones do not
+    inherit: writers of checkpoints may outlive a killed run. It holds between hosts where their
+    file system passes locks on, as NFS 4 does; without locks a line is printed.
 
     Args:
         folder: an existing folder, which gets the file ``.lock`` with host and process.

@@ -104,7 +104,6 @@ def resumable_output(
 
     After an interruption its finished files are kept for the next call with an equal ``task``,
     which names the source and every argument that decides on the files. Bad input leaves nothing.
-    A bar on the terminal counts the ``parts`` of all files.
 
     Raises UserError if ``output`` exists, without ``force``, holds the source or is being written
     by another process, or if the system refuses to read or write.

@@ -25,6 +25,7 @@ from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import require, say
 
 if TYPE_CHECKING:
+    from megatron_lowbit.analysis.comparison import Contender
     from megatron_lowbit.study.definition import Job, Study
 
 DEFAULT_SEEDS = (1, 2)
@@ -87,30 +88,35 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace, training: list[str]) -> None:
+    from megatron_lowbit.analysis.comparison import compare, far_behind, read_contenders
+    from megatron_lowbit.analysis.comparison_page import gaps_text
     from megatron_lowbit.folders import check_folder
     from megatron_lowbit.storage.lock import FolderLock
     from megatron_lowbit.study.definition import jobs_of
     from megatron_lowbit.study.runner import run
-    from megatron_lowbit.study.standing import contenders_of, described, far_behind, standing
 
     study = _study_of(args)
 
-    def judge(finished: Sequence["Job"]) -> tuple[str, set[str]]:
-        rows = standing(finished, study.names)
+    def contenders_of(finished: "Sequence[Job]") -> "list[Contender]":
+        jobs = sorted(finished, key=lambda job: study.names.index(job.name))
+        return read_contenders([(job.name, job.folder) for job in jobs], [job.seed for job in jobs])
+
+    def judge(finished: "Sequence[Job]") -> tuple[str, set[str]]:
+        """Compare finished runs; nothing before a run of the baseline has finished."""
+        if study.names[0] not in {job.name for job in finished}:
+            return "", set()
+        rows = compare(contenders_of(finished))
         behind = set() if args.leave_out is None else far_behind(rows, args.leave_out)
-        return described(rows), behind
+        return gaps_text(rows), behind
 
     jobs = jobs_of(study, args.output, training)
     places = (args.gpus or [None]) * args.at_once
     check_folder("--output", args.output)
     args.output.mkdir(parents=True, exist_ok=True)
     with closing(FolderLock(args.output, f"--output {args.output}")):
-        jobs = run(jobs, places, args.keep_checkpoints, judge, args.minutes)
-        if not jobs:
-            return
-        contenders = contenders_of(jobs)
-        contenders.sort(key=lambda contender: study.names.index(contender.name))
-        _show(contenders, args.output, args.study.stem if args.study else ", ".join(study.names))
+        if jobs := run(jobs, places, args.keep_checkpoints, judge, args.minutes):
+            title = args.study.stem if args.study else ", ".join(study.names)
+            _show(contenders_of(jobs), args.output, title)
 
 
 def _add_plan(commands: argparse._SubParsersAction) -> None:

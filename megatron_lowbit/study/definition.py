@@ -242,10 +242,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def launch_command(job: Job) -> list[str]:
-    """Return a job's command with where it saves, and where it goes on if it has begun.
-
-    Megatron-LM saves a checkpoint when it is told to end only with ``--exit-signal-handler``.
-    """
+    """Return a job's command with where it saves, and the checkpoint that it continues from."""
     load: list[str] = []
     if has_checkpoint(job.folder):
         load = ["--load", str(job.folder)]

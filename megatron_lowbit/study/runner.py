@@ -54,17 +54,21 @@ def run(
     judge: Judge,
     minutes: float | None = None,
 ) -> list[Job]:
-    """Run what is not finished yet, a job for each of ``places`` at once; return what is finished.
+    """Run what is not finished yet, and return what is finished.
 
-    A place is the number of the GPU that a job sees, or None. A checkpoint is removed when its run,
-    and those that begin from it, have ended, unless it is to be kept. Interrupted, all runs stop as
-    they do by themselves, with a checkpoint to go on from. A run whose checkpoint is gone begins
-    anew where another is to begin from it. ``judge`` is asked whenever a run has finished; names
-    that others begin from are not left out. After ``minutes`` all runs stop in the same way; none
-    is started that, taking as long as the longest so far, would not end before.
+    A run whose checkpoint is gone begins again where another is to begin from it. Interrupted, all
+    runs stop with a checkpoint to resume from.
 
-    Raises TrainingError, after all others have ended, where a run failed. A run that begins from
-    another's checkpoint fails with it.
+    Args:
+        jobs: of the whole study.
+        places: numbers of the GPUs that jobs see, or None; a job runs on each at once.
+        keep_checkpoints: keep those of runs that have ended, and from which no other begins.
+        judge: asked whenever a run has finished; names that others begin from are not left out.
+        minutes: time after which runs stop; none is started that, as long as the longest so far,
+            would not end before.
+
+    Raises:
+        TrainingError: a run failed, or the one that it begins from; the others have ended.
     """
     finished = [job for job in jobs if is_finished(job)]
     starts = {job.start.folder for job in jobs if job.start and job not in finished}
@@ -74,7 +78,8 @@ def run(
     trunks = {job.start.folder for job in jobs if job.start}
     free, running = list(places), []
     failures: dict[Path, str] = {}
-    clock = _Clock(minutes)
+    end = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    longest = 0.0  # seconds of the longest run
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=plain_console(stderr=True)) as progress:
         whole = progress.add_task("runs", total=len(jobs), completed=len(finished))
@@ -90,7 +95,7 @@ def run(
             leave_out()
             while left or running:
                 ready = [job for job in left if not job.start or job.start.folder not in unready]
-                for job in ready[: len(free)] if clock.allows_another() else ():
+                for job in ready[: len(free)] if time.monotonic() + longest < end else ():
                     left.remove(job)
                     running.append(_start(job, free.pop(0), progress))
                 if not running:
@@ -98,7 +103,7 @@ def run(
                         failures |= {job.folder: f"{job.start.folder} failed" for job in left}
                     break
                 time.sleep(_LOOK_S)
-                if clock.is_over():
+                if time.monotonic() >= end:
                     break
                 for one in list(running):
                     progress.update(one.task, completed=_iteration(one.job))
@@ -112,7 +117,7 @@ def run(
                     if cause:
                         failures[one.job.folder] = cause
                     else:
-                        clock.note(time.monotonic() - one.began)
+                        longest = max(longest, time.monotonic() - one.began)
                         unready.discard(one.job.folder)
                         finished.append(one.job)
                         leave_out()
@@ -137,26 +142,6 @@ def run(
         count = f"{len(failures)} of {len(jobs)} runs failed"
         raise TrainingError(f"{count} (see {_LOG} in the folder): {_summary(failures)}")
     return [job for job in jobs if job in finished]
-
-
-class _Clock:
-    """Time of a command that may take ``minutes``, and the longest run in it; None for no limit."""
-
-    def __init__(self, minutes: float | None) -> None:
-        self._end = math.inf if minutes is None else time.monotonic() + 60 * minutes
-        self._longest = 0.0
-
-    def note(self, seconds: float) -> None:
-        """Take the time of a run that has ended."""
-        self._longest = max(self._longest, seconds)
-
-    def allows_another(self) -> bool:
-        """Return True if a run as long as the longest would end in time."""
-        return time.monotonic() + self._longest < self._end
-
-    def is_over(self) -> bool:
-        """Return True once the time is up."""
-        return time.monotonic() >= self._end
 
 
 def _finish(one: _Running, keep_checkpoints: bool) -> str | None:

@@ -17,7 +17,7 @@ from megatron_lowbit.analysis.comparison import (
     read_contenders,
     visible_gap,
 )
-from megatron_lowbit.analysis.comparison_picture import picture
+from megatron_lowbit.analysis.comparison_page import picture
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.study.command import main
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_lowbit.analysis.spike_score import spike_score
+from megatron_lowbit.analysis.comparison import spike_score
 
 
 def by_the_equation(losses):

@@ -11,8 +11,7 @@ from tiny_models import LLAMA3
 
 from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
-from megatron_lowbit.conversion.ggml_blocks import mxfp4_blocks, nvfp4_blocks, q4_0_blocks
-from megatron_lowbit.conversion.gguf_file import to_gguf
+from megatron_lowbit.conversion.gguf_file import mxfp4_blocks, nvfp4_blocks, q4_0_blocks, to_gguf
 from megatron_lowbit.conversion.layouts.layout import decode_blocks
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.conversion.quantized_folder import open_folder

@@ -12,8 +12,7 @@ import pytest
 from small_llama import write_llama
 
 from megatron_lowbit.command_line import shell_line
-from megatron_lowbit.conversion import next_steps
-from megatron_lowbit.conversion.choices import LAYOUTS
+from megatron_lowbit.conversion import LAYOUTS, next_steps
 from megatron_lowbit.conversion.command import main
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.training_arguments import TrainingArguments

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from saved_args import change_args
 
+from megatron_lowbit import conversion
 from megatron_lowbit.checkpoints.reader import CheckpointReader, TensorSlice
-from megatron_lowbit.conversion import choices
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.layouts import LAYOUTS
-from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
+from megatron_lowbit.conversion.layouts.layout import reciprocal
 from megatron_lowbit.conversion.quantized import QuantizedAs
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.numerics import quantize
@@ -393,7 +393,7 @@ def test_verify_compares_logits(mixtral, tmp_path):
 
 
 def test_every_layout_can_be_chosen():
-    assert tuple(LAYOUTS) == choices.LAYOUTS
+    assert tuple(LAYOUTS) == conversion.LAYOUTS
 
 
 def test_reciprocals_of_reciprocals():

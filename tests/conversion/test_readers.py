@@ -15,12 +15,12 @@ import tiny_models
 import torch
 from safetensors.torch import load_file
 
-from megatron_lowbit.conversion import command, quantized, readers
+from megatron_lowbit.conversion import command, next_steps, quantized
 from megatron_lowbit.conversion.command import main
 from megatron_lowbit.conversion.convert import to_hugging_face, to_megatron
 from megatron_lowbit.conversion.families import FAMILIES
+from megatron_lowbit.conversion.next_steps import FAILS, LOADS, NOT_TRIED, READERS, WRONG, outcome
 from megatron_lowbit.conversion.quantized import QuantizedAs
-from megatron_lowbit.conversion.readers import FAILS, LOADS, NOT_TRIED, READERS, WRONG, outcome
 from megatron_lowbit.errors import UserError
 
 PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
@@ -76,7 +76,7 @@ def cases():
     for family in BUILDERS:
         yield family, "plain", "all"
         for format in FORMATS:
-            shares = [*PATTERNS][: 4 if family in readers.ONE_BY_ONE else 3]
+            shares = [*PATTERNS][: 4 if family in next_steps.ONE_BY_ONE else 3]
             yield from ((family, format, share) for share in shares)
             yield family, f"{format} with inputs", "all"
         yield family, "mixed", "all"
@@ -186,7 +186,7 @@ def test_an_export_loads_as_the_command_says(
     seen = loaded_well(out, layout, dict(model_of(family).named_parameters()), error)
     assert said in (seen, NOT_TRIED)
     if said == NOT_TRIED:
-        assert kind == "mixed" and family in readers.ONE_BY_ONE
+        assert kind == "mixed" and family in next_steps.ONE_BY_ONE
 
 
 def llama(folder: Path, hidden: int) -> Path:
@@ -232,7 +232,7 @@ def test_verify_loads_as_the_user_will(tmp_path, capsys, monkeypatch):
     code, lines, _ = verified(capsys, *words)
     assert code == 0 and "weights in transformers are those of the files" in lines
     # A reader that takes other scales is found, by the weight's name.
-    monkeypatch.setattr(readers, "_ragged", lambda folder: None)
+    monkeypatch.setattr(next_steps, "_ragged", lambda folder: None)
     code, lines, errors = verified(capsys, "--quantized", "fp8-blocks", "--recipe", "fp8-tile")
     assert code == 1 and re.search(
         r"error: --verify: transformers .* out: model\.layers\.0", errors
@@ -272,6 +272,6 @@ def test_the_page_s_table_is_the_commands():
     words = {LOADS: "loads", WRONG: "**wrong weights**", FAILS: "error"}
     assert rows == {
         format: ["loads", *(words[result] for result in results)]
-        for format, results in readers.WITH_EXPERTS.items()
+        for format, results in next_steps.WITH_EXPERTS.items()
     }
     assert {family.name for family in FAMILIES.values()} == set(BUILDERS)

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_lowbit.data.index_cache import building, cache_folder
-from megatron_lowbit.data.index_checks import is_blend_index
+from megatron_lowbit.data.index_cache import building, cache_folder, is_blend_index
 from megatron_lowbit.errors import UserError
 
 # isort: split

@@ -23,8 +23,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import corpus as corpus_module
 from megatron_lowbit.data import dataset_writer
-from megatron_lowbit.data.digest import data_digest
-from megatron_lowbit.data.preprocess_command import main
+from megatron_lowbit.data.corpus import main
+from megatron_lowbit.data.dataset_writer import data_digest
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.data.tokenizer import load_tokenizer
-from megatron_lowbit.data.tokenizer_command import main
+from megatron_lowbit.data.tokenizer import load_tokenizer, main
 from megatron_lowbit.errors import UserError, exit_on_user_error
 
 COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import tokenizer; tokenizer()"]

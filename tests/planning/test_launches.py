@@ -4,8 +4,8 @@ import pytest
 
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
+from megatron_lowbit.planning.estimate import repeated, waiting
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.launches import repeated, waiting
 from megatron_lowbit.planning.layouts import candidate_of
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments

@@ -8,9 +8,14 @@ from built import parameter_count, parse
 
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.planning.estimate import ends, padded_vocabulary
-from megatron_lowbit.planning.layouts import candidate_of, candidates
+from megatron_lowbit.planning.layouts import (
+    candidate_of,
+    candidates,
+    chunk_arguments,
+    divisions,
+    model_chunks,
+)
 from megatron_lowbit.planning.model import parameters, stages
-from megatron_lowbit.planning.pipeline import chunk_arguments, divisions, model_chunks
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipe
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_lowbit.errors import UserError
-from megatron_lowbit.planning.changes import changes
 from megatron_lowbit.planning.command import main
 from megatron_lowbit.planning.layouts import candidate_of
-from megatron_lowbit.planning.search import enough_gpus, plan_run
+from megatron_lowbit.planning.search import changes, enough_gpus, plan_run
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 
 ROOT = Path(__file__).parents[2]

@@ -71,6 +71,26 @@ def study(tmp_path):
     return write
 
 
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.is_file():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def started(arguments: list[str], output: Path) -> subprocess.Popen:
+    """Start a study whose first run has logged an iteration."""
+    # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(output / "base-1" / "metrics.jsonl")
+    return process
+
+
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -285,14 +305,7 @@ def test_an_interrupted_study_goes_on(study, tmp_path):
     """Ctrl-C stops the run with a checkpoint, in one line; run again, it goes on from there."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
-    command = [sys.executable, "-c", RUN, *arguments]
-    # Whoever runs the tests in the background ignores Ctrl-C, and so would what they start.
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    first = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heeds
-    )
-    while not (output / "base-1" / "metrics.jsonl").is_file():
-        time.sleep(0.05)
+    first = started(arguments, output)
     os.kill(first.pid, signal.SIGINT)
     _, shown = first.communicate(timeout=30)
     assert first.returncode == 130
@@ -309,14 +322,9 @@ def test_a_second_ctrl_c_waits_for_no_checkpoint(study, tmp_path):
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     stubborn = TRAINING.replace("sys.exit()", "time.sleep(60)")
     (tmp_path / "train.py").write_text(stubborn)
-    command = [sys.executable, "-c", RUN, "run", str(file), "--output", str(output)]
-    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    study_run = subprocess.Popen(command, stderr=subprocess.PIPE, preexec_fn=heeds)
-    while not (output / "base-1" / "metrics.jsonl").is_file():
-        time.sleep(0.05)
+    study_run = started(["run", str(file), "--output", str(output)], output)
     os.kill(study_run.pid, signal.SIGINT)
-    while not (output / "base-1" / TRACKER).is_file():
-        time.sleep(0.05)
+    wait_for(output / "base-1" / TRACKER)
     os.kill(study_run.pid, signal.SIGINT)
     _, shown = study_run.communicate(timeout=30)
     assert study_run.returncode == 130 and b"Traceback" not in shown
@@ -368,28 +376,24 @@ def test_files_without_an_end_are_not_read(tmp_path):
             read_study(file)
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize(
     "arguments",
     [
-        *[f"--at-once {value}" for value in (0, -3)],
-        *[f"--minutes {value}" for value in ("nan", "-5", "0", "inf")],
+        *[f"{command} --at-once {value}" for command in ("run", "plan") for value in (0, -3)],
+        *[
+            f"{command} --minutes {value}"
+            for command in ("run", "plan")
+            for value in ("nan", "-5", "0", "inf")
+        ],
+        *["run --leave-out nan", "run --leave-out -1", "plan --start-up nan", "plan --count 0"],
     ],
 )
-def test_numbers_that_run_and_plan_refuse(tmp_path, command, arguments):
-    name = arguments.split()[0]
-    with pytest.raises(UserError, match=f"{name} .*: must be positive and finite"):
-        main([command, "--recipes", "bf16", "nvfp4", "--output", str(tmp_path), *arguments.split()])
+def test_numbers_that_are_refused(tmp_path, arguments):
+    command, name, value = arguments.split()
+    limit = "not negative" if name in ("--leave-out", "--start-up") else "positive"
+    with pytest.raises(UserError, match=f"{name} .*: must be {limit} and finite"):
+        main([command, "--recipes", "bf16", "nvfp4", "--output", str(tmp_path), name, value])
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["run --leave-out nan", "run --leave-out -1", "plan --start-up nan", "plan --count 0"],
-)
-def test_numbers_that_one_of_them_refuses(tmp_path, arguments):
-    with pytest.raises(UserError, match=f"{arguments.split()[1]} .*: must be .* and finite"):
-        main([*arguments.split(), "--recipes", "bf16", "nvfp4", "--output", str(tmp_path)])
 
 
 def test_a_seed_given_twice(study, tmp_path):
@@ -478,15 +482,10 @@ def test_a_study_that_is_ended_leaves_no_run(study, tmp_path, number):
     """Its run saves a checkpoint. Meanwhile a second study into the folder is refused."""
     file, output = study(sleep=0.1, base="--scale 2"), tmp_path / "out"
     arguments = ["run", str(file), "--seeds", "1", "--output", str(output)]
-    first = subprocess.Popen([sys.executable, "-c", RUN, *arguments], stderr=subprocess.DEVNULL)
-    while not (output / "base-1" / "metrics.jsonl").is_file():
-        time.sleep(0.05)
+    first = started(arguments, output)
     with pytest.raises(UserError, match=f"--output {output}: in use by process {first.pid}"):
         main(arguments)
     os.kill(first.pid, number)
     assert first.wait(timeout=30) == (143 if number == signal.SIGTERM else -number)
-    deadline = time.monotonic() + 30
-    while not (output / "base-1" / TRACKER).is_file():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(output / "base-1" / TRACKER)
     assert (output / "base-1" / TRACKER).read_text() == "7"

@@ -1,29 +1,31 @@
-"""Families of models that are converted, one file each."""
+"""Families of models that are converted: configurations and tables of tensors."""
 
 from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
-from megatron_lowbit.conversion.families import (
-    deepseek_v3,
-    gemma3,
-    gpt2,
-    gpt_oss,
-    llama,
-    mixtral,
-    nemotron_h,
-    qwen3,
-    qwen3_moe,
-)
+from megatron_lowbit.conversion.families.deepseek_v3 import DEEPSEEK_V3
+from megatron_lowbit.conversion.families.dense import GEMMA3, GPT2, LLAMA, QWEN3
+from megatron_lowbit.conversion.families.experts import GPT_OSS, MIXTRAL, QWEN3_MOE
+from megatron_lowbit.conversion.families.nemotron_h import NEMOTRON_H
 from megatron_lowbit.conversion.family import ConvertibleModel, Family
 from megatron_lowbit.conversion.mapping import Model
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 
 FAMILIES = {
-    module.FAMILY.architecture: module.FAMILY
-    for module in (nemotron_h, deepseek_v3, gpt_oss, gemma3, qwen3_moe, qwen3, mixtral, gpt2, llama)
-}
+    family.architecture: family
+    for family in (
+        NEMOTRON_H, DEEPSEEK_V3, GPT_OSS, GEMMA3, QWEN3_MOE, QWEN3, MIXTRAL, GPT2, LLAMA,
+    )
+}  # fmt: skip
 """Families by architecture in config.json."""
+_MARKS = {
+    "hybrid_layer_pattern": NEMOTRON_H,
+    "multi_latent_attention": DEEPSEEK_V3,
+    "softmax_type": GPT_OSS,
+    "sandwich_norm": GEMMA3,
+}
+"""Arguments that only the models of one family have."""
 
 
 def from_config(config: dict[str, Any], place: str = CONFIG) -> ConvertibleModel:
@@ -40,18 +42,11 @@ def from_config(config: dict[str, Any], place: str = CONFIG) -> ConvertibleModel
 
 def family_of(model: Model) -> Family:
     """Return the only family that a trained model can be of; its ``to_config`` checks the model."""
-    if "hybrid_layer_pattern" in model:
-        return nemotron_h.FAMILY
-    if "multi_latent_attention" in model:
-        return deepseek_v3.FAMILY
-    if "softmax_type" in model:
-        return gpt_oss.FAMILY
-    if "sandwich_norm" in model:
-        return gemma3.FAMILY
+    for argument, family in _MARKS.items():
+        if argument in model:
+            return family
     if "num_experts" in model:
-        return qwen3_moe.FAMILY if "qk_layernorm" in model else mixtral.FAMILY
+        return QWEN3_MOE if "qk_layernorm" in model else MIXTRAL
     if "qk_layernorm" in model:
-        return qwen3.FAMILY
-    if model["position_embedding_type"] == "learned_absolute":
-        return gpt2.FAMILY
-    return llama.FAMILY
+        return QWEN3
+    return GPT2 if model["position_embedding_type"] == "learned_absolute" else LLAMA

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG
 from megatron_lowbit.checkpoints.model_arguments import MOST_LAYERS
-from megatron_lowbit.conversion.families import llama, qwen3_moe
+from megatron_lowbit.conversion.families.dense import EMBEDDING, LLAMA, MLP, OUTPUT, scaled_rope
+from megatron_lowbit.conversion.families.experts import EXPERTS, layers_of
 from megatron_lowbit.conversion.family import (
     Entry,
     Family,
@@ -18,8 +19,8 @@ from megatron_lowbit.conversion.family import (
     positive_number,
     query_groups,
 )
-from megatron_lowbit.conversion.mapping import Model, TensorTable, by_layer
-from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.conversion.mapping import Model, TensorTable
+from megatron_lowbit.errors import require
 from megatron_lowbit.json_files import Entries
 
 _EPSILON = 1e-6
@@ -27,56 +28,32 @@ _EPSILON = 1e-6
 _YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 4096}
 """Values of YaRN that Megatron-LM's arguments cannot change."""
 _ATTENTION = {
-    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
-    "decoder.layers.*.input_layernorm.weight": "model.layers.*.input_layernorm.weight",
-    "decoder.layers.*.self_attention.linear_kv_down_proj.weight": (
-        "model.layers.*.self_attn.kv_a_proj_with_mqa.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_kv_up_proj.layer_norm_weight": (
-        "model.layers.*.self_attn.kv_a_layernorm.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_kv_up_proj.weight": (
-        "model.layers.*.self_attn.kv_b_proj.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_proj.weight": "model.layers.*.self_attn.o_proj.weight",
-    "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": (
-        "model.layers.*.post_attention_layernorm.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_q_down_proj.weight": (
-        "model.layers.*.self_attn.q_a_proj.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_q_up_proj.layer_norm_weight": (
-        "model.layers.*.self_attn.q_a_layernorm.weight"
-    ),
-    "decoder.layers.*.self_attention.linear_q_up_proj.weight": (
-        "model.layers.*.self_attn.q_b_proj.weight"
-    ),
+    "input_layernorm.weight": "input_layernorm.weight",
+    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attn.kv_a_layernorm.weight",
+    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
+    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
+    "mlp.linear_fc1.layer_norm_weight": "post_attention_layernorm.weight",
+    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attn.q_a_layernorm.weight",
+    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
 }
 _EXPERTS = {
-    **qwen3_moe.EXPERTS,
-    "decoder.layers.*.mlp.router.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-    "decoder.layers.*.mlp.shared_experts.linear_fc1.weight": (
-        "model.layers.*.mlp.shared_experts.gate_proj.weight",
-        "model.layers.*.mlp.shared_experts.up_proj.weight",
-    ),
-    "decoder.layers.*.mlp.shared_experts.linear_fc2.weight": (
-        "model.layers.*.mlp.shared_experts.down_proj.weight"
-    ),
+    **EXPERTS,
+    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts.{gate,up}_proj.weight",
+    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
 }
 _NO_QUERY_RANK = (
     "must be a number: without latent queries Megatron-LM normalizes the input of their projection "
     "once more, which transformers does not"
-)
-_CHOICE = (
-    ": Megatron-LM scores a group by its best num_experts_per_tok // topk_group experts, "
-    "transformers by its best two"
 )
 _COUNT = experts("n_routed_experts")
 _OF_A_TOKEN = experts_of_a_token(_COUNT)
 
 
 def _tensors(model: Model) -> TensorTable:
-    return by_layer({**_ATTENTION, **llama.OUTPUT}, llama.MLP, _EXPERTS, model)
+    return TensorTable(EMBEDDING, layers_of(model, _ATTENTION, MLP, _EXPERTS), OUTPUT)
 
 
 def _query_rank(entries: Entries) -> int:
@@ -110,32 +87,26 @@ def _layers_with_experts(entries: Entries) -> int | list[int]:
 
 
 def _rope_scaling(entries: Entries) -> dict[str, Any]:
-    yarn = llama.scaled_rope(entries, "yarn", _YARN)
-    if yarn is None:
-        return _rope("rope", 1.0, 1.0, 0.0)
-    require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
-    message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
-    require(yarn.number("attention_factor", 0.0) == 0, message)
-    all_dimensions = yarn.number("mscale_all_dim", 0.0)
-    mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
-    require(_is_portable(mscale, all_dimensions), f"{CONFIG}: {_mscales(mscale, all_dimensions)}")
-    return _rope("yarn", yarn.number("factor", above=0), mscale, all_dimensions)
-
-
-def _rope(kind: str, factor: float, mscale: float, all_dimensions: float) -> dict[str, Any]:
+    yarn = scaled_rope(entries, "yarn", _YARN)
+    kind, factor, mscale, all_dimensions = "rope", 1.0, 1.0, 0.0
+    if yarn is not None:
+        require(yarn.boolean("truncate", True), f"{CONFIG}: truncate: Megatron-LM's YaRN truncates")
+        message = f"{CONFIG}: attention_factor: Megatron-LM derives it from factor and mscale"
+        require(yarn.number("attention_factor", 0.0) == 0, message)
+        all_dimensions = yarn.number("mscale_all_dim", 0.0)
+        mscale = yarn.number("mscale", 0.0 if all_dimensions else 1.0)
+        _check_scales(f"{CONFIG}:", mscale, all_dimensions)
+        kind, factor = "yarn", yarn.number("factor", above=0)
     return {"rope_type": kind, "rotary_scaling_factor": factor, "mscale": mscale,
             "mscale_all_dim": all_dimensions}  # fmt: skip
 
 
-def _is_portable(mscale: float, all_dimensions: float) -> bool:
-    """Return True if transformers and Megatron-LM scale attention alike."""
-    return (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0)
-
-
-def _mscales(mscale: float, all_dimensions: float) -> str:
-    return (
-        f"mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and Megatron-LM scale "
-        "attention alike only if both are above 0, or 1 and 0"
+def _check_scales(place: str, mscale: float, all_dimensions: float) -> None:
+    """Raise UserError where transformers and Megatron-LM do not scale attention alike."""
+    require(
+        (mscale > 0 and all_dimensions > 0) or (mscale, all_dimensions) == (1, 0),
+        f"{place} mscale {mscale} with mscale_all_dim {all_dimensions}: transformers and "
+        "Megatron-LM scale attention alike only if both are above 0, or 1 and 0",
     )
 
 
@@ -155,14 +126,17 @@ def _groups_of_a_token(entries: Entries) -> int:
         of_a_token <= room,
         f"{CONFIG}: num_experts_per_tok {of_a_token}: topk_group {chosen} groups have {room}",
     )
-    if not _chooses_alike(groups, chosen, of_a_token):
-        raise UserError(f"{CONFIG}: topk_group {chosen}{_CHOICE}")
+    _check_choice(f"{CONFIG}: topk_group {chosen}", groups, chosen, of_a_token)
     return chosen
 
 
-def _chooses_alike(groups: int, chosen: int, of_a_token: int) -> bool:
-    """Return True if transformers and Megatron-LM choose the same groups of experts."""
-    return groups == chosen or of_a_token // chosen == 2
+def _check_choice(place: str, groups: int, chosen: int, of_a_token: int) -> None:
+    """Raise UserError where transformers and Megatron-LM choose other groups of experts."""
+    require(
+        groups == chosen or of_a_token // chosen == 2,
+        f"{place}: Megatron-LM scores a group by its best num_experts_per_tok // topk_group "
+        "experts, transformers by its best two",
+    )
 
 
 def _shared_width(entries: Entries) -> int:
@@ -174,19 +148,19 @@ def _more_entries(model: Model) -> dict[str, Any]:
     require("q_lora_rank" in model, f"the model has no q_lora_rank; it {_NO_QUERY_RANK}")
     of_a_token, width = model["moe_router_topk"], model["moe_ffn_hidden_size"]
     groups, chosen = model.get("moe_router_num_groups", 1), model.get("moe_router_group_topk", 0)
-    if not _chooses_alike(groups, chosen or groups, of_a_token):
-        raise UserError(f"the model has moe_router_group_topk {chosen}{_CHOICE}")
+    place = f"the model has moe_router_group_topk {chosen}"
+    _check_choice(place, groups, chosen or groups, of_a_token)
     shared = model.get("moe_shared_expert_intermediate_size", 0)
     require(
         shared > 0 and shared % width == 0,
-        f"the model has moe_shared_expert_intermediate_size {shared}; a {FAMILY.name} has a "
+        f"the model has moe_shared_expert_intermediate_size {shared}; a {DEEPSEEK_V3.name} has a "
         f"multiple of moe_ffn_hidden_size {width}",
     )
     frequency = model["moe_layer_freq"]
     pattern = [1] * model["num_layers"] if frequency == 1 else frequency
     require(
         pattern == sorted(pattern),
-        f"the model has moe_layer_freq {pattern}; a {FAMILY.name} has its dense layers first",
+        f"the model has moe_layer_freq {pattern}; a {DEEPSEEK_V3.name} has its dense layers first",
     )
     return {
         "n_shared_experts": shared // width,
@@ -200,11 +174,10 @@ def _more_entries(model: Model) -> dict[str, Any]:
 
 def _rope_scaling_entry(model: Model) -> dict[str, Any] | None:
     if model["rope_type"] == "rope":
-        check_arguments(model, FAMILY.name, {"rotary_scaling_factor": 1.0})
+        check_arguments(model, DEEPSEEK_V3.name, {"rotary_scaling_factor": 1.0})
         return None
     mscale, all_dimensions = model["mscale"], model["mscale_all_dim"]
-    message = f"the model has {_mscales(mscale, all_dimensions)}"
-    require(_is_portable(mscale, all_dimensions), message)
+    _check_scales("the model has", mscale, all_dimensions)
     scales = {"mscale": mscale, "mscale_all_dim": all_dimensions} if all_dimensions else {}
     return {"rope_type": "yarn", "factor": model["rotary_scaling_factor"], **_YARN, **scales}
 
@@ -216,12 +189,12 @@ def _prediction_layers(entries: Entries) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
 
 
-FAMILY = Family(
+DEEPSEEK_V3 = Family(
     name="DeepSeek-V3",
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     arguments={
-        **llama.FAMILY.arguments,
+        **LLAMA.arguments,
         "layernorm_epsilon": _EPSILON,
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -239,19 +212,10 @@ FAMILY = Family(
     },
     entries={
         **{
-            name: llama.FAMILY.entries[name]
-            for name in (
-                "num_layers",
-                "hidden_size",
-                "ffn_hidden_size",
-                "num_attention_heads",
-                "rotary_base",
-                "max_position_embeddings",
-                "untie_embeddings_and_output_weights",
-                "vocab_size",
-            )
+            name: entry
+            for name, entry in LLAMA.entries.items()
+            if name not in ("kv_channels", "layernorm_epsilon")
         },
-        "num_query_groups": Entry("num_key_value_heads", query_groups),
         "q_lora_rank": Entry("q_lora_rank", _query_rank),
         "kv_lora_rank": integer("kv_lora_rank", 512),
         "qk_head_dim": integer("qk_nope_head_dim", 128),

@@ -28,13 +28,12 @@ _AROUND_BLOCKS = {
     "decoder.final_norm.weight": "backbone.norm_f.weight",
     "output_layer.weight": "lm_head.weight",
 }
-_PROJECTED = ("z", "x", "B", "C", "dt")
 _BLOCKS = {
     "M": {
         "mixer.in_proj.layer_norm_weight": "norm.weight",
-        **{f"mixer.in_proj.weight.{part}": "mixer.in_proj.weight" for part in _PROJECTED},
-        **{f"mixer.conv1d.weight.{part}": "mixer.conv1d.weight" for part in "xBC"},
-        **{f"mixer.conv1d.bias.{part}": "mixer.conv1d.bias" for part in "xBC"},
+        **{f"mixer.in_proj.weight.{x}": "mixer.in_proj.weight" for x in ("z", *"xBC", "dt")},
+        **{f"mixer.conv1d.weight.{x}": "mixer.conv1d.weight" for x in "xBC"},
+        **{f"mixer.conv1d.bias.{x}": "mixer.conv1d.bias" for x in "xBC"},
         "mixer.norm.weight": "mixer.norm.weight",
         "mixer.out_proj.weight": "mixer.out_proj.weight",
         "mixer.A_log": "mixer.A_log",
@@ -43,11 +42,7 @@ _BLOCKS = {
     },
     "*": {
         "self_attention.linear_qkv.layer_norm_weight": "norm.weight",
-        "self_attention.linear_qkv.weight": (
-            "mixer.q_proj.weight",
-            "mixer.k_proj.weight",
-            "mixer.v_proj.weight",
-        ),
+        "self_attention.linear_qkv.weight": "mixer.{q,k,v}_proj.weight",
         "self_attention.linear_proj.weight": "mixer.o_proj.weight",
     },
     "-": {
@@ -59,13 +54,8 @@ _BLOCKS = {
 
 
 def _tensors(model: Model) -> TensorTable:
-    table: dict[str, str | tuple[str, ...]] = dict(_AROUND_BLOCKS)
-    for layer, symbol in enumerate(model["hybrid_layer_pattern"]):
-        prefix = f"backbone.layers.{layer}."
-        for key, names in _BLOCKS[symbol].items():
-            parts = [names] if isinstance(names, str) else names
-            table[f"decoder.layers.{layer}.{key}"] = tuple(prefix + name for name in parts)
-    return table
+    blocks = [_BLOCKS[symbol] for symbol in model["hybrid_layer_pattern"]]
+    return TensorTable(_AROUND_BLOCKS, blocks, {}, "backbone.layers")
 
 
 def _pattern(entries: Entries) -> str:
@@ -85,7 +75,7 @@ def _more_entries(model: Model) -> dict[str, Any]:
     return {"mamba_num_heads": mamba_heads(model), "time_step_min": _SMALLEST_STEP}
 
 
-FAMILY = Family(
+NEMOTRON_H = Family(
     name="Nemotron-H",
     architecture="NemotronHForCausalLM",
     model_type="nemotron_h",

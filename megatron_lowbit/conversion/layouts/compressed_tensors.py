@@ -26,9 +26,9 @@ from megatron_lowbit.conversion.layouts.layout import (
     decode_blocks,
     modules_with,
     one_by_one,
+    reciprocal,
     stored_weights,
 )
-from megatron_lowbit.conversion.layouts.nvfp4_scales import reciprocal
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.numerics import FORMATS, QuantizedTensor

@@ -109,3 +109,13 @@ def decode_blocks(
     shape = (codes.shape[0], codes.shape[1] * (2 if known.element.bits == 4 else 1))
     scale = tensor_scale.float().view(())
     return QuantizedTensor(codes, scales, scale, known, shape).dequantize()
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return the number whose rounded FP32 reciprocal is ``scale``."""
+    rounded = 1.0 / scale
+    result = rounded
+    for limit in (-torch.inf, torch.inf):
+        neighbour = rounded.nextafter(torch.full_like(rounded, limit))
+        result = torch.where(1.0 / neighbour == scale, neighbour, result)
+    return torch.where(1.0 / rounded == scale, rounded, result)

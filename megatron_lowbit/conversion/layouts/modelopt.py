@@ -1,9 +1,8 @@
 """NVIDIA Model Optimizer's unified checkpoints: ``W4A16_NVFP4``, or ``NVFP4`` with inputs.
 
-Source: ModelOpt's ``modelopt.torch.export`` and ``NVFP4QTensor``. ``weight`` holds two E2M1 codes a
-byte, the even column in the low nibble; ``weight_scale`` E4M3 scales a block of 16;
-``weight_scale_2`` this project's FP32 tensor scale as it is. ``NVFP4`` also quantizes inputs, by an
-``input_scale`` of that kind, which training has where amaxes of its last steps make it.
+Source: ModelOpt's ``modelopt.torch.export`` and ``NVFP4QTensor``. ``weight`` holds two E2M1 codes
+per byte, the even column in the low nibble; ``weight_scale`` an E4M3 scale per block of 16;
+``weight_scale_2`` the FP32 tensor scale. ``NVFP4`` also quantizes inputs by an ``input_scale``.
 """
 
 import reprlib

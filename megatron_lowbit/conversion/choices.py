@@ -1,8 +1,0 @@
-"""Choices of ``lowbit-convert``, apart from what carries them out: its help needs no torch."""
-
-DTYPES = ("bfloat16", "float16", "float32")
-"""Names of dtypes of weights, which are torch"s."""
-LAYOUTS = ("fp8-blocks", "compressed-tensors", "modelopt", "gpt-oss")
-"""Names of the layouts of quantized weights (``layouts/``)."""
-SHARD_BYTES = 5 * 10**9
-"""Largest size of a file that holds several tensors."""
