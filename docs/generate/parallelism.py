@@ -10,8 +10,8 @@ from markdown import RESULTS, ROOT, replace_sections
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from parity import LAYOUTS, Cell, table
+from parity import LAYOUTS, table
 
 if __name__ == "__main__":
-    cells = [Cell(**cell) for cell in json.loads((RESULTS / "parity.json").read_text())["cells"]]
+    cells = json.loads((RESULTS / "parity.json").read_text())["cells"]
     replace_sections(ROOT / "docs" / "parallelism.md", {"parity": table(cells, LAYOUTS)})

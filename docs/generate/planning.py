@@ -85,8 +85,9 @@ def _is_current(data: dict) -> bool:
 
 def _origin(data: dict) -> str:
     machine = data["machine"]
+    gpus = data.get("gpus", machine.get("gpus"))
     return (
-        f"{ITERATIONS} iterations of training on {data['gpus']} {machine['gpu']}, torch "
+        f"{ITERATIONS} iterations of training on {gpus} {machine['gpu']}, torch "
         f"{machine['torch']}, {machine['date']}, commit {machine['commit'][:12]}; the speed is the "
         f"median of the last {COUNTED}, the memory that of the rank which took most:"
     )
@@ -99,8 +100,8 @@ def _runs(data: dict) -> str:
     lines, failed = [], []
     for row in data["rows"]:
         name = [row[key] for key in NAME]
-        if "failed" in row:
-            failed.append(f"- {', '.join(name)}: {row['failed']}")
+        if why := row.get("failed", row.get("error")):
+            failed.append(f"- {', '.join(name)}: {why}")
             continue
         kind = kind_of(data["machine"]["gpu"])
         scan = row.get("scan", "mamba-ssm")
@@ -152,7 +153,7 @@ def short_steps(results: Path) -> str:
         kind = file.rpartition("-")[2].removeprefix("2x")
         done = [row for row in data["rows"] if "median_ms" in row]
         for name in names or dict.fromkeys(row["case"] for row in done):
-            words = [*data["model"], *OF_STEPS.split(), *arguments[name].split()]
+            words = [*data["model"], *OF_STEPS, *arguments[name]]
             step = 1e3 * planned(words, data["machine"]["gpus"], 32000, kind, "mamba-ssm").step
             measured = min(row["median_ms"] for row in done if row["case"] == name)
             off = f"{step / measured - 1:+.1%}"
@@ -173,7 +174,7 @@ def long_steps(results: Path) -> str:
             continue
         for case in flagship.cases():
             row = found.rows.get((case.model, case.precision, case.graphs), {"error": ""})
-            graphs = flagship.MODELS[case.model].graphs
+            graphs = flagship.MODELS[case.model].get("graphs")
             if "error" in row or (graphs and not case.graphs) or case.precision == OWN_FP8:
                 continue
             words = flagship.words_of(case, 1)
