@@ -11,15 +11,15 @@ The bound: what a rank must be sent by others at the rate of reading a peer's me
 moves in its own memory at the rate of a copy, whichever takes longer.
 """
 
-import argparse
-import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import records
+import runner
 import timing
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from megatron_lowbit.kernels.norm import (
     row_side,
     statistic,
     tile_of,
-)
+)  # fmt: skip
 from megatron_lowbit.kernels.routes import Form
 from megatron_lowbit.kernels.tiles import load_tile, store_tile
 from megatron_lowbit.numerics import FORMATS, Quantizer, Request
@@ -138,37 +138,28 @@ def _symmetric(group: dist.ProcessGroup, case: Case) -> dict[str, Callable[[], o
 
 def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
     """Time each call in microseconds, the slower rank's median, by graphs of many."""
-    graphs = {name: capture(call) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, token = random.Random(0), torch.zeros(1, device=device)
-    for _ in range(REPLAYS):
-        for name in order.sample(list(graphs), len(graphs)):
-            # The CPU gets ahead, and all GPUs begin together.
-            torch.cuda._sleep(LEAD_CYCLES)
-            dist.all_reduce(token)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graphs[name].replay()
-            end.record()
-            torch.cuda.synchronize()
-            times[name].append(1e3 * begin.elapsed_time(end) / CALLS)
+    replays = {name: timing.captured(call, CALLS) for name, call in calls.items()}
+    token = torch.zeros(1, device=device)
+
+    def timed(replay: Callable[[], object]) -> float:
+        # The CPU gets ahead, and all GPUs begin together.
+        torch.cuda._sleep(LEAD_CYCLES)
+        dist.all_reduce(token)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        replay()
+        end.record()
+        torch.cuda.synchronize()
+        return 1e3 * begin.elapsed_time(end) / CALLS
+
+    for replay in replays.values():
+        replay()
+    torch.cuda.synchronize()
+    steps = {name: partial(timed, replay) for name, replay in replays.items()}
+    times = timing.in_turns(steps, REPLAYS)
     mine = torch.tensor([statistics.median(times[name]) for name in calls], device=device)
     dist.all_reduce(mine, dist.ReduceOp.MAX)
     return dict(zip(calls, mine.tolist(), strict=True))
-
-
-def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Time a graph of CALLS calls, replayed once."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(CALLS):
-                call()
-    graph.replay()
-    torch.cuda.synchronize()
-    return graph
 
 
 def peer_rate(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -238,11 +229,9 @@ def summary(rows: Sequence[dict]) -> Table:
 
 def draw(rows: Sequence[dict], file: Path) -> None:
     """Draw microseconds over bytes, with the bound."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, hidden in zip(figure.subplots(1, len(HIDDEN), sharey=True), HIDDEN, strict=True):
         mine = [row for row in rows if row["hidden"] == hidden]
         ours = [row for row in mine if row["contender"] == OURS]
@@ -260,9 +249,7 @@ def draw(rows: Sequence[dict], file: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure on all ranks and write the JSON, or summarize one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument(
         "--summary", type=Path, metavar="FILE.json", help="summarize the results of another run"
     )
@@ -273,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     console = Console(width=120)
     if args.summary is not None:
-        rows = json.loads(args.summary.read_text())["rows"]
+        rows = records.read(args.summary)
         console.print(summary(rows))
         if args.picture is not None:
             draw(rows, args.picture)
@@ -286,16 +273,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     limits = timing.ceilings()
     link = peer_rate(group, device)
     run = AllReduceNorm(group, 2 * MOST_BYTES)  # for all paths
-    rows = []
-    for row in rows_of(run, group, link, limits.copy):
-        rows.append(row)
+    rows = list(rows_of(run, group, link, limits.copy))
     run.check()
     if dist.get_rank() == 0:
-        slug = timing.gpu_name().lower().removeprefix("nvidia ").replace(" ", "-")
-        name = f"all_reduce_norm-{group.size()}x{slug}.json"
-        output = args.output or timing.RESULTS / name
+        name = f"all_reduce_norm-{group.size()}x{records.gpu_slug()}.json"
+        output = args.output or records.RESULTS / name
         more = {"ranks": group.size(), "peer_read_gb_per_s": round(link / 1e9, 1)}
-        timing.write(output, limits, rows, begin, choice=run.choice, **more)
+        runner.write(output, rows, begin, limits, choice=run.choice, **more)
         console.print(summary(rows))
     dist.destroy_process_group()
 

@@ -18,7 +18,6 @@ not run again. ``docs/generate/composition.py`` makes docs/composition.md of the
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -26,32 +25,31 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
-from importlib.util import find_spec
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+import records
 import torch
 from compose_features import FEATURES, LAYERS, RECIPES, Run, runs_of
-from compose_runs import Crews, Outcome, kind_of, read_steps, start_server
-
-from megatron_lowbit.analysis.machine import machine
-
-JUDGED = 2
-"""First steps whose losses are compared: what runs differ by grows from step to step."""
+from compose_runs import Crews, Outcome, Steps, kind_of, read_steps, start_server
 
 Cell = dict[str, Any]
-Steps = dict[int, tuple[float, float]]
 
 
 class Results:
-    """Cells and references of a file that is replaced after each new one."""
+    """Cells and references of a file that is replaced after each new one.
 
-    def __init__(self, file: Path, head: dict[str, Any]) -> None:
-        known = json.loads(file.read_text()) if file.is_file() else {}
-        self._file, self._head, self._lock = file, head, Lock()
+    Args:
+        file: the record.
+        head: the record's head.
+        again: ignore the cells that the file has.
+    """
+
+    def __init__(self, file: Path, head: dict[str, Any], again: bool = False) -> None:
+        known = json.loads(file.read_text()) if file.is_file() and not again else {}
+        self._file, self._lock, self.head = file, Lock(), head
         self.cells: dict[str, Cell] = {cell["key"]: cell for cell in known.get("cells", ())}
         self.references: dict[str, Cell] = {
             x["key"]: x for x in known.get("references", ()) if x["outcome"] == "ended"
@@ -61,15 +59,13 @@ class Results:
         """Keep an entry of "cells" or "references", and write the file."""
         with self._lock:
             getattr(self, kind)[entry["key"]] = entry
-            parts = []
-            for name in ("references", "cells"):
-                entries = sorted(getattr(self, name).values(), key=lambda entry: entry["key"])
-                lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
-                parts.append(f' "{name}": [\n{lines}\n ]')
-            text = ",\n".join([json.dumps(self._head, indent=1)[:-2], *parts]) + "\n}\n"
-            partial = self._file.with_suffix(".partial")
-            partial.write_text(text)
-            os.replace(partial, self._file)
+            self.write()
+
+    def write(self) -> None:
+        """Write the file."""
+        references = [self.references[key] for key in sorted(self.references)]
+        cells = [self.cells[key] for key in sorted(self.cells)]
+        records.write(self._file, self.head, references=references, cells=cells)
 
 
 class Composer:
@@ -82,24 +78,26 @@ class Composer:
         gpus: number of GPUs; 0 on a CPU.
         timeout: seconds for a run.
         end: time, by ``time.monotonic``, after which none is started.
+        starts: folder of the checkpoints that runs begin with; None: in ``work``.
     """
 
     def __init__(
         self, context: BaseContext, results: Results, work: Path, gpus: int, timeout: float,
-        end: float,
+        end: float, starts: Path | None = None,
     ) -> None:  # fmt: skip
-        self._context, self._results, self._work = context, results, work
+        self._results, self._work, self._starts = results, work, starts or work / "starts"
         self._gpus, self._timeout, self._end = gpus, timeout, end
         self._crews = Crews(context, gpus)
         self._no_start: dict[str, Outcome] = {}
 
     def compose(self, runs: Sequence[Run], jobs: int) -> None:
         """Run what is not there yet: starts, then references, then cells."""
-        todo = [r for r in runs if r.key not in self._results.cells]
         runnable = []
-        for one in todo:
-            if (outcome := self._cannot(one)) is not None:
-                self._results.add("cells", _cell(one, outcome))
+        for one in runs:
+            if one.key in self._results.cells:
+                continue
+            if (obstacle := one.obstacle(self._gpus)) is not None:
+                self._results.add("cells", _cell(one, Outcome(*obstacle)))
             else:
                 runnable.append(one)
         references = _unique(one.reference() for one in runnable)
@@ -120,37 +118,25 @@ class Composer:
     def _in_time(self, function: Callable[[Run], None]) -> Callable[[Run], None]:
         return lambda one: function(one) if time.monotonic() < self._end else None
 
-    def _cannot(self, one: Run) -> Outcome | None:
-        """Return why this machine cannot run a pair."""
-        needed = [FEATURES[name].gpu for name in one.features if FEATURES[name].gpu]
-        if needed and not self._gpus:
-            return Outcome("needs a GPU", needed[0])
-        if one.layers == "te" and "hybrid" in one.models and find_spec("mamba_ssm") is None:
-            return Outcome("needs mamba-ssm")
-        if self._gpus and one.ranks > self._gpus:
-            return Outcome(f"needs {one.ranks} GPUs")
-        return None
-
     def _start(self, one: Run) -> Path:
-        return self._work / f"start {one.start().key}"
+        return self._starts / one.start().key
 
     def _make_start(self, one: Run) -> None:
-        folder = self._start(one).with_suffix(".partial")
+        folder = self._starts / f"{one.key}.partial"
         shutil.rmtree(folder, ignore_errors=True)
-        save = ["--save", str(folder), "--save-interval", "1", "--no-save-optim"]
-        outcome, _ = self._run(one, [["--train-iters", "1", "--lr", "1e-2", *save]])
+        outcome, _ = self._run(one, [one.start_arguments(folder)])
         if outcome.kind == "ended":
-            folder.rename(self._start(one))
+            folder.rename(self._starts / one.key)
         else:
             self._no_start[one.key] = outcome
 
     def _add_reference(self, one: Run) -> None:
-        outcome, steps = self._run(one, [self._length(one)])
+        outcome, steps = self._run(one, [one.length(self._start(one))])
         entry = {"key": one.key, "outcome": outcome.kind, "message": outcome.message}
         self._results.add("references", entry | {"steps": steps[0] if steps else {}})
 
     def _add_cell(self, one: Run) -> None:
-        began, length = time.monotonic(), self._length(one)
+        began, length = time.monotonic(), one.length(self._start(one))
         phases = [length]
         if one.saves:
             half = str(one.iterations // 2)
@@ -167,13 +153,6 @@ class Composer:
         self._results.add("cells", cell)
         figures = [f"{cell[name]:.0e}" for name in ("loss", "norm", "resumed") if name in cell]
         print(cell["key"], cell["outcome"], *figures, cell["message"], flush=True)
-
-    def _length(self, one: Run) -> list[str]:
-        words = ["--train-iters", str(one.iterations)]
-        if not one.from_seed:
-            words += ["--load", str(self._start(one)), "--finetune", "--no-load-optim",
-                      "--no-load-rng"]  # fmt: skip
-        return words
 
     def _run(self, one: Run, phases: list[list[str]]) -> tuple[Outcome, list[Steps]]:
         """Return what became of phases, and the steps of each.
@@ -210,39 +189,39 @@ class Composer:
             reason = "none" if reference is None else reference["message"]
             return {"outcome": "no reference", "message": f"{one.reference().key}: {reason}"}
         whole = steps[0]
-        known = {int(step): values for step, values in reference["steps"].items()}
-        judged = [step for step in known if step <= JUDGED]
-        loss = _gap([whole[step][0] for step in judged], [known[step][0] for step in judged])
-        norm = _gap([whole[1][1]], [known[1][1]])
-        found: Cell = {"loss": loss, "norm": norm, "bounds": one.bounds(), "steps": whole}
-        gaps, bounds = [loss, norm], [*one.bounds()]
+        known = {int(step): tuple(values) for step, values in reference["steps"].items()}
+        first, *_ = judged = sorted(known)[: one.judged]
+        found: Cell = {
+            "loss": _gap((whole[step][0], known[step][0]) for step in judged),
+            "norm": _gap([(whole[first][1], known[first][1])]),
+        }
+        bounds = dict(zip(("loss", "norm"), one.bounds(), strict=True))
         if one.saves:
             later = steps[1]
-            pairs = [
-                (a, b) for step in later for a, b in zip(later[step], whole[step], strict=True)
-            ]
-            found["resumed"] = _gap(*map(list, zip(*pairs, strict=True)))
-            gaps.append(found["resumed"])
-            bounds.append(one.bounds().norm if one.on_gpu else 0)
-        within = all(gap <= bound for gap, bound in zip(gaps, bounds, strict=True))
-        equal = whole == {step: tuple(values) for step, values in known.items()}
-        exact = equal and not found.get("resumed")
-        return found | {"outcome": "equal" if exact else "parity" if within else "apart"}
+            found["resumed"] = _gap(
+                pair for step in later for pair in zip(later[step], whole[step], strict=True)
+            )
+            bounds["resumed"] = bounds["norm"] if one.on_gpu else 0
+        within = all(found[name] <= bound for name, bound in bounds.items())
+        outcome = "parity" if within else "apart"
+        if whole == known and not found.get("resumed"):
+            outcome = "equal"
+        return found | {"bounds": one.bounds(), "steps": whole, "outcome": outcome}
 
 
 def _folder_of(line: Sequence[str], folder: Path) -> Path:
     return Path(line[line.index("--save") + 1]) if "--save" in line else folder
 
 
-def _gap(values: Sequence[float], others: Sequence[float]) -> float:
+def _gap(pairs: Iterable[tuple[float, float]]) -> float:
     """Return the largest relative difference; infinity for values that are not finite."""
-    gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in zip(values, others, strict=True)]
+    gaps = [abs(a - b) / abs(b) if b else abs(a) for a, b in pairs]
     return max((gap if gap == gap else float("inf") for gap in gaps), default=0.0)
 
 
 def _cell(one: Run, outcome: Outcome) -> Cell:
-    return {"key": one.key, "layers": one.layers, "recipe": one.recipe, "features": one.features,
-            "ranks": one.ranks, "outcome": outcome.kind, "message": outcome.message}  # fmt: skip
+    cell = {"key": one.key, **one.describe(), "ranks": one.ranks}
+    return cell | {"outcome": outcome.kind, "message": outcome.message}
 
 
 def _unique(runs: Iterable[Run]) -> list[Run]:
@@ -250,9 +229,7 @@ def _unique(runs: Iterable[Run]) -> list[Run]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["local"], metavar="NAME")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES, metavar="NAME")
@@ -285,9 +262,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     runs = [one._replace(seed=seed) for layers in args.layers for recipe in args.recipes
             for one in runs_of(layers, recipe, bool(gpus))
             if set(args.features) & set(one.features) for seed in args.seeds]  # fmt: skip
-    head = {"machine": machine(gpus=gpus, megatron_core=version("megatron-core"))}
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    results = Results(args.output, head)
+    results = Results(args.output, {"machine": records.description(gpus=gpus)})
     results.cells = {k: c for k, c in results.cells.items() if c["outcome"] not in args.again}
     with tempfile.TemporaryDirectory() as folder:
         work = args.work or Path(folder)

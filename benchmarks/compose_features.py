@@ -1,46 +1,46 @@
-"""Features that composition is examined for: arguments, ranks, models, references and bounds."""
+"""Features that composition is examined for: arguments, ranks, models, references and bounds.
+
+They are declared in cases/compose.yaml.
+"""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import combinations_with_replacement
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
-from parity import FLIPS, LARGE_FLIPS, OTHER, SUMS, WHOLE, Bounds
+from training_steps import cases_file
 
 from megatron_lowbit.recipes.load import read_recipe
 
-# 2 tensor-parallel ranks hold whole blocks of 128 of every weight. Under sequence parallelism each
-# has 64 tokens: whole blocks of NVFP4, whose codes are gathered, but half a tile of FP8. Nothing is
-# clipped, and epsilon is larger than most gradients: Adam's first update divides a gradient by
-# itself, and a sum in another order would turn signs around.
-MODEL = """
-    --hidden-size 256 --ffn-hidden-size 256 --num-attention-heads 4 --swiglu
-    --normalization RMSNorm --disable-bias-linear --hidden-dropout 0 --attention-dropout 0
-    --untie-embeddings-and-output-weights --seq-length 128 --max-position-embeddings 128
-    --micro-batch-size 1 --global-batch-size 4 --lr 1e-3 --clip-grad 1e6 --adam-eps 1e-3
-    --lr-decay-iters 100 --override-opt-param-scheduler --log-interval 1 --eval-iters 0
-    --eval-interval 1000 --num-workers 0 --mock-data --tokenizer-type NullTokenizer --vocab-size 500
-"""
-GROUPED = "--group-query-attention --num-query-groups 2"
-LATENT = """
-    --multi-latent-attention --q-lora-rank 256 --kv-lora-rank 192 --qk-head-dim 64
-    --qk-pos-emb-head-dim 64 --v-head-dim 64
-"""
-EXPERTS = (
-    "--num-experts 2 --moe-ffn-hidden-size 256 --moe-aux-loss-coeff 0.01 --moe-router-dtype fp32"
-)
-MAMBA = "--mamba-state-dim 32 --mamba-head-dim 32 --mamba-num-groups 4"
-GPU = "--bf16 --no-gradient-accumulation-fusion"
-LAYERS = {
-    "local": "--transformer-impl local --no-persist-layer-norm --no-rope-fusion "
-    "--no-masked-softmax-fusion",
-    "te": "--transformer-impl transformer_engine",
-}
-"""Arguments of each kind of layers on a GPU; a CPU has local layers and needs none."""
 
-DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+class Bounds(NamedTuple):
+    """Largest relative differences: the losses that are compared, the first gradient norm."""
+
+    loss: float
+    norm: float
+
+
+# Sums in another order, and what torch's norm is off by.
+SUMS = Bounds(1e-6, 1e-4)
+# The first iteration quantizes to the same bits, but gradients are added up in another order. That
+# moves a few values over a rounding threshold in later iterations, each a whole step, which moves
+# many in the layers around it: a relative change of 1e-7 of one process's own first gradients
+# changes the third gradient norm of mxfp4-backward by 1%.
+WHOLE = Bounds(1e-4, 1e-4)
+# A sum split over ranks does so in the first iteration already. Moving one process's own norm
+# weights by 1e-7 moves the first gradient norm of fp8-tile by up to 7e-4 and of mxfp4-backward by
+# 3e-4 (12 draws); of nvfp4-group by 1.7e-3 (24 draws) and of fp8-delayed, where one flip in the
+# largest element moves the whole tensor, by 1.8e-3 (12 draws).
+FLIPS, LARGE_FLIPS = Bounds(5e-4, 1e-3), Bounds(5e-4, 5e-3)
+# Other scales or random numbers, by design: noise as large as quantization's own.
+OTHER = Bounds(2e-3, 3e-2)
+
+DECLARED = cases_file("compose")
+LAYERS: Mapping[str, str] = DECLARED["layers"]
+RECIPES: Sequence[str] = DECLARED["recipes"]
 
 
 class Feature(NamedTuple):
@@ -53,6 +53,7 @@ class Feature(NamedTuple):
         gpu: why it needs a GPU.
         saves: True if the run is resumed from a checkpoint that it has saved.
         partner: True if it is compared with the distributed optimizer on the same ranks.
+        shown: what the page has in place of its arguments.
     """
 
     options: str = ""
@@ -61,44 +62,10 @@ class Feature(NamedTuple):
     gpu: str = ""
     saves: bool = False
     partner: bool = False
+    shown: str = ""
 
 
-TP, PP, CP, DP = ({name: 2} for name in ("tp", "pp", "cp", "dp"))
-FEATURES = {
-    "TP2": Feature("--tensor-model-parallel-size 2", TP),
-    "SP": Feature("--tensor-model-parallel-size 2 --sequence-parallel", TP),
-    "PP2": Feature("--pipeline-model-parallel-size 2", PP),
-    "VPP": Feature("--pipeline-model-parallel-size 2", PP),
-    "CP2": Feature("--context-parallel-size 2", CP),
-    "EP2": Feature("--expert-model-parallel-size 2", {"ep": 2}, "experts"),
-    "ETP2": Feature("--expert-tensor-parallel-size 2", {"etp": 2}, "experts"),
-    "DP2": Feature(DISTRIBUTED, DP),
-    "FSDP": Feature(
-        "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params "
-        "--ckpt-format fsdp_dtensor --use-distributed-optimizer",
-        DP, gpu="Megatron-FSDP", partner=True,
-    ),
-    "graphs": Feature(gpu="CUDA graphs"),
-    "recompute-full": Feature(
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    ),
-    "recompute-selective": Feature("--recompute-granularity selective"),
-    "async-save": Feature(
-        "--async-save --async-strategy mcore --use-persistent-ckpt-worker",
-        gpu="the persistent checkpoint worker", saves=True,
-    ),
-    "resume": Feature(saves=True),
-    "delayed": Feature(model="delayed"),
-    "switch": Feature(model="switch"),
-    "MoE": Feature(model="experts"),
-    "hybrid": Feature(model="hybrid"),
-    "MLA": Feature(model="latent"),
-    "MTP": Feature(model="mtp"),
-    "quantized-params": Feature(
-        f"{DISTRIBUTED} --quantized-param-gather --bf16", DP, partner=True
-    ),
-}  # fmt: skip
-RECIPES = ("bf16", "fp8-tile", "nvfp4")
+FEATURES = {name: Feature(**attributes) for name, attributes in DECLARED["features"].items()}
 PAIRS = [*combinations_with_replacement(FEATURES, 2)]
 """All pairs of features; a feature with itself is the feature alone."""
 
@@ -160,6 +127,22 @@ class Run(NamedTuple):
         return {FEATURES[name].model for name in self.features} - {""}
 
     @property
+    def judged(self) -> int:
+        """Number of first steps whose losses are compared: differences grow from step to step."""
+        return 2
+
+    def obstacle(self, gpus: int) -> tuple[str, str] | None:
+        """Return why a machine with so many GPUs cannot run it, as an outcome and a message."""
+        needed = [FEATURES[name].gpu for name in self.features if FEATURES[name].gpu]
+        if needed and not gpus:
+            return "needs a GPU", needed[0]
+        if self.layers == "te" and "hybrid" in self.models and find_spec("mamba_ssm") is None:
+            return "needs mamba-ssm", ""
+        if gpus and self.ranks > gpus:
+            return f"needs {self.ranks} GPUs", ""
+        return None
+
+    @property
     def architecture(self) -> tuple[str, ...]:
         """Changes of the model alone: runs with the same ones share a start."""
         return tuple(sorted(self.models - {"delayed", "switch"}))
@@ -191,6 +174,21 @@ class Run(NamedTuple):
         features = tuple(name for name, part in kept.items() if part in self.architecture)
         return Run(features, self.layers, "bf16", self.on_gpu, seed=self.seed)
 
+    def start_arguments(self, folder: Path) -> list[str]:
+        """Return what makes it write its weights into a folder."""
+        save = ["--save", str(folder), "--save-interval", "1", "--no-save-optim"]
+        return ["--train-iters", "1", "--lr", "1e-2", *save]
+
+    def length(self, folder: Path) -> list[str]:
+        """Return its length, and what makes it begin with the weights of a folder."""
+        words = ["--train-iters", str(self.iterations)]
+        load = ["--load", str(folder), "--finetune", "--no-load-optim", "--no-load-rng"]
+        return words if self.from_seed else words + load
+
+    def describe(self) -> dict[str, Any]:
+        """Return the beginning of its cell."""
+        return {"layers": self.layers, "recipe": self.recipe, "features": self.features}
+
     def bounds(self) -> Bounds:
         """Return the largest differences from its reference that count as parity."""
         names = set(self.features)
@@ -212,7 +210,7 @@ class Run(NamedTuple):
 
     def arguments(self, recipe_file: Path) -> list[str]:
         """Return its command line, but for its length and folders."""
-        words = [MODEL, *self._model()]
+        words = [DECLARED["model"], *self._model()]
         words += [FEATURES[name].options for name in self.features]
         if self.in_bf16:
             words.append("--bf16")
@@ -229,7 +227,7 @@ class Run(NamedTuple):
             # Sums in one order; TE splits sequences over ranks in its other implementations only.
             backend = "auto" if "CP2" in self.features else "unfused"
             words.append(f"--attention-backend {backend}")
-        words.append(f"{GPU} {LAYERS[self.layers]}" if self.on_gpu
+        words.append(f"{DECLARED['gpu']} {LAYERS[self.layers]}" if self.on_gpu
                      else "--quantization-engine reference")  # fmt: skip
         return " ".join([*words, f"--precision-recipe {recipe_file}"]).split()
 
@@ -259,20 +257,16 @@ class Run(NamedTuple):
 
     def _model(self) -> Iterable[str]:
         models = self.models
-        attention = LATENT if "latent" in models else GROUPED
-        yield attention
-        yield EXPERTS if "experts" in models else ""
+        yield DECLARED["latent" if "latent" in models else "grouped"]
+        yield DECLARED["experts"] if "experts" in models else ""
         if "hybrid" in models:
-            blocks = [
-                "M",
-                "E" if "experts" in models else "-",
-                "+" if "latent" in models else "*",
-                "E" if "experts" in models else "-",
-            ]
+            mlp = "E" if "experts" in models else "-"
+            blocks = ["M", mlp, "+" if "latent" in models else "*", mlp]
             pattern = ("|" if "VPP" in self.features else "").join(blocks)
             if "mtp" in models:
                 pattern += f"/{blocks[2]}{blocks[3]}"
-            yield f"{MAMBA} --hybrid-layer-pattern {pattern} --position-embedding-type none"
+            yield f"{DECLARED['mamba']} --hybrid-layer-pattern {pattern}"
+            yield "--position-embedding-type none"
         else:
             yield "--num-layers 4 --position-embedding-type rope"
         if "mtp" in models:

@@ -23,13 +23,15 @@ from typing import Any, NamedTuple
 
 import torch
 from compose_features import Run
+from records import ROOT
+from training_steps import read_metrics
 
-ROOT = Path(__file__).parents[1]
+Steps = dict[int, tuple[float, float]]
 PRELOADED = (
     "torch._dynamo", "megatron_lowbit.megatron.pretrain", "megatron_lowbit.megatron.metrics",
     "megatron.training.training", "megatron.core.tokenizers.text.libraries.huggingface_tokenizer",
 )  # fmt: skip
-ERROR, STEPS = "error.{}.json", "metrics.jsonl"
+ERROR = "error.{}.json"
 GRACE = 3
 """Seconds that ranks have for their own message once one has failed, and for their end."""
 
@@ -225,14 +227,12 @@ class Crews:
         return environment
 
 
-def read_steps(folder: Path) -> dict[int, tuple[float, float]]:
+def read_steps(folder: Path) -> Steps:
     """Return (loss, gradient norm) by iteration; NaN where a value was not finite."""
-    lines = map(json.loads, (folder / STEPS).read_text().splitlines())
     number = lambda value: float("nan") if value is None else value  # noqa: E731
     return {
         line["iteration"]: (number(line["lm_loss"]), number(line["grad_norm"]))
-        for line in lines
-        if "lm_loss" in line
+        for line in read_metrics(folder)
     }
 
 

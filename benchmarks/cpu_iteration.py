@@ -7,85 +7,55 @@ minute of the machine hits all of them, and writes medians over the iterations a
 (compilation) to benchmarks/results/cpu_iteration.json.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections import defaultdict
-from importlib.metadata import version
-from pathlib import Path
+from collections.abc import Sequence
 
+import records
 import torch
+from training_steps import OURS, ROOT, train_here
 
-from megatron_lowbit.analysis.machine import machine
-
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "cpu_iteration.json"
 WARMUP, MEASURED, ROUNDS = 4, 10, 3
 TOKENS = 1024
 SETTINGS = {
-    "fp32": ["--precision-recipe", "bf16"],
-    "nvfp4": ["--precision-recipe", "nvfp4"],
-    "nvfp4, every block": ["--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"],
-    "nvfp4, reference engine": [
-        "--precision-recipe",
-        "nvfp4",
-        "--quantization-engine",
-        "reference",
-    ],
+    "fp32": "--precision-recipe bf16",
+    "nvfp4": "--precision-recipe nvfp4",
+    "nvfp4, every block": "--precision-recipe nvfp4 --recipe-set bf16_blocks=none",
+    "nvfp4, reference engine": "--precision-recipe nvfp4 --quantization-engine reference",
 }
 
 
-def iteration_seconds(setting: list[str], data: list[str]) -> list[float]:
+def iteration_seconds(setting: str, data: Sequence[str]) -> list[float]:
     """Measure the seconds of each iteration of one run."""
-    with tempfile.TemporaryDirectory() as save:
-        command = [
-            sys.executable,
-            str(ROOT / "pretrain_gpt.py"),
-            f"@{ROOT / 'examples' / 'gpt-7m-cpu.args'}",
-            *("--train-iters", str(WARMUP + MEASURED), "--lr-decay-iters", "1000"),
-            *("--log-interval", "1", "--eval-iters", "1", "--save", save),
-            *data,
-            *setting,
-        ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        lines = (Path(save) / "metrics.jsonl").read_text().splitlines()
-    entries = {entry["iteration"]: entry for entry in map(json.loads, lines) if "lm_loss" in entry}
-    return [
-        TOKENS / entry["tokens_per_second"]
-        for iteration, entry in entries.items()
-        if iteration > WARMUP
-    ]
+    length = f"--train-iters {WARMUP + MEASURED} --lr-decay-iters 1000"
+    words = f"@{ROOT}/examples/gpt-7m-cpu.args {length} --log-interval 1 --eval-iters 1 {setting}"
+    entries = train_here(OURS, [*words.split(), *data])
+    # The last entry of an iteration counts: it may be logged again with its validation.
+    speeds = {entry["iteration"]: entry["tokens_per_second"] for entry in entries}
+    return [TOKENS / speed for iteration, speed in speeds.items() if iteration > WARMUP]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = records.parser(__doc__)
     parser.add_argument("--data-path", required=True)
     parser.add_argument("--tokenizer-model", required=True)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     data = ["--data-path", args.data_path, "--tokenizer-model", args.tokenizer_model]
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(ROUNDS):
         for name, setting in SETTINGS.items():
             times[name] += iteration_seconds(setting, data)
     fp32 = statistics.median(times["fp32"])
-    rows = {
-        name: {
-            "median_s": round(statistics.median(seconds), 4),
-            "quartiles_s": [round(q, 4) for q in statistics.quantiles(seconds, n=4)],
-            "iterations": len(seconds),
-            "over_fp32": round(statistics.median(seconds) / fp32, 3),
-        }
-        for name, seconds in times.items()
-    }
-    RESULT.parent.mkdir(exist_ok=True)
-    measured_on = machine(threads=torch.get_num_threads(), megatron_core=version("megatron-core"))
-    RESULT.write_text(json.dumps({"machine": measured_on, "settings": rows}, indent=1) + "\n")
-    for name, row in rows.items():
-        print(f"{name:26} {row['median_s'] * 1e3:7.0f} ms  {row['over_fp32']:.2f} x FP32")
+    rows = []
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        quartiles = [round(q, 4) for q in statistics.quantiles(seconds, n=4)]
+        row = {"setting": name, "median_s": round(median, 4), "quartiles_s": quartiles}
+        rows.append(row | {"iterations": len(seconds), "over_fp32": round(median / fp32, 3)})
+        print(f"{name:26} {median * 1e3:7.0f} ms  {median / fp32:.2f} x FP32")
+    head = {"machine": records.description(threads=torch.get_num_threads())}
+    records.write(records.RESULTS / "cpu_iteration.json", head, rows=rows)
 
 
 if __name__ == "__main__":

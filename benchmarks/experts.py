@@ -17,10 +17,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
+import runner
 import timing
 import torch
 from linear import middle_precision
-from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor
 
@@ -30,7 +30,7 @@ from megatron_lowbit.layers import (
     LinearContext,
     WeightCache,
     lowbit_grouped_linear,
-)
+)  # fmt: skip
 
 BYTES_WRITTEN_BETWEEN = 3 * timing.FLUSH_BYTES
 """Long enough for the CPU to launch the layers of 128 experts meanwhile."""
@@ -158,28 +158,29 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     options = {"dtype": torch.bfloat16, "device": timing.device()}
     x = torch.randn(size.tokens, size.inputs, **options)
     grad = torch.randn(size.tokens, size.outputs, **options)
-    steps, refused = timing.build(
-        {name: lambda name=name: _step(CONTENDERS[name](size), x, grad) for name in names}
-    )
-    laps = timing.measure(steps, seconds, BYTES_WRITTEN_BETWEEN)
-    flops = 6 * size.tokens * size.inputs * size.outputs
-    rows: list[dict] = []
-    for name, found in laps.items():
-        total = timing.spread(sum(lap) for lap in found)
-        phases = dict(zip(("forward_ms", "backward_ms"), zip(*found, strict=True), strict=True))
-        rows.append(
-            {"contender": name, **size._asdict(), **total}
-            | {phase: round(statistics.median(lap), 4) for phase, lap in phases.items()}
-            | {"tflop_per_s": round(flops / total["median_ms"] / 1e9, 1)}
-            | {"cpu_ms": round(_cpu_ms(steps[name]), 3), "kernels_us": _kernels(steps[name])}
-        )
-    times = {row["contender"]: row["median_ms"] for row in rows}
-    for row in rows:
-        if "BF16" in times:
-            row["as_fast_as_bf16"] = round(times["BF16"] / row["median_ms"], 3)
-    return rows + [
-        {"contender": name, **size._asdict(), "refused": why} for name, why in refused.items()
-    ]
+    steps: dict[str, Step] = {}
+
+    def builder(name: str) -> Step:
+        steps[name] = _step(CONTENDERS[name](size), x, grad)
+        return steps[name]
+
+    def row(name: str, laps: list[list[float]]) -> dict:
+        found = timing.phases(laps)
+        return {
+            **found["both"],
+            "forward_ms": found["forward"]["median_ms"],
+            "backward_ms": found["backward"]["median_ms"],
+            "tflop_per_s": round(
+                6 * size.tokens * size.inputs * size.outputs / found["both"]["median_ms"] / 1e9, 1
+            ),
+            "cpu_ms": round(_cpu_ms(steps[name]), 3),
+            "kernels_us": _kernels(steps[name]),
+        }
+
+    builders = {name: partial(builder, name) for name in names}
+    rows = runner.rows_of(builders, row, size._asdict(), seconds, flush=BYTES_WRITTEN_BETWEEN)
+    runner.add_ratios(rows, "as_fast_as_bf16", "BF16", "median_ms")
+    return rows
 
 
 def _cpu_ms(step: Step) -> float:
@@ -222,24 +223,18 @@ def in_order(kernels: Sequence[tuple[str, float]]) -> list[tuple[str, float]]:
     ]
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate times and ratios."""
-    shown = Table(title=str(Size(*(rows[0][field] for field in Size._fields))))
-    keys = ("median_ms", "forward_ms", "backward_ms", "tflop_per_s", "cpu_ms", "as_fast_as_bf16")
-    for heading in ("contender", *keys):
-        shown.add_column(heading)
-    for row in rows:
-        if "refused" in row:
-            shown.add_row(row["contender"], row["refused"])
-        else:
-            shown.add_row(row["contender"], *(str(row.get(key, "")) for key in keys))
-    return shown
+COLUMNS = {
+    key: key
+    for key in (
+        "median_ms", "forward_ms", "backward_ms", "tflop_per_s", "cpu_ms", "as_fast_as_bf16",
+    )
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     form = "EXPERTSxTOKENSxINxOUTxSKEWED"
-    timing.over_sizes("experts", __doc__, argv, CONTENDERS, SIZES, form, run, table)
+    runner.over_sizes("experts", __doc__, argv, CONTENDERS, SIZES, form, run, COLUMNS)
 
 
 if __name__ == "__main__":

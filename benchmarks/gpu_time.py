@@ -9,7 +9,6 @@ compare the busy time with the step's median in flagship.py, not with the profil
 left there is time in which the GPU waits.
 """
 
-import argparse
 import gzip
 import json
 import re
@@ -19,10 +18,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import training_steps
 from flagship import Case, cases, words_of
 from rich.console import Console
-from rich.table import Table
-from training_steps import rows_of, train, write_rows
+from runner import table
+from training_steps import run_cases, train
 
 FIRST, LAST = 10, 12
 """Steps that are profiled: from the first up to the last, which is not."""
@@ -93,7 +93,7 @@ def _union(spans: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def profile(case: Case, gpu: int | None) -> dict[str, Any]:
+def profile(case: Case, gpu: str | None) -> dict[str, Any]:
     """Train a case under the profiler; return its row."""
     with tempfile.TemporaryDirectory() as folder:
         board = Path(folder) / "tensorboard"
@@ -105,42 +105,24 @@ def profile(case: Case, gpu: int | None) -> dict[str, Any]:
         ]  # fmt: skip
         row = train(case.script, words, gpus=1, device=gpu)
         if "error" in row:
-            return {"case": case.name, **row}
+            return row
         with gzip.open(Path(folder) / "torch_profile" / "rank-0.json.gz", "rt") as file:
             trace = json.load(file)
-        return {
-            "case": case.name, "milliseconds": milliseconds(trace), "longest": longest(trace),
-        }  # fmt: skip
-
-
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate milliseconds a step."""
-    shown = Table(title="GPU time of a step, ms")
-    for heading in ("case", "busy", *KINDS, OTHERS):
-        shown.add_column(heading)
-    for row in rows:
-        figures = row.get("milliseconds", {"": row.get("error", "")})
-        shown.add_row(row["case"], *map(str, figures.values()))
-    return shown
+        return {"milliseconds": milliseconds(trace), "longest": longest(trace)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train the cases that the output lacks under the profiler; write the file after each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", required=True, metavar="PART", help="parts of names")
+    parser = training_steps.cases_parser(__doc__, seconds=1e9, only=True)
     parser.add_argument("--gpu", type=int, metavar="N", help="number of the GPU (default: first)")
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     args = parser.parse_args(argv)
-    rows = rows_of(args.output)
-    done = {row["case"] for row in rows if "error" not in row}
-    for case in cases():
-        if case.name in done or not any(part in case.name for part in args.only):
-            continue
-        rows = [*(row for row in rows if row["case"] != case.name), profile(case, args.gpu)]
-        write_rows(args.output, rows, gpus=1)
-    Console(width=150).print(table(rows))
+    found = [
+        training_steps.Case(case.name, lambda gpu, case=case: profile(case, gpu))
+        for case in cases()
+    ]
+    rows = run_cases(found, args, 1, [args.gpu])
+    columns = {kind: f"milliseconds.{kind}" for kind in ("busy", *KINDS, OTHERS)}
+    Console(width=150).print(table(rows, "GPU time of a step, ms", columns, name="case"))
 
 
 if __name__ == "__main__":

@@ -8,18 +8,17 @@ of ``linear.py``, in turns; the calls of a turn follow each other without a sync
 no time on the GPU is counted. Weights are quantized in each call, as with one microbatch a step.
 """
 
-import argparse
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from functools import partial
 
 import linear
+import records
+import runner
 import timing
 import torch
 from rich.console import Console
-from rich.table import Table
 from timing import Step
 
 SIZE = linear.Size(512, 512, 512)
@@ -39,21 +38,14 @@ def run(names: Sequence[str], turns: int = TURNS) -> list[dict]:
         return linear.step(linear.CONTENDERS[name].make(SIZE), x, grad)
 
     steps, refused = timing.build({name: partial(builder, name) for name in names})
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    order = random.Random(0)
-    for _ in range(turns):
-        for name, step in order.sample(list(steps.items()), len(steps)):
-            times[name].append(_microseconds(step))
+    times = timing.in_turns({name: partial(_microseconds, s) for name, s in steps.items()}, turns)
     medians = {name: statistics.median(found) for name, found in times.items()}
-    rows = [
-        {
-            "contender": name,
-            "median_us": round(medians[name], 1),
-            "fastest_us": round(min(found), 1),
-        }
-        | {key: round(medians[name] / medians[p], 2) for key, p in PEERS.items() if p in medians}
-        for name, found in times.items()
-    ]
+    rows = []
+    for name, found in times.items():
+        row = {"median_us": round(medians[name], 1), "fastest_us": round(min(found), 1)}
+        ratios = {key: medians[name] / medians[p] for key, p in PEERS.items() if p in medians}
+        ratios = {key: round(ratio, 2) for key, ratio in ratios.items()}
+        rows.append({"contender": name, **row, **ratios})
     return rows + [{"contender": name, "refused": why} for name, why in refused.items()]
 
 
@@ -66,29 +58,19 @@ def _microseconds(step: Step) -> float:
     return 1e6 * (time.perf_counter() - begin) / CALLS
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate microseconds and ratios."""
-    shown = Table(title=f"CPU time of a call, {SIZE}")
-    for heading in ("contender", "median us", "fastest us", "x BF16", "x TE BF16"):
-        shown.add_column(heading)
-    for row in rows:
-        keys = ("refused",) if "refused" in row else ("median_us", "fastest_us", *PEERS)
-        shown.add_row(row["contender"], *(str(row.get(key, "")) for key in keys))
-    return shown
+COLUMNS = {key: key for key in ("median_us", "fastest_us", *PEERS)}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     names = [name for name, contender in linear.CONTENDERS.items() if not contender.long]
     parser.add_argument("--contenders", nargs="+", choices=names, default=names)
-    timing.add_output(parser, "host-time")
+    records.add_output(parser, "host-time")
     args = parser.parse_args(argv)
     begin, rows = time.monotonic(), run(args.contenders)
-    Console(width=150).print(table(rows))
-    timing.write(args.output, None, rows, begin)
+    Console(width=150).print(runner.table(rows, f"CPU time of a call, {SIZE}", COLUMNS))
+    runner.write(args.output, rows, begin)
 
 
 if __name__ == "__main__":

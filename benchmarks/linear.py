@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import runner
 import timing
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor, nn
 
@@ -322,65 +322,37 @@ def run(
         kept[name] = _kept(contender, built, size)
         return step(built, x, grad)
 
-    steps, refused = timing.build({name: partial(builder, name) for name in names})
-    laps = timing.measure(steps, seconds)
-    rows = [_row(name, contenders[name], size, laps[name], limits) | kept[name] for name in steps]
-    _add_ratios(rows)
-    head = {"size": list(size)}
-    return [head | row for row in rows] + [
-        head | {"contender": name, "refused": why} for name, why in refused.items()
-    ]
+    def row(name: str, laps: list[list[float]]) -> dict:
+        return _row(contenders[name].like, size, laps, limits) | kept[name]
+
+    builders = {name: partial(builder, name) for name in names}
+    rows = runner.rows_of(builders, row, {"size": list(size)}, seconds)
+    for key, base in (("times_bf16", "BF16"), ("times_te_blockwise", "TE blockwise")):
+        runner.add_ratios(rows, key, base, "forward", "backward", "both")
+    return rows
 
 
-def _row(
-    name: str, contender: Contender, size: Size, laps: list[list[float]], limits: Ceilings
-) -> dict:
-    phases = {
-        "forward": [lap[0] for lap in laps],
-        "backward": [lap[1] for lap in laps],
-        "both": [sum(lap) for lap in laps],
-    }
-    row = {"contender": name} | {phase: timing.spread(times) for phase, times in phases.items()}
+def _row(like: str | None, size: Size, laps: list[list[float]], limits: Ceilings) -> dict:
+    row: dict = timing.phases(laps)
     rate = 3 * size.flops / (row["both"]["median_ms"] / 1e3)
-    row["tflop_per_s"] = round(rate / 1e12, 4)
-    row["of_bf16_gemm"] = round(rate / limits.gemms["bf16"], 3)
-    like = contender.like
+    figures: dict = {"tflop_per_s": round(rate / 1e12, 4)}
+    figures["of_bf16_gemm"] = round(rate / limits.gemms["bf16"], 3)
     if like is not None and (least := bound(middle_precision(like), size, limits)) is not None:
-        row["bound_ms"] = {phase: round(value, 4) for phase, value in least.items()}
-        row["over_bound"] = {p: round(row[p]["median_ms"] / v, 3) for p, v in least.items()}
-    return row
+        figures["bound_ms"] = {phase: round(value, 4) for phase, value in least.items()}
+        figures["over_bound"] = {p: round(row[p]["median_ms"] / v, 3) for p, v in least.items()}
+    return row | figures
 
 
-def _add_ratios(rows: list[dict]) -> None:
-    """Add how many times as fast as BF16 and as Transformer Engine's blockwise FP8 each row is."""
-    for key, name in (("times_bf16", "BF16"), ("times_te_blockwise", "TE blockwise")):
-        other = next((row for row in rows if row["contender"] == name), None)
-        for row in rows if other is not None else ():
-            row[key] = {
-                phase: round(other[phase]["median_ms"] / row[phase]["median_ms"], 3)
-                for phase in ("forward", "backward", "both")
-            }
-
-
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate the figures that are worth a look while measuring."""
-    shown = Table(title=str(Size(*rows[0]["size"])))
-    for heading in ("contender", "forward ms", "backward ms", "both ms", "x BF16", "over bound"):
-        shown.add_column(heading)
-    for row in rows:
-        if "refused" in row:
-            shown.add_row(row["contender"], row["refused"])
-            continue
-        times = [f"{row[phase]['median_ms']:.3f}" for phase in ("forward", "backward", "both")]
-        ratios = [row.get(key, {}).get("both", "") for key in ("times_bf16", "over_bound")]
-        shown.add_row(row["contender"], *times, *map(str, ratios))
-    return shown
+COLUMNS = {
+    "forward ms": "forward", "backward ms": "backward", "both ms": "both",
+    "x BF16": "times_bf16.both", "over bound": "over_bound.both",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     form = "TOKENSxINPUTSxOUTPUTS"
-    timing.over_sizes("linear", __doc__, argv, CONTENDERS, SWEEP, form, run, table)
+    runner.over_sizes("linear", __doc__, argv, CONTENDERS, SWEEP, form, run, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -14,96 +14,70 @@ seeds, in windows of 50 iterations. The file is written after every run; runs th
 are not repeated.
 """
 
-import argparse
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import records
 from linear import SQUARE_INPUT
 from rich.console import Console
 from rich.table import Table
+from training_steps import HYBRID, OURS, ROOT, train_here
 
-from megatron_lowbit.analysis.machine import machine
-
-ROOT = Path(__file__).parents[1]
-MXNORM = ("--mxnorm", "--transformer-impl", "local")
 RECIPES = {
-    "fp8-tile": ("--precision-recipe", "fp8-tile"),
-    "fp8-tile, square": ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT),
-    "fp8-tile in TE": (
-        "--precision-recipe",
-        "fp8-tile",
-        "--transformer-impl",
-        "transformer_engine",
-    ),
-    "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
-    "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
-    "bf16": ("--precision-recipe", "bf16"),
-    "mxfp8": ("--precision-recipe", "mxfp8"),
-    "mxfp8, MXNorm": ("--precision-recipe", "mxfp8", *MXNORM),
-    "mxfp8, MXNorm p 1": ("--precision-recipe", "mxfp8", *MXNORM, "--mxnorm-p", "1"),
+    "fp8-tile": "fp8-tile",
+    "fp8-tile, square": f"fp8-tile --recipe-set {SQUARE_INPUT}",
+    "fp8-tile in TE": "fp8-tile --transformer-impl transformer_engine",
+    "mxfp4-backward": "mxfp4-backward",
+    "nvfp4": "nvfp4 --recipe-set bf16_blocks=none",
+    "bf16": "bf16",
+    "mxfp8": "mxfp8",
+    "mxfp8, MXNorm": "mxfp8 --mxnorm --transformer-impl local",
+    "mxfp8, MXNorm p 1": "mxfp8 --mxnorm --transformer-impl local --mxnorm-p 1",
 }
 USUAL = ("fp8-tile", "fp8-tile, square", "mxfp4-backward", "nvfp4", "bf16")
 WINDOW, LOG_INTERVAL = 50, 5
 
 
-def train(recipe: str, seed: int, common: Sequence[str]) -> list[float]:
-    """Return a run's losses, means over ``LOG_INTERVAL`` iterations."""
-    with tempfile.TemporaryDirectory() as save:
-        command = [sys.executable, *common, *RECIPES[recipe], "--bf16", "--seed", str(seed)]
-        command += ["--log-interval", str(LOG_INTERVAL), "--save", save]
-        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
-            sys.exit(f"error: {recipe}, seed {seed}: the run failed")
-        lines = (Path(save) / "metrics.jsonl").read_text().splitlines()
-    losses = [step["lm_loss"] for step in map(json.loads, lines) if "lm_loss" in step]
-    return [
-        statistics.fmean(losses[i : i + LOG_INTERVAL]) for i in range(0, len(losses), LOG_INTERVAL)
-    ]
+def means(losses: Sequence[float], width: int) -> list[float]:
+    """Average over stretches of so many losses; the last one may be shorter."""
+    return [statistics.fmean(losses[i : i + width]) for i in range(0, len(losses), width)]
 
 
 def windows(losses: Sequence[float], interval: int) -> list[float]:
-    """Average over windows of iterations."""
+    """Average over whole windows of iterations."""
     width = WINDOW // interval
-    return [
-        statistics.fmean(losses[i : i + width]) for i in range(0, len(losses) - width + 1, width)
-    ]
+    return means(losses[: len(losses) // width * width], width)
 
 
 def compare(here: list[dict], there: list[dict], interval: int) -> Table:
     """Compare each run of another machine with this one's seeds."""
-    table = Table(title="in standard deviations of a further seed, by window")
-    for name in ("recipe", "seed there", "largest", "root mean square", "last loss there", "here"):
-        table.add_column(name)
+    table = Table(
+        "recipe", "seed there", "largest", "root mean square", "last loss there", "here",
+        title="in standard deviations of a further seed, by window",
+    )  # fmt: skip
     for run in there:
-        seeds = [
-            windows(r["losses"], interval)
-            for r in here
-            if r["recipe"] == run["recipe"].removesuffix(" in TE")
-        ]
+        name = run["recipe"].removesuffix(" in TE")
+        seeds = [windows(r["losses"], interval) for r in here if r["recipe"] == name]
         if len(seeds) < 3:
             continue
-        off = []
-        for value, *others in zip(windows(run["losses"], interval), *seeds, strict=True):
+        off, theirs = [], windows(run["losses"], interval)
+        for value, *others in zip(theirs, *seeds, strict=True):
             spread = statistics.stdev(others) * (1 + 1 / len(others)) ** 0.5
             off.append((value - statistics.fmean(others)) / spread)
         last = statistics.fmean(seed[-1] for seed in seeds)
         table.add_row(
             run["recipe"], str(run["seed"]), f"{max(map(abs, off)):.1f}",
-            f"{statistics.fmean(x * x for x in off) ** 0.5:.2f}",
-            f"{windows(run['losses'], interval)[-1]:.4f}", f"{last:.4f}",
+            f"{statistics.fmean(x * x for x in off) ** 0.5:.2f}", f"{theirs[-1]:.4f}",
+            f"{last:.4f}",
         )  # fmt: skip
     return table
 
 
 def gaps(runs: list[dict], interval: int) -> Table:
     """Compare each recipe's last window with bf16's of the same seed, in percent."""
-    table = Table(title=f"last {WINDOW} iterations")
-    for name in ("recipe", "seeds", "mean loss", "gap to bf16, %", "standard error"):
-        table.add_column(name)
+    headings = ("recipe", "seeds", "mean loss", "gap to bf16, %", "standard error")
+    table = Table(*headings, title=f"last {WINDOW} iterations")
     last = {(r["recipe"], r["seed"]): windows(r["losses"], interval)[-1] for r in runs}
     for recipe in dict.fromkeys(run["recipe"] for run in runs):
         found = {seed: loss for (name, seed), loss in last.items() if name == recipe}
@@ -116,16 +90,15 @@ def gaps(runs: list[dict], interval: int) -> Table:
         if recipe != "bf16" and len(ratios) > 1:
             gap = f"{statistics.fmean(ratios):+.2f}"
             error = f"{statistics.stdev(ratios) / len(ratios) ** 0.5:.2f}"
-        mean = f"{statistics.fmean(found.values()):.4f}"
-        table.add_row(recipe, str(len(found)), mean, gap, error)
+        table.add_row(
+            recipe, str(len(found)), f"{statistics.fmean(found.values()):.4f}", gap, error
+        )
     return table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train what the file lacks, then compare."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--data-path", required=True, metavar="PREFIX")
     parser.add_argument("--tokenizer-model", required=True, metavar="DIR")
     parser.add_argument(
@@ -136,24 +109,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--against", type=Path, metavar="FILE.json", help="another machine's")
     args, others = parser.parse_known_args(argv)
-    hybrid = "--hybrid-layer-pattern" in args.model.read_text()
-    script = ROOT / ("pretrain_hybrid.py" if hybrid else "pretrain_gpt.py")
-    common = [str(script), f"@{args.model}", "--data-path", args.data_path]
+    script = HYBRID if "--hybrid-layer-pattern" in args.model.read_text() else OURS
+    common = [f"@{args.model}", "--data-path", args.data_path, "--bf16"]
     common += ["--tokenizer-model", args.tokenizer_model, *others]
-    data = {"machine": machine(), "log_interval": LOG_INTERVAL, "runs": []}
-    if args.output.is_file():
-        data = json.loads(args.output.read_text())
+    common += ["--log-interval", str(LOG_INTERVAL)]
+    runs = records.read(args.output, "runs")
+    done = {(run["recipe"], run["seed"]) for run in runs}
     for recipe in args.recipes:
         for seed in args.seeds:
-            if any((r["recipe"], r["seed"]) == (recipe, seed) for r in data["runs"]):
+            if (recipe, seed) in done:
                 continue
-            losses = train(recipe, seed, common)
-            data["runs"].append({"recipe": recipe, "seed": seed, "losses": losses})
-            args.output.write_text(json.dumps(data, indent=1) + "\n")
-    Console(width=120).print(gaps(data["runs"], data["log_interval"]))
+            words = ["--precision-recipe", *RECIPES[recipe].split(), "--seed", str(seed)]
+            losses = [step["lm_loss"] for step in train_here(script, [*common, *words])]
+            runs.append({"recipe": recipe, "seed": seed, "losses": means(losses, LOG_INTERVAL)})
+            records.write(args.output, {"log_interval": LOG_INTERVAL}, runs=runs)
+    Console(width=120).print(gaps(runs, LOG_INTERVAL))
     if args.against is not None:
-        there = json.loads(args.against.read_text())["runs"]
-        Console(width=120).print(compare(data["runs"], there, data["log_interval"]))
+        there = records.read(args.against, "runs")
+        Console(width=120).print(compare(runs, there, LOG_INTERVAL))
 
 
 if __name__ == "__main__":

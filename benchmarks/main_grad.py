@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
+import runner
 import timing
 import torch
-from rich.table import Table
 from timing import Ceilings
 
 from megatron_lowbit.kernels.cublas import scaled_matmul
@@ -58,36 +58,22 @@ def product(size: Size, name: str, way: str) -> timing.Step:
 
 def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> list[dict]:
     """Measure one size."""
-    builders = {name: partial(product, size, *CONTENDERS[name]) for name in names}
-    steps, refused = timing.build(builders)
-    rows, elements = [], size.outputs * size.inputs
-    for name, laps in timing.measure(steps, seconds).items():
+    elements = size.outputs * size.inputs
+
+    def row(name: str, laps: list[list[float]]) -> dict:
         gemm, way = CONTENDERS[name]
-        row = {"size": size, "contender": name, **timing.spread(sum(lap) for lap in laps)}
         least = limits.seconds(2 * size.tokens * elements, GEMMS[gemm])
-        if least is not None:
-            row["bound_ms"] = round(1e3 * max(least, WAYS[way] * elements / limits.copy), 4)
-        rows.append(row)
-    return rows + [
-        {"size": size, "contender": name, "refused": why} for name, why in refused.items()
-    ]
+        bound = least and round(1e3 * max(least, WAYS[way] * elements / limits.copy), 4)
+        return timing.spread(map(sum, laps)) | ({} if bound is None else {"bound_ms": bound})
 
-
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate milliseconds, and the bound."""
-    shown = Table(title=str(rows[0]["size"]))
-    for heading in ("product", "ms", "bound"):
-        shown.add_column(heading)
-    for row in rows:
-        time = row.get("refused") or f"{row['median_ms']:.4f}"
-        shown.add_row(row["contender"], time, str(row.get("bound_ms", "")))
-    return shown
+    builders = {name: partial(product, size, *CONTENDERS[name]) for name in names}
+    return runner.rows_of(builders, row, {"size": size}, seconds)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    form = "TOKENSxOUTPUTSxINPUTS"
-    timing.over_sizes("main_grad", __doc__, argv, CONTENDERS, SIZES, form, run, table)
+    form, columns = "TOKENSxOUTPUTSxINPUTS", {"ms": "median_ms", "bound": "bound_ms"}
+    runner.over_sizes("main_grad", __doc__, argv, CONTENDERS, SIZES, form, run, columns)
 
 
 if __name__ == "__main__":

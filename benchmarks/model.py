@@ -21,11 +21,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import records
+import runner
 import timing
 import torch
 from linear import RECIPES, SQUARE_INPUT, gemm_kinds, middle_precision
 from rich.console import Console
-from rich.table import Table
 from timing import Ceilings
 from torch import nn
 
@@ -56,31 +57,29 @@ LOCAL = (
     "--no-persist-layer-norm",
 )  # fmt: skip
 IN_TE = ("--transformer-impl", "transformer_engine")
+EVERY_BLOCK = "--recipe-set bf16_blocks=none"
 OWN_RECIPES = {
-    "fp8-tile": ("--precision-recipe", "fp8-tile"),
-    "mxfp8": ("--precision-recipe", "mxfp8"),
-    "mxfp4-backward": ("--precision-recipe", "mxfp4-backward"),
-    "nvfp4": ("--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
-    "nvfp4-fold": ("--precision-recipe", "nvfp4-fold", "--recipe-set", "bf16_blocks=none"),
-    "nvfp4-4over6": ("--precision-recipe", "nvfp4-4over6", "--recipe-set", "bf16_blocks=none"),
-    "nvfp4-ue5m3": ("--precision-recipe", "nvfp4-ue5m3"),
-    "quartet2": ("--precision-recipe", "quartet2"),
-    "torchao-v2": ("--precision-recipe", "torchao-v2"),
-    "averis": ("--precision-recipe", "averis"),
+    "fp8-tile": "", "mxfp8": "", "mxfp4-backward": "", "nvfp4": EVERY_BLOCK,
+    "nvfp4-fold": EVERY_BLOCK, "nvfp4-4over6": EVERY_BLOCK, "nvfp4-ue5m3": "", "quartet2": "",
+    "torchao-v2": "", "averis": "",
     # The last fifth of torchao-v2-late-bf16, and of nvfp4-late-bf16.
-    "torchao-v2 fprop=null": ("--precision-recipe", "torchao-v2", "--recipe-set", "fprop=null"),
-    "nvfp4 fprop=null": (
-        "--precision-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none",
-        "--recipe-set", "fprop=null",
-    ),
+    "torchao-v2 fprop=null": "--recipe-set fprop=null",
+    "nvfp4 fprop=null": f"{EVERY_BLOCK} --recipe-set fprop=null",
 }  # fmt: skip
-SQUARE = ("--precision-recipe", "fp8-tile", "--recipe-set", SQUARE_INPUT)
-FP8 = ("--fp8-format", "hybrid", "--fp8-recipe")
+"""Settings by the recipe's name, which settings of the bound may follow."""
+
+
+def _of_recipe(like: str, settings: str, layers: Sequence[str]) -> Contender:
+    words = f"--precision-recipe {like.split()[0]} {settings}".split()
+    return Contender(like, (*words, *layers))
+
+
+SQUARE, FP8 = f"--recipe-set {SQUARE_INPUT}", ("--fp8-format", "hybrid", "--fp8-recipe")
 CONTENDERS = {
-    "bf16": Contender("bf16", ("--precision-recipe", "bf16", *LOCAL)),
-    "fp8-tile, square": Contender(RECIPES["fp8-tile, square"], (*SQUARE, *LOCAL)),
-    **{name: Contender(name, (*recipe, *LOCAL)) for name, recipe in OWN_RECIPES.items()},
-    **{f"{name} in TE": Contender(name, (*recipe, *IN_TE)) for name, recipe in OWN_RECIPES.items()},
+    "bf16": _of_recipe("bf16", "", LOCAL),
+    "fp8-tile, square": _of_recipe(RECIPES["fp8-tile, square"], SQUARE, LOCAL),
+    **{name: _of_recipe(name, settings, LOCAL) for name, settings in OWN_RECIPES.items()},
+    **{f"{name} in TE": _of_recipe(name, words, IN_TE) for name, words in OWN_RECIPES.items()},
     "TE BF16": Contender("bf16", IN_TE),
     "TE blockwise": Contender("fp8-tile", (*FP8, "blockwise", *IN_TE)),
     "TE delayed": Contender("fp8-delayed", (*FP8, "delayed", *IN_TE)),
@@ -145,12 +144,7 @@ def _measure(name: str, args: Namespace) -> None:
         torch.cuda.reset_peak_memory_stats()
     laps = timing.measure({name: step}, SECONDS, flush=0)[name]
     peak = torch.cuda.max_memory_allocated() if cuda else None
-    phases = {
-        "forward": [lap[0] for lap in laps],
-        "backward": [lap[1] for lap in laps],
-        "both": [sum(lap) for lap in laps],
-    }
-    row = {phase: timing.spread(times) for phase, times in phases.items()}
+    row: dict = timing.phases(laps)
     row["tokens"] = args.micro_batch_size * args.seq_length
     row["peak_gb"] = round(peak / 1e9, 2) if cuda else None
     print(json.dumps(row | _flops(args)))
@@ -220,11 +214,7 @@ def run(names: Sequence[str], extra: Sequence[str]) -> tuple[list[dict], Ceiling
     finally:
         for worker in workers.values():
             worker.kill()
-    base = next((row for row in rows if row["contender"] == "TE BF16"), {})
-    for row in rows if "both" in base else ():
-        if "both" in row:
-            ratio = base["both"]["median_ms"] / row["both"]["median_ms"]
-            row["times_te_bf16"] = round(ratio, 3)
+    runner.add_ratios(rows, "times_te_bf16", "TE BF16", "both")
     return rows, limits
 
 
@@ -267,29 +257,18 @@ def _bound(recipe: str, row: dict, limits: Ceilings) -> float | None:
     return sum(seconds) + row["flops_outside"] / limits.gemms["bf16"]
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate the figures that are worth a look while measuring."""
-    shown = Table(title="forward and backward")
-    for heading in ("contender", "ms", "tokens/s", "x TE BF16", "peak GB", "over bound"):
-        shown.add_column(heading)
-    for row in rows:
-        if "refused" in row:
-            shown.add_row(row["contender"], row["refused"])
-            continue
-        keys = ("tokens_per_s", "times_te_bf16", "peak_gb", "over_bound")
-        values = [row["both"]["median_ms"], *(row.get(key, "") for key in keys)]
-        shown.add_row(row["contender"], *map(str, values))
-    return shown
+COLUMNS = {
+    "ms": "both", "tokens/s": "tokens_per_s", "x TE BF16": "times_te_bf16", "peak GB": "peak_gb",
+    "over bound": "over_bound",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=[*CONTENDERS])
     parser.add_argument("--worker", choices=CONTENDERS, help=argparse.SUPPRESS)
-    timing.add_output(parser, "model")
+    records.add_output(parser, "model")
     parser.add_argument(
         "--extra", nargs=argparse.REMAINDER, default=[], metavar="ARGUMENT",
         help="all that follows goes to every model, such as --num-layers 8",
@@ -301,8 +280,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     begin, console = time.monotonic(), Console(width=130)
     rows, limits = run(args.contenders, args.extra)
     console.print(limits.as_json())
-    console.print(table(rows))
-    timing.write(args.output, limits, rows, begin, arguments=[*MODEL, *args.extra])
+    console.print(runner.table(rows, "forward and backward", COLUMNS))
+    runner.write(args.output, rows, begin, limits, arguments=[*MODEL, *args.extra])
 
 
 if __name__ == "__main__":

@@ -19,9 +19,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import linear
-import timing
+import runner
 from linear import Contender, Size, bound, middle_precision
-from rich.table import Table
 from timing import Ceilings
 
 SIZES = [Size(16384, 4096, 11008), Size(16384, 8192, 28672)]
@@ -83,30 +82,17 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     return rows
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate backward times, and the overheads of the row with both techniques."""
-    shown = Table(title=str(Size(*rows[0]["size"])))
-    for heading in ("backward", "ms", "x BF16", "over bound", "RHT costs", "SR costs"):
-        shown.add_column(heading)
-    for row in rows:
-        if "refused" in row:
-            shown.add_row(row["contender"], row["refused"])
-            continue
-        ratios = [row.get(key, {}).get("backward", "") for key in ("times_bf16", "over_bound")]
-        costs = [
-            f"{row['overhead'][technique]:.1%} (counted {row['counted_overhead'][technique]:.1%})"
-            for technique in WITHOUT
-            if technique in row.get("overhead", {}) and "counted_overhead" in row
-        ]
-        time = f"{row['backward']['median_ms']:.3f}"
-        shown.add_row(row["contender"], time, *map(str, ratios), *costs)
-    return shown
+COLUMNS = {
+    "backward ms": "backward", "x BF16": "times_bf16.backward", "over bound": "over_bound.backward",
+    "RHT costs": "overhead.rht", "counted": "counted_overhead.rht",
+    "SR costs": "overhead.sr", "counted ": "counted_overhead.sr",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     form = "TOKENSxINPUTSxOUTPUTS"
-    timing.over_sizes("mxfp4_overhead", __doc__, argv, CONTENDERS, SIZES, form, run, table)
+    runner.over_sizes("mxfp4_overhead", __doc__, argv, CONTENDERS, SIZES, form, run, COLUMNS)
 
 
 if __name__ == "__main__":

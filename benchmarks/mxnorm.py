@@ -14,8 +14,6 @@ rate. Layers: forward without gradients, 4 or 8 sequences, quantized weights cac
 step. A file that is there keeps the cases that are not measured anew.
 """
 
-import argparse
-import json
 import math
 import statistics
 import sys
@@ -25,6 +23,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import records
+import runner
 import timing
 import torch
 from model import MODEL, build, initialize
@@ -40,7 +40,7 @@ from megatron_lowbit.numerics.formats import E2M1, E4M3
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
 from megatron_lowbit.numerics.rmsnorm import RMSNorm
 
-PICTURE = timing.ROOT / "docs" / "images" / "mxnorm_kernels.png"
+PICTURE = records.ROOT / "docs" / "images" / "mxnorm_kernels.png"
 TOKENS = [2**r for r in range(12, 17)]
 HIDDEN = [k * 2**r // 4 for r in range(10, 14) for k in (4, 5, 6, 7)] + [2**14]
 ELEMENTS = {"E4M3": E4M3, "E2M1": E2M1}
@@ -93,6 +93,15 @@ def _compiled(case: str, norm: str) -> Callable[[Tensor], Any]:
     return run
 
 
+def _rows(builders: dict[str, Callable[[], Step]], head: dict, row: Callable) -> list[dict]:
+    options = {"flush": FLUSH_BYTES, "most": REPETITIONS}
+    return runner.rows_of(builders, row, head, SECONDS, **options)
+
+
+def _of_copy(moved: int, times: dict, limits: Ceilings) -> float:
+    return round(moved / times["median_ms"] * 1e3 / limits.copy, 3)
+
+
 def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[dict]:
     """Time one cell of the grid, and count its bytes."""
     x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=timing.device())
@@ -107,19 +116,12 @@ def kernel_rows(tokens: int, hidden: int, case: str, limits: Ceilings) -> list[d
         moved[name] = x.nbytes + stored_bytes(run())
         return lambda mark: run()
 
-    steps, refused = timing.build({name: partial(builder, name) for name in makers})
-    laps = timing.measure(steps, SECONDS, FLUSH_BYTES, REPETITIONS)
+    def row(name: str, laps: list[list[float]]) -> dict:
+        times = timing.spread(map(sum, laps))
+        return {**times, "bytes": moved[name], "of_copy": _of_copy(moved[name], times, limits)}
+
     head = {"part": "kernel", "case": case, "tokens": tokens, "hidden": hidden}
-    rows = [head | {"contender": name, "refused": why} for name, why in refused.items()]
-    for name in steps:
-        times = timing.spread(sum(lap) for lap in laps[name])
-        rate = moved[name] / times["median_ms"] * 1e3
-        rows.append(
-            head
-            | {"contender": name, **times, "bytes": moved[name]}
-            | {"of_copy": round(rate / limits.copy, 3)}
-        )
-    return rows
+    return _rows({name: partial(builder, name) for name in makers}, head, row)
 
 
 def _gradient(grad: Tensor, x: Tensor, rho: Tensor) -> Tensor:
@@ -154,31 +156,21 @@ def backward_rows(tokens: int, hidden: int, limits: Ceilings) -> list[dict]:
     rho = torch.rand(tokens, 1, device=x.device) + 0.5
     moved = grad.nbytes + 2 * x.nbytes + rho.nbytes
     runs = {name: partial(run, grad, x, rho) for name, run in gradients(hidden).items()}
-    steps, refused = timing.build({name: partial(_captured, run) for name, run in runs.items()})
-    laps = timing.measure(steps, SECONDS, FLUSH_BYTES, REPETITIONS)
+
+    def row(name: str, laps: list[list[float]]) -> dict:
+        times = timing.spread(map(sum, laps))
+        expected = round(1e3 * moved / limits.copy, 4)
+        of_copy = _of_copy(moved, times, limits)
+        return {**times, "bytes": moved, "expected_ms": expected, "of_copy": of_copy}
+
     head = {"part": "backward", "case": GRADIENT, "tokens": tokens, "hidden": hidden}
-    rows = [head | {"contender": name, "refused": why} for name, why in refused.items()]
-    for name in steps:
-        times = timing.spread(sum(lap) for lap in laps[name])
-        expected = 1e3 * moved / limits.copy
-        counted = {"bytes": moved, "expected_ms": round(expected, 4)}
-        counted["of_copy"] = round(expected / times["median_ms"], 3)
-        rows.append(head | {"contender": name} | times | counted)
-    return rows
+    return _rows({name: partial(_captured, run) for name, run in runs.items()}, head, row)
 
 
 def _captured(run: Callable[[], Any]) -> Step:
     """Return a step that replays a CUDA graph of ``run``, or runs it without a GPU."""
-    if not torch.cuda.is_available():
-        return lambda mark: run()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()  # compiles
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    return lambda mark: graph.replay()
+    call = timing.captured(run) if torch.cuda.is_available() else run
+    return lambda mark: call()
 
 
 def layer_rows(recipe: str) -> Iterator[dict]:
@@ -260,28 +252,25 @@ def speedups(rows: Sequence[dict], part: str, case: str, name: str, base: str) -
     return {cell: times[base] / times[name] for cell, times in both.items()}
 
 
+PAIRS = (
+    ("MXNorm", "RMSNorm"), ("MXNorm", "RMSNorm, compiled"),
+    ("MXNorm, compiled", "RMSNorm, compiled"), ("kernel", "torch"), ("kernel", "torch.compile"),
+)  # fmt: skip
+"""Contenders that are compared, and with which."""
+
+
 def summary(rows: Sequence[dict]) -> Table:
     """Return geometric means over the grid, with the least and the largest."""
     shown = Table("", "over", "cells", "geometric mean", "least", "largest", "of a copy")
-    pairs = [
-        ("MXNorm", "RMSNorm"),
-        ("MXNorm", "RMSNorm, compiled"),
-        ("MXNorm, compiled", "RMSNorm, compiled"),
-        ("kernel", "torch"),
-        ("kernel", "torch.compile"),
-    ]
     for part, case in dict.fromkeys((row["part"], row["case"]) for row in rows):
-        for name, base in pairs:
+        for name, base in PAIRS:
             if not (found := speedups(rows, part, case, name, base)):
                 continue
             values = list(found.values())
-            rates = [
-                row["of_copy"]
-                for row in rows
-                if (row["part"], row["case"]) == (part, case)
-                and (row["contender"], row.get("hidden")) == (name, 4096)
-                and row["tokens"] == TOKENS[-1] and "of_copy" in row
-            ]  # fmt: skip
+            largest = (part, case, name, 4096, TOKENS[-1])
+            keys = ("part", "case", "contender", "hidden", "tokens")
+            rates = [row["of_copy"] for row in rows
+                     if tuple(map(row.get, keys)) == largest and "of_copy" in row]  # fmt: skip
             mean = statistics.geometric_mean(values)
             figures = [f"{v:.3f}" for v in (mean, min(values), max(values), *rates)]
             shown.add_row(f"{part}, {case}: {name}", base, str(len(values)), *figures)
@@ -290,11 +279,9 @@ def summary(rows: Sequence[dict]) -> Table:
 
 def draw(rows: Sequence[dict], file: Path) -> None:
     """Draw a heat map for each case of the grid: MXNorm's kernel over RMSNorm's."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 6), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(2, 3, sharex=True, sharey=True)
     for axes, case in zip(grid.flat, CASES, strict=True):
         found = speedups(rows, "kernel", case, "MXNorm", "RMSNorm")
@@ -309,37 +296,26 @@ def draw(rows: Sequence[dict], file: Path) -> None:
     figure.savefig(file, dpi=120)
 
 
-def _kept(args: argparse.Namespace) -> list[dict]:
-    """Return rows of the file that this run does not measure."""
-    if not args.output.is_file():
-        return []
-    anew = {"kernel": args.cases, "backward": [GRADIENT], "layer": RECIPES}
-    rows = json.loads(args.output.read_text())["rows"]
-    return [r for r in rows if r["part"] not in args.parts or r["case"] not in anew[r["part"]]]
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure or read, print the means, write the JSON or the picture."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parts, cases = ("kernel", "backward", "layer"), [*CASES, "NVFP4"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     parser.add_argument("--summary", action="store_true", help="summarize the results in --output")
-    timing.add_output(parser, "mxnorm")
+    records.add_output(parser, "mxnorm")
     args = parser.parse_args(argv)
-    console = Console(width=130)
+    rows = records.read(args.output)
     if args.summary:
-        rows = json.loads(args.output.read_text())["rows"]
         draw(rows, PICTURE)
     else:
-        begin = time.monotonic()
-        limits, rows = timing.ceilings(), _kept(args)
+        anew = {"kernel": args.cases, "backward": [GRADIENT], "layer": RECIPES}
+        rows = [r for r in rows if r["part"] not in args.parts or r["case"] not in anew[r["part"]]]
+        begin, limits = time.monotonic(), timing.ceilings()
         for more in measure(limits, args.parts, args.cases):
             rows += more
-            timing.write(args.output, limits, rows, begin)
-    console.print(summary(rows))
+            runner.write(args.output, rows, begin, limits)
+    Console(width=130).print(summary(rows))
 
 
 if __name__ == "__main__":

@@ -8,25 +8,20 @@ sum(RMSNorm**2), of the normalized values before the cast and of what their code
 docs/images/mxnorm_fidelity.png.
 """
 
-import argparse
-import json
 from collections.abc import Sequence
-from pathlib import Path
 
+import records
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.numerics import Quantizer, format_by_name
 from megatron_lowbit.numerics.mxnorm import MXNorm, absmax_constant
 
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "mxnorm_fidelity.json"
-PICTURE = ROOT / "docs" / "images" / "mxnorm_fidelity.png"
+RESULT = records.RESULTS / "mxnorm_fidelity.json"
+PICTURE = records.ROOT / "docs" / "images" / "mxnorm_fidelity.png"
 BLOCKS = (4, 8, 16, 32, 64, 128, 256, 512)
 BLOCK, ELEMENTS, SEED = 32, 2**22, 1234
 QUANTIZE = Quantizer(format_by_name("mxfp8-e4m3", scale_rounding="rceil"))
@@ -51,7 +46,6 @@ def _r2(seen: Tensor, exact: Tensor) -> float:
 def draw(rows: list[dict]) -> None:
     """Return 1 - r2 over the number of blocks."""
     figure = Figure(figsize=(6, 4), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for p, marker in ((2, "o"), (1, "x")):
         for kind, style in (("before the cast", "-"), ("dequantized", "--")):
@@ -69,9 +63,7 @@ def draw(rows: list[dict]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Print both tables, write the JSON and the picture."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args(argv)
+    records.parser(__doc__).parse_args(argv)
     console = Console(width=100)
     constants = Table("p", "B = 16", "32", "64", "128", title="c(p, B)")
     for p in (1, 2):
@@ -83,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         values = (f"{row[kind]:.5f}" for kind in ("before the cast", "dequantized"))
         shown.add_row(str(row["p"]), str(row["blocks"]), *values)
     console.print(shown)
-    head = {"machine": machine(), "block": BLOCK, "elements": ELEMENTS, "seed": SEED}
-    RESULT.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    head = {"block": BLOCK, "elements": ELEMENTS, "seed": SEED}
+    records.write(RESULT, head, rows=rows)
     draw(rows)
 
 

@@ -15,10 +15,10 @@ from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import runner
 import timing
 import torch
 from linear import middle_precision
-from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor
 
@@ -167,11 +167,10 @@ def run(size: tuple[int, int], names: Sequence[str], limits: Ceilings, seconds: 
         written[name] = stored_bytes(quantize())
         return lambda mark: quantize()
 
-    steps, refused = timing.build({name: partial(builder, name) for name in names})
-    laps = timing.measure(steps, seconds)
-    rows = [_row(name, x, written[name], laps[name], limits) for name in steps]
-    rows += [{"contender": name, "refused": why} for name, why in refused.items()]
-    return [{"size": list(size), "makes": CONTENDERS[row["contender"]].makes} | row for row in rows]
+    builders = {name: partial(builder, name) for name in names}
+    row = lambda name, laps: _row(name, x, written[name], laps, limits)  # noqa: E731
+    rows = runner.rows_of(builders, row, {"size": list(size)}, seconds)
+    return [{"makes": CONTENDERS[row["contender"]].makes} | row for row in rows]
 
 
 def _row(name: str, x: Tensor, written: int, laps: list[list[float]], limits: Ceilings) -> dict:
@@ -181,9 +180,8 @@ def _row(name: str, x: Tensor, written: int, laps: list[list[float]], limits: Ce
     bound = (passed + amax) / limits.copy
     if seconds < 0.8 * bound:
         # Transformer Engine's MXFP8 quantizer does so where the device has no MXFP8.
-        return {"contender": name, "refused": f"{1e3 * seconds:.2f} ms: cannot have written it all"}
+        return {"refused": f"{1e3 * seconds:.2f} ms: cannot have written it all"}
     return {
-        "contender": name,
         **time_spread,
         "bytes": passed,
         "amax_bytes": amax,
@@ -195,21 +193,15 @@ def _row(name: str, x: Tensor, written: int, laps: list[list[float]], limits: Ce
     }
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate the figures that are worth a look while measuring."""
-    shown = Table(title=" x ".join(map(str, rows[0]["size"])))
-    for heading in ("contender", "makes", "ms", "TB/s", "of a copy", "with amax"):
-        shown.add_column(heading)
-    for row in rows:
-        keys = ("median_ms", "tb_per_s", "of_copy", "of_copy_with_amax")
-        values = [row["refused"]] if "refused" in row else [str(row[key]) for key in keys]
-        shown.add_row(row["contender"], row["makes"], *values)
-    return shown
+COLUMNS = {
+    "makes": "makes", "ms": "", "TB/s": "tb_per_s", "of a copy": "of_copy",
+    "with amax": "of_copy_with_amax",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
-    timing.over_sizes("quantize", __doc__, argv, CONTENDERS, SWEEP, "ROWSxCOLUMNS", run, table)
+    runner.over_sizes("quantize", __doc__, argv, CONTENDERS, SWEEP, "ROWSxCOLUMNS", run, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ benchmarks/results/rht_variance.json and docs/images/rht_variance.png.
 """
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -18,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import records
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 from rich.console import Console
@@ -28,23 +28,22 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from megatron_lowbit.analysis.machine import machine
 from megatron_lowbit.kernels import compiled
 from megatron_lowbit.numerics import (
     Draw,
     Hadamard,
     Quantizer,
+    Request,
     Rounding,
     derive_key,
     format_by_name,
     hadamard_transform,
-)
+)  # fmt: skip
 from megatron_lowbit.numerics.hadamard import MAX_SIZE
 from megatron_lowbit.numerics.quantizer import REFERENCE
 
-ROOT = Path(__file__).parents[1]
-RESULT = ROOT / "benchmarks" / "results" / "rht_variance.json"
-PICTURE = ROOT / "docs" / "images" / "rht_variance.png"
+RESULT = records.RESULTS / "rht_variance.json"
+PICTURE = records.ROOT / "docs" / "images" / "rht_variance.png"
 ALGORITHM_2 = format_by_name("mxfp4", scale_rounding="floor", three_quarters=True)
 BLOCK = ALGORITHM_2.block
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)
@@ -105,13 +104,10 @@ class Line:
 
     def exponent(self) -> tuple[float, float]:
         """Return slope of log(variance) over log(size) by weighted least squares, and its error."""
-        weight = [(v / e) ** 2 for v, e in zip(self.variance, self.error, strict=True)]
-        x = [math.log(size) for size in self.sizes]
-        mean = sum(w * a for w, a in zip(weight, x, strict=True)) / sum(weight)
-        spread = sum(w * (a - mean) ** 2 for w, a in zip(weight, x, strict=True))
-        points = zip(weight, x, self.variance, strict=True)
-        slope = sum(w * (a - mean) * math.log(v) for w, a, v in points) / spread
-        return slope, spread**-0.5
+        variance = np.array(self.variance)
+        weights = variance / np.array(self.error)
+        fit = np.polyfit(np.log(self.sizes), np.log(variance), 1, w=weights, cov="unscaled")
+        return float(fit[0][0]), float(fit[1][0, 0]) ** 0.5
 
     def as_json(self) -> dict:
         """Return all of its figures, rounded to what their errors leave meaningful."""
@@ -148,8 +144,9 @@ def rounded(x: Tensor, scale: int | None, key: int) -> Tensor:
     blocks = x if scale else x.reshape(-1, BLOCK)
     parts = []
     for number, part in enumerate(blocks.split(_CHUNK // blocks.shape[1])):
-        draw = Draw(derive_key(key, number))
-        parts.append(quantizer(part, draw=draw, arithmetic=_ARITHMETIC).dequantize(_ARITHMETIC))
+        request = Request(quantizer, draw=Draw(derive_key(key, number)))
+        made = request.quantize(part, arithmetic=_ARITHMETIC)
+        parts.append(made.dequantize(_ARITHMETIC))
     return torch.cat(parts).view(x.shape)
 
 
@@ -189,12 +186,15 @@ def run(cases: Sequence[Case], args: argparse.Namespace, console: Console) -> li
     return lines
 
 
+STYLES = {0: ("o", "C3"), None: ("s", "C0"), 32: ("v", "C1"), 64: ("^", "C2"), 256: ("D", "C4")}
+"""Marker and color by the points of a method's transform."""
+
+
 def draw_picture(lines: Sequence[Line], path: Path) -> None:
     """Draw variance over vector size, log-log: cases side by side, ways of scaling below."""
     deviation = lines[0].case.deviation
     cases = list(dict.fromkeys(x.case for x in lines if x.case.deviation == deviation))
     figure = Figure(figsize=(3.4 * len(cases), 6.4), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.subplots(2, len(cases), sharex=True, sharey=True, squeeze=False)
     for row, scale in zip(grid, (None, BLOCK), strict=True):
         for axes, case in zip(row, cases, strict=True):
@@ -211,21 +211,15 @@ def draw_picture(lines: Sequence[Line], path: Path) -> None:
 
 
 def _draw_panel(axes: Axes, lines: Iterator[Line]) -> None:
-    markers = {0: "o", None: "s", 32: "v", 64: "^", 256: "D"}
-    colors = {0: "C3", None: "C0", 32: "C1", 64: "C2", 256: "C4"}
     for line in lines:
-        points = line.method.points
-        slope, _ = line.exponent()
-        axes.errorbar(
-            line.sizes,
-            [v / size for v, size in zip(line.variance, line.sizes, strict=True)],
-            [e / size for e, size in zip(line.error, line.sizes, strict=True)],
-            label=f"{line.method.label}: b^{slope:.2f}",
-            marker=markers[points],
-            color=colors[points],
-            markersize=4,
-            linewidth=1,
+        marker, color = STYLES[line.method.points]
+        variance, error = (
+            [value / size for value, size in zip(values, line.sizes, strict=True)]
+            for values in (line.variance, line.error)
         )
+        label = f"{line.method.label}: b^{line.exponent()[0]:.2f}"
+        style = {"marker": marker, "color": color, "markersize": 4, "linewidth": 1}
+        axes.errorbar(line.sizes, variance, error, label=label, **style)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(ScalarFormatter())
@@ -241,42 +235,30 @@ def table(lines: Sequence[Line]) -> Table:
     size = lines[0].sizes[-1]
     result = Table("p", "deviation", "scale of", "transform", f"variance/b at {size}", "exponent")
     for line in lines:
-        slope, error = line.exponent()
         result.add_row(
-            f"{line.case.outliers:g}",
-            f"{line.case.deviation:.4g}",
-            str(line.method.scale or "vector"),
-            line.method.label,
+            f"{line.case.outliers:g}", f"{line.case.deviation:.4g}",
+            str(line.method.scale or "vector"), line.method.label,
             f"{line.variance[-1] / size:.4f} ± {line.error[-1] / size:.4f}",
-            f"{slope:.3f} ± {error:.3f}",
-        )
+            "{:.3f} ± {:.3f}".format(*line.exponent()),
+        )  # fmt: skip
     return result
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    for name, kind, metavar, default, text in (
-        ("--sizes", int, "B", SIZES, "vector sizes, powers of two from 32"),
-        ("--outliers", float, "P", OUTLIERS, "shares of outliers"),
-        ("--deviations", float, "SIGMA", DEVIATIONS, "of outliers; the picture shows the first"),
-    ):
-        listed = " ".join(f"{value:.4g}" for value in default)
-        parser.add_argument(
-            name, type=kind, nargs="+", metavar=metavar, default=default,
-            help=f"{text} (default: {listed})",
-        )  # fmt: skip
-    parser.add_argument(
-        "--pairs", type=int, default=4096, help="number of pairs of vectors (default: 4096)"
-    )
-    parser.add_argument("--draws", type=int, default=4, help="roundings a pair (default: 4)")
-    parser.add_argument("--seed", type=int, default=1234)
-    parser.add_argument(
-        "--threads", type=int, default=1, help="number of torch's threads (default: 1)"
-    )
-    parser.add_argument("--output", type=Path, default=RESULT, metavar="FILE.json")
-    parser.add_argument("--picture", type=Path, default=PICTURE, metavar="FILE.png")
+    parser = records.parser(__doc__)
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", metavar="B", default=SIZES, help="powers of two from 32")
+    add("--outliers", type=float, nargs="+", metavar="P", default=OUTLIERS, help="their shares")
+    add(
+        "--deviations", type=float, nargs="+", metavar="SIGMA", default=DEVIATIONS,
+        help="of outliers; the picture shows the first",
+    )  # fmt: skip
+    add("--pairs", type=int, default=4096, help="number of pairs of vectors (default: 4096)")
+    add("--draws", type=int, default=4, help="roundings a pair (default: 4)")
+    add("--seed", type=int, default=1234)
+    add("--threads", type=int, default=1, help="number of torch's threads (default: 1)")
+    add("--output", type=Path, default=RESULT, metavar="FILE.json")
+    add("--picture", type=Path, default=PICTURE, metavar="FILE.png")
     return parser
 
 
@@ -300,18 +282,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = run(cases, args, console)
     console.print(table(lines))
     arguments = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-    head = {
-        "machine": machine(
-            threads=torch.get_num_threads(),
-            arithmetic=f"reference: {_NO_COMPILER}" if _NO_COMPILER else "compiled",
-        ),
-        "arguments": arguments,
-        "seconds": round(time.monotonic() - start),
-    }
-    # One line of text for each line of the picture.
-    body = ",\n".join(f"  {json.dumps(line.as_json())}" for line in lines)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "lines": [\n{body}\n ]\n}}\n')
+    arithmetic = f"reference: {_NO_COMPILER}" if _NO_COMPILER else "compiled"
+    described = records.description(threads=torch.get_num_threads(), arithmetic=arithmetic)
+    head = {"machine": described, "arguments": arguments}
+    head["seconds"] = round(time.monotonic() - start)
+    records.write(args.output, head, lines=[line.as_json() for line in lines])
     draw_picture(lines, args.picture)
     console.print(f"{args.output}\n{args.picture}")
 

@@ -10,17 +10,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+import runner
 import timing
 import torch
-from rich.table import Table
 from timing import Ceilings, Step
 from torch import Tensor
 
-from megatron_lowbit.megatron.mamba import (
-    convolve_and_scan,
-    torch_scan,
-    triton_scan,
-)
+from megatron_lowbit.megatron.mamba import convolve_and_scan, torch_scan, triton_scan
 
 
 class Size(NamedTuple):
@@ -79,27 +75,20 @@ def run(size: Size, names: Sequence[str], limits: Ceilings, seconds: float) -> l
     shape = (size.batch, size.tokens)
     x = torch.randn(*shape, width, dtype=torch.bfloat16, device=timing.device())
     grad = torch.randn(*shape, inner, dtype=torch.bfloat16, device=timing.device())
-    steps, refused = timing.build(
-        {name: partial(_step, mixer, x, grad, SCANS[name], size) for name in names}
-    )
-    laps = timing.measure(steps, seconds)
     exact = _results(mixer, x.float(), grad.float(), torch_scan, size)
-    rows = []
-    for name in steps:
+
+    def row(name: str, laps: list[list[float]]) -> dict:
         found = _results(mixer, x, grad, SCANS[name], size)
         errors = [
             round(float((one.float() - other).abs().max() / other.abs().max()), 5)
             for one, other in zip(found, exact, strict=True)
         ]
-        both = [sum(lap) for lap in laps[name]]
-        row = {"size": list(size), "contender": name, "error": errors}
-        row |= {"forward": timing.spread([lap[0] for lap in laps[name]])}
-        row |= {"both": timing.spread(both)}
-        row["tokens_per_s"] = round(size.batch * size.tokens / row["both"]["median_ms"] * 1e3)
-        rows.append(row)
-    return rows + [
-        {"size": list(size), "contender": name, "refused": why} for name, why in refused.items()
-    ]
+        times = timing.phases(laps)
+        rate = round(size.batch * size.tokens / times["both"]["median_ms"] * 1e3)
+        return {"error": errors, **times, "tokens_per_s": rate}
+
+    builders = {name: partial(_step, mixer, x, grad, SCANS[name], size) for name in names}
+    return runner.rows_of(builders, row, {"size": list(size)}, seconds)
 
 
 def _step(mixer: Mixer, x: Tensor, grad: Tensor, scan: Callable, size: Size) -> Step:
@@ -127,25 +116,15 @@ def _results(
     return y.detach(), leaf.grad
 
 
-def table(rows: Sequence[dict]) -> Table:
-    """Tabulate the figures that are worth a look while measuring."""
-    shown = Table(title=str(Size(*rows[0]["size"])))
-    for heading in ("scan", "forward ms", "both ms", "tokens/s", "error"):
-        shown.add_column(heading)
-    for row in rows:
-        if "refused" in row:
-            shown.add_row(row["contender"], row["refused"])
-            continue
-        times = [f"{row[phase]['median_ms']:.3f}" for phase in ("forward", "both")]
-        errors = ", ".join(map(str, row["error"]))
-        shown.add_row(row["contender"], *times, f"{row['tokens_per_s']:,}", errors)
-    return shown
+COLUMNS = {
+    "forward ms": "forward", "both ms": "both", "tokens/s": "tokens_per_s", "error": "error",
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the tables, write the JSON."""
     form = "BATCHxTOKENSxHEADSxHEAD_DIMxGROUPSxSTATES"
-    timing.over_sizes("scan", __doc__, argv, SCANS, SIZES, form, run, table)
+    runner.over_sizes("scan", __doc__, argv, SCANS, SIZES, form, run, COLUMNS)
 
 
 if __name__ == "__main__":

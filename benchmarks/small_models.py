@@ -8,13 +8,14 @@ backward one after another. Weights are quantized in each call, as in a graph. W
 time of a call is that of many in a row, the GPU's or the CPU's, whichever takes longer.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import linear
+import records
+import runner
 import timing
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ WIDTHS = (1024, 2048, 4096, 8192)
 TOKENS = (2048, 4096, 8192, 16384)
 CONTENDERS = ("BF16", "fp8-tile", "mxfp8", "fp8-delayed", "nvfp4", "mxfp4-backward")
 CALLS, TURNS = 8, 5
-Call = Callable[[], None]
+Call = Callable[[], object]
 
 
 class Shape(NamedTuple):
@@ -56,19 +57,6 @@ def layer(name: str, shape: Shape) -> Call:
     return call
 
 
-def captured(call: Call) -> Call:
-    """Return the replay of a CUDA graph of a call."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def milliseconds(call: Call) -> float:
     """Return the median time of a call, of turns of several in a row."""
     found = []
@@ -91,24 +79,20 @@ def run(shape: Shape, names: Sequence[str]) -> list[dict]:
             call = layer(name, shape)
             row["ms"] = round(milliseconds(call), 4)
             if torch.cuda.is_available():
-                row["graph_ms"] = round(milliseconds(captured(call)), 4)
+                row["graph_ms"] = round(milliseconds(timing.captured(call)), 4)
         except Exception as error:  # of whatever does not take the case, its reason
             row["refused"] = timing.reason(error)
         rows.append(row)
-    first = rows[0]
-    for row in rows:
-        for key in ("ms", "graph_ms"):
-            if key in row and key in first:
-                row[f"as_fast_as_bf16_{key}"] = round(first[key] / row[key], 3)
+    for key in ("ms", "graph_ms"):
+        if all(key in row or "refused" in row for row in rows):
+            runner.add_ratios(rows, f"as_fast_as_bf16_{key}", "BF16", key)
     return rows
 
 
 def table(rows: Sequence[dict]) -> Table:
     """Tabulate the ratios to BF16 without and with graphs, a line for each width and tokens."""
     names = list(dict.fromkeys(row["contender"] for row in rows))
-    shown = Table(title="as fast as BF16 without / with CUDA graphs")
-    for heading in ("width", "tokens", *names):
-        shown.add_column(heading)
+    shown = Table("width", "tokens", *names, title="as fast as BF16 without / with CUDA graphs")
     for shape in dict.fromkeys((row["width"], row["tokens"]) for row in rows):
         found = [row for row in rows if (row["width"], row["tokens"]) == shape]
         cells = [
@@ -121,19 +105,17 @@ def table(rows: Sequence[dict]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print the table, write the JSON."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.parser(__doc__)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
     parser.add_argument("--tokens", nargs="+", type=int, default=TOKENS)
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
-    timing.add_output(parser, "small-models")
+    records.add_output(parser, "small-models")
     args = parser.parse_args(argv)
     begin, rows = time.monotonic(), []
     for width in args.widths:
         for tokens in args.tokens:
             rows += run(Shape(width, tokens), args.contenders)
-            timing.write(args.output, None, rows, begin)
+            runner.write(args.output, rows, begin)
     Console(width=150).print(table(rows))
 
 

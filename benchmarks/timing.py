@@ -1,35 +1,22 @@
-"""Times of contenders taken in turns, the ceilings they are set against, and where they ran.
+"""Times of contenders taken in turns, and the ceilings they are set against.
 
 A contender is a step: a function that does the work once and calls ``mark()`` between its phases.
 On a GPU phases are timed by CUDA events, with the second-level cache flushed before every step;
 elsewhere by the CPU's clock, which is for trying the scripts out.
 """
 
-import argparse
-import json
 import math
 import random
-import shutil
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
+from records import ROOT
 from torch import Tensor
-
-from megatron_lowbit.analysis.machine import machine
-from megatron_lowbit.kernels.select import select_engine
-
-ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 
 Mark = Callable[[], None]
 Step = Callable[[Mark], None]
@@ -130,6 +117,37 @@ def spread(milliseconds: Iterable[float]) -> dict[str, float]:
         "iqr_ms": round(high - low, 4),
         "repetitions": len(values),
     }
+
+
+def phases(laps: list[list[float]]) -> dict[str, dict[str, float]]:
+    """Return the times of forward and backward, which a step's one mark divides, and of both."""
+    parts = dict(zip(("forward", "backward"), zip(*laps, strict=True), strict=True))
+    return {name: spread(lap) for name, lap in (parts | {"both": map(sum, laps)}).items()}
+
+
+def in_turns(
+    steps: dict[str, Callable[[], float]], turns: int, seed: int = 0
+) -> dict[str, list[float]]:
+    """Return what each step returns in each turn; turns have different orders."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    order = random.Random(seed)
+    for _ in range(turns):
+        for name, step in order.sample(list(steps.items()), len(steps)):
+            found[name].append(step())
+    return found
+
+
+def captured(call: Callable[[], object], calls: int = 1) -> Callable[[], object]:
+    """Return the replay of a CUDA graph of so many calls; the first one is made outside of it."""
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()  # compiles
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(calls):
+            call()
+    return graph.replay
 
 
 def build(builders: dict[str, Callable[[], Step]]) -> tuple[dict[str, Step], dict[str, str]]:
@@ -239,103 +257,3 @@ _GEMMS: dict[str, Callable[[int], Step]] = {
     "fp8 per row": lambda size: _scaled_gemm(size, size),
     "fp8 per tensor": lambda size: _scaled_gemm(size, 1),
 }
-
-
-def gpu_name() -> str:
-    """Return the GPU's name, or ``cpu``."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-def description() -> dict[str, str | int]:
-    """Return the machine, and the versions of everything that takes part."""
-    packages = {
-        "triton": "triton",
-        "transformer_engine": "transformer-engine",
-        "torchao": "torchao",
-        "megatron_core": "megatron-core",
-    }
-    versions = {key: _version(package) for key, package in packages.items()}
-    return machine(driver=_driver(), **versions)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _driver() -> str:
-    if not torch.cuda.is_available():
-        return "none"
-    if shutil.which("nvidia-smi") is None:
-        return "unknown"
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    answer = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    return answer.partition("\n")[0] or "unknown"
-
-
-def add_output(parser: argparse.ArgumentParser, benchmark: str) -> None:
-    """Add the ``--output`` argument: by default a file named after the benchmark and the GPU."""
-    slug = gpu_name().lower().removeprefix("nvidia ").replace(" ", "-")
-    parser.add_argument(
-        "--output", type=Path, metavar="FILE.json", default=RESULTS / f"{benchmark}-{slug}.json",
-        help="default: %(default)s",
-    )  # fmt: skip
-
-
-def over_sizes(
-    benchmark: str,
-    doc: str | None,
-    argv: Sequence[str] | None,
-    contenders: Iterable[str],
-    sizes: Sequence[tuple],
-    form: str,
-    run: Callable[[tuple, Sequence[str], Ceilings, float], list[dict]],
-    table: Callable[[Sequence[dict]], Table],
-) -> None:
-    """Run the command of a benchmark over sizes: measure, print the tables, write the JSON.
-
-    The first of ``sizes`` is the default one, all are the sweep; ``form`` is how one is written.
-    """
-    parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    chosen, names, kind = parser.add_mutually_exclusive_group(), list(contenders), type(sizes[0])
-
-    def size(text: str) -> tuple:
-        numbers = tuple(map(int, text.split("x")))
-        if len(numbers) != len(sizes[0]):
-            raise ValueError
-        return numbers if kind is tuple else kind(*numbers)
-
-    chosen.add_argument("--sweep", action="store_true", help=f"{len(sizes)} sizes")
-    chosen.add_argument("--sizes", nargs="+", type=size, metavar=form)
-    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
-    parser.add_argument(
-        "--seconds", type=float, default=0.15, help="seconds to measure each contender and size"
-    )
-    add_output(parser, benchmark)
-    args = parser.parse_args(argv)
-    begin, console, rows = time.monotonic(), Console(width=150), []
-    torch.manual_seed(1234)
-    limits = ceilings()
-    console.print(limits.as_json())
-    for one in args.sizes or (sizes if args.sweep else sizes[:1]):
-        found = run(one, args.contenders, limits, args.seconds)
-        console.print(table(found))
-        rows += found
-        write(args.output, limits, rows, begin)
-
-
-def write(file: Path, limits: Ceilings | None, rows: list[dict], begin: float, **more) -> None:
-    """Write the JSON: machine, recipes' engine, ceilings if measured, and a line for each row."""
-    engine = select_engine(device())
-    head = {"machine": description(), "engine": f"{engine.name} ({engine.reason})"}
-    head |= {"seconds": round(time.monotonic() - begin), **more}
-    if limits is not None:
-        head["ceilings"] = limits.as_json()
-    body = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "rows": [\n{body}\n ]\n}}\n')
-    print(file)

@@ -1,5 +1,6 @@
-"""Train a case of a benchmark in processes of its own, and read figures from Megatron-LM's log."""
+"""Whole training steps: cases in processes of their own, and figures of Megatron-LM's log."""
 
+import argparse
 import json
 import os
 import re
@@ -7,22 +8,27 @@ import shlex
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
-from importlib.metadata import distributions, version
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import date
 from pathlib import Path
+from queue import Queue
+from threading import Lock
 from typing import Any, NamedTuple
 
-from megatron_lowbit.analysis.machine import machine
+import records
+import yaml
+from records import ROOT
 
-ROOT = Path(__file__).parents[1]
+from megatron_lowbit.planning.training_arguments import TrainingArguments
+
 OURS, HYBRID, UPSTREAM = "pretrain_gpt.py", "pretrain_hybrid.py", "examples/own_script.py"
 """Training scripts; the last is Megatron-LM itself unless its arguments name a recipe."""
-GRAPHS = "--cuda-graph-impl local"
-BLOCKWISE = "--fp8-format e4m3 --fp8-recipe blockwise"
-PADDED = "--moe-router-padding-for-quantization"
 SETTLED = 6
-"""Steps left out of medians: compilation, caches and the allocator."""
+"""Steps omitted from medians: compilation, caches and the allocator."""
 PATIENCE_S = 300
 
 _STEP = re.compile(r"iteration +(\d+)/.*elapsed time per iteration \(ms\): ([\d.]+)")
@@ -30,7 +36,6 @@ _LOSS = re.compile(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+|nan)")
 _THROUGHPUT = re.compile(r"iteration +(\d+)/.*throughput per GPU \(TFLOP/s/GPU\): ([\d.]+)")
 _MEMORY = re.compile(r"\[Rank (\d+)\].*? max allocated: ([\d.]+)")
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|error|Exception): .*)", re.M)
-_PACKAGES = ("megatron-core", "transformer-engine")
 
 
 class Log(NamedTuple):
@@ -57,14 +62,42 @@ def read_log(output: str) -> Log:
     return Log(steps, losses, tflops, {rank: round(memory[rank], 2) for rank in sorted(memory)})
 
 
-def settled(figures: dict[int, float]) -> list[float]:
+def _settled(figures: dict[int, float]) -> list[float]:
     """Return the figures of the settled steps; of all steps where none has settled."""
     return [x for i, x in figures.items() if i > SETTLED] or list(figures.values())
 
 
-def recipe(name: str) -> str:
-    """Return the argument that selects a recipe."""
-    return f"--precision-recipe {name}"
+def figures_of(log: Log) -> dict[str, Any]:
+    """Return a run's row: times and losses, rates and memory where the log has them."""
+    if not log.milliseconds:
+        return {"error": "the log has no iteration"}
+    steps = _settled(log.milliseconds)
+    row: dict[str, Any] = {
+        "median_ms": round(statistics.median(steps), 1),
+        "fastest_ms": min(steps),
+    }
+    if log.tflops:
+        row["tflop_per_s"] = round(statistics.median(_settled(log.tflops)), 1)
+    if log.memory_gib:
+        row["memory_gib"] = list(log.memory_gib.values())
+        row["peak_gib"] = max(row["memory_gib"])
+    return row | {"losses": log.losses}
+
+
+def cases_file(name: str) -> dict[str, Any]:
+    """Return the declarations of benchmarks/cases/NAME.yaml."""
+    return yaml.safe_load((ROOT / "benchmarks" / "cases" / f"{name}.yaml").read_text())
+
+
+def from_root(words: Sequence[str]) -> list[str]:
+    """Return arguments with files of examples by their whole path."""
+    return [word.replace("@examples", f"@{ROOT}/examples") for word in words]
+
+
+def tokens_of(words: Sequence[str]) -> int:
+    """Return the tokens of a step."""
+    flags = TrainingArguments(from_root(words)).flags
+    return flags.global_batch_size * flags.seq_length
 
 
 def training_command(script: str, words: Sequence[str], gpus: int) -> str:
@@ -78,7 +111,7 @@ def train(
     script: str,
     words: Sequence[str],
     gpus: int,
-    device: int | None = None,
+    device: str | int | None = None,
     patience: float = PATIENCE_S,
 ) -> dict[str, Any]:
     """Train once.
@@ -87,12 +120,12 @@ def train(
         script: one of the training scripts, relative to the repository's root.
         words: its arguments.
         gpus: number of processes, with a GPU each.
-        device: the one GPU that the processes see; None for all.
+        device: the GPUs that the processes see, such as "0,1"; None for all.
         patience: seconds after which the run is stopped.
 
     Returns:
         The median and the fastest settled step, the losses and the seconds of the whole process;
-        TFLOP/s of a GPU and peak GiB where the log has them. For a run that fails, its error alone.
+        TFLOP/s of a GPU and peak GiB where the log has them. For a run that fails, only its error.
     """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
     environment = {
@@ -116,8 +149,9 @@ def train(
             process.terminate()  # torchrun then ends its ranks, which would keep the GPU
             process.wait()
     if process.returncode:
-        return {"error": _error_of(errors)}
-    return _row(read_log(output)) | {"wall_s": round(time.monotonic() - begin, 1)}
+        found = [line for line in _ERROR.findall(errors) if "ChildFailed" not in line]
+        return {"error": (found or errors.splitlines() or ["no output"])[0][:500]}
+    return figures_of(read_log(output)) | {"wall_s": round(time.monotonic() - begin, 1)}
 
 
 def _variables(words: Sequence[str]) -> dict[str, str]:
@@ -125,34 +159,117 @@ def _variables(words: Sequence[str]) -> dict[str, str]:
     return {} if "--use-megatron-fsdp" in words else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-def _error_of(output: str) -> str:
-    found = [line for line in _ERROR.findall(output) if "ChildFailed" not in line]
-    return (found or output.splitlines() or ["no output"])[0][:500]
+def train_here(script: str, words: Sequence[str]) -> list[dict[str, Any]]:
+    """Train in one process; return the iterations in its metrics.jsonl.
+
+    Raises:
+        SystemExit: the run failed.
+    """
+    with tempfile.TemporaryDirectory() as save:
+        command = [sys.executable, str(ROOT / script), *words, "--save", save]
+        if subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise SystemExit(f"error: the run failed: {shlex.join(command)}")
+        return read_metrics(Path(save))
 
 
-def _row(log: Log) -> dict[str, Any]:
-    if not log.milliseconds:
-        return {"error": "the log has no iteration"}
-    steps = settled(log.milliseconds)
-    row: dict[str, Any] = {
-        "median_ms": round(statistics.median(steps), 1),
-        "fastest_ms": min(steps),
-    }
-    if log.tflops:
-        row["tflop_per_s"] = round(statistics.median(settled(log.tflops)), 1)
-    if log.memory_gib:
-        row["peak_gib"] = max(log.memory_gib.values())
-    return row | {"losses": log.losses}
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the iterations in a run's metrics.jsonl."""
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if "lm_loss" in line]
 
 
-def rows_of(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of a benchmark's file, none where it does not exist."""
-    return json.loads(file.read_text())["rows"] if file.is_file() else []
+def ended_well(row: Mapping[str, Any]) -> bool:
+    """Return whether a row has figures; rows of earlier versions have ``failed`` for an error."""
+    return not {"error", "failed"} & row.keys()
 
 
-def write_rows(file: Path, rows: Sequence[dict[str, Any]], gpus: int, **more: Any) -> None:
-    """Write rows into a benchmark's file, with the machine; ``more`` goes between them."""
-    installed = {distribution.name.replace("_", "-") for distribution in distributions()}
-    versions = {name: version(name) for name in _PACKAGES if name in installed}
-    hardware = {**machine(), "gpus": gpus, **versions}
-    file.write_text(json.dumps({"machine": hardware, **more, "rows": rows}, indent=1) + "\n")
+class Case(NamedTuple):
+    """A run of a benchmark: its name, its function of the devices it may use, how many it takes."""
+
+    name: str
+    run: Callable[[str | None], dict[str, Any]]
+    gpus: int = 1
+
+
+def cases_parser(doc: str | None, seconds: float, only: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark of cases, for ``run_cases``."""
+    parser = records.parser(doc)
+    parser.add_argument(
+        "--only", nargs="+", required=only, metavar="PART", help="names of cases, or parts of names"
+    )
+    parser.add_argument("--repeat", type=int, default=1, help="rows of each case (default: 1)")
+    parser.add_argument("--stop", action="store_true", help="stop at the first error")
+    parser.add_argument("--seconds", type=float, default=seconds, help="start no case after these")
+    parser.add_argument("--list", action="store_true", help="name the cases that are left, and end")
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE.json")
+    return parser
+
+
+def run_cases(
+    cases: Sequence[Case],
+    args: argparse.Namespace,
+    gpus: int,
+    devices: Sequence[str | None] = (None,),
+    name_of: Callable[[Mapping[str, Any]], str] = lambda row: row["case"],
+    **head: Any,
+) -> list[dict[str, Any]]:
+    """Run the cases that the output lacks, beside one another on different devices.
+
+    The file is written after each. A row that ended well replaces earlier errors of its case.
+
+    Args:
+        cases: all cases, those that the command line does not name too.
+        args: of ``cases_parser``.
+        gpus: number of GPUs, for the record.
+        devices: numbers of GPUs; None: each case sees all of them.
+        name_of: the case of a row, also in files of earlier versions.
+        head: more of the record.
+    """
+    begin, rows = time.monotonic(), records.read(args.output)
+    names = {case.name for case in cases}
+    chosen = [case for case in cases if not args.only or any(
+        word == case.name or (word not in names and word in case.name) for word in args.only
+    )]  # fmt: skip
+    done = Counter(name_of(row) for row in rows if ended_well(row))
+    left = [case for turn in range(args.repeat) for case in chosen if done[case.name] <= turn]
+    if args.list:
+        print(*(case.name for case in left), sep="\n")
+        return rows
+    free: Queue[str | None] = Queue()
+    for device in devices:
+        free.put(device)
+    taking, keeping, stopped = Lock(), Lock(), []
+
+    def run(case: Case) -> bool:
+        nonlocal rows
+        with taking:  # a case that waits for two devices is not overtaken
+            taken = [free.get() for _ in range(case.gpus)]
+        try:
+            if time.monotonic() - begin > args.seconds or stopped:
+                return False
+            row = case.run(None if taken[0] is None else ",".join(map(str, taken)))
+        finally:
+            for device in taken:
+                free.put(device)
+        row = {"case": case.name, "date": date.today().isoformat(), **row}
+        if args.stop and "error" in row:
+            stopped.append(case)
+        with keeping:
+            shown = {key: value for key, value in row.items() if key not in _LONG}
+            print(shown, flush=True)
+            rows = [other for other in rows if name_of(other) != case.name or ended_well(other)]
+            rows.append(row)
+            records.write(
+                args.output, {"machine": records.description(gpus=gpus), **head}, rows=rows
+            )
+        return True
+
+    with ThreadPoolExecutor(len(devices)) as pool:
+        ran = list(pool.map(run, left))
+    if not all(ran):
+        print(f"{ran.count(False)} cases are left; the same command continues with them")
+    return rows
+
+
+_LONG = ("arguments", "command", "losses", "longest")
+"""Parts of a row that are not printed."""

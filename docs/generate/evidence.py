@@ -12,53 +12,39 @@ that of its seventh and eighth tenth. Perplexity is that of the last validation;
 perplexities have their standard deviation over seeds.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from markdown import RESULTS, ROOT, replace_sections
-from markdown import table as markdown_table
+from leaderboard import finished_runs, shown_gap
+from render import RESULTS, ROOT, parser, replace_sections
+from render import table as markdown_table
 
-from megatron_lowbit.analysis.comparison import (
-    Contender,
-    Row,
-    compare,
-    final_loss,
-    gaps,
-)
+from megatron_lowbit.analysis.comparison import Contender, Row, compare, final_loss, gaps
 from megatron_lowbit.analysis.comparison_page import picture
-from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
+from megatron_lowbit.analysis.loss_curve import LossCurve
 from megatron_lowbit.study.definition import Study, jobs_of, read_study
 
 STUDIES_FILE = RESULTS / "studies.json"
 PAGE = ROOT / "docs" / "evidence.md"
 STUDIES = ROOT / "examples" / "studies"
-SEEDS = range(1, 33)
 
 
-def collect(folder: Path, study: Study) -> list[dict]:
+def collect(folder: Path) -> list[dict]:
     """Return the finished runs of a study's folder, with what it takes to draw and compare them."""
-    runs = []
-    for job in jobs_of(study.model_copy(update={"seeds": list(SEEDS)}), folder, []):
-        file = job.folder / "study.json"
-        state = json.loads(file.read_text()) if file.is_file() else {"finished": False}
-        if not state["finished"]:
-            continue
-        curve = read_losses(job.folder / "metrics.jsonl")
-        runs.append(
-            {
-                "name": job.name,
-                "seed": job.seed,
-                **{key: state["machine"][key] for key in ("gpu", "torch", "commit")},
-                "every": int(curve.iterations[1] - curve.iterations[0]),
-                "tokens": int(curve.tokens[-1]),
-                "losses": [round(float(loss), 5) for loss in curve.losses],
-                "validation_loss": round(float(curve.validation_losses[-1]), 5),
-            }
-        )
-    return runs
+    return [
+        {
+            "name": state["name"],
+            "seed": state["seed"],
+            **{key: state["machine"][key] for key in ("gpu", "torch", "commit")},
+            "every": int(curve.iterations[1] - curve.iterations[0]),
+            "tokens": int(curve.tokens[-1]),
+            "losses": [round(float(loss), 5) for loss in curve.losses],
+            "validation_loss": round(float(curve.validation_losses[-1]), 5),
+        }
+        for state, curve in finished_runs(folder)
+    ]
 
 
 def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
@@ -101,14 +87,19 @@ def table(rows: Sequence[Row], contenders: Sequence[Contender]) -> str:
                 "perplexity")  # fmt: skip
     lines = []
     for row, grown in zip(rows, growth, strict=True):
-        spread = "" if np.isnan(row.loss_spread) else f" ± {row.loss_spread:.4f}"
-        cells = [row.name, str(row.seeds), f"{row.loss:.4f}{spread}"]
         pairs = [(row.gap, row.gap_error), grown] if row is not rows[0] else []
-        cells += [f"{100 * gap:+.2f}% ± {100 * error:.2f}" for gap, error in pairs] or ["", ""]
-        spread = "" if np.isnan(row.perplexity_spread) else f" ± {row.perplexity_spread:.3f}"
-        cells.append(f"{row.perplexity:.3f}{spread}")
-        lines.append(cells)
+        lines.append([
+            row.name,
+            row.seeds,
+            _spread(row.loss, row.loss_spread, 4),
+            *([shown_gap(*pair) for pair in pairs] or ["", ""]),
+            _spread(row.perplexity, row.perplexity_spread, 3),
+        ])  # fmt: skip
     return markdown_table(headings, lines)
+
+
+def _spread(mean: float, deviation: float, digits: int) -> str:
+    return f"{mean:.{digits}f}" + ("" if np.isnan(deviation) else f" ± {deviation:.{digits}f}")
 
 
 def _growth(curve: LossCurve) -> float:
@@ -118,17 +109,15 @@ def _growth(curve: LossCurve) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folders that the command line names, then write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
-    args = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    args = made.parse_args(argv)
     studies = {file.stem: read_study(file) for file in sorted(STUDIES.glob("*.yaml"))}
     kept = json.loads(STUDIES_FILE.read_text()) if STUDIES_FILE.is_file() else {}
     for folder in args.folders:
         if folder.name not in studies:
-            parser.error(f"{folder}: no study in {STUDIES} has this name")
-        new = collect(folder, studies[folder.name])
+            made.error(f"{folder}: no study in {STUDIES} has this name")
+        new = collect(folder)
         kept[folder.name] = merge(kept.get(folder.name, []), new)
     if args.folders:
         STUDIES_FILE.write_text(json.dumps(kept) + "\n")

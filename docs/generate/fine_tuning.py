@@ -7,32 +7,19 @@ The folder's finished runs go into benchmarks/results/studies-qat.json; without 
 written from that file alone. Differences are paired seed by seed, with their standard errors.
 """
 
-import argparse
 import json
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from evidence import STUDIES, collect
-from markdown import RESULTS, ROOT, replace_sections
-from markdown import table as markdown_table
-
-from megatron_lowbit.study.definition import read_study
+from evidence import collect
+from render import RESULTS, ROOT, parser, render, replace_sections
 
 KEPT = RESULTS / "studies-qat.json"
 PAGE = ROOT / "docs" / "fine-tuning.md"
 FORMATS = {"NVFP4": "qat-nvfp4-activations", "MXFP4": "qat-mxfp4-activations"}
 BASELINE, AFTER, DURING = "BF16", "after training", "in training"
-TEXT = """Four seeds of the 20M-parameter GPT were trained in BF16 on {tokens} tokens of C source.
-Weights and inputs of all blocks were quantized either after training, or in its last quarter.
-Validation losses (1.0M tokens, all as they would be served; the mean over seeds of BF16's
-{loss:.4f} has a standard deviation of {spread:.4f}) have these differences, paired seed by seed,
-with their standard errors:
-
-{table}
-
-{gpu}, torch {torch}, commit {commit} (`benchmarks/results/studies-qat.json`)."""
 
 
 def difference(losses: dict[tuple[str, int], float], name: str, other: str) -> str:
@@ -52,28 +39,20 @@ def section_of(runs: Sequence[dict]) -> str:
         pairs = (after, BASELINE), (during, BASELINE), (during, after)
         rows.append([f"`{recipe}`", *(difference(losses, *pair) for pair in pairs)])
     baseline = [loss for (name, _), loss in losses.items() if name == BASELINE]
-    first = next(run for run in runs if run["name"] == BASELINE)
-    headings = ("", f"{AFTER}, to BF16", f"{DURING}, to BF16", f"{DURING}, to after")
-    return TEXT.format(
-        tokens=f"{first['tokens'] / 1e6:.0f}M",
-        loss=statistics.mean(baseline),
-        spread=statistics.stdev(baseline),
-        table=markdown_table(headings, rows),
-        gpu=first["gpu"],
-        torch=first["torch"],
-        commit=first["commit"][:7],
-    )
+    return render(
+        "fine-tuning-gain", loss=statistics.mean(baseline), spread=statistics.stdev(baseline),
+        first=next(run for run in runs if run["name"] == BASELINE), rows=rows,
+        headings=("", f"{AFTER}, to BF16", f"{DURING}, to BF16", f"{DURING}, to after"),
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folder that the command line names, then write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", nargs="?", type=Path)
-    args = parser.parse_args(argv)
+    made = parser(__doc__)
+    made.add_argument("folder", nargs="?", type=Path)
+    args = made.parse_args(argv)
     if args.folder:
-        runs = collect(args.folder, read_study(STUDIES / "qat.yaml"))
+        runs = collect(args.folder)
         curve = ("every", "losses")
         lines = [json.dumps({k: run[k] for k in run if k not in curve}) for run in runs]
         KEPT.write_text("[\n" + ",\n".join(lines) + "\n]\n")

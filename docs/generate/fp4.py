@@ -7,17 +7,17 @@ page's markers. The model's tensors are of a small transformer that the script t
 source of Python's standard library.
 """
 
-import argparse
 import math
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from markdown import ROOT, replace_sections, table
+import yaml
+from render import ROOT, parser, replace_sections, table
 from torch import Tensor, nn
 
 from megatron_lowbit.numerics import (
@@ -37,13 +37,16 @@ WIDTH, DEPTH, CONTEXT, BATCH, STEPS = 256, 4, 128, 16, 300
 KEY = 7
 
 
-@dataclass(frozen=True)
-class Method:
-    """A quantizer with the transform that it is meant for."""
+class Method(NamedTuple):
+    """A quantizer with the transform that it is meant for.
+
+    ``published`` is 1000 times its mean squared error of N(0, 1) in the paper of Quartet II.
+    """
 
     name: str
     quantizer: Quantizer
     hadamard: Hadamard | None = None
+    published: float | None = None
 
     def error(self, x: Tensor) -> Tensor:
         """Return the squared error of each element of x (R, K), after the transform, FP64."""
@@ -52,66 +55,51 @@ class Method:
         return (request.quantize(x).dequantize().double() - wanted.double()).square()
 
 
-def method(
-    name: str,
-    format: str,
-    stochastic: bool = False,
-    hadamard: Hadamard | None = None,
-    mean: bool = False,
-    **options: object,
-) -> Method:
-    """Return a method by its format and options."""
-    rounding = Rounding.STOCHASTIC if stochastic else Rounding.NEAREST_EVEN
-    return Method(name, Quantizer(format_by_name(format, **options), rounding, mean), hadamard)
+def methods(rounding: Rounding, table: str) -> list[Method]:
+    """Return the methods of a table: name, format and options, published error."""
+    found = []
+    for line in table.strip().splitlines():
+        name, words, published = (cell.strip() for cell in line.split("|"))
+        format, *given = words.split()
+        options = {key: yaml.safe_load(value) for key, value in (w.split("=") for w in given)}
+        mean, points = options.pop("mean", False), options.pop("points", None)
+        quantizer = Quantizer(format_by_name(format, **options), rounding, mean)
+        hadamard = Hadamard(points, "fresh") if points else None
+        found.append(Method(name, quantizer, hadamard, float(published) if published else None))
+    return found
 
 
-FOUR_OVER_SIX = {"four_over_six": "mse", "max_scale": 256}
-NEAREST = (
-    method("NVFP4", "nvfp4"),
-    method("NVFP4, foldable scales", "nvfp4", block_scales="foldable"),
-    method("four-over-six, `mse`", "nvfp4", **FOUR_OVER_SIX),
-    method("four-over-six, `mae`", "nvfp4", four_over_six="mae", max_scale=256),
-    method("four-over-six, `abs_max`", "nvfp4", four_over_six="abs_max", max_scale=256),
-    method("four-over-six, `mse`, `max_scale: 448`", "nvfp4", four_over_six="mse"),
-    method("Quartet II's forward", "quartet2"),
-    method("NVFP4, 16x16", "nvfp4-2d"),
-    method("four-over-six, `mse`, 16x16", "nvfp4-2d", **FOUR_OVER_SIX),
-    method("UE5M3", "nvfp4-ue5m3"),
-    method("UE5M3, no tensor scale", "nvfp4-ue5m3", tensor_scaled=False),
-    method("TetraJet-v2", "tetrajet2"),
-    method("Averis (NVFP4 residual)", "nvfp4", mean=True),
-    method("MXFP4", "mxfp4", scale_rounding="rceil"),
+SIX = "four_over_six=mse max_scale=256"
+NEAREST = methods(Rounding.NEAREST_EVEN, f"""
+    NVFP4                                  | nvfp4 | 9.0
+    NVFP4, foldable scales                 | nvfp4 block_scales=foldable |
+    four-over-six, `mse`                   | nvfp4 {SIX} | 7.6
+    four-over-six, `mae`                   | nvfp4 four_over_six=mae max_scale=256 |
+    four-over-six, `abs_max`               | nvfp4 four_over_six=abs_max max_scale=256 |
+    four-over-six, `mse`, `max_scale: 448` | nvfp4 four_over_six=mse |
+    Quartet II's forward                   | quartet2 |
+    NVFP4, 16x16                           | nvfp4-2d | 12.4
+    four-over-six, `mse`, 16x16            | nvfp4-2d {SIX} | 12.4
+    UE5M3                                  | nvfp4-ue5m3 |
+    UE5M3, no tensor scale                 | nvfp4-ue5m3 tensor_scaled=false |
+    TetraJet-v2                            | tetrajet2 |
+    Averis (NVFP4 residual)                | nvfp4 mean=true |
+    MXFP4                                  | mxfp4 scale_rounding=rceil |
+""")  # fmt: skip
+STOCHASTIC = methods(
+    Rounding.STOCHASTIC,
+    f"""
+    NVFP4, SR                         | nvfp4 |
+    NVFP4, 16/17, SR                  | nvfp4 sixteen_seventeenths=true | 23.5
+    four-over-six, `mse`, SR          | nvfp4 {SIX} |
+    four-over-six, `mse`, 16/17, SR   | nvfp4 sixteen_seventeenths=true {SIX} | 17.5
+    MS-EDEN, 128 points               | ms-eden points=128 | 9.4
+    MS-EDEN of torchao, 128 points    | ms-eden points=128 arithmetic=torchao |
+    UE5M3, SR                         | nvfp4-ue5m3 |
+    TetraJet-v2, SR                   | tetrajet2 |
+    Averis, SR                        | nvfp4 mean=true |
+""",
 )
-STOCHASTIC = (
-    method("NVFP4, SR", "nvfp4", stochastic=True),
-    method("NVFP4, 16/17, SR", "nvfp4", stochastic=True, sixteen_seventeenths=True),
-    method("four-over-six, `mse`, SR", "nvfp4", stochastic=True, **FOUR_OVER_SIX),
-    method(
-        "four-over-six, `mse`, 16/17, SR",
-        "nvfp4",
-        stochastic=True,
-        sixteen_seventeenths=True,
-        **FOUR_OVER_SIX,
-    ),
-    method("MS-EDEN, 128 points", "ms-eden", stochastic=True, hadamard=Hadamard(128, "fresh")),
-    method(
-        "MS-EDEN of torchao, 128 points",
-        "ms-eden",
-        stochastic=True,
-        hadamard=Hadamard(128, "fresh"),
-        arithmetic="torchao",
-    ),
-    method("UE5M3, SR", "nvfp4-ue5m3", stochastic=True),
-    method("TetraJet-v2, SR", "tetrajet2", stochastic=True),
-    method("Averis, SR", "nvfp4", stochastic=True, mean=True),
-)
-PUBLISHED = {
-    "NVFP4": 9.0, "four-over-six, `mse`": 7.6, "NVFP4, 16x16": 12.4,
-    "four-over-six, `mse`, 16x16": 12.4, "NVFP4, 16/17, SR": 23.5,
-    "four-over-six, `mse`, 16/17, SR": 17.5,
-    "MS-EDEN, 128 points": 9.4,
-}  # fmt: skip
-"""1000 times the mean squared error of N(0, 1), as the paper of Quartet II prints it."""
 
 
 def gaussian(seed: int) -> Tensor:
@@ -169,8 +157,7 @@ def error_of_gaussian(one: Method) -> tuple[str, str, str | None]:
     """Return a method, its mean squared error with the standard error, and the published one."""
     errors = torch.stack([one.error(gaussian(seed)).mean() * 1000 for seed in range(TENSORS)])
     spread = errors.std() / math.sqrt(TENSORS)
-    published = PUBLISHED.get(one.name)
-    return one.name, f"{errors.mean():.2f} ± {spread:.2f}", published and f"{published}"
+    return one.name, f"{errors.mean():.2f} ± {spread:.2f}", one.published and f"{one.published}"
 
 
 def ratios(tensors: dict[str, Tensor], methods: Sequence[Method]) -> str:
@@ -188,9 +175,7 @@ def ratios(tensors: dict[str, Tensor], methods: Sequence[Method]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the tables into a page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "fp4.md")
-    page = parser.parse_args(argv).page
+    page = parser(__doc__, page=ROOT / "docs" / "fp4.md").parse_args(argv).page
     x, model = gaussian(0), trained_tensors()
     forward = {"N(0, 1)": x, "input": model["input"], "weight": model["weight"]}
     backward = {

@@ -6,15 +6,13 @@ The reference arithmetic on a CPU, from fixed seeds, in seconds; renews what sta
 page's markers. Only the sums of Hopper's FP8 tensor cores are a model of this script.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
-from markdown import ROOT, replace_sections, table
+from render import ROOT, parser, replace_sections, table
 from torch import Tensor
 
 from megatron_lowbit.numerics import FORMATS, Accumulation, QuantizedTensor, Quantizer, gemm
@@ -197,18 +195,11 @@ def _percent(share: float) -> str:
     return "0" if share == 0 else "< 0.001%" if share < 1e-5 else f"{100 * share:.3g}%"
 
 
-PARTS = {"factors": by_factor, "places": by_place, "accumulators": by_accumulator}
-"""Tables by the names of their markers."""
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "fp8.md")
-    args = parser.parse_args(argv)
-    replace_sections(args.document, {name: make() for name, make in PARTS.items()})
+    document = parser(__doc__, document=ROOT / "docs" / "fp8.md").parse_args(argv).document
+    sections = {"factors": by_factor(), "places": by_place(), "accumulators": by_accumulator()}
+    replace_sections(document, sections)
 
 
 if __name__ == "__main__":

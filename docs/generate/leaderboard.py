@@ -9,7 +9,6 @@ last tenth of a finished run. Runs that were cut have a table of their own. Spee
 benchmarks/results/model-fp4-h200.json.
 """
 
-import argparse
 import json
 import math
 import shlex
@@ -18,8 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from markdown import RESULTS, ROOT
-from markdown import table as markdown_table
+from render import RESULTS, ROOT, parser, render
 
 from megatron_lowbit.analysis.comparison import final_loss, gaps, visible_gap
 from megatron_lowbit.analysis.loss_curve import LossCurve, read_losses
@@ -37,58 +35,6 @@ REFERENCE = "nvfp4"
 RECIPE, CHANGE = "--precision-recipe", "--recipe-set"
 PLACES = ("--data-path", "--tokenizer-model", "--save-interval")
 """Arguments that say where a machine has the data, and when it saves: they change no loss."""
-TEXT = """# FP4 methods, ranked by what they lose
-
-    python docs/generate/leaderboard.py runs/leaderboard
-
-writes this page from the runs of [the study](../examples/studies/leaderboard.yaml):
-{model}, {tokens} tokens, {seeds} seeds a row. A loss is the mean of the last tenth of a run. Gaps
-are relative to `{baseline}`, and to `nvfp4`, paired seed by seed, with their standard error; the
-noise of all rows is pooled. {power} A row with fewer seeds than others has the gap of those alone.
-A seed stands for initial weights and data. Beyond these runs differ by chance, the same run on two
-kinds of GPU as well, which sum products in different orders. On one kind a run repeats to the bit:
-`nvfp4` with seeds 1 and 2 did so on another H100 host, with kernels that were rewritten in between.
-
-{table}
-{cut}
-Speed: forward and backward of a model of four layers of width 4096 in Transformer Engine's layers,
-relative to `nvfp4`, where `benchmarks/results/{speeds}` has the recipe ({gpu}). Bits: of an
-element, its share of block scales included, the mean over the operands of all linear layers.
-
-Runs: {machines}.
-
-The text is C source of Linux 6.1 (Debian's `linux-source-6.1`, 6.1.192-2): 114.2M tokens in
-11,674 documents. In its folder:
-
-    folders="block crypto drivers/infiniband drivers/net drivers/scsi drivers/usb"
-    folders="$folders fs kernel lib mm net security sound"
-    lowbit-tokenizer --input $folders --pattern '*.c' --vocab-size 8192 \\
-        --output data/linux-tokenizer
-    lowbit-preprocess --input $folders --pattern '*.c' \\
-        --tokenizer-model data/linux-tokenizer --output-prefix data/linux
-
-`benchmarks/results/leaderboard-mixed.json` keeps the previous board, which used another tokenizer
-and mixed two kinds of GPU. Do not compare its losses with this table.
-
-## Your own recipe
-
-Look at it, run it beside the study's baseline with the study's arguments and seeds, and write the
-page anew. The baseline's runs are not repeated where the folder has them:
-
-```
-lowbit-recipes show mine.yaml --num-layers 10
-lowbit-study run examples/studies/leaderboard.yaml --recipes mine.yaml --output runs/leaderboard \\
-    -- --data-path data/linux --tokenizer-model data/linux-tokenizer
-python docs/generate/leaderboard.py runs/leaderboard
-```
-"""
-
-CUT = """
-Runs that were cut, by the mean over a tenth of a whole run before their end, against the same
-iterations of `nvfp4`'s runs of the same seeds, with its standard error:
-
-{table}
-"""
 
 
 def finished_runs(folder: Path) -> Iterator[tuple[dict[str, Any], LossCurve]]:
@@ -176,7 +122,7 @@ def merge(kept: Sequence[dict], new: Sequence[dict]) -> list[dict]:
     return [*finished, *(run for run in found.values() if "cut" in run)]
 
 
-def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, list[list[str]]]:
+def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, list[list[object]]]:
     """Return the baseline's name, the least gap that shows, and the table's rows, best first.
 
     Raises:
@@ -189,52 +135,51 @@ def rows(runs: Sequence[dict], speeds: dict[str, float]) -> tuple[str, float, li
     baseline = next((name for name, recipe in recipes.items() if not _quantizes(recipe)), None)
     if baseline is None:
         raise SystemExit("error: no run of a recipe that quantizes nothing, to compare with")
-    names = [baseline, *(name for name in by_name if name != baseline)]
-    seeds = [sorted(by_name[name]) for name in names]
-    for name, own in zip(names, seeds, strict=True):
-        if not set(own) <= set(seeds[0]):
-            raise SystemExit(f"error: {name}: seeds {own}, {baseline}'s {seeds[0]}")
-    losses = [[by_name[name][seed]["loss"] for seed in own]
-              for name, own in zip(names, seeds, strict=True)]  # fmt: skip
-    from_baseline = gaps(losses, seeds)
-    from_reference = _from_reference(names, losses, seeds)
-    found = {}
-    for name, own, (gap, error) in zip(names, losses, from_baseline, strict=True):
-        run = next(iter(by_name[name].values()))
-        found[name] = (
-            math.inf if math.isnan(gap) else gap if name != baseline else -math.inf,
-            error,
-            [
-                name,
-                _source(run["recipe"]),
-                str(len(own)),
-                f"{statistics.fmean(own):.4f}",
-                "" if name == baseline else _shown(gap, error),
-                _shown(*from_reference[name]) if name in from_reference else "",
-                _speed(run["recipe"], speeds),
-                f"{_bits(recipes[name]):.3g}",
-                f"`{shlex.join(run['recipe'])}`",
-            ],
-        )
-    whole = [error for (gap, error, _), own in zip(found.values(), seeds, strict=True)
-             if abs(gap) < math.inf and len(own) == len(seeds[0])]  # fmt: skip
-    ordered = [cells for _, _, cells in sorted(found.values(), key=lambda one: one[0])]
-    return baseline, visible_gap(max(whole, default=0.0), 1, 1), ordered
+    losses = {
+        name: {seed: by_name[name][seed]["loss"] for seed in sorted(by_name[name])}
+        for name in (baseline, *(name for name in by_name if name != baseline))
+    }
+    whole = losses[baseline]
+    for name, own in losses.items():
+        if not set(own) <= set(whole):
+            raise SystemExit(f"error: {name}: seeds {[*own]}, {baseline}'s {[*whole]}")
+    from_baseline = paired_gaps(losses)
+    others = {name: own for name, own in losses.items() if name not in (baseline, REFERENCE)}
+    has_reference = REFERENCE in losses
+    from_reference = paired_gaps({REFERENCE: losses[REFERENCE], **others}) if has_reference else {}
+    found: dict[str, list[object]] = {}
+    for name in sorted(losses, key=lambda name: (name != baseline, _rank(*from_baseline[name]))):
+        words = next(iter(by_name[name].values()))["recipe"]
+        found[name] = [
+            name,
+            _source(words),
+            len(losses[name]),
+            f"{statistics.fmean(losses[name].values()):.4f}",
+            "" if name == baseline else shown_gap(*from_baseline[name]),
+            shown_gap(*from_reference[name]) if has_reference and name in others else "",
+            _speed(words, speeds),
+            f"{_bits(recipes[name]):.3g}",
+            f"`{shlex.join(words)}`",
+        ]
+    errors = [
+        error
+        for name, (gap, error) in from_baseline.items()
+        if not math.isnan(gap) and name != baseline and len(losses[name]) == len(whole)
+    ]
+    return baseline, visible_gap(max(errors, default=0.0), 1, 1), [*found.values()]
 
 
-def _from_reference(
-    names: Sequence[str], losses: Sequence[list[float]], seeds: Sequence[list[int]]
-) -> dict[str, tuple[float, float]]:
-    """Return the gaps to REFERENCE and their errors, of all names but it and the baseline."""
-    if REFERENCE not in names:
-        return {}
-    first = names.index(REFERENCE)
-    order = [first, *(i for i in range(1, len(names)) if i != first)]
-    found = gaps([losses[i] for i in order], [seeds[i] for i in order])
-    return {names[i]: found[place] for place, i in enumerate(order) if i != first}
+def paired_gaps(losses: dict[str, dict[int, float]]) -> dict[str, tuple[float, float]]:
+    """Return each row's gap to the first one, and its standard error."""
+    values = [list(own.values()) for own in losses.values()]
+    return dict(zip(losses, gaps(values, [list(own) for own in losses.values()]), strict=True))
 
 
-def _shown(gap: float, error: float) -> str:
+def _rank(gap: float, error: float) -> float:
+    return math.inf if math.isnan(gap) else gap
+
+
+def shown_gap(gap: float, error: float) -> str:
     """Return a gap in percent, with its error where that is known."""
     known = "" if math.isnan(error) else f" ± {100 * error:.2f}"
     return "diverged" if math.isnan(gap) else f"{100 * gap:+.2f}%{known}"
@@ -301,56 +246,48 @@ def read_speeds(file: Path) -> tuple[dict[str, float], str]:
     return found | {"bf16": times["TE BF16"]}, measured["machine"]["gpu"]
 
 
+def provenance(runs: Sequence[dict]) -> dict[str, str]:
+    """Return the model, tokens and machines of runs, as pages name them."""
+    if not runs:
+        return {}
+    file = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
+    return {
+        "model": "the arguments of each run" if file is None else f"[{file}](../{file})",
+        "tokens": f"{runs[0]['tokens'] / 1e6:.3g}M",
+        "machines": "; ".join(
+            sorted({", ".join(map(str, run["machine"].values())) for run in runs})
+        ),
+    }
+
+
 def page(runs: Sequence[dict], speeds_file: Path) -> str:
     """Return the page's text."""
-    cut = [run for run in runs if "cut" in run]
-    runs = [run for run in runs if "cut" not in run]
+    cut, runs = ([run for run in runs if ("cut" in run) == wanted] for wanted in (True, False))
     speeds, gpu = read_speeds(speeds_file)
     baseline, visible, lines = rows(runs, speeds)
-    seeds = len({run["seed"] for run in runs})
-    power = (
-        f"A gap of {100 * visible:.2g}% shows beyond two standard errors in four of five studies."
-    )
-    power = power if visible > 0 else "Without noise known, no gap can be judged."
-    headings = ("", "recipe", "seeds", "loss", "gap", "to nvfp4", "speed", "bits", "arguments")
-    machines = sorted({", ".join(map(str, run["machine"].values())) for run in runs})
-    model = next((w.removeprefix("@") for w in runs[0]["arguments"] if w.startswith("@")), None)
-    return TEXT.format(
-        model="the arguments of each run" if model is None else f"[{model}](../{model})",
-        tokens=f"{runs[0]['tokens'] / 1e6:.3g}M",
-        seeds=seeds,
-        baseline=baseline,
-        power=power,
-        table=markdown_table(headings, lines),
-        cut=_cut(cut),
-        speeds=speeds_file.name,
-        gpu=gpu,
-        machines="; ".join(machines),
-    )
+    return render(
+        "leaderboard", seeds=len({run["seed"] for run in runs}), baseline=baseline, lines=lines,
+        visible=visible, cut=cut_rows(cut), speeds=speeds_file.name, gpu=gpu, **provenance(runs),
+    )  # fmt: skip
 
 
-def _cut(runs: Sequence[dict]) -> str:
-    """Return the text about runs that were cut; nothing without any."""
+def cut_rows(runs: Sequence[dict]) -> list[list[object]]:
+    """Return the table's rows of runs that were cut."""
     lines = []
     for name in dict.fromkeys(run["name"] for run in runs):
         own = [run for run in runs if run["name"] == name]
         found = [run["gap"] for run in own]
         error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
         at = f"{100 * min(run['cut'] for run in own):.0f}%"
-        lines.append([name, str(len(own)), at, _shown(statistics.fmean(found), error)])
-    headings = ("", "seeds", "cut at", f"to {REFERENCE}")
-    return CUT.format(table=markdown_table(headings, lines)) if lines else ""
+        lines.append([name, len(own), at, shown_gap(statistics.fmean(found), error)])
+    return lines
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Collect the folders that the command line names, then write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
-    parser.add_argument("--results", type=Path, default=KEPT, help="file that runs are kept in")
-    parser.add_argument("--page", type=Path, default=PAGE, help="page to write")
-    args = parser.parse_args(argv)
+    made = parser(__doc__, results=KEPT, page=PAGE)
+    made.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
+    args = made.parse_args(argv)
     kept = json.loads(args.results.read_text()) if args.results.is_file() else []
     new: list[dict[str, Any]] = []
     for folder in args.folders:
@@ -358,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         new += [*(kept_of(*run) for run in finished), *cut_runs(folder, finished)]
     runs = merge(kept, new)
     if not runs:
-        parser.error("no runs: give the folder of a study")
+        made.error("no runs: give the folder of a study")
     text = page(runs, SPEEDS)
     args.results.write_text(json.dumps(runs, indent=1) + "\n")
     args.page.write_text(text, encoding="utf-8")

@@ -3,15 +3,21 @@
 python docs/generate/parallelism.py
 """
 
-import json
-import sys
+from collections.abc import Sequence
 
-from markdown import RESULTS, ROOT, replace_sections
+from render import RESULTS, ROOT, parser, replace_sections
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+# isort: split
+import parity
+import records
 
-from parity import LAYOUTS, Cell, table
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the page."""
+    document = parser(__doc__, document=ROOT / "docs" / "parallelism.md").parse_args(argv).document
+    cells = records.read(RESULTS / "parity.json", "cells")
+    replace_sections(document, {"parity": parity.table(cells, parity.LAYOUTS)})
+
 
 if __name__ == "__main__":
-    cells = [Cell(**cell) for cell in json.loads((RESULTS / "parity.json").read_text())["cells"]]
-    replace_sections(ROOT / "docs" / "parallelism.md", {"parity": table(cells, LAYOUTS)})
+    main()

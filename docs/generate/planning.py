@@ -6,31 +6,28 @@ Reads what plan_check.py measured, and model.py's whole models, from benchmarks/
 stands between the page's markers, also what is calculated for large clusters.
 """
 
-import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from markdown import RESULTS, ROOT, replace_sections, table
+import yaml
+from render import RESULTS, ROOT, parser, replace_sections, table
 from results import KINDS, OWN_FP8, read_steps
 
 from megatron_lowbit.planning.communication import Cluster
 from megatron_lowbit.planning.compute import Device
 from megatron_lowbit.planning.estimate import Estimate
 from megatron_lowbit.planning.hardware import gpu
-from megatron_lowbit.planning.layouts import candidate_of, candidates
+from megatron_lowbit.planning.layouts import Candidate, candidate_of, candidates
 from megatron_lowbit.planning.memory import usable_bytes
 from megatron_lowbit.planning.search import plan
 from megatron_lowbit.planning.training_arguments import TrainingArguments
 from megatron_lowbit.recipes import load_recipes
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
+# isort: split
 import flagship
-from megatron_lm import CASES
-from megatron_lm import COMMON as OF_STEPS
+import megatron_lm
 from model import CONTENDERS, IN_TE, MODEL, VOCABULARY
 from plan_check import COUNTED, ITERATIONS, NAME
 
@@ -41,17 +38,22 @@ def planned(
     words: Sequence[str], gpus: int, vocabulary: int, kind: str, scan: str, accumulate: bool = True
 ) -> Estimate:
     """Return the planner's figures of training's arguments as they are."""
-    here = [word.replace("@examples", f"@{ROOT}/examples") for word in words]
-    args = TrainingArguments(here).parse(gpus)
+    args = TrainingArguments(_here(words)).parse(gpus)
     device = Device(gpu(kind), args.transformer_impl == "transformer_engine", scan, accumulate)
-    tried = [candidate_of(args, gpus)]
-    return plan(
-        tried,
-        load_recipes(args.precision_recipe, args.recipe_set),
-        vocabulary,
-        device,
-        Cluster(device.gpu, min(max(gpus, 2), GPUS_PER_NODE)),
-    )[0]
+    found = _plans([candidate_of(args, gpus)], vocabulary, device, min(max(gpus, 2), GPUS_PER_NODE))
+    return found[0]
+
+
+def _here(words: Sequence[str]) -> list[str]:
+    return [word.replace("@examples", f"@{ROOT}/examples") for word in words]
+
+
+def _plans(
+    tried: list[Candidate], vocabulary: int, device: Device, per_node: int
+) -> list[Estimate]:
+    args = tried[0].args
+    recipes = load_recipes(args.precision_recipe, args.recipe_set)
+    return plan(tried, recipes, vocabulary, device, Cluster(device.gpu, per_node))
 
 
 def kind_of(name: str) -> str:
@@ -62,14 +64,10 @@ def kind_of(name: str) -> str:
 def body(results: Path) -> str | None:
     """Return figures measured with this version of Megatron-LM; None where there are none."""
     parts = []
-    for file in sorted(results.glob("plan_check-*.json")):
-        data = json.loads(file.read_text())
-        if data["machine"]["gpu"] != "none" and _is_current(data):  # "none": tried out on a CPU
+    for data in _current(sorted(results.glob("plan_check-*.json"))):
+        if data["machine"]["gpu"] != "none":  # tried out on a CPU
             parts += [_origin(data), _runs(data)]
-    file = results / "model-h200.json"
-    if file.is_file():
-        data = json.loads(file.read_text())
-    if file.is_file() and _is_current(data):
+    for data in _current([results / "model-h200.json"]):
         title = (
             "Forward and backward of four layers of Llama-3-8B, 4 sequences of 4096 tokens, "
             f"without an optimizer (`python benchmarks/model.py`), one {data['machine']['gpu']}:"
@@ -78,15 +76,17 @@ def body(results: Path) -> str | None:
     return "\n\n".join(parts) or None
 
 
-def _is_current(data: dict) -> bool:
-    """Return whether figures are of the installed Megatron-LM; plans describe no other."""
-    return data["machine"]["megatron_core"] == version("megatron-core")
+def _current(files: Iterable[Path]) -> list[dict]:
+    """Return the contents of files of the installed Megatron-LM; plans describe no other."""
+    found = [json.loads(file.read_text()) for file in files if file.is_file()]
+    return [x for x in found if x["machine"]["megatron_core"] == version("megatron-core")]
 
 
 def _origin(data: dict) -> str:
     machine = data["machine"]
+    gpus = data.get("gpus", machine.get("gpus"))
     return (
-        f"{ITERATIONS} iterations of training on {data['gpus']} {machine['gpu']}, torch "
+        f"{ITERATIONS} iterations of training on {gpus} {machine['gpu']}, torch "
         f"{machine['torch']}, {machine['date']}, commit {machine['commit'][:12]}; the speed is the "
         f"median of the last {COUNTED}, the memory that of the rank which took most:"
     )
@@ -99,11 +99,10 @@ def _runs(data: dict) -> str:
     lines, failed = [], []
     for row in data["rows"]:
         name = [row[key] for key in NAME]
-        if "failed" in row:
-            failed.append(f"- {', '.join(name)}: {row['failed']}")
+        if why := row.get("failed", row.get("error")):
+            failed.append(f"- {', '.join(name)}: {why}")
             continue
-        kind = kind_of(data["machine"]["gpu"])
-        scan = row.get("scan", "mamba-ssm")
+        kind, scan = kind_of(data["machine"]["gpu"]), row.get("scan", "mamba-ssm")
         found = planned(row["arguments"], row["gpus"], row["vocabulary"], kind, scan)
         cells = _beside(found, 2**30, max(row["memory_gib"]), row["tokens_per_s"])
         lines.append([*name, *cells])
@@ -132,27 +131,20 @@ def _beside(found: Estimate, unit: float, memory: float, speed: float) -> list[s
     ]  # fmt: skip
 
 
-STEPS = {
-    "megatron_lm-2xh100": [
-        "DP2 bf16", "DP2 fp8-tile", "DP2 nvfp4", "TP2 bf16", "TP2 nvfp4", "PP2 nvfp4",
-    ],
-    "megatron_lm-graphs-h100": None, "megatron_lm-graphs-2xh100": None,
-    "megatron_lm-graphs-h200": None, "megatron_lm-graphs-2xh200": None,
-    "megatron_lm-experts-h200": None,
-}  # fmt: skip
-"""Cases of megatron_lm.py whose layouts plans cover, by file; None for all."""
+TABLES = yaml.safe_load((ROOT / "docs" / "templates" / "planning.yaml").read_text())
+CLUSTERS: dict[str, dict] = TABLES["clusters"]
 
 
 def short_steps(results: Path) -> str:
     """Return plans of megatron_lm.py's steps beside the fastest median of each case."""
-    arguments = {case.name: case.arguments for case in CASES}
+    arguments = {case.name: case.arguments for case in megatron_lm.CASES}
     lines = []
-    for file, names in STEPS.items():
+    for file, names in TABLES["short_steps"].items():
         data = json.loads((results / f"{file}.json").read_text())
         kind = file.rpartition("-")[2].removeprefix("2x")
         done = [row for row in data["rows"] if "median_ms" in row]
         for name in names or dict.fromkeys(row["case"] for row in done):
-            words = [*data["model"], *OF_STEPS.split(), *arguments[name].split()]
+            words = [*data["model"], *megatron_lm.COMMON, *arguments[name]]
             step = 1e3 * planned(words, data["machine"]["gpus"], 32000, kind, "mamba-ssm").step
             measured = min(row["median_ms"] for row in done if row["case"] == name)
             off = f"{step / measured - 1:+.1%}"
@@ -173,7 +165,7 @@ def long_steps(results: Path) -> str:
             continue
         for case in flagship.cases():
             row = found.rows.get((case.model, case.precision, case.graphs), {"error": ""})
-            graphs = flagship.MODELS[case.model].graphs
+            graphs = flagship.MODELS[case.model].get("graphs")
             if "error" in row or (graphs and not case.graphs) or case.precision == OWN_FP8:
                 continue
             words = flagship.words_of(case, 1)
@@ -185,46 +177,16 @@ def long_steps(results: Path) -> str:
     return table(("GPU", "case", *HEADINGS[3:], *HEADINGS[:3]), lines)
 
 
-CLUSTERS = {
-    "hybrid-12b": (["131072"], [
-        ("h100", 736, "bf16"), ("h200", 736, "bf16"), ("h200", 736, "fp8-tile"),
-        ("h200", 2944, "fp8-tile"), ("b200", 736, "mxfp8"), ("b200", 736, "nvfp4"),
-        ("b200", 2944, "nvfp4"),
-    ]),
-    "llama3-405b": (["128256"], [
-        ("h100", 9216, "bf16"), ("h200", 9216, "bf16"), ("h200", 9216, "fp8-tile"),
-        ("h200", 4608, "fp8-tile"), ("b200", 4608, "mxfp8"), ("b200", 4608, "nvfp4"),
-        ("b200", 9216, "nvfp4"), ("b200", 512, "nvfp4"), ("b200", 1024, "nvfp4"),
-    ]),
-    "llama3-70b": (["128256"], [
-        ("h100", 1024, "fp8-tensorwise"), ("h200", 1024, "fp8-tensorwise"),
-        ("b200", 1024, "mxfp8"), ("b200", 1024, "nvfp4"),
-    ]),
-    "qwen3-30b-a3b": (["151936", "--moe-grouped-gemm"], [
-        ("h100", 256, "fp8-tensorwise"), ("h200", 256, "fp8-tensorwise"), ("b200", 256, "mxfp8"),
-    ]),
-}  # fmt: skip
-"""Presets, their vocabulary and more arguments; GPU, number and recipe of each of their plans."""
-
-
 def calculated(preset: str) -> str:
     """Return the fastest layout of a preset on each of its clusters."""
-    (vocabulary, *more), clusters = CLUSTERS[preset]
-    lines = []
-    for kind, gpus, recipe in clusters:
-        words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe, *more]
-        training = TrainingArguments(words)
-        device = Device(gpu(kind), True, "mamba-ssm")
-        every = candidates(training, gpus, GPUS_PER_NODE)
+    declared, lines = CLUSTERS[preset], []
+    for number, kind, recipe in map(str.split, declared["plans"]):
+        gpus, device = int(number), Device(gpu(kind), True, "mamba-ssm")
+        words = [f"@{ROOT}/examples/{preset}.args", "--precision-recipe", recipe]
+        words += declared.get("arguments", "").split()
+        every = candidates(TrainingArguments(words), gpus, GPUS_PER_NODE)
         tried = [one for one in every if not isinstance(one, str)]
-        args = tried[0].args
-        found = plan(
-            tried,
-            load_recipes(args.precision_recipe, args.recipe_set),
-            int(vocabulary),
-            device,
-            Cluster(device.gpu, GPUS_PER_NODE),
-        )
+        args, found = tried[0].args, _plans(tried, declared["vocabulary"], device, GPUS_PER_NODE)
         usable = usable_bytes(device)
         fitting = [one for one in found if one.most_memory <= usable]
         best = max(fitting, key=lambda one: one.tokens_per_second)
@@ -289,12 +251,8 @@ def write_page(document: Path, results: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--document", type=Path, default=ROOT / "docs" / "planning.md")
-    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR")
-    args = parser.parse_args(argv)
+    made = parser(__doc__, document=ROOT / "docs" / "planning.md", results=RESULTS)
+    args = made.parse_args(argv)
     write_page(args.document, args.results)
 
 

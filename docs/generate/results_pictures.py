@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, ScalarFormatter
 
@@ -20,7 +19,6 @@ _FOR_TEXT = 0.8
 def draw_curves(runs: Sequence[dict], file: Path) -> None:
     """Draw validation perplexity by tokens and by minutes of training, a color a name."""
     figure = Figure(figsize=(10, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
     names = list(dict.fromkeys(run["name"] for run in runs))
     shades = dict(zip(names, colors(len(names)), strict=True))
@@ -64,7 +62,6 @@ def draw_summary(
     names = list(dict.fromkeys([*(name for own in speeds.values() for name in own), *gaps]))
     size = 2.6 + 3.2 * (len(speeds) + bool(gaps)), 1.3 + 0.42 * len(names)
     figure = Figure(figsize=size, dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(speeds) + bool(gaps), sharey=True, squeeze=False)[0]
     for panel, (model, own) in zip(panels, speeds.items(), strict=False):
         panel.set_title(model)

@@ -5,17 +5,14 @@ import math
 import multiprocessing
 import runpy
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import compose
+import compose_features
+import compose_runs
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import compose
-import compose_runs
 from compose_features import FEATURES, PAIRS, Run, runs_of
 
 PAIR = Run(("SP", "switch"), "local", "fp8-tile", on_gpu=False)
@@ -84,7 +81,7 @@ def test_four_ranks_need_four_gpus(tmp_path):
 
 
 def test_hybrids_of_transformer_engine_need_mamba(tmp_path, monkeypatch):
-    monkeypatch.setattr(compose, "find_spec", lambda name: None)
+    monkeypatch.setattr(compose_features, "find_spec", lambda name: None)
     results = compose.Results(tmp_path / "out.json", {"machine": {}})
     composer = compose.Composer(None, results, tmp_path, 2, 120, time.monotonic() - 1)
     runs = [Run(("hybrid", "MTP"), layers, "bf16", True, True) for layers in ("te", "local")]

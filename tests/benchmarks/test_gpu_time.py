@@ -2,14 +2,10 @@
 
 import gzip
 import json
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import gpu_time
+import pytest
 
 
 def event(name: str, start: float, length: float, category: str = "kernel") -> dict:

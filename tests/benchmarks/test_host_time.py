@@ -1,10 +1,5 @@
 """The benchmark of a layer's CPU time: its contenders run, on a CPU as well."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import host_time
 import pytest
 
@@ -18,4 +13,3 @@ def test_rows_and_their_ratios():
     for row in rows:
         assert abs(row["times_bf16"] - row["median_us"] / rows[0]["median_us"]) < 0.01
         assert "times_te_bf16" not in row
-    assert host_time.table(rows).row_count == 3

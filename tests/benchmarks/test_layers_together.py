@@ -1,10 +1,5 @@
 """Benchmarks of experts and of small models: their contenders run, on a CPU as well."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import experts
 import pytest
 import small_models
@@ -32,7 +27,6 @@ def test_experts_and_their_ratios():
     assert [row["contender"] for row in rows] == ["BF16", "fp8-tile", "nvfp4, kept"]
     assert rows[0]["as_fast_as_bf16"] == 1
     assert all(row["forward_ms"] > 0 and row["cpu_ms"] > 0 for row in rows)
-    assert experts.table(rows).row_count == 3
 
 
 @pytest.mark.slow

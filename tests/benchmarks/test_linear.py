@@ -1,10 +1,5 @@
 """The benchmark of a linear layer: its recipes run, on a CPU as well."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import linear
 from timing import Ceilings
 

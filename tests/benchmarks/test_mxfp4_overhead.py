@@ -1,14 +1,8 @@
 """The benchmark of what the techniques of the MXFP4 paper cost."""
 
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import linear
 import mxfp4_overhead
+import pytest
 from linear import Size, middle_precision
 from timing import Ceilings
 

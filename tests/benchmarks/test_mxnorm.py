@@ -1,15 +1,11 @@
 """The benchmark of MXNorm: its contenders compute the same, its parts run on a CPU."""
 
 import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import mxnorm
+import pytest
 import timing
+import torch
 from timing import Ceilings
 
 SMALL = """--hidden-size 64 --num-attention-heads 4 --num-query-groups 2 --ffn-hidden-size 128

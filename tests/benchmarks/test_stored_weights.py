@@ -1,10 +1,5 @@
 """The benchmark of stored weights: its figures of the steps of all ranks."""
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
 import stored_weights
 
 

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
-
 from pages import NAMES, PAGES, ROOT, code_of
 
 SHELL = ("", "sh", "bash", "shell", "console", "text")

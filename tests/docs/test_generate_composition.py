@@ -1,14 +1,9 @@
 """The page of pairs of features: complete, from the kept results, and nothing unexplained."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 
 import composition
+import pytest
 from compose_features import FEATURES, PAIRS
 
 MACHINE = {"gpus": 0, "gpu": "none", "cpu": "CPU"}

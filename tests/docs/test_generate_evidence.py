@@ -1,13 +1,8 @@
 """The tables of studies on docs/evidence.md."""
 
 import math
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
-
 from evidence import curve_of, table
 
 from megatron_lowbit.analysis.comparison import Contender, compare

@@ -1,14 +1,9 @@
 """The table of what quantization-aware training gains."""
 
 import json
-import sys
-from pathlib import Path
-
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
 
 import fine_tuning
+import pytest
 
 
 def test_differences_are_paired_by_seed():

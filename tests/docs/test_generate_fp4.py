@@ -1,14 +1,10 @@
 """The page that compares FP4 methods: its Gaussian figures, and the methods that it has."""
 
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
-
 import fp4 as fp4_page
-from markdown import table
+import pytest
+from render import table
 
 from megatron_lowbit.numerics import FORMATS
 

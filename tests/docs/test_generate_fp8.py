@@ -2,18 +2,14 @@
 
 import math
 import re
-import sys
 from fractions import Fraction
 from pathlib import Path
 
+import fp8 as fp8_page
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
-
-import fp8 as fp8_page
 
 from megatron_lowbit.numerics import FORMATS
 

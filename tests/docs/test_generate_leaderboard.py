@@ -4,14 +4,10 @@ import json
 import math
 import re
 import statistics
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
-
 import leaderboard
+import pytest
 
 from megatron_lowbit.recipes.command import main as recipes
 from megatron_lowbit.study.command import main as study
@@ -200,7 +196,9 @@ def test_a_recipe_of_ones_own_in_three_commands(tmp_path, monkeypatch, capsys):
     )
     text = (ROOT / "recipes" / "quartet2.yaml").read_text()
     Path("mine.yaml").write_text(text.replace("name: quartet2", "name: mine"))
-    [block] = re.findall("```\n(.*?)```", leaderboard.TEXT.replace("\\\n", ""), re.DOTALL)
+    [block] = re.findall(
+        "```\n(.*?)```", leaderboard.PAGE.read_text().replace("\\\n", ""), re.DOTALL
+    )
     show, run, write = (line.split() for line in block.splitlines())
     recipes(show[1:])
     assert "recipe mine: 40 of 40 linear layers quantized" in capsys.readouterr().out

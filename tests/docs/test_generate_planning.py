@@ -1,14 +1,10 @@
 """The page on planning: tables that are calculated, and plans beside published figures."""
 
 import re
-import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
-
 import planning as planning_page
+import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 

@@ -4,13 +4,9 @@ import json
 import math
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "docs" / "generate"))
-
 import results
 
 SPEEDS = {
@@ -152,7 +148,7 @@ def test_pictures(place, study):
     readme = (place / "README.md").read_text()
     assert "(docs/images/results.png)" in readme and "on one NVIDIA H100, with" in readme
     found = results.read_steps(place, "h100")
-    assert results.speeds_of(found, "llama-8b") == SPEEDS | {results.BF16: 1100, "fp8-tile": 1650}
+    assert found.speeds("llama-8b") == SPEEDS | {results.BF16: 1100, "fp8-tile": 1650}
 
 
 def test_rows_of_two_processes_are_one_table(place):

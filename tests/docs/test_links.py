@@ -1,14 +1,10 @@
 """Relative links of the pages lead to files and headings that exist."""
 
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))  # pytest's importlib mode adds no paths
-
 from pages import NAMES, PAGES, ROOT, prose_of
 
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)

@@ -1,17 +1,19 @@
-"""Parallel layouts compared with one process within the bounds of a table.
-
-The file is its own worker, for layouts whose processes are forked.
-"""
+"""Parallel layouts compared with one process within the bounds of a table."""
 
 import json
+import math
+import multiprocessing
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import parity
-from benchmarks.parity import LAYOUTS, RECIPES, Recipe, measure, work_off
-from tests.short_runs import fork_results_queue
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import compose
+import parity
+from parity import LAYOUTS, RECIPES, Recipe
 
 FIXED = " ".join(f"--recipe-set {gemm}.hadamard.signs=fixed" for gemm in ("dgrad", "wgrad"))
 # One of each kind; experts are in test_experts.py, distributed optimizers in test_resharding.py.
@@ -22,16 +24,8 @@ SIGNS = {
     "mxfp4-backward": RECIPES["mxfp4-backward"],
     "fixed signs": Recipe(f"{RECIPES['mxfp4-backward'].options} {FIXED}"),
 }
-
-
 # Compiling would take longer than one iteration of each run.
 FAST = ("--quantization-engine", "reference", "--global-batch-size", "4")
-
-
-def run(layouts: dict, recipes: dict, data: list, folder: Path, iterations: int) -> dict:
-    """Return cells by (layout, recipe)."""
-    cells = measure(layouts, recipes, data, iterations, folder / "start", folder)
-    return {(cell.layout, cell.recipe): cell for cell in cells}
 
 
 @pytest.fixture(scope="module")
@@ -42,47 +36,49 @@ def data(corpus) -> list[str]:
 
 
 @pytest.fixture
-def forked(run_ranks, monkeypatch):
-    """Fork all processes, instead of starting them by torchrun."""
+def composed(start_script, tmp_path):
+    """Function that makes runs and returns their record.
 
-    def launch(processes: int, runs: list[dict], work: Path) -> None:
-        job = work / f"{processes}.json"
-        job.write_text(json.dumps(runs))
-        run_ranks(__file__, processes, job, timeout=300)
+    ``start_script`` is asked for because it starts the server that processes are forked from.
+    """
 
-    monkeypatch.setattr(parity, "_launch", launch)
+    def compose_runs(layouts: dict, recipes: dict, common: list, iterations: int) -> dict:
+        on_gpu = torch.cuda.is_available()
+        context = multiprocessing.get_context("spawn" if on_gpu else "forkserver")
+        results = compose.Results(tmp_path / "out.json", {"machine": {}})
+        gpus = torch.cuda.device_count()
+        composer = compose.Composer(context, results, tmp_path, gpus, 300, math.inf)
+        composer.compose(parity.runs_of(layouts, recipes, common, iterations), jobs=1)
+        return json.loads((tmp_path / "out.json").read_text())
+
+    return compose_runs
 
 
-def check(cells: dict, layouts: dict, recipes: dict) -> None:
+def check(record: dict, layouts: dict, recipes: dict) -> None:
     """Check that every cell was compared and is within its bounds."""
-    compared = {place for place, cell in cells.items() if cell.difference is not None}
+    compared = {(cell["layout"], cell["recipe"]) for cell in record["cells"] if "loss" in cell}
     assert compared == {(layout, recipe) for layout in layouts for recipe in recipes}
-    complaints = [cell.complaint(layouts, recipes) for cell in cells.values()]
-    assert [complaint for complaint in complaints if complaint] == []
+    assert [text for cell in record["cells"] if (text := parity.complaint(cell))] == []
 
 
 @pytest.mark.slow
-def test_layouts_agree(forked, data, tmp_path):
+def test_layouts_agree(composed, data):
     """The first step after the checkpoint is compared."""
-    cells = run(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], tmp_path, iterations=1)
-    check(cells, FAST_LAYOUTS, FAST_RECIPES)
+    record = composed(FAST_LAYOUTS, FAST_RECIPES, [*data, *FAST], iterations=1)
+    check(record, FAST_LAYOUTS, FAST_RECIPES)
+    assert all([*cell["steps"]] == ["3"] for cell in record["cells"])
 
 
 @pytest.mark.slow
-def test_other_signs_exceed_the_bounds(forked, data, tmp_path):
+def test_other_signs_exceed_the_bounds(composed, data):
     """Only layouts without split layers are compared; tests/layers compares the bits of others."""
     layouts = {"recompute-selective": LAYOUTS["recompute-selective"]}
-    cells = run(layouts, SIGNS, [*data, *FAST], tmp_path, iterations=1)
-    fresh, fixed = (cells["single-dense", name] for name in SIGNS)
-    bound = RECIPES["mxfp4-backward"].whole.norm
-    assert fresh.distance(fixed.losses, fixed.norms).norm > 3 * bound
+    record = composed(layouts, SIGNS, [*data, *FAST], iterations=1)
+    norms = {entry["key"]: entry["steps"]["3"][1] for entry in record["references"]}
+    fresh, fixed = (norms[f"single-dense {name}"] for name in SIGNS)
+    assert abs(fresh - fixed) / fixed > 3 * RECIPES["mxfp4-backward"].whole.norm
 
 
 @pytest.mark.slow
-def test_all_layouts_agree(data, tmp_path):
-    check(run(LAYOUTS, RECIPES, data, tmp_path, iterations=3), LAYOUTS, RECIPES)
-
-
-if __name__ == "__main__":
-    fork_results_queue()
-    work_off(Path(sys.argv[1]))
+def test_all_layouts_agree(composed, data):
+    check(composed(LAYOUTS, RECIPES, data, iterations=3), LAYOUTS, RECIPES)

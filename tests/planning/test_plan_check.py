@@ -1,24 +1,12 @@
 """benchmarks/plan_check.py by its parts: what it reads, when it starts what; and its page."""
 
 import json
-import subprocess
-import sys
-import tempfile
-import time
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OUTPUT = """ [10:00] iteration 1/ 3 | elapsed time per iteration (ms): 1500.5 | lm loss: 5.0 |
-[Rank 0] (after 1 iterations) memory (MB) | allocated: 9.00 | max allocated: 512.00 | reserved: 9.0
-[Rank 1] (after 1 iterations) memory (MB) | allocated: 9.00 | max allocated: 1024.00 | reserved: 9.0
- [10:01] iteration 2/ 3 | elapsed time per iteration (ms): 100.0 | lm loss: 4.0 |
-[Rank 1] (after 2 iterations) memory (MB) | allocated: 9.00 | max allocated: 2816.00 | reserved: 9.0
-[Rank 0] (after 2 iterations) memory (MB) | allocated: 9.00 | max allocated: 1536.00 | reserved: 9.0
- [10:01] iteration 3/ 3 | elapsed time per iteration (ms): 101.0 | lm loss: 3.0 |
-"""
 
 
 @pytest.fixture
@@ -38,13 +26,9 @@ def page(monkeypatch):
     return planning
 
 
-def test_times_and_memory_of_all_ranks_are_read_from_the_output(check):
-    assert check.read_output(OUTPUT) == ([1500.5, 100.0, 101.0], [1.5, 2.75])
-
-
 def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check, page):
     found = check.cases(tiny=False)
-    assert len(found) == len({tuple(case.name) for case in found}) == 22
+    assert len(found) == len({case.name for case in found}) == 22
     for case in found:
         planned = page.planned(case.arguments, case.gpus, 4096, "h200", "torch")
         assert planned.gpus == case.gpus and planned.most_memory < 60 * 2**30
@@ -53,29 +37,29 @@ def test_cases_fit_an_80_gb_gpu_and_use_what_their_names_say(check, page):
         assert {"TP": layout.tensor, "PP": layout.pipeline, "DP": layout.data}[kind] == count
 
 
-def test_no_case_runs_on_a_device_that_another_has(check, monkeypatch):
-    taken, at_once = [], []
+def test_cases_run_and_are_not_repeated(check, monkeypatch, tmp_path):
+    """A case takes as many devices as its layout; what another machine's file holds is omitted."""
+    held = check.cases(tiny=True)[0]
+    other = {"machine": {"megatron_core": version("megatron-core")}, "rows": [held._asdict()]}
+    (tmp_path / "plan_check-other.json").write_text(json.dumps(other))
+    taken = {}
 
-    def start(case, devices, more):
-        assert len(devices) == case.gpus and not set(devices) & set(taken)
-        taken.extend(devices)
-        at_once.append(len(taken))
-        process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.1)"])
-        folder = tempfile.TemporaryDirectory()
-        return check.Started(case, list(devices), process, time.monotonic(), folder, None)
+    def train(script, words, gpus, devices, patience):
+        taken[len(taken)] = gpus, devices, script
+        return {"error": "lost"} if len(taken) == 1 else {"median_ms": 100.0, "memory_gib": [1.0]}
 
-    def result(started):
-        for device in started.devices:
-            taken.remove(device)
-        return {"name": started.case.name}
-
-    monkeypatch.setattr(check, "start", start)
-    monkeypatch.setattr(check, "result", result)
-    todo = [case for case in check.cases(tiny=True) if case.recipe == "bf16"]
-    rows = list(check.run(todo, ["0", "1"], [], seconds=100))
-    # All but those of four GPUs, and two at a time.
-    wanted = sorted(case.name for case in todo if case.gpus <= 2)
-    assert sorted(row["name"] for row in rows) == wanted and max(at_once) == 2
+    monkeypatch.setattr(check, "train", train)
+    monkeypatch.setattr(check.torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "plan_check-here.json"
+    check.main(["--output", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == len(taken) == sum(case.gpus <= 2 for case in check.cases(tiny=True)) - 1
+    assert all(devices.count(",") == gpus - 1 for gpus, devices, _ in taken.values())
+    assert {script for *_, script in taken.values()} == {"pretrain_gpt.py", "pretrain_hybrid.py"}
+    assert [row["error"] for row in rows if "error" in row] == ["lost"]
+    check.main(["--output", str(file)])
+    again = json.loads(file.read_text())["rows"]
+    assert len(taken) == len(rows) + 1 and not any("error" in row for row in again)
 
 
 def test_the_page_is_renewed_between_its_markers_alone(check, page, monkeypatch, tmp_path):

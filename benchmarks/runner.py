@@ -1,0 +1,144 @@
+"""The runner of benchmarks of kernels and layers: contenders in turns, at sizes, into a table."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import records
+import timing
+import torch
+from records import value_at
+from rich.console import Console
+from rich.table import Table
+from timing import Ceilings, Step
+
+from megatron_lowbit.kernels.select import select_engine
+
+Row = dict[str, Any]
+
+
+def rows_of(
+    builders: Mapping[str, Callable[[], Step]],
+    row: Callable[[str, list[list[float]]], Row],
+    head: Row,
+    seconds: float,
+    **options: int,
+) -> list[Row]:
+    """Measure contenders in turns.
+
+    Args:
+        builders: a function of each contender that makes its step.
+        row: figures of a contender from its name and its laps in ms.
+        head: what all rows begin with.
+        seconds: time for each contender.
+        options: of ``timing.measure``.
+
+    Returns:
+        A row for each contender, those last that refuse, with the reason.
+    """
+    steps, refused = timing.build(dict(builders))
+    laps = timing.measure(steps, seconds, **options)
+    rows = [head | {"contender": name} | row(name, laps[name]) for name in steps]
+    return rows + [head | {"contender": name, "refused": why} for name, why in refused.items()]
+
+
+def add_ratios(rows: Iterable[Row], key: str, base: str, *of: str) -> None:
+    """Add how many times as fast as one contender the others are.
+
+    Args:
+        rows: rows of one size.
+        key: key of the ratios.
+        base: the contender that others are compared with.
+        of: the path of a time; with several, ratios are by path.
+    """
+    rows = [row for row in rows if "refused" not in row]
+    other = next((row for row in rows if row["contender"] == base), None)
+    for row in rows if other is not None else ():
+        found = {path: round(_ms(other, path) / _ms(row, path), 3) for path in of}
+        row[key] = found if len(of) > 1 else found[of[0]]
+
+
+def _ms(row: Row, path: str) -> float:
+    value = value_at(row, path)
+    return value["median_ms"] if isinstance(value, Mapping) else value
+
+
+def table(
+    rows: Sequence[Row], title: str, columns: Mapping[str, str], name: str = "contender"
+) -> Table:
+    """Tabulate rows.
+
+    Args:
+        rows: of one size.
+        title: above the table.
+        columns: path of a figure by heading.
+        name: key of the first column.
+    """
+    shown = Table(name, *columns, title=title)
+    for row in rows:
+        figures = [value_at(row, path) for path in columns.values()]
+        shown.add_row(row[name], *map(_figure, [row["refused"]] if "refused" in row else figures))
+    return shown
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = value["median_ms"]
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write(
+    file: Path, rows: Sequence[Row], begin: float, limits: Ceilings | None = None, **head: Any
+) -> None:
+    """Write a record with the recipes' engine, seconds, and ceilings if they were measured."""
+    engine = select_engine(timing.device())
+    head = {"engine": f"{engine.name} ({engine.reason})", **head}
+    head["seconds"] = round(time.monotonic() - begin)
+    if limits is not None:
+        head["ceilings"] = limits.as_json()
+    records.write(file, head, rows=rows)
+
+
+def over_sizes(
+    benchmark: str,
+    doc: str | None,
+    argv: Sequence[str] | None,
+    contenders: Iterable[str],
+    sizes: Sequence[tuple],
+    form: str,
+    run: Callable[[Any, Sequence[str], Ceilings, float], list[Row]],
+    columns: Mapping[str, str],
+) -> None:
+    """Run the command of a benchmark over sizes: measure, print the tables, write the JSON.
+
+    The first of ``sizes`` is the default one, all are the sweep; ``form`` is how one is written.
+    ``columns`` are figures of the tables.
+    """
+    parser = records.parser(doc)
+    chosen, names, kind = parser.add_mutually_exclusive_group(), list(contenders), type(sizes[0])
+
+    def size(text: str) -> tuple:
+        numbers = tuple(map(int, text.split("x")))
+        if len(numbers) != len(sizes[0]):
+            raise ValueError
+        return numbers if kind is tuple else kind(*numbers)
+
+    chosen.add_argument("--sweep", action="store_true", help=f"{len(sizes)} sizes")
+    chosen.add_argument("--sizes", nargs="+", type=size, metavar=form)
+    parser.add_argument("--contenders", nargs="+", choices=names, default=names)
+    parser.add_argument(
+        "--seconds", type=float, default=0.15, help="seconds to measure each contender and size"
+    )
+    records.add_output(parser, benchmark)
+    args = parser.parse_args(argv)
+    begin, console, rows = time.monotonic(), Console(width=150), []
+    torch.manual_seed(1234)
+    limits = timing.ceilings()
+    console.print(limits.as_json())
+    for one in args.sizes or (sizes if args.sweep else sizes[:1]):
+        found = run(one, args.contenders, limits, args.seconds)
+        console.print(table(found, str(one), columns))
+        rows += found
+        write(args.output, rows, begin, limits)
+    print(args.output)

@@ -1,0 +1,50 @@
+"""Pages without a test file of their own are what their generators write from the kept results."""
+
+import json
+import shutil
+
+import evidence
+import leaderboard
+import parallelism
+import performance
+import pytest
+import results
+from render import RESULTS, ROOT
+
+from megatron_lowbit.analysis.comparison import compare
+from megatron_lowbit.study.definition import read_study
+
+
+@pytest.mark.parametrize("generator", [parallelism, performance])
+def test_sections(generator, tmp_path):
+    page = ROOT / "docs" / f"{generator.__name__}.md"
+    copy = tmp_path / page.name
+    shutil.copy(page, copy)
+    generator.main(["--document", str(copy)])
+    assert copy.read_text() == page.read_text()
+
+
+def test_the_leaderboard():
+    runs = json.loads(leaderboard.KEPT.read_text())
+    assert leaderboard.page(runs, leaderboard.SPEEDS) == leaderboard.PAGE.read_text()
+
+
+def test_results_and_the_readme(tmp_path):
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    for file in [*RESULTS.glob("flagship*.json"), *RESULTS.glob("gpu-time*.json"),
+                 ROOT / "README.md"]:  # fmt: skip
+        shutil.copy(file, tmp_path)
+    results.main(["--results", str(tmp_path), "--root", str(tmp_path)])
+    for page in ("README.md", "docs/results.md"):
+        assert (tmp_path / page).read_text() == (ROOT / page).read_text()
+    runs = "flagship-runs.json"
+    assert (tmp_path / runs).read_text() == (RESULTS / runs).read_text()
+
+
+def test_tables_of_studies():
+    kept = json.loads(evidence.STUDIES_FILE.read_text())
+    studies = {file.stem: read_study(file) for file in evidence.STUDIES.glob("*.yaml")}
+    text = evidence.PAGE.read_text()
+    for name in kept:
+        contenders = evidence.contenders_of(name, studies, kept)
+        assert evidence.table(compare(contenders), contenders) in text
