@@ -5,14 +5,10 @@ arguments, translates it into arguments that Megatron-LM supports on this machin
 to Megatron-LM's own parsing and validation.
 """
 
-# isort: off
 import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
 
-# isort: on
+# isort: split
 from megatron_lowbit.arguments.parse import parse_arguments
-
-# isort: off
-# isort: on
 from megatron_lowbit.arguments.parser import add_recipe_arguments, front_parser
 
 __all__ = ["add_recipe_arguments", "front_parser", "parse_arguments"]

@@ -121,7 +121,7 @@ def entry(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def pointer(table, section, FIELD: tl.constexpr, COUNT: tl.constexpr, template):
-    """Return an entry, a multiple of 16, as a pointer to what ``like`` lanes to.
+    """Return an entry, a multiple of 16, as a pointer to the type that ``template`` points to.
 
     Where Triton does not know of the alignment, it reads and writes element by element.
     """

@@ -35,7 +35,7 @@ from megatron_lowbit.numerics.hadamard import FIXED_SIGNS_16
 from megatron_lowbit.numerics.randomness import GROUP
 
 LANES = 32
-"""Points of a group in longer blocks."""
+"""Lanes of a group in longer blocks."""
 NO_SIDE = (0, None, None, None, None, 0, None, None, 0)
 """A kernel's arguments for a side that is not wanted."""
 

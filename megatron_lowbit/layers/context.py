@@ -63,7 +63,7 @@ class LinearContext:
         shards: how tensor parallelism splits the layer.
         accumulate_main_grad: add dW to ``weight.main_grad`` (where the weight has one), as
             megatron-core's DistributedDataParallel expects of fused accumulation.
-        main_grad_share: FP32 scalar in device memory, 0 while ``weight.main_grad`` is zero, else 1;
+        main_grad_beta: FP32 scalar in device memory, 0 while ``weight.main_grad`` is zero, else 1;
             for CUDA graphs. None to look at what DistributedDataParallel notes on the weight.
         amax_history: the state of delayed scaling, a row for each of ``recipes.OPERANDS``; read,
             and written in training. Whoever owns it ends its steps.
@@ -134,8 +134,8 @@ class LinearContext:
         transform, draw = request.hadamard, None
         signs: Key = 0
         if request.quantizer.rounding is Rounding.STOCHASTIC:
-            points = transform.size if transform else 1
-            draw = self.shards.draw(self.key, gemm, role, rows, points)
+            size = transform.size if transform else 1
+            draw = self.shards.draw(self.key, gemm, role, rows, size)
         if transform is not None and transform.signs == "fresh":
             signs = sign_key(self.key, gemm)
         return request.with_keys(signs, draw)

@@ -279,7 +279,7 @@ def added_to_main_grad(weight: Tensor) -> Tensor:
 def added_to_main_grads(weights: Sequence[Tensor]) -> list[Tensor]:
     """Mark experts' weights of one shape in the same way; what is returned shares its memory.
 
-    Nobody reads it.
+    Autograd discards it.
     """
     placeholder_grad = added_to_main_grad(weights[0])
     for weight in weights[1:]:

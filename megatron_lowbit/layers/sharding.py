@@ -41,10 +41,10 @@ class Shards:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=self.group)
         return amax
 
-    def draw(self, key: Key, gemm: Gemm, role: Role, tokens: int, points: int = 1) -> Draw:
+    def draw(self, key: Key, gemm: Gemm, role: Role, tokens: int, size: int = 1) -> Draw:
         """Return the random bits of an operand of a GEMM: its own key, and its global numbers.
 
-        A transform of ``points`` spreads over the padding of a ragged last block: its numbers go on
+        A transform of ``size`` spreads over the padding of a ragged last block: its numbers go on
         after the last feature's.
         """
         token_numbers = None
@@ -65,7 +65,7 @@ class Shards:
         groups = None
         if columns is not None:
             groups = columns[::GROUP] // GROUP
-            padded = columns.numel() + -columns.numel() % points
+            padded = columns.numel() + -columns.numel() % size
             padding = torch.arange(-(-padded // GROUP) - len(groups), device=groups.device)
             groups = torch.cat([groups, groups[-1:] + 1 + padding]) if len(padding) else groups
         return Draw(operand_key(key, gemm, role), rows, groups)

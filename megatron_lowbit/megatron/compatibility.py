@@ -32,7 +32,6 @@ def check(args: Namespace, recipe: Recipe | None) -> None:
         return
     if any(precision.quantized for precision in recipe.precisions()):
         refuse(quantized_layers(args))
-    refuse(cuda_graphs(args, recipe))
     refuse(cuda_graphs(described, recipe))
     refuse(mxnorm(args, recipe))
     refuse(oscillation(args, recipe))
@@ -130,7 +129,7 @@ def saves(args: Namespace) -> Rows:
 
 
 def gemma_layers(args: Namespace) -> Rows:
-    """Return what the parts of Gemma 3's layers do not go with."""
+    """Return models that exclude the parts of Gemma 3's layers."""
     yield (
         args.geglu and (args.swiglu or args.squared_relu or args.quick_geglu),
         "--geglu: the model has another activation already; give one of them",
@@ -171,7 +170,7 @@ def quantized_layers(args: Namespace) -> Rows:
 
 
 def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
-    """Return what a recipe cannot do inside the graphs of ``--cuda-graph-impl``."""
+    """Return uses of a recipe that the graphs of ``--cuda-graph-impl`` exclude."""
     implementation = args.cuda_graph_impl
     if implementation == "none" or not any(p.quantized for p in recipe.precisions()):
         return
@@ -205,7 +204,7 @@ def cuda_graphs(args: Namespace, recipe: Recipe) -> Rows:
 
 
 def mxnorm(args: Namespace, recipe: Recipe) -> Rows:
-    """Return what MXNorm does not go with."""
+    """Return recipes that MXNorm excludes."""
     falls_back = any(precision.falls_back for precision in recipe.precisions())
     return (
         (
