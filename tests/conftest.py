@@ -86,11 +86,10 @@ def run_ranks(start_script, tmp_path_factory):
         script: str | Path, ranks: int, *arguments: object, timeout: float, **environment: str
     ) -> None:
         folder = tmp_path_factory.mktemp("ranks")
-        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        environment |= {
-            "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+        _store, addresses = processes.rendezvous()
+        environment |= addresses | {
             "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks),
-            "TORCHELASTIC_RUN_ID": folder.name, "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": folder.name,
         }  # fmt: skip
         outputs = [folder / f"{rank}.txt" for rank in range(ranks)]
         workers = [

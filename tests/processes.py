@@ -12,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +56,18 @@ def _run_script(command: list[str], output: str, environment: dict[str, str]) ->
     sys.argv = command
     sys.path.insert(0, str(Path(command[0]).parent))
     runpy.run_path(command[0], run_name="__main__")
+
+
+def rendezvous() -> tuple[TCPStore, dict[str, str]]:
+    """Return a store for a launcher's rendezvous, on a port that it takes, and its environment.
+
+    The store must live as long as the processes that the environment names it to.
+    """
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    return store, {
+        "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
 
 
 def finish(processes: Sequence[BaseProcess], timeout: float) -> list[int]:

@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tiny_run import ENVIRONMENT, ROOT, arguments_for, done
 
 from megatron_lowbit.arguments.cpu import _ADDED
 from megatron_lowbit.megatron.pretrain import teardown
+from tests import processes
 
 DROPOUT = ("--hidden-dropout", 0.1, "--attention-dropout", 0.1)
 RUN = ("--mock-data", "--train-iters", 3, "--eval-iters", 1, "--eval-interval", 2)
@@ -81,12 +81,11 @@ def main_of(monkeypatch):
     """Function that runs a main with ``sys.argv`` and the launcher's environment variables."""
 
     def run(main: Callable[[], object], argv: list[str]) -> None:
-        store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        _store, addresses = processes.rendezvous()
         on_cpu = [word for argument in _ADDED for word in argument]
         with monkeypatch.context() as patch, teardown():
-            patch.setenv("MASTER_ADDR", "localhost")
-            patch.setenv("MASTER_PORT", str(store.port))
-            patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+            for name, value in addresses.items():
+                patch.setenv(name, value)
             patch.setattr(sys, "argv", ["script.py", *argv, *on_cpu])
             main()
 
