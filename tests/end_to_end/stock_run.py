@@ -84,7 +84,13 @@ def main() -> None:
     )
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
     from megatron.core.enums import ModelType
-    from megatron.training import get_args, get_tokenizer, initialize, pretrain
+    from megatron.training import (
+        get_args,
+        get_tensorboard_writer,
+        get_tokenizer,
+        initialize,
+        pretrain,
+    )
     from megatron.training.argument_utils import (
         gpt_config_from_args,
         pretrain_cfg_container_from_args,
@@ -116,6 +122,7 @@ def main() -> None:
     args = parse_and_validate_args()
     container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
+    get_tensorboard_writer().close()  # its thread may not have written the last validation
     assert not [name for name in sys.modules if name.startswith("megatron_lowbit")]
 
 
