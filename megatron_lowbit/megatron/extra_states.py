@@ -16,6 +16,12 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.storage.pickles import load_restricted
 
 KEY = "_extra_state"
+_KNOWN = SafeUnpickler._SAFE_CLASSES | {
+    # In checkpoints of older versions, where a layer computes in a Transformer Engine recipe that
+    # megatron-core has no name for. Transformer Engine ignores them.
+    ("transformer_engine.common.recipe", "CustomRecipe"),
+    ("megatron_lowbit.megatron.transformer_engine_layers", "factory"),
+}
 
 
 class _Inert(dict[Any, Any]):
@@ -27,10 +33,10 @@ class _Inert(dict[Any, Any]):
 
 
 class _NamesOnly(pickle.Unpickler):
-    """Unpickler that finds the classes that Megatron-LM allows in extra states, and calls none."""
+    """Unpickler that finds the names that an extra state may hold, and calls none."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in SafeUnpickler._SAFE_CLASSES:
+        if (module, name) not in _KNOWN:
             raise pickle.UnpicklingError(f"{module}.{name}")
         return _Inert
 

@@ -46,6 +46,7 @@ class TELayerState(LayerState):
         self.module, is_column = module, isinstance(module, _COLUMN)
         module.name = _Name(plan.layer.path)
         module.name.state = self
+        module.get_extra_state = _no_extra_state
         if plan.layer.path.endswith("attention.linear_proj"):
             module.save_original_input |= _attention_keeps_output(module.config)
         # Layers with a norm have no such choice: nothing else keeps what it gives.
@@ -86,6 +87,14 @@ class TELayerState(LayerState):
         super().forget_weight()
         if self.native is not None:
             self.module.is_first_microbatch = True
+
+
+def _no_extra_state() -> torch.Tensor:
+    """Return the extra state of a module whose recipe keeps nothing between iterations.
+
+    Transformer Engine would pickle a recipe that it has no name for, and refuse it at the load.
+    """
+    return torch.empty(0, dtype=torch.uint8)
 
 
 class _Forward:

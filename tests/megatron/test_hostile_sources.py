@@ -400,11 +400,16 @@ def test_extra_states_as_transformer_engine_writes_them(tmp_path, monkeypatch):
     module.DelayedScaling = recipe
     for name in ("transformer_engine", "transformer_engine.common", module.__name__):
         monkeypatch.setitem(sys.modules, name, module)
-    made = recipe()
-    made.margin = 0
+    module.CustomRecipe = type("CustomRecipe", (), {"__module__": module.__name__})
+    layers = ModuleType("megatron_lowbit.megatron.transformer_engine_layers")
+    layers.factory = type("factory", (), {"__module__": layers.__name__})  # pickled by its name
+    monkeypatch.setitem(sys.modules, layers.__name__, layers)
+    made, custom = recipe(), module.CustomRecipe()
+    made.margin, custom.qfactory = 0, layers.factory
+    own = torch.frombuffer(bytearray(pickle.dumps({"recipe": custom})), dtype=torch.uint8)
     state = {"recipe": made, "scale_fwd": torch.ones(3), "extra_fp8_variables": OrderedDict(a=1)}
     tensor = torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
-    for content in ([tensor], [torch.empty(0, dtype=torch.uint8)], [None], [{"state": 1}]):
+    for content in ([tensor], [own], [torch.empty(0, dtype=torch.uint8)], [None], [{"state": 1}]):
         check_extra_states(tmp_path / "x", "layer._extra_state/shard_0_1", content)
     with pytest.raises(UserError, match="damaged"):
         check_extra_states(tmp_path / "x", "layer._extra_state", [tensor[:-5]])

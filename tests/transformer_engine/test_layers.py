@@ -250,6 +250,18 @@ def test_what_only_its_own_products_have_is_refused(layers, setting, flag):
         taken_over(layers, "nvfp4", **setting)
 
 
+def test_checkpoints_hold_no_pickled_recipe(layers):
+    """Transformer Engine pickles recipes of its own that a factory makes, which no load takes."""
+
+    class Pickling(Linear):
+        def get_extra_state(self) -> torch.Tensor:
+            return torch.ones(4, dtype=torch.uint8)
+
+        def set_extra_state(self, state: torch.Tensor) -> None: ...
+
+    assert taken_over(layers, "fp8-tile-e4m3", Pickling).state_dict()["_extra_state"].numel() == 0
+
+
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_evaluations(layers, evaluates):
     """In BF16 from the whole weight; else from the codes, which training has next."""
