@@ -282,8 +282,10 @@ def _free_routes() -> None:
     """
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
-    for dispatcher in [one for one in gc.get_objects() if isinstance(one, MoETokenDispatcher)]:
-        vars(dispatcher).clear()
+    # isinstance() would ask objects for their class, which proxies of freed objects do not have.
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), MoETokenDispatcher):
+            vars(candidate).clear()
 
 
 @contextmanager
