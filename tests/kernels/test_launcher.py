@@ -1,5 +1,11 @@
-"""Launches by address, of a kernel that records what it is launched with."""
+"""Launches by address, of a kernel that records what it is launched with.
 
+This file is also the process that compiles a kernel for a GPU, without one.
+"""
+
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,3 +104,53 @@ def test_the_interpreter_compiles_nothing():
     for _ in range(2):
         launch((7,))
     assert calls == [(7,), (7,)]
+
+
+def test_arguments_are_in_the_order_of_the_installed_triton():
+    """A version of Triton with other private attributes fails here, not on a user's GPU."""
+    pytest.importorskip("triton")
+    compiled = subprocess.run(
+        [sys.executable, __file__], env=os.environ | {"TRITON_INTERPRET": "0"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert compiled.returncode == 0, compiled.stderr[-3000:]
+
+
+def copy(source, target, count, SPAN: "tl.constexpr"):  # noqa: F821
+    at = tl.program_id(0) * SPAN + tl.arange(0, SPAN)  # noqa: F821
+    tl.store(target + at, tl.load(source + at, mask=at < count), mask=at < count)  # noqa: F821
+
+
+def main() -> None:
+    """Compile a kernel for Hopper, and compare its launches by Triton and by a Launcher."""
+    import triton
+    import triton.language
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver
+    from triton.compiler import ASTSource
+
+    globals()["tl"] = triton.language
+    launches: list[tuple] = []
+    record = SimpleNamespace(launch=lambda *given: launches.append(given))
+    driver.libcuda_dirs = list  # CUDA's library is not there
+    driver.compile_module_from_src = lambda **_: record
+    torch.cuda.current_device, torch._C._cuda_getCurrentRawStream = int, lambda device: 1003
+    signature = {"source": "*fp32", "target": "*fp32", "count": "i32", "SPAN": "constexpr"}
+    source = ASTSource(triton.jit(copy), signature, {(3,): 128})
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    compiled._run = driver.CudaLauncher(compiled.src, compiled.metadata)
+    compiled.module, compiled.function = object(), 77  # as if loaded on a GPU
+    kernel = {(5,): lambda *_: compiled}
+    by_address = Launcher(kernel, 5, (128,), varying=(0, 1))
+    x, y = aligned(), aligned()
+    by_address((x, y, 64))
+    by_address((y, x, 64))
+    compiled[5, 1, 1](y.data_ptr(), x.data_ptr(), 64, 128, stream=1003)
+    by_launcher, by_triton = launches
+    hooks = slice(10, 13)  # of Triton's profiler, and what they are told
+    assert by_launcher[hooks] == (None, None, None)
+    assert (by_launcher[:10], by_launcher[13:]) == (by_triton[:10], by_triton[13:]), launches
+
+
+if __name__ == "__main__":
+    main()
