@@ -4,16 +4,16 @@ from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial as bind
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from megatron_lowbit.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from megatron_lowbit.checkpoints.model_arguments import described_by
-from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.checkpoints.reader import CheckpointReader, open_checkpoint
 from megatron_lowbit.checkpoints.writer import COMMON, LazyChunk, object_chunk, write_iteration
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.recipes.record import difference
 from megatron_lowbit.storage import files
 from megatron_lowbit.storage.resumable_output import resumable_output
@@ -30,26 +30,25 @@ def average(source: Path, iterations: Sequence[int], output: Path, force: bool =
 
     Raises UserError, and leaves nothing, where the checkpoints have different models or recipes.
     """
-    opened = [open_checkpoint(files.iteration_directory(source, i)) for i in iterations]
-    last = opened[-1]
-    for other in opened[:-1]:
+    sources = [open_checkpoint(files.iteration_directory(source, i)) for i in iterations]
+    last = sources[-1]
+    for other in sources[:-1]:
         _check_alike(other, last)
-    sources = [checkpoint.tensors for checkpoint in opened]
     chunks = [
         LazyChunk(key, chunk.offsets, chunk.sizes, entry.size, entry.properties.dtype,
                   bind(_mean, sources, key, chunk))
-        for key, entry in last.tensors.model.items()
+        for key, entry in last.model.items()
         for chunk in entry.chunks
     ]  # fmt: skip
     chunks += [
-        object_chunk(key, last.tensors.read_object(key))
-        for key in last.tensors.objects
+        object_chunk(key, last.read_object(key))
+        for key in last.objects
         if key.partition("/")[0].endswith("_extra_state")
     ]
     task = {"task": "average", "source": str(source.absolute()),
-            "files": [checkpoint.fingerprint() for checkpoint in opened]}  # fmt: skip
-    args = Namespace(**vars(last.tensors.args) | {"no_save_optim": True, "no_save_rng": True})
-    carried = {key: last.tensors.common[key] for key in COMMON if key in last.tensors.common}
+            "files": [checkpoint.fingerprint() for checkpoint in sources]}  # fmt: skip
+    args = Namespace(**vars(last.args) | {"no_save_optim": True, "no_save_rng": True})
+    carried = {key: last.common[key] for key in COMMON if key in last.common}
     common = COMMON | carried | {
         "iteration": iterations[-1], "args": args, "averaged": list(iterations),
     }  # fmt: skip
@@ -57,32 +56,35 @@ def average(source: Path, iterations: Sequence[int], output: Path, force: bool =
         write_iteration(partial, common, chunks, FILE_BYTES)
 
 
-def _check_alike(first: Checkpoint, last: Checkpoint) -> None:
+def _check_alike(first: CheckpointReader, last: CheckpointReader) -> None:
     """Raise UserError where two checkpoints differ in more than their values."""
-    pair = (first, last)
-    models = [described_by(checkpoint.tensors.args) for checkpoint in pair]
-    recipes = [{"precision_recipe": c.recipes, "recipe_set": c.recipe_set} for c in pair]
+    pair, paths = (first, last), f"{first.path} and {last.path}"
+    recipes: list[dict[str, Any]] = [
+        {"precision_recipe": c.recipes, "recipe_set": c.recipe_set} for c in pair
+    ]
     if first.recipe_record is not None and last.recipe_record is not None:
         recipes = [{}, {}]
         if text := difference(first.recipe_record, last.recipe_record):
-            raise UserError(f"{first.path} and {last.path} are of different recipes: {text}")
-    for kind, (mine, theirs) in (("models", models), ("recipes", recipes)):
+            raise UserError(f"{paths} are of different recipes: {text}")
+    for what, (mine, theirs) in (
+        ("models", [described_by(checkpoint.args) for checkpoint in pair]),
+        ("recipes", recipes),
+    ):
         for name in sorted(mine.keys() | theirs.keys()):
-            if mine.get(name) != theirs.get(name):
-                raise UserError(
-                    f"{first.path} and {last.path} are of different {kind}: {name} is "
-                    f"{mine.get(name)!r} and {theirs.get(name)!r}"
-                )
+            values = mine.get(name), theirs.get(name)
+            text = f"{name} is {values[0]!r} and {values[1]!r}"
+            require(values[0] == values[1], f"{paths} are of different {what}: {text}")
     before, after = (
-        {k: f"{list(e.size)} {e.properties.dtype}" for k, e in checkpoint.tensors.model.items()}
+        {k: f"{list(e.size)} {e.properties.dtype}" for k, e in checkpoint.model.items()}
         for checkpoint in pair
     )
     for key in sorted(before.keys() | after.keys()):
-        if before.get(key) != after.get(key):
-            raise UserError(
-                f"{first.path} and {last.path}: {key} is {before.get(key, 'absent')} and "
-                f"{after.get(key, 'absent')}; only tensors of one shape and dtype are averaged"
-            )
+        tensors = before.get(key, "absent"), after.get(key, "absent")
+        require(
+            tensors[0] == tensors[1],
+            f"{paths}: {key} is {tensors[0]} and {tensors[1]}; only "
+            "tensors of one shape and dtype are averaged",
+        )
 
 
 def _mean(sources: Sequence[CheckpointReader], key: str, chunk: ChunkStorageMetadata) -> Tensor:

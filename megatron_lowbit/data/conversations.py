@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lowbit.data.documents import text_of
+from megatron_lowbit.data.corpus import text_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import as_object, parse_json

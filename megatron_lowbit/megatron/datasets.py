@@ -19,8 +19,7 @@ from megatron.training.utils.common_utils import (
 )
 
 from megatron_lowbit.data.conversations import Conversations
-from megatron_lowbit.data.dataset import check_dataset, check_epochs, check_part
-from megatron_lowbit.data.dataset_writer import data_digest
+from megatron_lowbit.data.dataset import check_dataset, check_epochs, check_part, data_digest
 from megatron_lowbit.data.index_cache import building, cache_folder
 from megatron_lowbit.data.tokenizer import padded_vocab_size
 from megatron_lowbit.errors import UserError

@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
+
 
 @pytest.fixture
 def file_limit() -> Callable[[int], AbstractContextManager[None]]:

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from megatron_lowbit.data import dataset
-from megatron_lowbit.data.dataset import check_dataset, check_part, read_index
-from megatron_lowbit.data.dataset_writer import data_digest
+from megatron_lowbit.data.dataset import check_dataset, check_part, data_digest, read_index
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError
 

@@ -9,7 +9,8 @@ import sys
 import pytest
 from backports import zstd
 
-from megatron_lowbit.data.corpus import Corpus, preprocess
+from megatron_lowbit.data.corpus import Corpus
+from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -105,7 +106,7 @@ def test_a_missing_reader_is_named(written, monkeypatch):
 
 
 def test_small_files_of_much_text_are_refused(written, monkeypatch):
-    monkeypatch.setattr("megatron_lowbit.data.documents._MOST_BYTES", 1000)
+    monkeypatch.setattr("megatron_lowbit.data.corpus._MOST_BYTES", 1000)
     with pytest.raises(UserError, match=r"a\.gz: decompresses to a text of more than"):
         read(written("a.gz", gzip.compress(b"x" * 2000)))
     with pytest.raises(UserError, match=r"a\.jsonl:1: longer than"):

@@ -22,9 +22,9 @@ import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import corpus as corpus_module
-from megatron_lowbit.data import dataset_writer
-from megatron_lowbit.data.corpus import main
-from megatron_lowbit.data.dataset_writer import data_digest
+from megatron_lowbit.data import preprocess as preprocessing
+from megatron_lowbit.data.dataset import data_digest
+from megatron_lowbit.data.preprocess import main
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -206,7 +206,7 @@ def test_ends_of_pieces(text, ends):
 
 @pytest.mark.parametrize("batch", [64, 7])
 def test_workers_do_not_change_the_files(preprocess, json_lines, batch, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_BATCH_DOCUMENTS", batch)
+    monkeypatch.setattr(preprocessing, "_BATCH_DOCUMENTS", batch)
     one = preprocess(json_lines, prefix="one/data")
     two = preprocess(json_lines, prefix="two/data", options=["--workers", "2"])
     for suffix in (".bin", ".idx", ".json"):
@@ -285,7 +285,7 @@ def test_a_failure_leaves_the_former_dataset(preprocess, json_lines, workers, mo
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset_writer, "_write_sidecar", fail)
+    monkeypatch.setattr(preprocessing, "_write_sidecar", fail)
     with pytest.raises(KeyboardInterrupt):
         preprocess(json_lines, options=["--no-append-eod", "--workers", workers])
     assert {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()} == before
