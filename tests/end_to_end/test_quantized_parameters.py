@@ -121,9 +121,9 @@ def two_ranks(memory, corpus, run_ranks, tmp_path_factory):
             for kind, more in (("plain", ()), ("stored", (STORED,))):
                 extra = (*COMMON, *TWO_RANKS[name], *more, "--train-iters", 3)
                 job[kind] = arguments_for(corpus, (*extra, "--save", folder / kind))
-            (folder / "job.json").write_text(json.dumps(job))
-            script = Path(__file__).with_name("rank_in_bf16.py")
-            run_ranks(script, RANKS, folder / "job.json", timeout=100)
+            (folder / "stored.json").write_text(json.dumps(job))
+            script = Path(__file__).with_name("run_script.py")
+            run_ranks(script, RANKS, folder / "stored.json", timeout=100)
             assert not list(folder.glob("*.error"))
         return memory[name]
 
