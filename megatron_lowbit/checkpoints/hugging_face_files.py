@@ -102,7 +102,8 @@ class Folder:
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU."""
         with self._open(self._stored_in[name], name) as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the names of the stored tensors that a tensor is made of."""
@@ -143,7 +144,7 @@ def write_tensors(
     has finished already are left.
     """
     shards = in_files(contents, shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
         partial.write(partial.path / file, shard, _write_part, _head(shard))
@@ -180,7 +181,7 @@ def _write_part(file: BinaryIO, tensors: LazyTensors) -> None:
         tensor = contents.pop(name)
         if (tensor.shape, tensor.dtype) != (outline.shape, outline.dtype):
             raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}")
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]) -> None:

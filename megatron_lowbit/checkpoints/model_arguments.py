@@ -147,14 +147,16 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
     if "num_experts" in model:
-        pattern = _pattern(model, "moe_layer_freq", lambda layer, n: layer % n == 0)
+        layers = _pattern(model, "moe_layer_freq", lambda layer, n: layer % n == 0)
         # Checkpoints hold a tensor of all layers with experts, or else one for each layer.
-        model["moe_layer_freq"] = 1 if model["moe_layer_freq"] == 1 else pattern
+        model["moe_layer_freq"] = 1 if model["moe_layer_freq"] == 1 else layers
     if "window_size" in model:
-        name, layers = "window_attn_skip_freq", model["num_layers"]
-        is_given = model.setdefault(name, None) is not None
-        pattern = _pattern(model, name, lambda layer, n: (layer + 1) % n != 0) if is_given else []
-        model[name] = pattern or [1] * layers
+        name = "window_attn_skip_freq"
+        model[name] = (
+            [1] * model["num_layers"]
+            if model.get(name) is None
+            else _pattern(model, name, lambda layer, n: (layer + 1) % n != 0)
+        )
     return model
 
 

@@ -96,7 +96,8 @@ class CheckpointReader:
     def args(self) -> Namespace:
         """The arguments of the run that saved the checkpoint."""
         args = self.common.get("args")
-        require(isinstance(args, Namespace), f"{self.path}: holds no arguments of its run")
+        if not isinstance(args, Namespace):
+            raise UserError(f"{self.path}: holds no arguments of its run")
         return args
 
     @property
@@ -106,7 +107,8 @@ class CheckpointReader:
     @property
     def iteration(self) -> int:
         """Number of iterations after which it was saved."""
-        return self.common.get("iteration", 0)
+        iteration: int = self.common.get("iteration", 0)
+        return iteration
 
     @property
     def recipes(self) -> list[str]:
@@ -138,7 +140,7 @@ class CheckpointReader:
             vocab_size: rows of the vocabulary that stand for tokens; None for those that training
                 was told, or else all.
         """
-        entry = self.model.get(EMBEDDING)
+        entry: Any = self.model.get(EMBEDDING)
         require(entry is not None, f"{self.path}: no tensor {EMBEDDING}")
         rows = entry.size[0]
         require(
@@ -176,7 +178,8 @@ class CheckpointReader:
 
     def dtype(self, target: TensorSlice) -> torch.dtype:
         """Return the dtype of a tensor of the model."""
-        return self._entry(target.key).properties.dtype
+        dtype: torch.dtype = self._entry(target.key).properties.dtype
+        return dtype
 
     def shape(self, target: TensorSlice) -> tuple[int, ...]:
         """Return the shape of a slice, without the leading axes."""

@@ -91,7 +91,7 @@ def building(folder: Path, prefixes: Sequence[str] = ()) -> Iterator[None]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _delete_wrong(folder, prefixes)
-        np.save = save_whole
+        np.save = save_whole  # type: ignore[assignment]
         yield
     finally:
         np.save = save
@@ -131,12 +131,14 @@ def _is_right(files: dict[str, Path], digest: str, prefixes: Sequence[str]) -> b
     description = as_object(parse_json(text, _DESCRIPTION), _DESCRIPTION)
 
     def array(name: str) -> np.ndarray:
-        return np.load(files[f"{name}_index.npy"], mmap_mode="r", allow_pickle=False)
+        path = files[f"{name}_index.npy"]
+        loaded: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return loaded
 
     if "datasets" in description:
         count = len(description["datasets"])
         return is_blend_index(array("dataset"), array("dataset_sample"), count)
-    prefix = description.get("dataset_path")
+    prefix: Any = description.get("dataset_path")
     if prefix is not None and prefix not in prefixes:
         return True
     lengths = read_index(prefix).lengths
@@ -145,8 +147,9 @@ def _is_right(files: dict[str, Path], digest: str, prefixes: Sequence[str]) -> b
     number = ("train", "valid", "test").index(description["index_split"])
     bounds = (0.0, 1.0) if matrix is None else matrix[number]
     part = range(*(round(bound * len(lengths)) for bound in bounds))
-    arrays = (array(name) for name in ("document", "sample", "shuffle"))
-    return _is_sample_index(*arrays, lengths, part, description["sequence_length"])
+    documents, samples, order = map(array, ("document", "sample", "shuffle"))
+    length = description["sequence_length"]
+    return _is_sample_index(documents, samples, order, lengths, part, length)
 
 
 _CHUNK = 1 << 22

@@ -26,7 +26,6 @@ from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Thread
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -168,7 +167,7 @@ def temporary_path(output_prefix: str) -> Path:
     return path.with_name(f"{_TEMPORARY}{path.name}")
 
 
-def _indexed_dataset() -> ModuleType:
+def _indexed_dataset() -> Any:
     """Return megatron-core's module.
 
     It is imported late, for it takes seconds; with warnings off, for they are about packages that

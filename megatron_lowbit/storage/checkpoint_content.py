@@ -177,7 +177,7 @@ def _groups(optimizer: Any, place: str) -> Iterable[Any]:
         return _groups(optimizer["optimizer"], place)
     if all(type(key) is int for key in optimizer):
         return _groups(list(optimizer.values()), place)
-    groups = optimizer.get("param_groups", [])
+    groups: list[Any] = optimizer.get("param_groups", [])
     is_list = isinstance(groups, list)
     require(is_list, f"{place}: optimizer: param_groups {_show(groups)}: must be a list")
     return groups

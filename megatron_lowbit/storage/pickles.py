@@ -132,7 +132,7 @@ def restrict_torch() -> None:
         DefaultLoadPlanner.load_bytes = _load_bytes
 
 
-class Reader(FileSystemReader):
+class Reader(FileSystemReader):  # type: ignore[misc]
     """torch's reader of a checkpoint directory, confined to data.
 
     Raises UserError where a file holds anything else, or cannot be decoded.
@@ -143,7 +143,8 @@ class Reader(FileSystemReader):
     def read_tensor(self, place: _StorageInfo) -> torch.Tensor:
         """Read one stored chunk of a tensor to the CPU without an additional copy."""
         with self._open(place) as file:
-            return load_restricted(file.name, self._slice_file(file, place))
+            tensor: torch.Tensor = load_restricted(file.name, self._slice_file(file, place))
+            return tensor
 
     def read_bytes(self, place: _StorageInfo) -> bytes:
         """Read a stored object, which stays pickled."""

@@ -81,7 +81,8 @@ class ResumableOutput:
                 os.fsync(stream.fileno())
                 size = stream.tell()
             self.finish(name, spans, size)
-        return self.finished[name]["note"]
+        recorded: list[Span] = self.finished[name]["note"]
+        return recorded
 
     def finish(self, name: str, spans: list[Span], size: int) -> None:
         """Record that a file of so many bytes is written, and on the disk."""
@@ -200,13 +201,13 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
             return None
     except (OSError, UserError):
         return None
-    finished = {}
+    finished: dict[str, Any] = {}
     for line in lines:
         try:
             entry = as_object(parse_json(line, JOURNAL), JOURNAL)
         except UserError:
             break
-        name = entry.get("file")
+        name: Any = entry.get("file")
         file = path / name if is_inside(name) else None
         if file and _is_plain(file) and file.stat().st_size == entry.get("bytes"):
             finished[name] = entry

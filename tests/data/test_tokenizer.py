@@ -1,4 +1,4 @@
-"""Tokenizers: what the data pipeline reads of them; what ``lowbit-tokenizer`` writes and refuses."""
+"""Tokenizers: what the data pipeline reads of them, and what ``lowbit-tokenizer`` writes."""
 
 import hashlib
 import json

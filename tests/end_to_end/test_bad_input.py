@@ -18,6 +18,12 @@ SWITCH = "--fp4-recipe nvfp4 --recipe-set switches.heal="
 TWO = "--fp8-recipe fp8-tile --fp4-recipe mxfp4-backward --recipe-set"
 EXPERTS = "--num-experts 4 --moe-layer-freq"
 IN_FP8 = "--activation-func-fp8-input-store"
+RESET = "--recipe-set 'oscillation={start: 2, period: 5, over: 3, ratio: 1.5}'"
+MXNORM = "--train-iters 2 --normalization MXNorm"
+LATE = f"{MXNORM} --precision-recipe mxfp8 --recipe-set switches.late="
+IN_LATE = ("--normalization MXNorm: ", "(switch late: ")
+STORED = "--quantized-param-gather"
+DISTRIBUTED = f"--bf16 --use-distributed-optimizer {STORED}"
 REFUSED = [
     # Arguments and what the error names.
     ("--fp4-recpie nvfp4", "--fp4-recpie", "--fp4-recipe"),
@@ -58,6 +64,28 @@ REFUSED = [
      "just_in_time 0", "from 1 to 65536"),
     ("--precision-recipe mxfp8 --recipe-set fallback=bf16 --mxnorm",
      "fallback: bf16 does not go with --mxnorm"),
+    (f"--fp4-recipe nvfp4 {RESET} --use-distributed-optimizer",
+     "--use-distributed-optimizer does not go with a recipe's oscillation"),
+    # MXNorm, also after a switch.
+    (f"{MXNORM} --precision-recipe bf16", "recipe bf16 quantizes none of its layers"),
+    (f"{MXNORM} --fp8-recipe fp8-tensorwise",
+     "--normalization MXNorm: decoder.layers.0", "fp8-tensor-e4m3"),
+    (f"{MXNORM} --fp8-recipe fp8-tile", "--hidden-size 64", "block of 128"),
+    (f"{MXNORM} --precision-recipe mxfp8 --mxnorm-p 0", "--mxnorm-p 0"),
+    (f"{MXNORM} --precision-recipe mxfp8 --mxnorm-post-round",
+     "--mxnorm-post-round needs --mxnorm-p 1"),
+    (f"{LATE}'{{fraction: 0.5, to: bf16, part: forward}}'", *IN_LATE,
+     "from fraction 0.5 on, forward by bf16", "is not quantized", "mxfp8-e4m3"),
+    (f"{LATE}'{{tokens: 200, to: fp8-tensorwise}}'", *IN_LATE,
+     "from tokens 200 on, all by fp8-tensorwise", "is fp8-tensor-e4m3"),
+    (f"{LATE}'{{iteration: 1, to: fp8-tile}}'", *IN_LATE,
+     "from iteration 1 on", "--hidden-size 64", "128"),
+    # Stored weights.
+    (f"{STORED} --bf16 --precision-recipe nvfp4", STORED, "needs --use-distributed-optimizer"),
+    (f"{DISTRIBUTED} --precision-recipe fp8-delayed", STORED, "each microbatch quantizes"),
+    (f"{DISTRIBUTED} --precision-recipe mxfp4-backward", STORED, "in high precision"),
+    (DISTRIBUTED, STORED, "needs a recipe"),
+    (f"{DISTRIBUTED} --precision-recipe mxfp8 --mxnorm", STORED, "excludes --mxnorm"),
 ]  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Runs with MXNorm, and with norms that are fused with an all-reduce."""
 
 import pytest
-from tiny_run import HYBRID, ONE_MICROBATCH, done, losses, refused, saved_tensors
+from tiny_run import HYBRID, ONE_MICROBATCH, done, losses, saved_tensors
 
 MXNORM = ("--normalization", "MXNorm")
 SHORT = ("--lr", 1e-3, "--lr-warmup-iters", 1, *ONE_MICROBATCH)
@@ -101,50 +101,6 @@ def test_a_switch_that_leaves_blocks_or_rms_norm(switch, pretrain_here, tmp_path
     assert "iteration 1: recipe " in result.stdout
     found = losses(tmp_path)
     assert found[3] < found[1]
-
-
-@pytest.mark.parametrize(
-    ("switch", "named"),
-    [
-        (
-            "fraction: 0.5, to: bf16, part: forward",
-            ("from fraction 0.5 on, forward by bf16", "is not quantized", "mxfp8-e4m3"),
-        ),
-        (
-            "tokens: 200, to: fp8-tensorwise",
-            ("from tokens 200 on, all by fp8-tensorwise", "is fp8-tensor-e4m3"),
-        ),
-        ("iteration: 1, to: fp8-tile", ("from iteration 1 on", "--hidden-size 64", "128")),
-    ],
-)
-def test_a_switch_that_does_not_fit_is_refused_at_the_start(switch, named, pretrain_here, tmp_path):
-    recipe = ("--precision-recipe", "mxfp8", "--recipe-set", f"switches.late={{{switch}}}")
-    save = tmp_path / "run"
-    message = refused(pretrain_here(*recipe, *MXNORM, "--train-iters", 2, "--save", save))
-    for part in ("--normalization MXNorm: ", "(switch late: ", *named):
-        assert part in message, message
-    assert not save.exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (("--precision-recipe", "bf16"), ("recipe bf16 quantizes none of its layers",)),
-        (
-            ("--fp8-recipe", "fp8-tensorwise"),
-            ("--normalization MXNorm: decoder.layers.0", "fp8-tensor-e4m3"),
-        ),
-        (("--fp8-recipe", "fp8-tile"), ("--hidden-size 64", "block of 128")),
-        (("--precision-recipe", "mxfp8", "--mxnorm-p", 0), ("--mxnorm-p 0",)),
-        (
-            ("--precision-recipe", "mxfp8", "--mxnorm-post-round"),
-            ("--mxnorm-post-round needs --mxnorm-p 1",),
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(arguments, named, pretrain_here):
-    message = refused(pretrain_here(*arguments, *MXNORM, "--train-iters", 2))
-    assert all(part in message for part in named), message
 
 
 # -- --fused-allreduce-norm on a CPU, compared with separate layers --------------------------------

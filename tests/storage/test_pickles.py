@@ -1,12 +1,7 @@
 """Reading a checkpoint runs no code that its files hold, whatever the kind of file."""
 
-import io
 import os
-import pickle
-from contextlib import nullcontext
-from inspect import unwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -90,22 +85,6 @@ def test_a_pickle_in_a_tensors_place_does_not_run(checkpoint, trace):
     with pytest.raises(UserError, match=rf"{SHARD}: refused: "):
         Reader(checkpoint).read_tensor(place)
     assert not trace.exists()
-
-
-@pytest.mark.parametrize("kind", ["metadata", "inside metadata", "common", EXTRA, COMMON])
-def test_the_planted_pickle_would_run(checkpoint, trace, kind):
-    """By torch's own readers: the tests above are about something."""
-    file = plant(checkpoint, kind, Evil(trace))
-    if "metadata" in kind:
-        with pytest.raises(AttributeError) if kind == "metadata" else nullcontext():
-            unwrap(FileSystemReader.read_metadata)(FileSystemReader(checkpoint))
-    elif kind == "common":
-        torch.load(file, weights_only=False)
-    else:
-        data = file.read_bytes()
-        start = max(w.offset for w in Reader(checkpoint).read_metadata().storage_data.values())
-        torch.load(io.BytesIO(data[start:]), weights_only=False)
-    assert trace.is_dir()
 
 
 @pytest.mark.parametrize(
