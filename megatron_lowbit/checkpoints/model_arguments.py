@@ -123,7 +123,7 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
     for name, value in _UNCONVERTED.items():
         if arguments.get(name, value) != value:
             raise UserError(f"the model has {name} {arguments[name]!r}; conversion knows {value!r}")
-    model = {name: arguments.get(name) for name in _ALWAYS}
+    model: dict[str, Any] = {name: arguments.get(name) for name in _ALWAYS}
     grouped = arguments.get("group_query_attention")
     model["num_query_groups"] = arguments.get(
         "num_query_groups" if grouped else "num_attention_heads"
@@ -178,13 +178,7 @@ def _optional(arguments: Mapping[str, Any]) -> list[str]:
 def _pattern(
     model: Mapping[str, Any], name: str, is_chosen: Callable[[int, int], bool]
 ) -> list[int]:
-    """Return an argument that chooses layers as 1 or 0 for each layer.
-
-    Args:
-        model: the model's arguments.
-        name: an argument, which is a list already or a number.
-        is_chosen: function from a layer, from 0 on, and the number to whether it is chosen.
-    """
+    """Return an argument that chooses layers, by a list or a number, as 1 or 0 for each layer."""
     pattern, layers = model[name], model["num_layers"]
     if type(pattern) is int and pattern >= 1:
         return [int(is_chosen(layer, pattern)) for layer in range(layers)]

@@ -204,11 +204,7 @@ def _split(text: str) -> Iterator[str]:
 
 @contextmanager
 def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
-    """Open a file as it is stored, and the same file decompressed.
-
-    Raises:
-        UserError: the file cannot be read, is damaged, or needs a package that is not installed.
-    """
+    """Open a file as it is stored, and the same file decompressed."""
     damage: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zlib.error)
     try:
         with path.open("rb") as stored, ExitStack() as stack:

@@ -56,13 +56,6 @@ def dataset_digest(prefix: str) -> str | None:
     return hashlib.sha256("".join(map(data_digest, paths)).encode()).hexdigest()
 
 
-class Part(NamedTuple):
-    """Size of a dataset's part for training, validation or test."""
-
-    documents: int
-    tokens: int
-
-
 class DatasetIndex(NamedTuple):
     """Content of PREFIX.idx: token dtype, tokens of each sequence (int32), bytes in PREFIX.bin."""
 
@@ -140,8 +133,11 @@ def check_part(
     seq_length: int,
     split: str | None,
     argument: str = "--data-path",
-) -> Part:
-    """Return the size of a part; raise UserError unless it has the tokens of one sample.
+    samples: float = 0.0,
+) -> None:
+    """Raise UserError unless a part has the tokens of one sample, and not too many epochs are read.
+
+    Megatron-LM counts the epochs one by one, and lists every document of each of them.
 
     Args:
         prefix: as the argument has it.
@@ -150,11 +146,12 @@ def check_part(
         seq_length: tokens of a sample, but for the one that is predicted last.
         split: the value of ``--split``; None for a dataset that is one part as a whole.
         argument: the one that names the dataset.
+        samples: number of samples that the run reads.
     """
     lengths = read_index(prefix).lengths
     # Rounded as Megatron-LM does.
     first, last = (round(bound * len(lengths)) for bound in bounds)
-    tokens = int(lengths[first:last].sum(dtype=np.int64))
+    documents, tokens = last - first, int(lengths[first:last].sum(dtype=np.int64))
     if len(lengths) == 1 and first == last:
         raise UserError(
             f"{argument} {prefix}: one document cannot be divided for the {name} part; preprocess "
@@ -164,29 +161,17 @@ def check_part(
     if tokens < seq_length + 1:
         share = f"raise its share in --split {split}, " if split else ""
         raise UserError(
-            f"{argument} {prefix}: the {name} part has {last - first} of {len(lengths)} documents "
+            f"{argument} {prefix}: the {name} part has {documents} of {len(lengths)} documents "
             f"and {tokens} tokens, fewer than the {seq_length + 1} of one sample; {share}"
             "lower --seq-length, or add data"
         )
-    return Part(last - first, tokens)
-
-
-def check_epochs(place: str, part: Part, tokens: float) -> None:
-    """Raise UserError for more epochs of a part than Megatron-LM's index of documents can hold.
-
-    It counts the epochs one by one, and lists every document of each of them.
-
-    Args:
-        place: the dataset and its part, for the message.
-        part: the part's size.
-        tokens: tokens that the run reads from it.
-    """
-    epochs = tokens / part.tokens
+    epochs = samples * seq_length / tokens
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
-        epochs <= _MAX_EPOCHS and epochs * part.documents * _DOCUMENT_BYTES <= memory,
-        f"{place} has {part.documents} documents and {part.tokens} tokens, which the run would "
-        f"read {epochs:.3g} times; train or evaluate for fewer iterations, or add data",
+        epochs <= _MAX_EPOCHS and epochs * documents * _DOCUMENT_BYTES <= memory,
+        f"{argument} {prefix}: the {name} part has {documents} documents and {tokens} tokens, "
+        f"which the run would read {epochs:.3g} times; train or evaluate for fewer iterations, or "
+        "add data",
     )
 
 

@@ -118,10 +118,7 @@ def _delete_wrong(folder: Path, prefixes: Sequence[str]) -> None:
 def _is_right(files: dict[str, Path], digest: str, prefixes: Sequence[str]) -> bool:
     """Return True for an index that fits its dataset, or whose dataset is none of these.
 
-    Args:
-        files: the index's files by the last part of their names.
-        digest: MD5 of its description, in hexadecimal digits.
-        prefixes: the datasets.
+    ``files`` are by the last part of their names, ``digest`` is the MD5 of the description.
     """
     if any(path.is_symlink() or not path.is_file() for path in files.values()):
         return False

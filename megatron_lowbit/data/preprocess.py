@@ -168,11 +168,8 @@ def temporary_path(output_prefix: str) -> Path:
 
 
 def _indexed_dataset() -> Any:
-    """Return megatron-core's module.
-
-    It is imported late, for it takes seconds; with warnings off, for they are about packages that
-    only training uses.
-    """
+    """Return megatron-core's module: late, for its import takes seconds."""
+    # Warnings are about packages that only training uses.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import megatron_lowbit.cpu_runtime  # noqa: F401  must come first

@@ -84,9 +84,7 @@ def _check_values(values: Mapping[str, Any], rules: _Rules, place: str) -> None:
 def check_metadata(metadata: Any, place: str) -> None:
     """Raise UserError where torch's ``.metadata`` does not describe tensors in files of its folder.
 
-    Args:
-        metadata: unpickled content of the file.
-        place: its name, for errors.
+    ``place`` is the file, for errors.
     """
     is_metadata = isinstance(metadata, Metadata)
     require(is_metadata, f"{place}: holds {type(metadata).__name__}, not torch's Metadata")
@@ -139,9 +137,7 @@ def _check_tensor(
 def check_common_state(state: Any, place: str) -> None:
     """Raise UserError where the common state of a checkpoint is none that Megatron-LM writes.
 
-    Args:
-        state: unpickled dictionary.
-        place: the checkpoint's folder, for errors.
+    ``place`` is the checkpoint's folder, for errors.
     """
     is_state = isinstance(state, dict)
     require(is_state, f"{place}: its common state is damaged ({type(state).__name__})")

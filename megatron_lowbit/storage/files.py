@@ -359,8 +359,7 @@ def load_directory(args: Namespace) -> Path | None:
 def persistent(args: Namespace, directory: Path) -> Selected | None:
     """Return the checkpoint that ``--ckpt-step`` or the tracker file of a directory names.
 
-    Raises:
-        UserError: the tracker file is damaged, or contradicts ``--ckpt-step``.
+    Raises UserError if the tracker file is damaged, or contradicts ``--ckpt-step``.
     """
     if (folder := release(directory)) is not None:
         require(
@@ -379,8 +378,7 @@ def persistent(args: Namespace, directory: Path) -> Selected | None:
 def newest(args: Namespace, directory: Path, saved: Selected | None) -> Selected | None:
     """Return the non-persistent checkpoint of a directory unless ``saved`` is of a later iteration.
 
-    Raises:
-        UserError: the tracker file of the non-persistent checkpoints is damaged.
+    Raises UserError if the tracker file of the non-persistent checkpoints is damaged.
     """
     if args.non_persistent_ckpt_type != "global":
         return saved

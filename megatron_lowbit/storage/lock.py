@@ -105,12 +105,8 @@ def output_lock(output: Path) -> FolderLock:
 def temporary_folder(path: Path, place: str) -> Iterator[Path]:
     """Make and lock a folder of this command, and delete it at the end.
 
-    Args:
-        path: the folder; one that a killed process left is deleted first.
-        place: what the folder is for, as errors name it.
-
-    Raises:
-        UserError: another process uses the folder, or it was not made by this function.
+    One that a killed process left is deleted first. Raises UserError, which names ``place``, where
+    another process uses the folder, or it was not made by this function.
     """
     delete_abandoned(path, place)
     require(not os.path.lexists(path), f"{place}: {path} is in the way; move it")

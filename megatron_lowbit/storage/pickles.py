@@ -60,15 +60,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def load_restricted(name: Path | str, source: Path | BinaryIO, mmap: bool = False) -> Any:
-    """Load a pickle.
+    """Load a pickle; raise UserError, with the name, where it is damaged or could run code.
 
-    Args:
-        name: file or key, for errors.
-        source: file, or its content.
-        mmap: map the tensors of the file into memory.
-
-    Raises:
-        UserError: the pickle is damaged or could run code.
+    With ``mmap`` the tensors of a file are mapped into memory.
     """
     try:
         return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)

@@ -127,6 +127,12 @@ def test_small_files_of_much_text_are_refused(written, monkeypatch):
         ("a.json", '{\n"text": "x"\n}\n{\n"text": "y"\n}', r"a\.json: not valid JSON \(Extra data"),
         ("a.json", '{"text": ["x", "y"]}', r"a\.json: key 'text' must hold a string, not list"),
         ("a.jsonl", "plain text", r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"text": "a"}\n\n[1]\n', r"a\.jsonl:3: a JSON object is expected, not list"),
+        ("a.jsonl", "[" * 10**5, r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"id": ' + "9" * 5000 + "}", r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"text": "a", "text": "b"}', r"not valid JSON \(a second key 'text'\)"),
+        ("a.jsonl", '{"text": "\\ud800"}', r"a\.jsonl:1: key 'text' holds a lone surrogate"),
+        ("a.jsonl", '{"' + "b" * 1000 + '": 1}', r"key 'text' is missing; there are  ?\.\.\.$"),
     ],
 )
 def test_damaged_records_of_any_name(written, name, content, message):

@@ -25,6 +25,14 @@ NVFP4 = ("--fp4-recipe", "nvfp4")
 EVALUATION = ("--eval-iters", 1, "--eval-interval", 3)
 
 
+def test_a_run_takes_its_process_groups_with_it(pretrain_here):
+    threads = []
+    for _ in range(2):
+        done(pretrain_here("--train-iters", 1, "--use-distributed-optimizer"))
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[1] == threads[0]
+
+
 def test_a_run_leaves_checkpoint_metrics_and_picture(pretrain_command, tmp_path):
     save = tmp_path / "run"
     result = pretrain_command(
@@ -81,14 +89,6 @@ def test_scripts_name_each_other(corpus, monkeypatch, capsys):
     assert "use pretrain_hybrid.py" in refused(
         Result(ended.value.code, "", capsys.readouterr().err)
     )
-
-
-def test_a_run_takes_its_process_groups_with_it(pretrain_here):
-    threads = []
-    for _ in range(2):
-        done(pretrain_here("--train-iters", 1, "--use-distributed-optimizer"))
-        threads.append(len(os.listdir("/proc/self/task")))
-    assert threads[1] == threads[0]
 
 
 def test_experts_in_more_layers_than_before(pretrain_here):
