@@ -247,10 +247,10 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> 
 def check_output(output: Path) -> None:
     """Raise UserError if a folder holds a tokenizer that :func:`train_tokenizer` did not write."""
     config = output / _CONFIG_FILE
-    is_own = config.is_file() and config.read_text(errors="replace") == _CONFIG
+    is_written_here = config.is_file() and config.read_text(errors="replace") == _CONFIG
     for file in (config, output / _MODEL_FILE):
         require(
-            is_own or not os.path.lexists(file),
+            is_written_here or not os.path.lexists(file),
             f"--output {output}: {file.name} exists and is not of lowbit-tokenizer; give another "
             "folder",
         )

@@ -225,5 +225,7 @@ def _is_foreign(path: Path) -> bool:
     """Return True if a hidden folder's place is taken by something of another program."""
     if path.is_symlink() or not path.is_dir():
         return lexists(path)
-    own = {JOURNAL, f".{JOURNAL}.partial"}
-    return not _is_plain(path / JOURNAL) and any(entry.name not in own for entry in path.iterdir())
+    journals = {JOURNAL, f".{JOURNAL}.partial"}
+    return not _is_plain(path / JOURNAL) and any(
+        entry.name not in journals for entry in path.iterdir()
+    )
