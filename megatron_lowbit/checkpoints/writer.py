@@ -202,14 +202,14 @@ def _check_alike(first: CheckpointReader, last: CheckpointReader) -> None:
         recipes = [{}, {}]
         if text := difference(first.recipe_record, last.recipe_record):
             raise UserError(f"{paths} are of different recipes: {text}")
-    for what, (mine, theirs) in (
+    for sort, (mine, theirs) in (
         ("models", [described_by(checkpoint.args) for checkpoint in pair]),
         ("recipes", recipes),
     ):
         for name in sorted(mine.keys() | theirs.keys()):
-            values = mine.get(name), theirs.get(name)
-            text = f"{name} is {values[0]!r} and {values[1]!r}"
-            require(values[0] == values[1], f"{paths} are of different {what}: {text}")
+            if mine.get(name) != theirs.get(name):
+                text = f"{name} is {mine.get(name)!r} and {theirs.get(name)!r}"
+                raise UserError(f"{paths} are of different {sort}: {text}")
     before, after = (
         {k: f"{list(e.size)} {e.properties.dtype}" for k, e in checkpoint.model.items()}
         for checkpoint in pair
