@@ -31,7 +31,7 @@ def _command(module: str) -> Callable[[], NoReturn]:
 
 
 tokenizer = _command("data.tokenizer")
-preprocess = _command("data.corpus")
+preprocess = _command("data.preprocess")
 convert = _command("conversion.command")
 checkpoint = _command("checkpoints.command")
 study = _command("study.command")

@@ -5,6 +5,7 @@ torch's ``.metadata``, or bytes of any file.
 """
 
 import io
+import os
 import pickle
 import random
 import shutil
@@ -30,6 +31,16 @@ OTHERS = (
 """Values that replace others."""
 
 
+class Evil:
+    """Object whose pickle makes the folder ``trace`` where it is loaded."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.trace),)
+
+
 def metadata_of(path: Path) -> Metadata:
     """Return the content of a good checkpoint's ``.metadata``."""
     return Reader(path).read_metadata()
@@ -40,17 +51,18 @@ def write_metadata(path: Path, metadata: Any) -> None:
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
-def write_object(path: Path, content: Any, key: str = COMMON) -> None:
-    """Append an object to a shard, and let ``key`` be read from there."""
+def write_object(path: Path, content: Any, key: str = COMMON) -> Path:
+    """Append an object to a shard, and let ``key`` be read from there; return the shard."""
     metadata, stream = metadata_of(path), io.BytesIO()
     torch.save(content, stream)
-    place = metadata.storage_data[MetadataIndex(key)]
-    shard = path / place.relative_path
-    start, length = shard.stat().st_size, len(stream.getvalue())
-    with open(shard, "ab") as file:
+    (index,) = [index for index in metadata.storage_data if index.fqn == key]
+    name = metadata.storage_data[index].relative_path
+    start, length = (path / name).stat().st_size, len(stream.getvalue())
+    with open(path / name, "ab") as file:
         file.write(stream.getvalue())
-    metadata.storage_data[MetadataIndex(key)] = _StorageInfo(place.relative_path, start, length)
+    metadata.storage_data[index] = _StorageInfo(name, start, length)
     write_metadata(path, metadata)
+    return path / name
 
 
 def common_of(path: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _inspect(args: argparse.Namespace) -> None:
 
 
 def _verify(args: argparse.Namespace) -> None:
-    from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
+    from megatron_lowbit.checkpoints.reader import open_checkpoint
     from megatron_lowbit.errors import require
 
     checkpoint = open_checkpoint(args.source)
@@ -57,8 +57,8 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _average(args: argparse.Namespace) -> None:
-    from megatron_lowbit.checkpoints.average import average
-    from megatron_lowbit.checkpoints.checkpoint import chosen_iterations
+    from megatron_lowbit.checkpoints.reader import chosen_iterations
+    from megatron_lowbit.checkpoints.writer import average
 
     iterations = chosen_iterations(args.source, args.last, args.iterations)
     average(args.source, iterations, args.output, args.force)

@@ -61,10 +61,14 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path, self.config = path, read_object(path / CONFIG)
         if (path / INDEX).is_file():
-            self.file_of = _weight_map(path / INDEX)
+            place = f"{path / INDEX}: weight_map"
+            self.file_of = as_object(read_object(path / INDEX).get("weight_map"), place)
+            for name, file in self.file_of.items():
+                shown = f"{place}: {name}: {reprlib.repr(file)}"
+                require(is_inside(file), f"{shown} is not the name of a file in this folder")
         elif (path / SINGLE).is_file():
-            with self._open(SINGLE) as file:
-                self.file_of = dict.fromkeys(file.keys(), SINGLE)
+            with self._open(SINGLE) as opened:
+                self.file_of = dict.fromkeys(opened.keys(), SINGLE)
         else:
             raise UserError(f"{path}: holds neither {INDEX} nor {SINGLE}")
         if missing := sorted(f for f in set(self.file_of.values()) if not (path / f).is_file()):
@@ -73,10 +77,9 @@ class Folder:
 
     def leave_out(self, starts: tuple[str, ...]) -> int:
         """Leave out the tensors whose names start so; return their number."""
-        kept = {name: f for name, f in self.file_of.items() if not name.startswith(starts)}
-        left_out = len(self.file_of) - len(kept)
-        self.file_of = kept
-        return left_out
+        count = len(self.file_of)
+        self.file_of = {n: file for n, file in self.file_of.items() if not n.startswith(starts)}
+        return count - len(self.file_of)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise UserError where these are not all tensors there are, or fewer."""
@@ -93,13 +96,14 @@ class Folder:
         """Return shape and dtype of a tensor, from its file's head."""
         with self._open(self._stored_in[name], name) as file:
             part = file.get_slice(name)
-            empty = part[:0] if part.get_shape() else file.get_tensor(name)
-            return tuple(part.get_shape()), empty.dtype
+            shape = tuple(part.get_shape())
+            return shape, (part[:0] if shape else file.get_tensor(name)).dtype
 
     def read(self, name: str) -> Tensor:
         """Read a tensor to the CPU."""
         with self._open(self._stored_in[name], name) as file:
-            return file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name)
+            return tensor
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the names of the stored tensors that a tensor is made of."""
@@ -125,21 +129,10 @@ class Folder:
         except OSError as error:
             raise UserError(f"{self.path / file}: cannot be read ({error})") from None
         except SafetensorError as error:
-            what = f"cut short, or not a safetensors file ({error})"
+            reason = f"cut short, or not a safetensors file ({error})"
             if "does not contain tensor" in str(error):
-                what = f"holds no {name}, which {INDEX} says is there"
-            raise UserError(f"{self.path / file}: {what}") from None
-
-
-def _weight_map(index: Path) -> dict[str, str]:
-    place = f"{index}: weight_map"
-    files = as_object(read_object(index).get("weight_map"), place)
-    for name, file in files.items():
-        require(
-            is_inside(file),
-            f"{place}: {name}: {reprlib.repr(file)} is not the name of a file in this folder",
-        )
-    return files
+                reason = f"holds no {name}, which {INDEX} says is there"
+            raise UserError(f"{self.path / file}: {reason}") from None
 
 
 def write_tensors(
@@ -151,7 +144,7 @@ def write_tensors(
     has finished already are left.
     """
     shards = in_files(contents, shard_bytes)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else SINGLE
         partial.write(partial.path / file, shard, _write_part, _head(shard))
@@ -188,7 +181,7 @@ def _write_part(file: BinaryIO, tensors: LazyTensors) -> None:
         tensor = contents.pop(name)
         if (tensor.shape, tensor.dtype) != (outline.shape, outline.dtype):
             raise ValueError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}")
-        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def copy_companions(source: Path | None, target: Path, config: Mapping[str, Any]) -> None:
@@ -205,16 +198,16 @@ def companion_files(folder: Path) -> list[Path]:
     Raises UserError if one, or config.json, is a link out of the folder: a conversion would publish
     what it points to. In Hugging Face's cache, the files of a folder are links into ``blobs``.
     """
-    found = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
+    files = {file for pattern in COMPANIONS for file in folder.glob(pattern) if file.is_file()}
     root = folder.resolve()
     blobs = root.parent.with_name("blobs") if root.parent.name == "snapshots" else root
-    for file in sorted(found | {folder / CONFIG}):
+    for file in sorted(files | {folder / CONFIG}):
         target = file.resolve()
         require(
             target.is_relative_to(root) or target.parent == blobs,
             f"{file}: a link out of this folder is not followed; put the file itself there",
         )
-    return sorted(found)
+    return sorted(files)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

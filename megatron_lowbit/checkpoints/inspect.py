@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder
 from megatron_lowbit.checkpoints.model_arguments import described_by
+from megatron_lowbit.checkpoints.reader import open_checkpoint
 from megatron_lowbit.errors import printable
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.recipes.record import digest
@@ -41,36 +41,30 @@ def inspect(source: Path) -> dict[str, Any]:
 
 def _megatron(source: Path) -> dict[str, Any]:
     checkpoint = open_checkpoint(source, check=False)
-    tensors = checkpoint.tensors
+    args, record = checkpoint.args, checkpoint.recipe_record
     model, state, histories = (
         [_stored_row(key, entry) for key, entry in part.items()]
-        for part in (tensors.model, tensors.state, tensors.histories)
+        for part in (checkpoint.model, checkpoint.state, checkpoint.histories)
     )
-    record = checkpoint.recipe_record
-    on_disk = {path.name: path.stat().st_size for path in sorted(checkpoint.path.iterdir())}
     return {
         "format": "torch_dist",
         "path": str(checkpoint.path),
         "iteration": checkpoint.iteration,
-        "model": _plain_values(described_by(tensors.args)),
-        "args": _plain_values(dict(sorted(vars(tensors.args).items()))),
+        "model": {name: _plain(value) for name, value in described_by(args).items()},
+        "args": {name: _plain(value) for name, value in sorted(vars(args).items())},
         "recipes": checkpoint.recipes,
         "recipe_set": checkpoint.recipe_set,
         "recipe_record": record,
         "recipe_sha256": None if record is None else digest(record),
         "data": checkpoint.data_record,
-        "averaged": Entries(tensors.common, str(checkpoint.path)).integers("averaged") or None,
+        "averaged": Entries(checkpoint.common, str(checkpoint.path)).integers("averaged") or None,
         "tensors": model,
         **_sums(model),
         "optimizer": {"tensors": len(state), **_sums(state)},
         "amax_histories": histories,
         "checksums": checkpoint.files is not None,
-        "files": on_disk,
+        "files": {file.name: file.stat().st_size for file in sorted(checkpoint.path.iterdir())},
     }
-
-
-def _plain_values(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in arguments.items()}
 
 
 def _plain(value: Any) -> Any:

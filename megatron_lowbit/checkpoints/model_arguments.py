@@ -7,7 +7,7 @@ Arguments of features that a model does not use, such as experts, are left out.
 import reprlib
 import shlex
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_lowbit.errors import UserError, require
@@ -53,15 +53,20 @@ _OPTIONAL = (
 )  # fmt: skip
 """Arguments of features that a model has if the first argument of a row is set."""
 _PLACE = "the checkpoint's arguments"
-_SIZES = ("hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size",
-          "max_position_embeddings", "num_query_groups", "moe_router_topk", "moe_ffn_hidden_size",
-          "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "q_lora_rank", "kv_lora_rank",
-          "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_router_num_groups",
-          "moe_router_group_topk", "moe_shared_expert_intermediate_size",
-          "yarn_original_max_position_embeddings")  # fmt: skip
-_NUMBERS = ("layernorm_epsilon", "rotary_base", "rotary_percent", "rope_scaling_factor",
-            "rotary_scaling_factor", "moe_router_topk_scaling_factor", "yarn_beta_fast",
-            "yarn_beta_slow", "activation_func_clamp_value")  # fmt: skip
+_SIZES = (
+    "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "vocab_size",
+    "max_position_embeddings", "num_query_groups", "moe_router_topk", "moe_ffn_hidden_size",
+    "mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "q_lora_rank", "kv_lora_rank",
+    "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_shared_expert_intermediate_size",
+    "yarn_original_max_position_embeddings",
+)  # fmt: skip
+_POSITIVE = (
+    "layernorm_epsilon", "rotary_base", "rotary_percent", "rope_scaling_factor",
+    "rotary_scaling_factor", "moe_router_topk_scaling_factor", "yarn_beta_fast",
+    "yarn_beta_slow", "activation_func_clamp_value",
+)  # fmt: skip
+_FINITE = ("mscale", "mscale_all_dim", "glu_linear_offset")
 
 FEATURES: dict[str, Any] = {
     "multi_latent_attention": False,
@@ -118,7 +123,7 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
     for name, value in _UNCONVERTED.items():
         if arguments.get(name, value) != value:
             raise UserError(f"the model has {name} {arguments[name]!r}; conversion knows {value!r}")
-    model = {name: arguments.get(name) for name in _ALWAYS}
+    model: dict[str, Any] = {name: arguments.get(name) for name in _ALWAYS}
     grouped = arguments.get("group_query_attention")
     model["num_query_groups"] = arguments.get(
         "num_query_groups" if grouped else "num_attention_heads"
@@ -142,10 +147,16 @@ def model_of(args: Namespace, vocab_size: int) -> dict[str, Any]:
         model["hybrid_layer_pattern"] = pattern.replace("|", "")
     _check_numbers(model)
     if "num_experts" in model:
-        model["moe_layer_freq"] = _layers_with_experts(model["moe_layer_freq"], model["num_layers"])
+        layers = _pattern(model, "moe_layer_freq", lambda layer, n: layer % n == 0)
+        # Checkpoints hold a tensor of all layers with experts, or else one for each layer.
+        model["moe_layer_freq"] = 1 if model["moe_layer_freq"] == 1 else layers
     if "window_size" in model:
-        skipped, layers = model.get("window_attn_skip_freq"), model["num_layers"]
-        model["window_attn_skip_freq"] = _layers_with_windows(skipped, layers)
+        name = "window_attn_skip_freq"
+        model[name] = (
+            [1] * model["num_layers"]
+            if model.get(name) is None
+            else _pattern(model, name, lambda layer, n: (layer + 1) % n != 0)
+        )
     return model
 
 
@@ -164,35 +175,20 @@ def _optional(arguments: Mapping[str, Any]) -> list[str]:
     return [*_POSITIONS.get(positions, ()), *names]
 
 
-def _layers_with_experts(frequency: Any, layers: int) -> int | list[int]:
-    """Return 1 where all layers have experts, else 1 or 0 for each layer.
-
-    Checkpoints hold a tensor of all layers in the first case, and one for each layer in the second.
-    """
-    if type(frequency) is int and frequency >= 1:
-        pattern = [int(layer % frequency == 0) for layer in range(layers)]
-        return 1 if frequency == 1 else pattern
-    return _pattern("moe_layer_freq", frequency, layers)
-
-
-def _layers_with_windows(skipped: Any, layers: int) -> list[int]:
-    """Return 1 for each layer with sliding-window attention, and 0 for the others."""
-    if skipped is None:
-        return [1] * layers
-    if type(skipped) is int and skipped >= 1:
-        return [int(layer % skipped != 0) for layer in range(1, layers + 1)]
-    return _pattern("window_attn_skip_freq", skipped, layers)
-
-
-def _pattern(name: str, pattern: Any, layers: int) -> list[int]:
-    """Return an argument that is 1 or 0 for each layer; raise UserError for another one."""
+def _pattern(
+    model: Mapping[str, Any], name: str, is_chosen: Callable[[int, int], bool]
+) -> list[int]:
+    """Return an argument that chooses layers, by a list or a number, as 1 or 0 for each layer."""
+    pattern, layers = model[name], model["num_layers"]
+    if type(pattern) is int and pattern >= 1:
+        return [int(is_chosen(layer, pattern)) for layer in range(layers)]
     is_list = isinstance(pattern, list) and len(pattern) == layers
-    if is_list and all(type(entry) is int and 0 <= entry <= 1 for entry in pattern):
-        return pattern
-    raise UserError(
+    require(
+        is_list and all(type(entry) is int and 0 <= entry <= 1 for entry in pattern),
         f"{_PLACE}: {name} {reprlib.repr(pattern)}: must be a number of layers, or 0 or 1 for each "
-        "layer"
+        "layer",
     )
+    return list(pattern)
 
 
 def _check_numbers(model: dict[str, Any]) -> None:
@@ -201,14 +197,14 @@ def _check_numbers(model: dict[str, Any]) -> None:
     layers = entries.integer("num_layers", most=MOST_LAYERS)
     for name in filter(model.__contains__, _SIZES):
         entries.integer(name)
-    for name in filter(model.__contains__, _NUMBERS):
+    for name in filter(model.__contains__, _POSITIVE):
         entries.number(name, above=0)
+    for name in filter(model.__contains__, _FINITE):
+        entries.number(name)
     if "num_experts" in model:
         entries.integer("num_experts", most=MOST_EXPERTS // layers)
     if "multi_latent_attention" in model:
         entries.string("rope_type")
-    for name in filter(model.__contains__, ("mscale", "mscale_all_dim", "glu_linear_offset")):
-        entries.number(name)
     if "mamba_num_heads" in model:
         entries.integer("mamba_num_heads", 0, least=0)
     if "window_size" in model:

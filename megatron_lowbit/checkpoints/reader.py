@@ -1,4 +1,4 @@
-"""Reader of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, and the arguments.
+"""Reader of Megatron-LM's ``torch_dist`` checkpoints: one tensor at a time, and what the run was.
 
 It needs neither a model nor other ranks: the format holds whole tensors in chunks, whatever layout
 of ranks wrote them.
@@ -21,10 +21,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_lowbit.checkpoints.model_arguments import model_of
 from megatron_lowbit.errors import UserError, require
+from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.common_state import read_common_state
-from megatron_lowbit.storage.pickles import Reader
+from megatron_lowbit.recipes.record import Record, checked
+from megatron_lowbit.storage import files
+from megatron_lowbit.storage.pickles import Reader, check_lengths
 
+EMBEDDING = "embedding.word_embeddings.weight"
 HISTORIES = "amax_history."
 """Start of the keys of amax histories, before a linear layer's path."""
 _STATES = ("optimizer.", "chained_")
@@ -55,21 +60,21 @@ class TensorSlice(NamedTuple):
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint, read one at a time.
+    """Opened checkpoint: its tensors, read one at a time, and what it says of its run.
 
     Attributes:
         path: the checkpoint's folder.
-        places: file and offset of each tensor's chunks and of each object.
+        files: lengths and checksums by name; None for a checkpoint of Megatron-LM alone.
         model: descriptions of the model's tensors by key.
         state: the same of the optimizer.
         histories: the same of the amax histories of delayed scaling.
         objects: keys of the modules' extra states.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path, self._reader = path, Reader(path)
+    def __init__(self, path: Path, files: files.Checksums | None = None) -> None:
+        self.path, self.files, self._reader = path, files, Reader(path)
         metadata = self._reader.read_metadata()
-        self.places = metadata.storage_data
+        self._places = metadata.storage_data
         self.model: dict[str, TensorStorageMetadata] = {}
         self.state: dict[str, TensorStorageMetadata] = {}
         self.histories: dict[str, TensorStorageMetadata] = {}
@@ -91,8 +96,64 @@ class CheckpointReader:
     def args(self) -> Namespace:
         """The arguments of the run that saved the checkpoint."""
         args = self.common.get("args")
-        require(isinstance(args, Namespace), f"{self.path}: holds no arguments of its run")
+        if not isinstance(args, Namespace):
+            raise UserError(f"{self.path}: holds no arguments of its run")
         return args
+
+    @property
+    def _arguments(self) -> Entries:
+        return Entries(vars(self.args), f"{self.path}: arguments")
+
+    @property
+    def iteration(self) -> int:
+        """Number of iterations after which it was saved."""
+        iteration: int = self.common.get("iteration", 0)
+        return iteration
+
+    @property
+    def recipes(self) -> list[str]:
+        """Names of the recipes of training; none where it had none."""
+        return self._arguments.strings("precision_recipe")
+
+    @property
+    def recipe_set(self) -> list[str]:
+        """Changes of these recipes' fields."""
+        return self._arguments.strings("recipe_set")
+
+    @property
+    def recipe_record(self) -> Record | None:
+        """Text of the recipe of training, see ``recipes.record``; None in older checkpoints."""
+        record = getattr(self.args, "recipe_record", None)
+        return None if record is None else checked(record, f"{self.path}: recipe_record")
+
+    @property
+    def data_record(self) -> dict[str, str]:
+        """Digests of the data sets of training by prefix; none in older checkpoints."""
+        record = getattr(self.args, "data_record", None) or {}
+        entries = Entries(record, f"{self.path}: data_record")
+        return {prefix: entries.string(prefix) for prefix in entries}
+
+    def model_arguments(self, vocab_size: int | None = None) -> dict[str, Any]:
+        """Return the arguments that describe the model.
+
+        Args:
+            vocab_size: rows of the vocabulary that stand for tokens; None for those that training
+                was told, or else all.
+        """
+        entry: Any = self.model.get(EMBEDDING)
+        require(entry is not None, f"{self.path}: no tensor {EMBEDDING}")
+        rows = entry.size[0]
+        require(
+            vocab_size is None or 0 < vocab_size <= rows,
+            f"--vocab-size {vocab_size}: the vocabulary of {self.path} has {rows} rows",
+        )
+        told = self._arguments.integer("vocab_size", rows)
+        return model_of(self.args, vocab_size or min(told, rows))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the lengths and times of the files, as JSON; they change with the checkpoint."""
+        stats = {path.name: path.stat() for path in sorted(self.path.iterdir())}
+        return {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
 
     def check(self, targets: Iterable[TensorSlice]) -> None:
         """Raise UserError where these are not slices of exactly the model's tensors.
@@ -117,7 +178,8 @@ class CheckpointReader:
 
     def dtype(self, target: TensorSlice) -> torch.dtype:
         """Return the dtype of a tensor of the model."""
-        return self._entry(target.key).properties.dtype
+        dtype: torch.dtype = self._entry(target.key).properties.dtype
+        return dtype
 
     def shape(self, target: TensorSlice) -> tuple[int, ...]:
         """Return the shape of a slice, without the leading axes."""
@@ -147,7 +209,7 @@ class CheckpointReader:
 
     def _read_chunk(self, entry: TensorStorageMetadata, index: MetadataIndex) -> Tensor:
         """Read a stored chunk; raise UserError where it is not of the described shape and dtype."""
-        stored = self._reader.read_tensor(self.places[index])
+        stored = self._reader.read_tensor(self._places[index])
         sizes = next(chunk.sizes for chunk in entry.chunks if chunk.offsets == index.offset)
         alike = (
             isinstance(stored, Tensor)
@@ -159,7 +221,7 @@ class CheckpointReader:
 
     def read_object(self, key: str) -> bytes:
         """Return a pickle as it is in its file, not opened."""
-        return self._reader.read_bytes(self.places[MetadataIndex(key)])
+        return self._reader.read_bytes(self._places[MetadataIndex(key)])
 
     def _stored(self, key: str) -> str | None:
         """Return the key that a tensor of the model has in this checkpoint."""
@@ -175,3 +237,61 @@ def other_name(key: str) -> str:
     for fused, alone in _NORMS:
         key = key.replace(fused, alone)
     return key
+
+
+def open_checkpoint(source: Path, check: bool = True) -> CheckpointReader:
+    """Open the newest checkpoint of a ``--save`` directory, or one of its iterations' folders.
+
+    Args:
+        source: the directory or the folder.
+        check: compare its files with the checksums on record.
+
+    Raises:
+        UserError: there is no checkpoint, or one of its files has changed since it was saved.
+    """
+    # A --save directory may hold a .metadata by accident.
+    is_directory = (source / files.TRACKER).exists() or files.iterations(source)
+    is_iteration = (source / files.METADATA).is_file() and not is_directory
+    path = source if is_iteration else _newest(source)
+    if not (path / files.DOCUMENT).is_file():
+        require(path.is_dir(), f"{path}: missing")
+        check_lengths(path)
+        return CheckpointReader(path)
+    recorded = files.read_document(path)["files"]
+    if check:
+        files.check_files(path, recorded, recorded)
+    return CheckpointReader(path, recorded)
+
+
+def _newest(source: Path) -> Path:
+    """Return the folder that a directory's tracker file names."""
+    if (release := files.release(source)) is not None:
+        return release
+    iteration = files.latest_iteration(source)
+    if iteration is None:
+        held = [files.iteration_directory(source, each).name for each in files.iterations(source)]
+        named = f"name one of its iterations: {', '.join(held[-5:])}" if held else (
+            f"neither a checkpoint directory, with {files.TRACKER}, nor one of its iterations, "
+            "with .metadata"
+        )  # fmt: skip
+        raise UserError(f"{source}: {named}")
+    return files.iteration_directory(source, iteration)
+
+
+def chosen_iterations(source: Path, last: int | None, named: Sequence[int]) -> list[int]:
+    """Return the ``last`` complete checkpoints of a directory, or those of the named iterations.
+
+    Raises:
+        UserError: they are not there.
+    """
+    complete = files.complete_iterations(source)
+    if missing := sorted(set(named) - set(complete)):
+        raise UserError(
+            f"{source}: no complete checkpoint of iteration {missing[0]} "
+            f"(complete: {', '.join(map(str, complete)) or 'none'})"
+        )
+    if named:
+        return sorted(set(named))
+    if last is None or not 1 <= last <= len(complete):
+        raise UserError(f"{source}: --last {last}: it holds {len(complete)} complete checkpoints")
+    return complete[-last:]

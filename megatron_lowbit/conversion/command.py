@@ -108,13 +108,13 @@ def _verify(
 def _check_verification(args: argparse.Namespace) -> None:
     """Raise UserError where ``--verify`` could not compare what is about to be converted."""
     # It needs megatron-core's models, which take seconds to import.
-    from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
+    from megatron_lowbit.checkpoints.reader import open_checkpoint
     from megatron_lowbit.conversion.verify import check_source, check_tokens
 
     if args.command == "to-megatron":
         check_source(args.source, args.verify_tokens)
     else:
-        model = open_checkpoint(args.source, check=False).model(args.vocab_size)
+        model = open_checkpoint(args.source, check=False).model_arguments(args.vocab_size)
         check_tokens(args.verify_tokens, model["vocab_size"])
 
 

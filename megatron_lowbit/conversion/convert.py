@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from megatron_lowbit.checkpoints.checkpoint import open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import (
     CONFIG,
     Folder,
@@ -15,7 +14,7 @@ from megatron_lowbit.checkpoints.hugging_face_files import (
     write_tensors,
 )
 from megatron_lowbit.checkpoints.model_arguments import argument_file, saved_arguments
-from megatron_lowbit.checkpoints.reader import other_name
+from megatron_lowbit.checkpoints.reader import open_checkpoint, other_name
 from megatron_lowbit.checkpoints.writer import COMMON, extra_states, write_iteration
 from megatron_lowbit.conversion import SHARD_BYTES
 from megatron_lowbit.conversion.families import family_of, from_config
@@ -119,7 +118,7 @@ def to_hugging_face(
     Raises UserError, and leaves nothing, where the source is of no known family or not complete.
     """
     checkpoint = open_checkpoint(source)
-    model, tensors = checkpoint.model(vocab_size), checkpoint.tensors
+    model = checkpoint.model_arguments(vocab_size)
     family = family_of(model)
     if companions is None and (source / COMPANIONS).is_dir():
         companions = source / COMPANIONS
@@ -128,16 +127,16 @@ def to_hugging_face(
         companion_files(companions)
     rules, wanted = family.rules(model), getattr(torch, dtype) if dtype else None
     config = _other_entries(companions) | family.to_config(model)
-    tensors.check(rule.target for rule in rules)
-    config["torch_dtype"] = dtype or str(tensors.dtype(rules[0].target)).removeprefix("torch.")
+    checkpoint.check(rule.target for rule in rules)
+    config["torch_dtype"] = dtype or str(checkpoint.dtype(rules[0].target)).removeprefix("torch.")
     if quantized is None:
-        plan, contents = None, lazy_tensors(tensors, rules, wanted)
+        plan, contents = None, lazy_tensors(checkpoint, rules, wanted)
     else:
         plan = plan_quantization(quantized, checkpoint, rules, model["num_layers"])
         quantized_names = [name for names in plan.weights for name in names]
         check_experts(quantized_names, config, plan.layout.name)
         config[QUANTIZATION] = plan.config
-        contents = quantized_tensors(tensors, rules, wanted, plan)
+        contents = quantized_tensors(checkpoint, rules, wanted, plan)
     contents = stack_experts(contents, config)
     task = {"task": "to-hugging-face", "source": str(checkpoint.path.absolute()),
             "files": checkpoint.fingerprint(), "quantized": repr(quantized), "config": config,
@@ -147,7 +146,7 @@ def to_hugging_face(
         write_tensors(partial, contents, shard_bytes)
         copy_companions(companions, partial.path, config)
         if plan is not None:
-            finish(partial.path, tensors, plan)
+            finish(partial.path, checkpoint, plan)
     return ConvertibleModel(family.name, model, config, rules)
 
 

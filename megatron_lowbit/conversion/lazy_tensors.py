@@ -6,14 +6,13 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.checkpoint import EMBEDDING
 from megatron_lowbit.checkpoints.hugging_face_files import (
     CONFIG,
     WEIGHT_DTYPES,
     Folder,
     LazyTensors,
 )
-from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.checkpoints.reader import EMBEDDING, CheckpointReader
 from megatron_lowbit.checkpoints.writer import LazyChunk
 from megatron_lowbit.conversion.mapping import HEAD, Rule
 from megatron_lowbit.errors import UserError, require

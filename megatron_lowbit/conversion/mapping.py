@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.checkpoint import EMBEDDING
 from megatron_lowbit.checkpoints.model_arguments import is_gated
-from megatron_lowbit.checkpoints.reader import TensorSlice
+from megatron_lowbit.checkpoints.reader import EMBEDDING, TensorSlice
 
 Model = Mapping[str, Any]
 """Megatron-LM's arguments that describe a model, by their attributes' names."""

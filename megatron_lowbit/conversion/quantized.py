@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.checkpoint import Checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import LazyTensors
 from megatron_lowbit.checkpoints.reader import HISTORIES, CheckpointReader, TensorSlice
 from megatron_lowbit.conversion.layouts import LAYOUTS, Layout, ModuleFormats
@@ -89,13 +88,13 @@ class Quantization(NamedTuple):
 
 
 def plan_quantization(
-    wanted: QuantizedAs, checkpoint: Checkpoint, rules: Sequence[Rule], num_layers: int
+    wanted: QuantizedAs, checkpoint: CheckpointReader, rules: Sequence[Rule], num_layers: int
 ) -> Quantization:
     """Plan the weights to quantize: those of fprop under the recipe before any of its switches.
 
     Raises UserError without a recipe, or where the layout cannot hold a weight with its bits.
     """
-    recipe, tensors = recipe_of(wanted, checkpoint), checkpoint.tensors
+    recipe = recipe_of(wanted, checkpoint)
     if not wanted.recipes and (line := _changed_since(checkpoint)):
         say(line)
     layout = LAYOUTS[wanted.layout]
@@ -105,14 +104,14 @@ def plan_quantization(
         layer = _layer(shares[0].target, num_layers)
         if layer is not None:
             layers.append(layer)
-            weight = _weight(recipe, layer, shares, tensors)
+            weight = _weight(recipe, layer, shares, checkpoint)
             if weight is not None:
                 _check(weight, layout)
                 weights[names] = weight
                 formats = ModuleFormats(weight.quantizer.format, weight.input)
                 quantized |= dict.fromkeys(modules, formats)
                 continue
-        if len(tensors.shape(shares[0].target)) > 1:
+        if len(checkpoint.shape(shares[0].target)) > 1:
             unquantized += modules
     recipe.check_matchers(layers)
     require(len(weights) > 0, _nothing_quantized(recipe, num_layers))
@@ -142,7 +141,7 @@ def _nothing_quantized(recipe: Recipe, num_layers: int) -> str:
     return f"{message}; export without --quantized, or quantize all blocks by {quantize_all}"
 
 
-def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
+def recipe_of(wanted: QuantizedAs, checkpoint: CheckpointReader) -> Recipe:
     """Load the recipe that is asked for, or else the one that a checkpoint was trained with.
 
     Raises UserError where there is none.
@@ -162,7 +161,7 @@ def recipe_of(wanted: QuantizedAs, checkpoint: Checkpoint) -> Recipe:
         return recipe_from(checkpoint.recipe_record, f"{checkpoint.path}: recipe")
 
 
-def recipe_digest(wanted: QuantizedAs, checkpoint: Checkpoint) -> str:
+def recipe_digest(wanted: QuantizedAs, checkpoint: CheckpointReader) -> str:
     """Return the digest of the text of the recipe that :func:`recipe_of` loads."""
     if not wanted.recipes and checkpoint.recipe_record is not None:
         return digest(checkpoint.recipe_record)
@@ -170,7 +169,7 @@ def recipe_digest(wanted: QuantizedAs, checkpoint: Checkpoint) -> str:
     return digest(record_of(source.recipes, source.recipe_set))
 
 
-def _changed_since(checkpoint: Checkpoint) -> str | None:
+def _changed_since(checkpoint: CheckpointReader) -> str | None:
     """Return a line about a recipe that is not now what it was in training."""
     changes = [word for change in checkpoint.recipe_set for word in ("--recipe-set", change)]
     names = shlex.join([*checkpoint.recipes, *changes])

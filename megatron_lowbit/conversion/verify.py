@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_lowbit.checkpoints.checkpoint import EMBEDDING, open_checkpoint
 from megatron_lowbit.checkpoints.hugging_face_files import CONFIG, Folder, LazyTensors
 from megatron_lowbit.checkpoints.model_arguments import argument_file
+from megatron_lowbit.checkpoints.reader import EMBEDDING, open_checkpoint
 from megatron_lowbit.conversion import TOKENS
 from megatron_lowbit.conversion.families import from_config
 from megatron_lowbit.conversion.family import ConvertibleModel
@@ -139,7 +139,7 @@ def _of_megatron(
 ) -> Tensor:
     opened = open_checkpoint(checkpoint, check=False)
     recipe = None if quantized is None else _of_weights(recipe_of(quantized, opened))
-    rows = opened.tensors.model[EMBEDDING].size[0]
+    rows = opened.model[EMBEDDING].size[0]
     arguments = [
         *shlex.split(argument_file(converted.name, converted.model), comments=True),
         "--padded-vocab-size", str(rows), "--seq-length", str(tokens.shape[1]),

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_lowbit.data.documents import text_of
+from megatron_lowbit.data.corpus import text_of
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.folders import reason
 from megatron_lowbit.json_files import as_object, parse_json
@@ -19,12 +19,8 @@ class Conversations:
     A line is ``{"messages": [{"role": "user", "content": "..."}, ...]}``. In a line of several
     conversations, each begins with a message of the role ``system``. Empty lines are left out.
 
-    Args:
-        path: the file.
-
-    Raises:
-        UserError: the file cannot be read or has no conversation, or a line holds something else,
-            or a conversation that begins with an answer or has none.
+    Raises UserError where the file cannot be read or has no conversation, or a line holds something
+    else, or a conversation that begins with an answer or has none.
     """
 
     def __init__(self, path: str) -> None:
@@ -61,12 +57,9 @@ class Conversations:
         return f"{self._path}:{self._index[number, 2]}"
 
     def check_part(self, name: str, bounds: tuple[float, float], argument: str) -> None:
-        """Raise UserError for a part without a conversation.
+        """Raise UserError for a part, between two shares of the file, without a conversation.
 
-        Args:
-            name: the part's, for the message.
-            bounds: its first and last share of the conversations.
-            argument: the one that names the file.
+        ``name`` is the part's, ``argument`` the one that names the file.
         """
         first, last = (round(bound * len(self)) for bound in bounds)  # as Megatron-LM rounds
         require(

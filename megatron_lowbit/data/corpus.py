@@ -1,84 +1,50 @@
-"""Tokenize text into a Megatron indexed dataset: PREFIX.bin, PREFIX.idx and PREFIX.json.
+"""Text of a command's input: documents of files, which are JSON records or text by their content.
 
-Each JSON record is a document: an object per line, or the entries of an array. Any other text file
-is one document; the only file, or one of more than 256 KiB, is split after paragraphs into pieces
-of at most 16,384 characters, so that --split can divide it for training and validation. Content
-decides, not a file's name; it may be compressed with gzip, Zstandard, bzip2 or xz. With several
---json-keys each key becomes a dataset of its own, PREFIX_KEY.
-
-Example: lowbit-preprocess --input corpus.jsonl --tokenizer-model tokenizer/ --output-prefix corpus
+Files may be compressed with gzip, Zstandard, bzip2 or xz, whatever their names.
 """
 
 import argparse
 import fnmatch
+import json
+import lzma
 import os
-import signal
+import re
 import stat
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+import textwrap
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from multiprocessing import get_context, parent_process
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
-from threading import Thread
+from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-
-from megatron_lowbit.command_line import command_parser
-from megatron_lowbit.data import dataset_writer
-from megatron_lowbit.data.documents import (
-    Document,
-    OpenFile,
-    holds_lines,
-    open_file,
-    read_content,
-    read_lines,
-    read_records,
-    text_in,
-)
-from megatron_lowbit.data.tokenizer import Tokenizer, ids_beyond_model, load_tokenizer
 from megatron_lowbit.errors import UserError, require, say
 from megatron_lowbit.folders import reason
-from megatron_lowbit.storage.lock import delete_abandoned
+from megatron_lowbit.json_files import parse_json
 
-_BATCH_DOCUMENTS = 64
-_BATCH_BYTES = 1 << 20
-_WORKERS_PER_CPU = 8
-_LONG_FILE_BYTES = 1 << 18
 DEFAULT_KEYS = ("text",)
 """Keys of JSON records that hold text, unless others are given."""
 LONGEST_PIECE = 1 << 14
 """Most characters of a document that a long text file is split into."""
+_LONG_FILE_BYTES = 1 << 18
 _BORDERS = ("\n\n", "\r\n\r\n", "\n", " ")
 """Ends of a piece, the best first: of a paragraph, of a line, of a word."""
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Tokenize what the command line names."""
-    parser = command_parser(description=__doc__)
-    add_corpus_arguments(parser)
-    parser.add_argument(
-        "--tokenizer-model", required=True, metavar="DIR", help="folder with tokenizer.json"
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX",
-        help="path of the dataset without suffix, as --data-path takes it",
-    )  # fmt: skip
-    parser.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="processes that tokenize"
-    )
-    parser.add_argument(
-        "--append-eod", action=argparse.BooleanOptionalAction, default=True,
-        help="end each document with the end-of-document token (default: on)",
-    )  # fmt: skip
-    args = parser.parse_args(argv)
-    preprocess(
-        args.input, args.tokenizer_model, args.output_prefix, json_keys=args.json_keys,
-        pattern=args.pattern, exclude=args.exclude, workers=args.workers,
-        append_eod=args.append_eod,
-    )  # fmt: skip
+_MOST_BYTES = 1 << 30
+"""Limit of a line, and of a compressed text: a small file may decompress to more than memory."""
+_COMPRESSED = {
+    "gzip": re.compile(rb"\x1f\x8b"),
+    "bz2": re.compile(rb"BZh[1-9]1AY&SY"),
+    "lzma": re.compile(rb"\xfd7zXZ\0"),
+    # A frame, or the frame without data that pzstd writes first.
+    "backports.zstd": re.compile(rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"),
+}
+"""Modules that decompress, by the first bytes of their files."""
+_LINES_NAME = re.compile(r"\.(jsonl|ndjson|jsonlines)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+_JSON_NAME = re.compile(r"\.json(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
+_OBJECT = re.compile(rb'(\xef\xbb\xbf)?\s*\{\s*["}]')
+_OBJECTS = re.compile(rb'(\xef\xbb\xbf)?\s*\[\s*\{\s*["}]')
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,6 +67,13 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
+class Document(NamedTuple):
+    """One document: a text for each JSON key, and its share of the bytes of its file."""
+
+    texts: tuple[str, ...]
+    source_bytes: float
+
+
 class Corpus:
     """Text that the arguments of :func:`add_corpus_arguments` choose.
 
@@ -121,7 +94,12 @@ class Corpus:
         exclude: Sequence[str],
     ) -> None:
         self._inputs, self._json_keys = list(map(Path, inputs)), json_keys
-        self.files = _collect_files(self._inputs, pattern, exclude)
+        self.files = [
+            file for entry in self._inputs for file in _files_of(entry, pattern, frozenset(exclude))
+        ]
+        names = ", ".join(map(str, inputs))
+        filters = f"--pattern {pattern!r} and --exclude"
+        require(bool(self.files), f"--input {names}: no file matches {filters}")
         self.skipped: list[Path] = []
         self.split: list[Path] = []
 
@@ -135,22 +113,31 @@ class Corpus:
         line without UTF-8 text, and for text where JSON keys are given.
         """
         for path in self.files:
-            with open_file(path) as file:
-                if holds_lines(file):
-                    yield from read_lines(file, self._json_keys or DEFAULT_KEYS)
+            with _open(path) as (stored, unpacked):
+                if _holds_lines(path, unpacked):
+                    yield from _lines(path, stored, unpacked, self._json_keys or DEFAULT_KEYS)
                 else:
-                    yield from self._documents_of(file)
+                    # Only what is decompressed may be much larger than its file.
+                    most = -1 if unpacked is stored else _MOST_BYTES + 1
+                    content = unpacked.read(most)
+                    require(
+                        len(content) != most,
+                        f"{path}: decompresses to a text of more than {_MOST_BYTES >> 30} GiB; "
+                        "decompress it",
+                    )
+                    yield from self._documents_of(path, content)
 
-    def _documents_of(self, file: OpenFile) -> Iterator[Document]:
+    def _documents_of(self, path: Path, content: bytes) -> Iterator[Document]:
         """Yield the documents of a file that is read as a whole."""
-        path, content, is_named = file.path, read_content(file), file.path in self._inputs
-        text = text_in(content)
+        is_named, size, text = path in self._inputs, path.stat().st_size, None
+        if content[257:262] != b"ustar":  # an archive of tar
+            with suppress(UnicodeDecodeError):
+                text = content.decode("utf-8")
         if text is None:
             require(not is_named, f"--input {path}: not UTF-8 text")
             self.skipped.append(path)
             return
-        size = path.stat().st_size
-        records = read_records(path, content, self._json_keys or DEFAULT_KEYS, is_named)
+        records = _records(path, content, self._json_keys or DEFAULT_KEYS, is_named)
         if records is not None:
             yield from (Document(texts, size / len(records)) for texts in records)
             return
@@ -184,6 +171,25 @@ class Corpus:
             say(f"skipped as not UTF-8: {len(self.skipped)} files, the first {self.skipped[0]}")
 
 
+def _files_of(entry: Path, pattern: str, exclude: frozenset[str]) -> list[Path]:
+    """Return an input that is a file, or the files of a folder in their order."""
+    try:
+        mode = entry.stat().st_mode
+    except FileNotFoundError:
+        raise UserError(f"--input {entry}: no such file or folder") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"--input {entry}: {reason(error)}") from None
+    if stat.S_ISREG(mode):
+        return [entry]
+    require(stat.S_ISDIR(mode), f"--input {entry}: neither a file nor a folder")
+    files: list[Path] = []
+    for root, folders, names in os.walk(entry):
+        folders[:] = [name for name in folders if name not in exclude]
+        chosen = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
+        files += (path for path in (Path(root, name) for name in chosen) if path.is_file())
+    return sorted(files)
+
+
 def _split(text: str) -> Iterator[str]:
     """Yield a text in pieces, each as long as possible and ending at the best border within it."""
     start = 0
@@ -196,198 +202,106 @@ def _split(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def _collect_files(inputs: Sequence[Path], pattern: str, exclude: Sequence[str]) -> list[Path]:
-    files: list[Path] = []
-    for entry in inputs:
-        try:
-            mode = entry.stat().st_mode
-        except FileNotFoundError:
-            raise UserError(f"--input {entry}: no such file or folder") from None
-        except (OSError, ValueError) as error:
-            raise UserError(f"--input {entry}: {reason(error)}") from None
-        if stat.S_ISREG(mode):
-            files.append(entry)
-        elif stat.S_ISDIR(mode):
-            files.extend(_folder_files(entry, pattern, frozenset(exclude)))
-        else:
-            raise UserError(f"--input {entry}: neither a file nor a folder")
-    if not files:
-        names = ", ".join(map(str, inputs))
-        raise UserError(f"--input {names}: no file matches --pattern {pattern!r} and --exclude")
-    return files
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Open a file as it is stored, and the same file decompressed."""
+    damage: tuple[type[Exception], ...] = (EOFError, lzma.LZMAError, zlib.error)
+    try:
+        with path.open("rb") as stored, ExitStack() as stack:
+            head = stored.read(16)
+            stored.seek(0)
+            name = next((name for name, magic in _COMPRESSED.items() if magic.match(head)), None)
+            unpacked: BinaryIO = stored
+            if name is not None:
+                try:
+                    module = import_module(name)
+                except ImportError:
+                    hint = f"decompress it, or install its reader: pip install {name}"
+                    raise UserError(f"{path}: {hint}") from None
+                damage += (getattr(module, "ZstdError", EOFError),)
+                unpacked = stack.enter_context(module.open(stored))
+            yield stored, unpacked
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+    except damage as error:
+        raise UserError(f"{path}: a damaged compressed file ({error})") from None
 
 
-def _folder_files(folder: Path, pattern: str, exclude: frozenset[str]) -> list[Path]:
-    found = []
-    for root, folders, names in os.walk(folder):
-        folders[:] = [name for name in folders if name not in exclude]
-        chosen = (name for name in fnmatch.filter(names, pattern) if name not in exclude)
-        found.extend(path for path in (Path(root, name) for name in chosen) if path.is_file())
-    return sorted(found)
+def _holds_lines(path: Path, unpacked: BinaryIO) -> bool:
+    """Return whether a file has one JSON object per line, by its name or its first two lines."""
+    if _LINES_NAME.search(path.name):
+        return True
+    lines = iter(partial(unpacked.readline, _MOST_BYTES), b"")
+    first, second = [*islice((line for line in lines if line.strip()), 2), b"", b""][:2]
+    unpacked.seek(0)
+    if not (second and _OBJECT.match(first)):
+        return False
+    with suppress(ValueError, RecursionError):
+        return isinstance(json.loads(first), dict)
+    return bool(_OBJECT.match(second))
 
 
-def preprocess(
-    inputs: Sequence[str | Path],
-    tokenizer_model: str,
-    output_prefix: str,
-    *,
-    json_keys: Sequence[str] | None = None,
-    pattern: str = "*",
-    exclude: Sequence[str] = (),
-    workers: int = 1,
-    append_eod: bool = True,
-) -> list[dataset_writer.DatasetSummary]:
-    """Tokenize ``inputs`` into PREFIX.bin, PREFIX.idx and PREFIX.json (several keys: PREFIX_KEY).
+def _lines(
+    path: Path, stored: BinaryIO, unpacked: BinaryIO, keys: Sequence[str]
+) -> Iterator[Document]:
+    """Yield a document for each line that is not empty; errors name file:line."""
+    read = 0
+    for number, line in enumerate(iter(partial(unpacked.readline, _MOST_BYTES), b""), 1):
+        place = f"{path}:{number}"
+        require(len(line) < _MOST_BYTES, f"{place}: longer than {_MOST_BYTES >> 30} GiB")
+        if line.strip():
+            texts = _texts_of(parse_json(line, place), keys, place)
+            position = stored.tell()
+            yield Document(texts, position - read)
+            read = position
 
-    Token ids are uint16 where the vocabulary fits, else int32; empty documents are left out. The
-    files do not depend on ``workers``. They appear only when complete. Raises UserError for bad
-    arguments or input, and if there is no document.
+
+def _records(
+    path: Path, content: bytes, keys: Sequence[str], is_named: bool
+) -> list[tuple[str, ...]] | None:
+    """Return the texts of each record of a content that is JSON as a whole; None for other text.
+
+    An array that begins with an object holds records. So does any JSON in a file that is named on
+    the command line; in a folder, where files of settings may lie, an object with the keys does.
     """
-    keys = json_keys or DEFAULT_KEYS
-    most = _WORKERS_PER_CPU * (os.cpu_count() or 1)
-    if not 1 <= workers <= most:
-        raise UserError(f"--workers {workers}: at least 1 and at most {most} on this machine")
-    require(len(set(keys)) == len(keys), f"--json-keys {' '.join(keys)}: each key once")
-    tokenizer = load_tokenizer("HuggingFaceTokenizer", tokenizer_model, None)
-    corpus = Corpus(inputs, json_keys, pattern, exclude)
-    prefixes = [output_prefix] if len(keys) == 1 else [f"{output_prefix}_{k}" for k in keys]
-    dataset_writer.check_targets(output_prefix, prefixes)
-    dtype = dataset_writer.indexed_dataset().DType.optimal_dtype(tokenizer.vocab_size)
-    encode = partial(_encode_batch, tokenizer, dtype, append_eod)
-    temporary = dataset_writer.temporary_path(output_prefix)
-    encoded = _encode_documents(corpus.documents(), encode, workers, temporary)
-    total_bytes = sum(file.stat().st_size for file in corpus.files)
-    summaries = dataset_writer.write_datasets(
-        encoded, dtype, output_prefix, prefixes, tokenizer, total_bytes
-    )
-    for summary in summaries:
-        say(
-            f"{summary.prefix}: {summary.documents:,} documents, {summary.tokens:,} tokens, "
-            f"{summary.text_bytes / summary.tokens:.2f} bytes per token"
-        )
-        if line := ids_beyond_model(Path(tokenizer_model), summary.largest_id):
-            say(line)
-    special = summaries[0].special_tokens
-    if special:
-        counts = ", ".join(f"{token} {count:,}" for token, count in special.most_common())
-        say(f"special tokens written in the texts, which training reads as such: {counts}")
-    corpus.report_split()
-    corpus.report_skipped()
-    return summaries
-
-
-Encoder = Callable[[list[Document]], list[dataset_writer.EncodedDocument]]
-
-
-def _encode_batch(
-    tokenizer: Tokenizer, dtype: type[np.integer], append_eod: bool, batch: list[Document]
-) -> list[dataset_writer.EncodedDocument]:
-    encoded = []
-    end = [tokenizer.eod] if append_eod else []
-    for document in batch:
-        ids = [tokenizer.tokenize(text) for text in document.texts]
-        tokens = [np.array(i + end if i else i, dtype=dtype) for i in ids]
-        text_bytes = [len(text.encode("utf-8")) for text in document.texts]
-        special = _written_specials(tokenizer, document.texts, ids)
-        encoded.append(
-            dataset_writer.EncodedDocument(tokens, text_bytes, document.source_bytes, special)
-        )
-    return encoded
-
-
-def _written_specials(
-    tokenizer: Tokenizer, texts: Sequence[str], ids: Sequence[list[int]]
-) -> Counter[str]:
-    """Count the special tokens that texts spell out, not those that stand for unknown text."""
-    found = Counter()
-    for text, own in zip(texts, ids, strict=True):
-        for number in tokenizer.special_tokens.keys() & own:
-            token = tokenizer.special_tokens[number]
-            found[token] += own.count(number) if token in text else 0
-    return +found
-
-
-def _batches(documents: Iterator[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += sum(map(len, document.texts))
-        if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-_worker_encode: Encoder | None = None
-
-
-def _start_worker(encode: Encoder, temporary: Path) -> None:
-    """Prepare this process, which ends with its parent and then deletes the parent's files."""
-    global _worker_encode
-    _worker_encode = encode
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-
-    def end_with_parent() -> None:
-        parent_process().join()
-        with suppress(UserError, OSError):
-            delete_abandoned(temporary, "")
-        os._exit(1)
-
-    Thread(target=end_with_parent, daemon=True).start()
-
-
-def _encode_in_worker(batch: list[Document]) -> list[dataset_writer.EncodedDocument]:
-    assert _worker_encode is not None
-    return _worker_encode(batch)
-
-
-def _start_pool(encode: Encoder, workers: int, temporary: Path) -> ProcessPoolExecutor:
-    # fork: workers inherit the loaded tokenizer, and import nothing again.
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _start_worker, (encode, temporary))
-    # Ctrl-C reaches the whole process group, but only the parent must act on it: workers are born
-    # with it blocked. A signal that comes while forking would be lost, for Python's hooks around a
-    # fork swallow exceptions, and other threads take it in spite of the mask: it is raised after.
-    came: list[int] = []
-    signals = (signal.SIGINT, signal.SIGTERM)
-    handlers = [signal.signal(number, lambda number, _: came.append(number)) for number in signals]
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    pool.submit(int)  # the first task starts the processes
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    for number, handler in zip(signals, handlers, strict=True):
-        signal.signal(number, handler)
+    is_object = bool(_OBJECT.match(content))
+    is_certain = bool(_OBJECTS.match(content))
+    if is_named:
+        is_certain |= is_object or bool(_JSON_NAME.search(path.name) and content.strip())
+    if not is_certain and not is_object:
+        return None
     try:
-        for number in came:
-            signal.raise_signal(number)
-    except (KeyboardInterrupt, SystemExit):
-        pool.shutdown(cancel_futures=True)
-        raise
-    return pool
+        parsed = parse_json(content, str(path))
+    except UserError as error:
+        if is_certain or "Extra data" in str(error):
+            raise
+        return None
+    if not is_certain and not all(key in parsed for key in keys):
+        return None
+    if isinstance(parsed, list):
+        return [_texts_of(entry, keys, f"{path}: entry {n}") for n, entry in enumerate(parsed, 1)]
+    return [_texts_of(parsed, keys, str(path))]
 
 
-def _encode_documents(
-    documents: Iterator[Document], encode: Encoder, workers: int, temporary: Path
-) -> Generator[dataset_writer.EncodedDocument, None, None]:
-    """Encode in input order; only a few batches are in memory at a time."""
-    if workers == 1:
-        for batch in _batches(documents):
-            yield from encode(batch)
-        return
-    pool = _start_pool(encode, workers, temporary)
+def _texts_of(record: object, keys: Sequence[str], place: str) -> tuple[str, ...]:
+    return tuple(text_of(record, key, place) for key in keys)
+
+
+def text_of(record: Any, key: str, place: str) -> str:
+    """Return the string under a key of parsed JSON.
+
+    Raises UserError, naming the place, where there is no such string, or one that is not Unicode.
+    """
+    if not isinstance(record, dict):
+        raise UserError(f"{place}: a JSON object is expected, not {type(record).__name__}")
+    if key not in record:
+        there = textwrap.shorten(", ".join(record), 200, placeholder=" ...")
+        raise UserError(f"{place}: key {key!r} is missing; there are {there}")
+    text = record[key]
+    if not isinstance(text, str):
+        raise UserError(f"{place}: key {key!r} must hold a string, not {type(text).__name__}")
     try:
-        window = deque()
-        for batch in _batches(documents):
-            window.append(pool.submit(_encode_in_worker, batch))
-            if len(window) >= 4 * workers:
-                yield from window.popleft().result()
-        while window:
-            yield from window.popleft().result()
-    except BrokenProcessPool:
-        raise UserError(
-            f"--workers {workers}: the system ended one, which may have needed more memory than "
-            "there is; give fewer"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UserError(f"{place}: key {key!r} holds a lone surrogate (\\ud800-\\udfff)") from None
+    return text

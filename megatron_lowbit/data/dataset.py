@@ -1,4 +1,4 @@
-"""Check indexed datasets before a run trains on them."""
+"""Check indexed datasets before a run trains on them; digests of their data."""
 
 import hashlib
 import os
@@ -8,12 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-import megatron_lowbit.cpu_runtime  # noqa: F401  before megatron
-
-# isort: split
-from megatron.core.datasets.indexed_dataset import DType
-
-from megatron_lowbit.data.dataset_writer import data_digest
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.json_files import Entries, read_object
 
@@ -29,13 +23,37 @@ _DOCUMENT_BYTES = 16
 # int32 lengths, int64 byte offsets (a sequence each), int64 boundaries (little endian throughout).
 _INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _INDEX_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = (np.uint8, np.int8, np.int16, np.int32, np.int64, np.float64, np.float32, np.uint16)
+"""Dtypes of tokens by their codes, which begin with 1."""
+_PARTS, _PART_BYTES = 64, 1 << 20
+"""Number and size of the parts of a file that its digest covers."""
 
 
-class Part(NamedTuple):
-    """Size of a dataset's part for training, validation or test."""
+def data_digest(path: Path) -> str:
+    """Return the SHA-256 of a file's length and of 64 evenly spaced MiB of it.
 
-    documents: int
-    tokens: int
+    A file of up to 64 MiB is covered whole; a larger one takes no longer.
+    """
+    size = path.stat().st_size
+    digest = hashlib.sha256(struct.pack("<q", size))
+    step = max(_PART_BYTES, size // _PARTS)
+    with path.open("rb") as stream:
+        for offset in range(0, size, step):
+            stream.seek(offset)
+            digest.update(stream.read(_PART_BYTES))
+    return digest.hexdigest()
+
+
+def dataset_digest(prefix: str) -> str | None:
+    """Return a SHA-256 of PREFIX.bin and PREFIX.idx, or of a file PREFIX; None if one is missing.
+
+    Of each file it covers what :func:`data_digest` does.
+    """
+    file = Path(prefix)
+    paths = [file] if file.is_file() else [Path(f"{prefix}{end}") for end in (".bin", ".idx")]
+    if not all(path.is_file() for path in paths):
+        return None
+    return hashlib.sha256("".join(map(data_digest, paths)).encode()).hexdigest()
 
 
 class DatasetIndex(NamedTuple):
@@ -55,28 +73,36 @@ def read_index(prefix: str) -> DatasetIndex:
     path, start = Path(f"{prefix}.idx"), _INDEX_HEADER.size
     place = f"--data-path {prefix}: {path}"
     for file in (path, Path(f"{prefix}.bin")):
-        message = f"--data-path {prefix}: {file} is missing; a dataset is PREFIX.bin and PREFIX.idx"
-        require(file.is_file(), message)
+        require(
+            file.is_file(),
+            f"--data-path {prefix}: {file} is missing; a dataset is PREFIX.bin and PREFIX.idx",
+        )
     with path.open("rb") as stream:
         header = stream.read(start)
     require(header.startswith(_INDEX_MAGIC), f"{place} is not the index of a Megatron dataset")
     require(len(header) == start, f"{place} is truncated; {_ANEW}")
     _, version, code, sequences, boundaries = _INDEX_HEADER.unpack(header)
-    if version != 1 or code not in {dtype.value for dtype in DType}:
-        raise UserError(
-            f"{place} has version {version} and dtype code {code}; "
-            "only version 1 with codes 1 to 8 can be read"
-        )
-    dtype = np.dtype(DType.dtype_from_code(code))
+    require(
+        version == 1 and 1 <= code <= len(_DTYPES),
+        f"{place} has version {version} and dtype code {code}; only version 1 with codes 1 to "
+        f"{len(_DTYPES)} can be read",
+    )
+    dtype = np.dtype(_DTYPES[code - 1])
     size, promised = path.stat().st_size, start + 12 * sequences + 8 * boundaries
-    message = f"{place} has {size} bytes, its header promises {promised}; {_ANEW}"
-    require(size == promised, message)
+    require(size == promised, f"{place} has {size} bytes, its header promises {promised}; {_ANEW}")
     require(sequences > 0, f"--data-path {prefix}: the dataset is empty")
     lengths = np.memmap(path, np.int32, "r", start, (sequences,))
     offsets = np.memmap(path, np.int64, "r", start + 4 * sequences, (sequences,))
     documents = np.memmap(path, np.int64, "r", start + 12 * sequences, (boundaries,))
     data_bytes = _check_sequences(prefix, lengths, offsets, dtype.itemsize)
-    _check_documents(prefix, documents, sequences)
+    # Boundaries of documents among the sequences.
+    rises = boundaries > 1 and documents[0] == 0 and documents[-1] == sequences
+    rises = rises and not (np.diff(documents) < 0).any()
+    require(
+        bool(rises),
+        f"--data-path {prefix}: the document boundaries of {prefix}.idx do not rise from 0 to "
+        f"{sequences}; {_ANEW}",
+    )
     return DatasetIndex(dtype, lengths, data_bytes)
 
 
@@ -100,16 +126,6 @@ def _check_sequences(
     return end
 
 
-def _check_documents(prefix: str, boundaries: np.ndarray, sequences: int) -> None:
-    """Raise UserError unless document boundaries rise from 0 to the number of sequences."""
-    whole = len(boundaries) > 1 and boundaries[0] == 0 and boundaries[-1] == sequences
-    if not whole or (np.diff(boundaries) < 0).any():
-        raise UserError(
-            f"--data-path {prefix}: the document boundaries of {prefix}.idx do not rise from 0 to "
-            f"{sequences}; {_ANEW}"
-        )
-
-
 def check_part(
     prefix: str,
     name: str,
@@ -117,8 +133,11 @@ def check_part(
     seq_length: int,
     split: str | None,
     argument: str = "--data-path",
-) -> Part:
-    """Return the size of a part; raise UserError unless it has the tokens of one sample.
+    samples: float = 0.0,
+) -> None:
+    """Raise UserError unless a part has the tokens of one sample, and not too many epochs are read.
+
+    Megatron-LM counts the epochs one by one, and lists every document of each of them.
 
     Args:
         prefix: as the argument has it.
@@ -127,11 +146,12 @@ def check_part(
         seq_length: tokens of a sample, but for the one that is predicted last.
         split: the value of ``--split``; None for a dataset that is one part as a whole.
         argument: the one that names the dataset.
+        samples: number of samples that the run reads.
     """
     lengths = read_index(prefix).lengths
     # Rounded as Megatron-LM does.
     first, last = (round(bound * len(lengths)) for bound in bounds)
-    tokens = int(lengths[first:last].sum(dtype=np.int64))
+    documents, tokens = last - first, int(lengths[first:last].sum(dtype=np.int64))
     if len(lengths) == 1 and first == last:
         raise UserError(
             f"{argument} {prefix}: one document cannot be divided for the {name} part; preprocess "
@@ -141,29 +161,17 @@ def check_part(
     if tokens < seq_length + 1:
         share = f"raise its share in --split {split}, " if split else ""
         raise UserError(
-            f"{argument} {prefix}: the {name} part has {last - first} of {len(lengths)} documents "
+            f"{argument} {prefix}: the {name} part has {documents} of {len(lengths)} documents "
             f"and {tokens} tokens, fewer than the {seq_length + 1} of one sample; {share}"
             "lower --seq-length, or add data"
         )
-    return Part(last - first, tokens)
-
-
-def check_epochs(place: str, part: Part, tokens: float) -> None:
-    """Raise UserError for more epochs of a part than Megatron-LM's index of documents can hold.
-
-    It counts the epochs one by one, and lists every document of each of them.
-
-    Args:
-        place: the dataset and its part, for the message.
-        part: the part's size.
-        tokens: tokens that the run reads from it.
-    """
-    epochs = tokens / part.tokens
+    epochs = samples * seq_length / tokens
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     require(
-        epochs <= _MAX_EPOCHS and epochs * part.documents * _DOCUMENT_BYTES <= memory,
-        f"{place} has {part.documents} documents and {part.tokens} tokens, which the run would "
-        f"read {epochs:.3g} times; train or evaluate for fewer iterations, or add data",
+        epochs <= _MAX_EPOCHS and epochs * documents * _DOCUMENT_BYTES <= memory,
+        f"{argument} {prefix}: the {name} part has {documents} documents and {tokens} tokens, "
+        f"which the run would read {epochs:.3g} times; train or evaluate for fewer iterations, or "
+        "add data",
     )
 
 
@@ -184,8 +192,10 @@ def check_dataset(
     """
     index, place = read_index(prefix), f"--data-path {prefix}"
     size, promised = Path(f"{prefix}.bin").stat().st_size, index.data_bytes
-    message = f"{place}: {prefix}.bin has {size} bytes, its index promises {promised}; {_ANEW}"
-    require(size == promised, message)
+    is_whole = size == promised
+    require(
+        is_whole, f"{place}: {prefix}.bin has {size} bytes, its index promises {promised}; {_ANEW}"
+    )
     has_integers = np.issubdtype(index.dtype, np.integer)
     require(has_integers, f"{place}: holds {index.dtype}, not token ids")
     recorded = 0
@@ -193,13 +203,13 @@ def check_dataset(
         recorded = _check_sidecar(prefix, vocab_size, tokenizer_model)
     tokens = np.memmap(f"{prefix}.bin", index.dtype, "r")[:_CHECKED_TOKENS]
     smallest, largest = int(tokens.min()), max(int(tokens.max()), recorded)
-    if smallest < 0 or largest >= vocab_size:
-        raise UserError(
-            f"--data-path {prefix}: has token ids from {smallest} to {largest}, the tokenizer "
-            f"{vocab_size} ids from 0; give the one the data was made with"
-        )
-    message = f"{place}: {beyond_rows(largest, rows or 0)}"
-    require(rows is None or largest < rows, message)
+    require(
+        smallest >= 0 and largest < vocab_size,
+        f"{place}: has token ids from {smallest} to {largest}, the tokenizer {vocab_size} ids "
+        "from 0; give the one the data was made with",
+    )
+    has_rows = rows is None or largest < rows
+    require(has_rows, f"{place}: {beyond_rows(largest, rows or 0)}")
 
 
 def beyond_rows(largest: int, rows: int) -> str:
@@ -212,20 +222,20 @@ def beyond_rows(largest: int, rows: int) -> str:
 
 def _check_sidecar(prefix: str, vocab_size: int, tokenizer_model: str | None) -> int:
     """Return the largest token id that the sidecar records; 0 for one of an older version."""
-    path = Path(f"{prefix}.json")
+    path, data = Path(f"{prefix}.json"), Path(f"{prefix}.bin")
     sidecar = read_object(path)
     entries = Entries(sidecar, f"--data-path {prefix}: {path}")
     made_with, made_size = sidecar.get("tokenizer_sha256"), entries.integer("vocab_size")
-    is_same = entries.string("data_sha256") == data_digest(Path(f"{prefix}.bin"))
-    message = f"--data-path {prefix}: {prefix}.bin is not the data that {path} describes; {_ANEW}"
-    require(is_same, message)
+    require(
+        entries.string("data_sha256") == data_digest(data),
+        f"--data-path {prefix}: {data} is not the data that {path} describes; {_ANEW}",
+    )
     file = Path(tokenizer_model or "", "tokenizer.json")
     sha256 = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-    fits = made_with == sha256 if made_with and sha256 else made_size <= vocab_size
-    if not fits:
-        raise UserError(
-            f"--data-path {prefix}: made with the tokenizer of sha256 {str(made_with)[:12]} and "
-            f"{made_size} ids, but --tokenizer-model has {str(sha256)[:12]} and {vocab_size} ids; "
-            "give that one or preprocess the data again"
-        )
+    require(
+        made_with == sha256 if made_with and sha256 else made_size <= vocab_size,
+        f"--data-path {prefix}: made with the tokenizer of sha256 {str(made_with)[:12]} and "
+        f"{made_size} ids, but --tokenizer-model has {str(sha256)[:12]} and {vocab_size} ids; "
+        f"give that one or {_ANEW}",
+    )
     return entries.integer("largest_id", 0, least=0)

@@ -32,15 +32,10 @@ _NAME = re.compile(
 )
 
 
-def document_lengths(prefix: str) -> np.ndarray:
-    """Return the lengths of a dataset's documents, on which its indices depend."""
-    return read_index(prefix).lengths
-
-
 def cache_folder(
     prefixes: list[str],
     root: str | None = None,
-    content: Callable[[str], Any] = document_lengths,
+    content: Callable[[str], Any] = lambda prefix: read_index(prefix).lengths,
 ) -> str:
     """Return the folder for the indices of samples; make it.
 
@@ -50,7 +45,8 @@ def cache_folder(
     Args:
         prefixes: the datasets.
         root: value of ``--data-cache-path``; None selects ``cache`` next to the first dataset.
-        content: function from a dataset to the bytes on which its indices depend.
+        content: function from a dataset to the bytes on which its indices depend; by default the
+            lengths of its documents.
 
     Raises:
         UserError: the folder cannot be written to, or is a link.
@@ -95,7 +91,7 @@ def building(folder: Path, prefixes: Sequence[str] = ()) -> Iterator[None]:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         _delete_wrong(folder, prefixes)
-        np.save = save_whole
+        np.save = save_whole  # type: ignore[assignment]
         yield
     finally:
         np.save = save
@@ -109,7 +105,11 @@ def _delete_wrong(folder: Path, prefixes: Sequence[str]) -> None:
         if name := _NAME.fullmatch(path.name):
             indices.setdefault(name[1], {})[name[3]] = path
     for base, files in indices.items():
-        if not _is_right(files, base.partition("-")[0], prefixes):
+        try:
+            is_right = _is_right(files, base.partition("-")[0], prefixes)
+        except (LookupError, TypeError, ValueError, ArithmeticError, OSError, EOFError):
+            is_right = False
+        if not is_right:
             for path in files.values():
                 path.unlink()
             say(f"{folder / base}: the cached index is wrong or not whole; built again")
@@ -118,48 +118,41 @@ def _delete_wrong(folder: Path, prefixes: Sequence[str]) -> None:
 def _is_right(files: dict[str, Path], digest: str, prefixes: Sequence[str]) -> bool:
     """Return True for an index that fits its dataset, or whose dataset is none of these.
 
-    Args:
-        files: the index's files by the last part of their names.
-        digest: MD5 of its description, in hexadecimal digits.
-        prefixes: the datasets.
+    ``files`` are by the last part of their names, ``digest`` is the MD5 of the description.
     """
     if any(path.is_symlink() or not path.is_file() for path in files.values()):
         return False
-    try:
-        text = files[_DESCRIPTION].read_bytes()
-        if hashlib.md5(text, usedforsecurity=False).hexdigest() != digest:
-            return False
-        description = as_object(parse_json(text, _DESCRIPTION), _DESCRIPTION)
-        prefix = description.get("dataset_path")
-        if "datasets" not in description and prefix is not None and prefix not in prefixes:
-            return True
-
-        def array(name: str) -> np.ndarray:
-            return np.load(files[f"{name}_index.npy"], mmap_mode="r", allow_pickle=False)
-
-        if "datasets" in description:
-            count = len(description["datasets"])
-            return is_blend_index(array("dataset"), array("dataset_sample"), count)
-        arrays = (array(name) for name in ("document", "sample", "shuffle"))
-        lengths = document_lengths(prefix)
-        part = _part(description, len(lengths))
-        return is_sample_index(*arrays, lengths, part, description["sequence_length"])
-    except (LookupError, TypeError, ValueError, ArithmeticError, OSError, EOFError):
+    text = files[_DESCRIPTION].read_bytes()
+    if hashlib.md5(text, usedforsecurity=False).hexdigest() != digest:
         return False
+    description = as_object(parse_json(text, _DESCRIPTION), _DESCRIPTION)
 
+    def array(name: str) -> np.ndarray:
+        path = files[f"{name}_index.npy"]
+        loaded: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+        return loaded
 
-def _part(description: dict[str, Any], documents: int) -> range:
-    """Return the documents of an index's part of the dataset, rounded as Megatron-LM does."""
+    if "datasets" in description:
+        count = len(description["datasets"])
+        return is_blend_index(array("dataset"), array("dataset_sample"), count)
+    prefix: Any = description.get("dataset_path")
+    if prefix is not None and prefix not in prefixes:
+        return True
+    lengths = read_index(prefix).lengths
+    # The part of the dataset's documents, rounded as Megatron-LM does.
     matrix = description["split_matrix"]  # None: the part is a dataset of its own.
     number = ("train", "valid", "test").index(description["index_split"])
     bounds = (0.0, 1.0) if matrix is None else matrix[number]
-    return range(*(round(bound * documents) for bound in bounds))
+    part = range(*(round(bound * len(lengths)) for bound in bounds))
+    documents, samples, order = map(array, ("document", "sample", "shuffle"))
+    length = description["sequence_length"]
+    return _is_sample_index(documents, samples, order, lengths, part, length)
 
 
 _CHUNK = 1 << 22
 
 
-def is_sample_index(
+def _is_sample_index(
     documents: np.ndarray,
     samples: np.ndarray,
     order: np.ndarray,
@@ -181,9 +174,12 @@ def is_sample_index(
     are_integers = all(array.dtype.kind in "iu" for array in (documents, samples, order))
     if not are_integers or documents.ndim != 1 or samples.ndim != 2 or samples.shape[1] != 2:
         return False
+    if order.shape != (len(samples) - 1,) or not _is_within(order, len(order)):
+        return False
+    is_there = np.zeros(len(order), bool)
+    is_there[order] = True
     return (
-        order.shape == (len(samples) - 1,)
-        and _is_permutation(order)
+        bool(is_there.all())
         and _has_whole_epochs(documents, part)
         and _follow_one_another(documents, samples, lengths, sequence_length)
     )
@@ -201,20 +197,12 @@ def is_blend_index(datasets: np.ndarray, samples: np.ndarray, count: int) -> boo
         return False
     if datasets.shape != samples.shape or not _is_within(datasets, count):
         return False
-    own = (samples[datasets == number] for number in range(count))
-    return all(np.array_equal(numbers, np.arange(len(numbers))) for numbers in own)
+    each = (samples[datasets == number] for number in range(count))
+    return all(np.array_equal(numbers, np.arange(len(numbers))) for numbers in each)
 
 
 def _is_within(values: np.ndarray, end: int) -> bool:
     return values.size == 0 or (values.min() >= 0 and values.max() < end)
-
-
-def _is_permutation(order: np.ndarray) -> bool:
-    if not _is_within(order, len(order)):
-        return False
-    is_there = np.zeros(len(order), bool)
-    is_there[order] = True
-    return bool(is_there.all())
 
 
 def _has_whole_epochs(documents: np.ndarray, part: range) -> bool:

@@ -16,13 +16,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_lowbit.command_line import command_parser
+from megatron_lowbit.data.corpus import Corpus, add_corpus_arguments
 from megatron_lowbit.errors import UserError, as_user_error, require, say
 from megatron_lowbit.folders import check_file, check_folder, replace_text, replacing, writing
 from megatron_lowbit.json_files import Entries, read_object
 from megatron_lowbit.storage.lock import FolderLock
 
 END_OF_TEXT = "<|endoftext|>"
-_CONFIG_FILE = "tokenizer_config.json"
+_MODEL_FILE, _CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 _CONFIG = json.dumps({
     "tokenizer_class": "PreTrainedTokenizerFast",
     **dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), END_OF_TEXT),
@@ -38,8 +39,6 @@ _NO_PAD = -1
 
 def main(argv: list[str] | None = None) -> None:
     """Train on what the command line names."""
-    from megatron_lowbit.data.corpus import Corpus, add_corpus_arguments  # which needs this module
-
     parser = command_parser(description=__doc__)
     add_corpus_arguments(parser)
     parser.add_argument(
@@ -52,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     )  # fmt: skip
     args = parser.parse_args(argv)
     check_folder("--output", args.output)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
+    for name in (_MODEL_FILE, _CONFIG_FILE):
         check_file("--output", args.output / name)
     check_output(args.output)
     corpus = Corpus(args.input, args.json_keys, args.pattern, args.exclude)
@@ -101,38 +100,35 @@ def load_tokenizer(
     Raises UserError if the arguments or the folder's files do not fit.
     """
     if tokenizer_type == "NullTokenizer":
-        return _null_tokenizer(vocab_size)
-    if tokenizer_type != "HuggingFaceTokenizer":
-        raise UserError(
-            f"--tokenizer-type {tokenizer_type}: choose one of {', '.join(TOKENIZER_TYPES)}"
+        is_size = vocab_size is not None and vocab_size > 0
+        require(is_size, "--vocab-size: NullTokenizer needs a positive vocabulary size")
+        eod = vocab_size or 0
+        return Tokenizer(
+            kind=tokenizer_type,
+            vocab_size=eod + 1,
+            eod=eod,
+            tokenize=lambda text: [int(word) for word in text.split()],
+            detokenize=lambda ids: " ".join(map(str, ids)),
         )
+    types = ", ".join(TOKENIZER_TYPES)
+    is_known = tokenizer_type == "HuggingFaceTokenizer"
+    require(is_known, f"--tokenizer-type {tokenizer_type}: choose one of {types}")
     if tokenizer_model is None:
         raise UserError("--tokenizer-model: give the folder that holds tokenizer.json")
     tokenizer = _hugging_face_tokenizer(Path(tokenizer_model))
-    if vocab_size not in (None, tokenizer.vocab_size):
-        raise UserError(
-            f"--vocab-size {vocab_size}: the tokenizer in {tokenizer_model} has "
-            f"{tokenizer.vocab_size}; leave the option out"
-        )
+    require(
+        vocab_size in (None, tokenizer.vocab_size),
+        f"--vocab-size {vocab_size}: the tokenizer in {tokenizer_model} has "
+        f"{tokenizer.vocab_size}; leave the option out",
+    )
     return tokenizer
 
 
-def _null_tokenizer(vocab_size: int | None) -> Tokenizer:
-    if vocab_size is None or vocab_size < 1:
-        raise UserError("--vocab-size: NullTokenizer needs a positive vocabulary size")
-    return Tokenizer(
-        kind="NullTokenizer",
-        vocab_size=vocab_size + 1,
-        eod=vocab_size,
-        tokenize=lambda text: [int(word) for word in text.split()],
-        detokenize=lambda ids: " ".join(map(str, ids)),
-    )
-
-
 def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise UserError(f"--tokenizer-model {folder}: there is no tokenizer.json in this folder")
+    path = folder / _MODEL_FILE
+    require(
+        path.is_file(), f"--tokenizer-model {folder}: there is no tokenizer.json in this folder"
+    )
     model, content = _read(path)
     # A saved tokenizer may carry the truncation and padding of its last use.
     model.no_truncation()
@@ -142,10 +138,11 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
     if eod is None:
         raise UserError(
             f"{path}: the end-of-document token {eod_token!r} is not in the vocabulary; "
-            f"name one that is as eos_token in {folder / 'tokenizer_config.json'}"
+            f"name one that is as eos_token in {folder / _CONFIG_FILE}"
         )
     largest = _largest_id(model)
     require(largest < 2**31 - 1, f"{path}: has the token id {largest}; ids are below {2**31 - 1}")
+    added = model.get_added_tokens_decoder().items()
 
     def tokenize(text: str) -> list[int]:
         with as_user_error(f"{path}: cannot encode a text"):
@@ -158,13 +155,18 @@ def _hugging_face_tokenizer(folder: Path) -> Tokenizer:
         tokenize=tokenize,
         detokenize=lambda ids: model.decode(ids, skip_special_tokens=False),
         sha256=hashlib.sha256(content).hexdigest(),
-        special_tokens={
-            number: token.content
-            for number, token in model.get_added_tokens_decoder().items()
-            if token.special
-        }
-        | {eod: eod_token},
+        special_tokens={i: token.content for i, token in added if token.special} | {eod: eod_token},
     )
+
+
+def _eod_token(folder: Path) -> str:
+    path = folder / _CONFIG_FILE
+    if not path.is_file():
+        return END_OF_TEXT
+    config = read_object(path)
+    if isinstance(config.get("eos_token"), dict):
+        return Entries(config["eos_token"], f"{path}: eos_token").string("content")
+    return Entries(config, str(path)).string("eos_token", END_OF_TEXT)
 
 
 def _read(path: Path) -> tuple[tokenizers.Tokenizer, bytes]:
@@ -192,7 +194,7 @@ def ids_beyond_model(folder: Path, largest: int | None = None) -> str | None:
     """
     try:
         if largest is None:
-            largest = _largest_id(_read(folder / "tokenizer.json")[0])
+            largest = _largest_id(_read(folder / _MODEL_FILE)[0])
         rows = Entries(read_object(folder / "config.json"), "").integer("vocab_size")
     except UserError:
         return None
@@ -202,16 +204,6 @@ def ids_beyond_model(folder: Path, largest: int | None = None) -> str | None:
         f"{folder}: token ids go up to {largest}, but the model has {rows} rows (vocab_size of "
         f"config.json); training it on these ids needs --padded-vocab-size {largest + 1} or more"
     )
-
-
-def _eod_token(folder: Path) -> str:
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return END_OF_TEXT
-    config = read_object(path)
-    if isinstance(config.get("eos_token"), dict):
-        return Entries(config["eos_token"], f"{path}: eos_token").string("content")
-    return Entries(config, str(path)).string("eos_token", END_OF_TEXT)
 
 
 def padded_vocab_size(vocab_size: int, divisible_by: int, tp_size: int) -> int:
@@ -229,8 +221,8 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> 
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     smallest = len(alphabet) + 1
-    if vocab_size < smallest:
-        raise UserError(f"--vocab-size {vocab_size}: at least {smallest} (256 bytes, 1 special)")
+    is_enough = vocab_size >= smallest
+    require(is_enough, f"--vocab-size {vocab_size}: at least {smallest} (256 bytes, 1 special)")
     model = tokenizers.Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
@@ -241,28 +233,24 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, output: Path) -> 
         show_progress=sys.stderr.isatty(),
     )
     model.train_from_iterator(documents, trainer=trainer)
-    _save_tokenizer(model, output)
+    output.mkdir(parents=True, exist_ok=True)
+    with closing(FolderLock(output, f"--output {output}")):
+        check_output(output)
+        with replacing(output / _MODEL_FILE) as file:
+            file.write(model.to_str(pretty=True).encode() + b"\n")
+            file.flush()
+            # Its name comes first: it tells that the other file is this command's.
+            replace_text(output / _CONFIG_FILE, _CONFIG)
     return model.get_vocab_size()
 
 
 def check_output(output: Path) -> None:
     """Raise UserError if a folder holds a tokenizer that :func:`train_tokenizer` did not write."""
     config = output / _CONFIG_FILE
-    is_own = config.is_file() and config.read_text(errors="replace") == _CONFIG
-    for file in (config, output / "tokenizer.json"):
+    is_written_here = config.is_file() and config.read_text(errors="replace") == _CONFIG
+    for file in (config, output / _MODEL_FILE):
         require(
-            is_own or not os.path.lexists(file),
+            is_written_here or not os.path.lexists(file),
             f"--output {output}: {file.name} exists and is not of lowbit-tokenizer; give another "
             "folder",
         )
-
-
-def _save_tokenizer(model: tokenizers.Tokenizer, output: Path) -> None:
-    output.mkdir(parents=True, exist_ok=True)
-    with closing(FolderLock(output, f"--output {output}")):
-        check_output(output)
-        with replacing(output / "tokenizer.json") as file:
-            file.write(model.to_str(pretty=True).encode() + b"\n")
-            file.flush()
-            # Its name comes first: it tells that the other file is this command's.
-            replace_text(output / _CONFIG_FILE, _CONFIG)

@@ -23,7 +23,7 @@ from megatron_lowbit.megatron.metrics import METRICS_FILE, check_metrics
 from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks
 from megatron_lowbit.megatron.run_record import check_resumed, record_data
 from megatron_lowbit.megatron.steps import steps_of
-from megatron_lowbit.storage import files, replacement
+from megatron_lowbit.storage import files
 from megatron_lowbit.storage.files import load_directory, selected
 from megatron_lowbit.storage.lock import FolderLock
 
@@ -77,8 +77,8 @@ class CheckpointGuard:
                 check_metrics(directory)
                 for folder in filter(None, (directory, _non_persistent_directory(self._args))):
                     _refuse_links(folder)
-                    replacement.settle_replaced(folder)
-                    replacement.delete_unfinished(folder)
+                    files.settle_replaced(folder)
+                    files.delete_unfinished(folder)
                 recorder = Recorder(directory, self._args.save_keep_last)
                 self._recorder = self._opened.enter_context(closing(recorder))
 
@@ -157,7 +157,7 @@ class Recorder:
         """Set aside an existing checkpoint at the path of a new one."""
         self._begun.add(path)
         if path.is_symlink() or path.exists():
-            replacement.set_aside(path)
+            files.set_aside(path)
             self._replacements.append(path)
         if path.parent == self._directory:
             files.note_saving(self._directory, int(path.name.removeprefix("iter_")))
@@ -209,16 +209,16 @@ class Recorder:
 
         Not in the thread, which might otherwise delete what the next save sets aside.
         """
-        complete = [path for path in self._replacements if replacement.is_replacement(path)]
+        complete = [path for path in self._replacements if files.is_replacement(path)]
         for path in complete:
             self._replacements.remove(path)
-            if replacement.replaced_directory(path).exists():
-                replacement.discard_replaced(path)
+            if files.replaced_directory(path).exists():
+                files.discard_replaced(path)
         return {path.parent for path in complete}
 
     def _finish(self, saved: Path | None, discarded: set[Path]) -> None:
         for directory in discarded:
-            replacement.delete_hidden(directory)
+            files.delete_hidden(directory)
         if saved is not None:
             self._record(saved)
 
@@ -231,4 +231,4 @@ class Recorder:
         self._begun.discard(path)
         if self._keep_last is not None:
             iteration = int(path.name.removeprefix("iter_"))
-            replacement.delete_older(self._directory, iteration, self._keep_last)
+            files.delete_older(self._directory, iteration, self._keep_last)

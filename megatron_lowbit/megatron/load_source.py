@@ -15,7 +15,7 @@ from megatron_lowbit.megatron.amax_history import PREFIX
 from megatron_lowbit.megatron.extra_states import check_extra_states
 from megatron_lowbit.megatron.layer_state import LayerState
 from megatron_lowbit.megatron.rank_errors import raise_on_all_ranks, say_on_rank_0
-from megatron_lowbit.storage import files, replacement
+from megatron_lowbit.storage import files
 from megatron_lowbit.storage.files import (
     Selected,
     load_directory,
@@ -107,7 +107,7 @@ def _advice(directory: Path, step: int | None, path: Path) -> str:
     if step is None:
         return ""
     others = files.alternatives(directory, besides=step)
-    if replacement.replaced_directory(path).exists():
+    if files.replaced_directory(path).exists():
         others += f"; a start with --save {directory} restores what a killed run set aside"
     return f" ({others})"
 

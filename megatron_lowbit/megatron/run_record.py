@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_lowbit.data.dataset_writer import dataset_digest
+from megatron_lowbit.data.dataset import dataset_digest
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.json_files import Entries
 from megatron_lowbit.megatron.common_state import has_common_state, read_common_state

@@ -1,4 +1,4 @@
-"""Files of a checkpoint directory: names, checksums, and which checkpoint Megatron-LM loads.
+"""A checkpoint directory: its names, checksums, replacements, and which checkpoint is loaded.
 
     DIR/latest_checkpointed_iteration.txt    the newest iteration, decimal
     DIR/iter_0000100/...                     what Megatron-LM has saved
@@ -7,22 +7,25 @@
     DIR/.iter_0000100.deleted/...            one that is being deleted
     DIR/.saving                              the iteration that is being saved, if higher ones exist
 
-The selection follows ``load_checkpoint`` and ``load_args_from_checkpoint`` of Megatron-LM, so that
-a checkpoint is verified before any of its bytes are read. Nothing here talks to other ranks.
+Megatron-LM saves an iteration again into its existing directory. A kill would leave files of two
+checkpoints there, so the old directory is set aside until the new one is complete.
+The selection follows ``load_checkpoint`` and ``load_args_from_checkpoint`` of Megatron-LM.
 """
 
 import hashlib
 import json
 import os
 import re
+import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
+from os.path import lexists
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_lowbit.errors import UserError, require
-from megatron_lowbit.folders import replace_text
+from megatron_lowbit.errors import UserError, require, say
+from megatron_lowbit.folders import replace_text, sync_directory
 from megatron_lowbit.json_files import Entries, as_object, is_inside, read_object
 from megatron_lowbit.storage.pickles import check_lengths
 
@@ -35,11 +38,28 @@ FORMAT_VERSION = 3
 _SHOWN = 5
 _DIGITS = 18
 """The most in a tracker file, so that the checkpoint's folder can have the name."""
+_UNFINISHED = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp", re.A)
+"""Files that torch writes before ``.metadata``, without which they cannot be read."""
+
+Checksums = dict[str, dict[str, Any]]
+"""{"bytes", "blake2b"} by the name of a checkpoint's file."""
 
 
 def iteration_directory(directory: Path, iteration: int) -> Path:
     """Return the folder of an iteration in DIR."""
     return directory / f"iter_{iteration:07d}"
+
+
+def iterations(directory: Path) -> list[int]:
+    """Return the iterations that have a folder in DIR, complete or not, in ascending order."""
+    names = (re.fullmatch(r"iter_(\d{7,})", path.name, re.A) for path in directory.glob("iter_*"))
+    numbers = (int(name[1]) for name in names if name)
+    return sorted(number for number in numbers if iteration_directory(directory, number).is_dir())
+
+
+def complete_iterations(directory: Path) -> list[int]:
+    """Return those whose files are all there in full length; their content is not read."""
+    return [i for i in iterations(directory) if _is_complete(iteration_directory(directory, i))]
 
 
 def latest_iteration(directory: str | Path) -> int | None:
@@ -59,16 +79,13 @@ def latest_iteration(directory: str | Path) -> int | None:
 
 
 def release(directory: str | Path) -> Path | None:
-    """Return DIR/release where the tracker file names it: a checkpoint without an iteration.
-
-    Megatron-LM's converters write such ones.
-    """
+    """Return DIR/release, as Megatron-LM's converters write it, where the tracker file names it."""
     return Path(directory) / "release" if _tracker_text(directory) == "release" else None
 
 
 def _tracker_text(directory: str | Path) -> str | None:
     tracker = Path(directory) / TRACKER
-    if not os.path.lexists(tracker):
+    if not lexists(tracker):
         return None
     require(tracker.is_file(), f"{tracker}: is no file")
     try:
@@ -77,16 +94,9 @@ def _tracker_text(directory: str | Path) -> str | None:
         raise UserError(f"{tracker}: cannot be read ({error.strerror})") from None
 
 
-def iterations(directory: Path) -> list[int]:
-    """Return the iterations that have a folder in DIR, complete or not, in ascending order."""
-    found = (re.fullmatch(r"iter_(\d{7,})", path.name, re.A) for path in directory.glob("iter_*"))
-    numbers = (int(match[1]) for match in found if match)
-    return sorted(number for number in numbers if iteration_directory(directory, number).is_dir())
-
-
-def complete_iterations(directory: Path) -> list[int]:
-    """Return those whose files are all there in full length; their content is not read."""
-    return [i for i in iterations(directory) if is_complete(iteration_directory(directory, i))]
+def write_tracker(directory: Path, iteration: int) -> None:
+    """Let DIR's tracker file name an iteration."""
+    replace_text(directory / TRACKER, f"{iteration}\n")
 
 
 def last_saved(directory: Path) -> int | None:
@@ -98,9 +108,8 @@ def last_saved(directory: Path) -> int | None:
     complete = complete_iterations(directory)
     note = directory / SAVING
     text = note.read_text(errors="replace").strip() if note.is_file() else ""
-    begun = int(text) if text.isdecimal() and len(text) <= _DIGITS else None
-    own = [number for number in complete if begun is None or number <= begun]
-    return max(own or complete, default=None)
+    begun = int(text) if text.isdecimal() and len(text) <= _DIGITS else sys.maxsize
+    return max([i for i in complete if i <= begun] or complete, default=None)
 
 
 def note_saving(directory: Path, iteration: int) -> None:
@@ -121,8 +130,8 @@ def alternatives(directory: Path, besides: int | None = None) -> str:
     return f"complete: {', '.join(more + names)}; --load-latest-valid goes back to a valid one"
 
 
-def checksums(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return {"bytes", "blake2b"} of every file of a checkpoint by its name, lowbit.json apart."""
+def checksums(directory: Path) -> Checksums:
+    """Return length and checksum of every file of a checkpoint but lowbit.json."""
     return {
         path.relative_to(directory).as_posix(): {
             "bytes": path.stat().st_size,
@@ -136,9 +145,7 @@ def checksums(directory: Path) -> dict[str, dict[str, Any]]:
 def write_document(directory: Path, document: dict[str, Any]) -> None:
     """Write lowbit.json, whole or not at all, with the format's version and its own checksum.
 
-    Args:
-        directory: the checkpoint's.
-        document: JSON; ``files`` as :func:`checksums` returns them.
+    ``document`` is JSON, with ``files`` as :func:`checksums` returns them.
     """
     content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **document}))
     content["blake2b"] = _document_digest(content)
@@ -155,14 +162,14 @@ def read_document(path: Path) -> dict[str, Any]:
     require(file.is_file(), f"{file}: missing")
     document = read_object(file)
     version = Entries(document, str(file)).integer("format_version", least=0)
-    if version != FORMAT_VERSION:
-        raise UserError(
-            f"{file}: format_version {version}, but this version of megatron-lowbit reads "
-            f"{FORMAT_VERSION}"
-        )
+    require(
+        version == FORMAT_VERSION,
+        f"{file}: format_version {version}, but this version of megatron-lowbit reads "
+        f"{FORMAT_VERSION}",
+    )
     digest = document.pop("blake2b", None)
-    if digest != _document_digest(document):
-        raise UserError(f"{file}: its content differs from what was saved")
+    is_as_saved = digest == _document_digest(document)
+    require(is_as_saved, f"{file}: its content differs from what was saved")
     for name, entry in as_object(document.get("files"), f"{file}: files").items():
         recorded = Entries(entry, f"{file}: files: {name}")
         recorded.integer("bytes", least=0, most=sys.maxsize)
@@ -171,7 +178,7 @@ def read_document(path: Path) -> dict[str, Any]:
     return document
 
 
-def check_files(path: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
+def check_files(path: Path, files: Checksums, names: Iterable[str]) -> None:
     """Raise UserError at the first of ``names`` that is not as lowbit.json's ``files`` says."""
     for name in names:
         check_sizes(path, files, [name])
@@ -179,31 +186,30 @@ def check_files(path: Path, files: dict[str, dict[str, Any]], names: Iterable[st
             digest = _digest(path / name)
         except OSError as error:
             raise UserError(f"{path / name}: cannot be read ({error.strerror})") from error
-        if digest != files[name]["blake2b"]:
-            raise UserError(f"{path / name}: its content differs from what was saved")
+        is_as_saved = digest == files[name]["blake2b"]
+        require(is_as_saved, f"{path / name}: its content differs from what was saved")
 
 
-def check_sizes(path: Path, files: dict[str, dict[str, Any]], names: Iterable[str]) -> None:
+def check_sizes(path: Path, files: Checksums, names: Iterable[str]) -> None:
     """Raise UserError at the first of ``names`` that has another length than ``files`` says."""
     for name in names:
         file, length = path / name, files[name]["bytes"]
         try:
             size = file.stat().st_size
-        except FileNotFoundError:
-            raise UserError(f"{file}: missing") from None
         except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror})") from error
+            is_missing = isinstance(error, FileNotFoundError)
+            reason = "missing" if is_missing else f"cannot be read ({error.strerror})"
+            raise UserError(f"{file}: {reason}") from None
         require(size == length, f"{file}: {size} bytes instead of {length}")
 
 
-def is_complete(path: Path) -> bool:
-    """Return True if all files of a checkpoint are there in full length; content is not read."""
+def _is_complete(path: Path) -> bool:
     try:
-        if not (path / DOCUMENT).exists():
+        if (path / DOCUMENT).exists():
+            files = read_document(path)["files"]
+            check_sizes(path, files, files)
+        else:
             check_lengths(path)
-            return True
-        files = read_document(path)["files"]
-        check_sizes(path, files, files)
         return True
     except (UserError, OSError):
         return False
@@ -219,9 +225,121 @@ def _document_digest(document: dict[str, Any]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def write_tracker(directory: Path, iteration: int) -> None:
-    """Let DIR's tracker file name an iteration."""
-    replace_text(directory / TRACKER, f"{iteration}\n")
+def replaced_directory(path: Path) -> Path:
+    """Return where a checkpoint's directory is while another takes its place."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def set_aside(path: Path) -> None:
+    """Rename the existing checkpoint of an iteration that is saved again.
+
+    If one is set aside already, the newer complete one takes its place. An incomplete checkpoint
+    stays: a save in the background is about to complete it.
+    """
+    replaced = replaced_directory(path)
+    if lexists(replaced):
+        if not is_replacement(path):
+            return
+        remove(replaced)
+    rename(path, replaced)
+
+
+def is_replacement(path: Path) -> bool:
+    """Return True if the checkpoint that replaces the one set aside is complete."""
+    if not any((path / name).is_file() for name in (METADATA, DOCUMENT)):
+        return False
+    # Megatron-LM's own formats end with METADATA, torch_dist with CONFIG after it.
+    needs_config = (replaced_directory(path) / CONFIG).is_file()
+    return ((path / CONFIG).is_file() or not needs_config) and _is_complete(path)
+
+
+def discard_replaced(path: Path) -> None:
+    """Move what was set aside for a checkpoint out of the way, for ``delete_hidden``."""
+    hidden = path.with_name(f".{path.name}.deleted")
+    remove(hidden)
+    os.rename(replaced_directory(path), hidden)
+
+
+def settle_replaced(directory: Path) -> None:
+    """Recover from a run that was killed while it saved an iteration again.
+
+    The new checkpoint stays if it is complete, otherwise the old one comes back. No run may be
+    saving into DIR.
+    """
+    for replaced in _hidden(directory, "replaced"):
+        path = replaced.with_name(replaced.name[1:].removesuffix(".replaced"))
+        if is_replacement(path):
+            discard_replaced(path)
+            continue
+        remove(path)
+        rename(replaced, path)
+        say(f"{path}: put back, since a killed run did not finish its replacement")
+    delete_hidden(directory)
+
+
+def delete_older(directory: Path, saved: int, keep: int) -> None:
+    """Delete all complete checkpoints of DIR up to ``saved`` except the newest ``keep``.
+
+    Never deleted: ``saved``, what the tracker file names, symbolic links, and whatever is not a
+    complete checkpoint. A failure is printed instead of raised, so that training continues.
+    """
+    delete_hidden(directory)
+    older = [number for number in complete_iterations(directory) if number < saved]
+    named = latest_iteration(directory)
+    for number in older[: max(0, len(older) - (keep - 1))]:
+        path = iteration_directory(directory, number)
+        if path.is_symlink() or number == named:
+            continue
+        hidden = path.with_name(f".{path.name}.deleted")
+        try:
+            rename(path, hidden)
+            shutil.rmtree(hidden)
+        except OSError as error:
+            say(f"cannot delete the older checkpoint {path}: {error.strerror}")
+
+
+def delete_hidden(directory: Path) -> None:
+    """Delete what was moved out of DIR's checkpoints to be deleted, also by a killed run."""
+    for hidden in _hidden(directory, "deleted"):
+        remove(hidden)
+
+
+def delete_unfinished(directory: Path) -> None:
+    """Delete and print the checkpoints of DIR of which a killed run has written only a part.
+
+    Kept: what the tracker file names, symbolic links, and folders with any other file.
+    """
+    try:
+        named = latest_iteration(directory)
+    except UserError:  # It is empty, or names a release.
+        named = None
+    for number in iterations(directory):
+        path = iteration_directory(directory, number)
+        if number == named or path.is_symlink():
+            continue
+        if all(_UNFINISHED.fullmatch(entry.name) for entry in path.iterdir()):
+            remove(path)
+            say(f"{path}: deleted, since a killed run did not finish it")
+
+
+def _hidden(directory: Path, ending: str) -> list[Path]:
+    """Return the hidden folders of DIR's iterations with an ending, in ascending order."""
+    name = re.compile(rf"\.iter_\d{{7,}}\.{ending}", re.A)
+    return [path for path in sorted(directory.glob(".iter_*")) if name.fullmatch(path.name)]
+
+
+def rename(path: Path, new: Path) -> None:
+    """Rename a file or folder within its folder, on the disk as well."""
+    os.rename(path, new)
+    sync_directory(new.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if there is one."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Selected(NamedTuple):
@@ -233,21 +351,17 @@ class Selected(NamedTuple):
 
 def load_directory(args: Namespace) -> Path | None:
     """Return ``--load``, or ``--pretrained-checkpoint`` if ``--load`` has no tracker file."""
-    if args.pretrained_checkpoint is None:
-        return args.load and Path(args.load)
-    if args.load is not None and (Path(args.load) / TRACKER).is_file():
-        return Path(args.load)
-    return Path(args.pretrained_checkpoint)
+    has_load = args.load is not None and (Path(args.load) / TRACKER).is_file()
+    directory = args.load if has_load else args.pretrained_checkpoint or args.load
+    return directory and Path(directory)
 
 
 def persistent(args: Namespace, directory: Path) -> Selected | None:
     """Return the checkpoint that ``--ckpt-step`` or the tracker file of a directory names.
 
-    Raises:
-        UserError: the tracker file is damaged, or contradicts ``--ckpt-step``.
+    Raises UserError if the tracker file is damaged, or contradicts ``--ckpt-step``.
     """
-    folder = release(directory)
-    if folder is not None:
+    if (folder := release(directory)) is not None:
         require(
             not args.ckpt_step,
             f"--ckpt-step {args.ckpt_step}: Megatron-LM loads {folder} all the same, which "
@@ -264,8 +378,7 @@ def persistent(args: Namespace, directory: Path) -> Selected | None:
 def newest(args: Namespace, directory: Path, saved: Selected | None) -> Selected | None:
     """Return the non-persistent checkpoint of a directory unless ``saved`` is of a later iteration.
 
-    Raises:
-        UserError: the tracker file of the non-persistent checkpoints is damaged.
+    Raises UserError if the tracker file of the non-persistent checkpoints is damaged.
     """
     if args.non_persistent_ckpt_type != "global":
         return saved

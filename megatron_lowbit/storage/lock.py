@@ -42,18 +42,18 @@ class FolderLock:
         try:
             if not self._taken():
                 holder = _parse(os.pread(self._descriptor, 4096, 0))
-                if not _is_earlier_start(holder):
-                    raise UserError(
-                        f"{place}: in use by {_name(holder)}; end that run or give another "
-                        f"folder (delete {self._file} only if its host is down)"
-                    )
+                name = "process {process} on {host}".format(**holder) if holder else ""
+                require(
+                    _is_earlier_start(holder),
+                    f"{place}: in use by {name or 'another process'}; end that run or give another "
+                    f"folder (delete {self._file} only if its host is down)",
+                )
                 # The file system has not yet noticed that the host of that start is gone.
-                say(f"{self._file}: taken over from {_name(holder)}, requeued by Slurm")
+                say(f"{self._file}: taken over from {name}, requeued by Slurm")
                 self._file.unlink(missing_ok=True)
                 os.close(self._descriptor)
                 self._descriptor = self._open()
-                if not self._taken():
-                    raise UserError(f"{place}: another start of this job took it first")
+                require(self._taken(), f"{place}: another start of this job took it first")
             content = os.pread(self._descriptor, 4096, 0).strip(b"\0")  # zeros: after a power loss
             require(
                 not content or bool(_parse(content)),
@@ -105,12 +105,8 @@ def output_lock(output: Path) -> FolderLock:
 def temporary_folder(path: Path, place: str) -> Iterator[Path]:
     """Make and lock a folder of this command, and delete it at the end.
 
-    Args:
-        path: the folder; one that a killed process left is deleted first.
-        place: what the folder is for, as errors name it.
-
-    Raises:
-        UserError: another process uses the folder, or it was not made by this function.
+    One that a killed process left is deleted first. Raises UserError, which names ``place``, where
+    another process uses the folder, or it was not made by this function.
     """
     delete_abandoned(path, place)
     require(not os.path.lexists(path), f"{place}: {path} is in the way; move it")
@@ -149,7 +145,7 @@ def _parse(content: bytes) -> dict[str, Any]:
     """Return what a process has written about itself; nothing where it is not that."""
     try:
         entries = Entries(parse_json(content, LOCK), LOCK)
-        holder = {
+        holder: dict[str, Any] = {
             "host": entries.string("host"),
             "process": entries.integer("process"),
             "slurm_job": entries.string("slurm_job", default=""),
@@ -172,7 +168,3 @@ def _is_earlier_start(holder: dict[str, Any]) -> bool:
         and holder.get("slurm_job") == this["slurm_job"]
         and holder["slurm_restarts"] < this["slurm_restarts"]
     )
-
-
-def _name(holder: dict[str, Any]) -> str:
-    return f"process {holder['process']} on {holder['host']}" if holder else "another process"

@@ -1,4 +1,4 @@
-"""Read a checkpoint's pickles without running what they hold.
+"""Reading of a checkpoint's pickles without running what they hold.
 
 torch's ``.metadata`` goes through an unpickler that knows nothing but what such a file needs;
 ``common.pt`` and the objects and tensors of ``*.distcp`` through torch's weights_only with
@@ -16,13 +16,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, NoReturn
 
 import torch
-import torch.distributed.checkpoint.filesystem as torch_filesystem
-import torch.distributed.checkpoint.metadata as torch_metadata
-import torch.distributed.checkpoint.planner as torch_planner
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, planner
+from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
 
 from megatron_lowbit.errors import UserError, require
 from megatron_lowbit.storage.checkpoint_content import check_common_state, check_metadata
@@ -39,27 +38,16 @@ class _SavedPath(PurePosixPath):
     """Path of a saved checkpoint. A separate class, because a pickle may set class attributes."""
 
 
-_KNOWN = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (
-        torch_metadata.Metadata,
-        torch_metadata.MetadataIndex,
-        torch_metadata.StorageMeta,
-        torch_metadata.TensorStorageMetadata,
-        torch_metadata.BytesStorageMetadata,
-        torch_metadata.ChunkStorageMetadata,
-        torch_metadata.TensorProperties,
-        torch_metadata._MEM_FORMAT_ENCODING,
-        torch_filesystem._StorageInfo,
-        # Megatron-LM keeps the plans of all ranks there.
-        torch_planner.SavePlan,
-        torch_planner.WriteItem,
-        torch_planner.WriteItemType,
-        torch_planner.TensorWriteData,
-        torch_planner.BytesIOWriteData,
-        torch.serialization._get_layout,
-    )
-} | {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): _SavedPath}
+_CLASSES: tuple[Any, ...] = (
+    Metadata, torch_metadata.MetadataIndex, StorageMeta, torch_metadata.TensorStorageMetadata,
+    BytesStorageMetadata, torch_metadata.ChunkStorageMetadata, torch_metadata.TensorProperties,
+    torch_metadata._MEM_FORMAT_ENCODING, _StorageInfo,
+    # Megatron-LM keeps the plans of all ranks there.
+    planner.SavePlan, planner.WriteItem, planner.WriteItemType, planner.TensorWriteData,
+    planner.BytesIOWriteData, torch.serialization._get_layout,
+)  # fmt: skip
+_KNOWN = {(known.__module__, known.__qualname__): known for known in _CLASSES}
+_KNOWN |= {("torch", "Size"): torch.Size, ("pathlib", "PosixPath"): _SavedPath}
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -71,33 +59,60 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _read_metadata(reader: FileSystemReader, *_: Any, **settings: Any) -> torch_metadata.Metadata:
+def load_restricted(name: Path | str, source: Path | BinaryIO, mmap: bool = False) -> Any:
+    """Load a pickle; raise UserError, with the name, where it is damaged or could run code.
+
+    With ``mmap`` the tensors of a file are mapped into memory.
+    """
+    try:
+        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as error:  # a damaged pickle raises almost anything
+        _refuse(name, error)
+
+
+def _refuse(name: Path | str, error: Exception) -> NoReturn:
+    """Raise a one-line UserError: torch's own messages are long and advise unsafe loading."""
+    if isinstance(error, OSError) and error.strerror:
+        raise UserError(f"{name}: cannot be read ({error.strerror})") from None
+    if isinstance(error, pickle.UnpicklingError):
+        text = str(error)
+        named = re.search(r"GLOBAL (\S+)", text) or re.search(r"Unpickler error: (.+)", text)
+        reason = (named[1] if named else text.splitlines()[-1])[:120]
+        raise UserError(f"{name}: refused: damaged, or a pickle that could run code ({reason})")
+    raise UserError(f"{name}: damaged ({type(error).__name__})") from None
+
+
+# -- readers ---------------------------------------------------------------------------------------
+
+
+def _read_metadata(reader: FileSystemReader, *_: Any, **settings: Any) -> Metadata:
     """Read a checkpoint's ``.metadata``, confined to data: torch's ``read_metadata`` without code.
 
     Raises UserError where the file holds anything else, or describes no tensors and objects.
     """
-    name, rank = ".metadata", settings.get("rank")
-    path = reader.fs.concat_path(reader.path, name if rank is None else f"__{rank}{name}")
-    with reader.fs.create_stream(path, "rb") as file:
-        try:
+    rank = settings.get("rank")
+    name = ".metadata" if rank is None else f"__{rank}.metadata"
+    path = reader.fs.concat_path(reader.path, name)
+    try:
+        with reader.fs.create_stream(path, "rb") as file:
             metadata = _MetadataUnpickler(file).load()
-            check_metadata(metadata, str(path))
-        except (UserError, OSError):
-            raise
-        except Exception as error:  # a damaged pickle raises almost anything
-            _refuse(path, error)
-    metadata.storage_meta = torch_metadata.StorageMeta(load_id=reader.load_id)
+        check_metadata(metadata, str(path))
+    except UserError:
+        raise
+    except Exception as error:  # a damaged pickle raises almost anything
+        _refuse(path, error)
+    metadata.storage_meta = StorageMeta(load_id=reader.load_id)
     return metadata
 
 
-def _load_bytes(planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+def _load_bytes(loading: DefaultLoadPlanner, item: planner.ReadItem, value: io.BytesIO) -> None:
     """Load an object of a checkpoint as torch's planner does, but without code."""
-    key = read_item.dest_index.fqn
+    key = item.dest_index.fqn
     content = load_restricted(key, value)
-    if planner.flatten_state_dict:
-        set_element(planner.original_state_dict, planner.mappings[key], content)
+    if loading.flatten_state_dict:
+        set_element(loading.original_state_dict, loading.mappings[key], content)
     else:
-        planner.state_dict[key] = content
+        loading.state_dict[key] = content
 
 
 def restrict_torch() -> None:
@@ -111,48 +126,46 @@ def restrict_torch() -> None:
         DefaultLoadPlanner.load_bytes = _load_bytes
 
 
-class Reader(FileSystemReader):
+class Reader(FileSystemReader):  # type: ignore[misc]
     """torch's reader of a checkpoint directory, confined to data.
 
     Raises UserError where a file holds anything else, or cannot be decoded.
     """
 
-    def read_metadata(self, *_: Any, **__: Any) -> torch_metadata.Metadata:
-        path = Path(self.path) / ".metadata"
-        try:
-            return _read_metadata(self)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+    read_metadata = _read_metadata
 
-    def read_tensor(self, place: torch_filesystem._StorageInfo) -> torch.Tensor:
+    def read_tensor(self, place: _StorageInfo) -> torch.Tensor:
         """Read one stored chunk of a tensor to the CPU without an additional copy."""
         with self._open(place) as file:
-            return load_restricted(file.name, self._slice_file(file, place))
+            tensor: torch.Tensor = load_restricted(file.name, self._slice_file(file, place))
+            return tensor
 
-    def read_bytes(self, place: torch_filesystem._StorageInfo) -> bytes:
+    def read_bytes(self, place: _StorageInfo) -> bytes:
         """Read a stored object, which stays pickled."""
         with self._open(place) as file:
             file.seek(place.offset)
             return file.read(place.length)
 
-    def read_object(self, place: torch_filesystem._StorageInfo) -> Any:
+    def read_object(self, place: _StorageInfo) -> Any:
         """Load a stored object; raise UserError where it is damaged or could run code."""
-        return load_restricted(
-            Path(self.path) / place.relative_path, io.BytesIO(self.read_bytes(place))
-        )
+        file = Path(self.path) / place.relative_path
+        return load_restricted(file, io.BytesIO(self.read_bytes(place)))
 
     @contextmanager
-    def _open(self, place: torch_filesystem._StorageInfo) -> Iterator[BinaryIO]:
-        """Open the file of a stored chunk or object, which must be there in full length."""
-        path, end = Path(self.path) / place.relative_path, place.offset + place.length
+    def _open(self, place: _StorageInfo) -> Iterator[BinaryIO]:
+        path = Path(self.path) / place.relative_path
         try:
-            require(path.is_file(), f"{path}: missing")
-            size = path.stat().st_size
-            require(size >= end, f"{path}: {size} bytes instead of {end}")
+            _check_length(path, place.offset + place.length)
             with open(path, "rb") as file:
                 yield file
         except OSError as error:
             raise UserError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _check_length(file: Path, least: int) -> None:
+    require(file.is_file(), f"{file}: missing")
+    size = file.stat().st_size
+    require(size >= least, f"{file}: {size} bytes instead of {least}")
 
 
 def saved_tensors(path: Path) -> dict[str, tuple[int, ...]]:
@@ -163,11 +176,7 @@ def saved_tensors(path: Path) -> dict[str, tuple[int, ...]]:
     if not (path / ".metadata").is_file():
         return {}
     entries = Reader(path).read_metadata().state_dict_metadata
-    return {
-        key: tuple(entry.size)
-        for key, entry in entries.items()
-        if isinstance(entry, torch_metadata.TensorStorageMetadata)
-    }
+    return {key: tuple(entry.size) for key, entry in entries.items() if hasattr(entry, "size")}
 
 
 def check_lengths(path: Path) -> None:
@@ -177,24 +186,14 @@ def check_lengths(path: Path) -> None:
     ``torch`` of Megatron-LM nothing more is known.
     """
     if not (path / ".metadata").is_file():
-        if any(path.glob("**/*.pt")):
-            return
-        raise UserError(f"{path / '.metadata'}: missing")
+        require(any(path.glob("**/*.pt")), f"{path / '.metadata'}: missing")
+        return
     ends: dict[str, int] = {}
     for place in Reader(path).read_metadata().storage_data.values():
         end = place.offset + place.length
         ends[place.relative_path] = max(end, ends.get(place.relative_path, 0))
     for name, end in ends.items():
-        file = path / name
-        require(file.is_file(), f"{file}: missing")
-        size = file.stat().st_size
-        require(size >= end, f"{file}: {size} bytes instead of {end}")
-
-
-def check_objects(path: Path) -> None:
-    """Raise UserError where an object in a checkpoint's files could run code or is not as saved."""
-    for _ in read_objects(path):
-        pass
+        _check_length(path / name, end)
 
 
 def read_objects(path: Path, keys: Container[str] | None = None) -> Iterator[tuple[Path, str, Any]]:
@@ -220,15 +219,15 @@ def read_objects(path: Path, keys: Container[str] | None = None) -> Iterator[tup
     reader = Reader(path)
     metadata = reader.read_metadata()
     for index, place in metadata.storage_data.items():
-        entry = metadata.state_dict_metadata[index.fqn]
-        is_object = isinstance(entry, torch_metadata.BytesStorageMetadata)
-        if is_object and (keys is None or index.fqn in keys):
-            content = reader.read_object(place)
-            if index.fqn == COMMON:
-                check_common_state(the_only(content, path), str(path))
-            elif index.fqn in _PARTS_OF_COMMON:
-                check_common_state({index.fqn: content}, str(path))
-            yield path / place.relative_path, index.fqn, content
+        key, entry = index.fqn, metadata.state_dict_metadata[index.fqn]
+        if not isinstance(entry, BytesStorageMetadata) or not (keys is None or key in keys):
+            continue
+        content = reader.read_object(place)
+        if key == COMMON:
+            check_common_state(the_only(content, path), str(path))
+        elif key in _PARTS_OF_COMMON:
+            check_common_state({key: content}, str(path))
+        yield path / place.relative_path, key, content
 
 
 def the_only(content: Any, path: Path) -> Any:
@@ -236,32 +235,3 @@ def the_only(content: Any, path: Path) -> Any:
     is_single = isinstance(content, list) and len(content) == 1
     require(is_single, f"{path}: its common state is damaged")
     return content[0]
-
-
-def load_restricted(name: Path | str, source: Path | BinaryIO, mmap: bool = False) -> Any:
-    """Load a pickle.
-
-    Args:
-        name: file or key, for errors.
-        source: file, or its content.
-        mmap: map the tensors of the file into memory.
-
-    Raises:
-        UserError: the pickle is damaged or could run code.
-    """
-    try:
-        return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as error:  # a damaged pickle raises almost anything
-        _refuse(name, error)
-
-
-def _refuse(name: Path | str, error: Exception) -> NoReturn:
-    """Raise a one-line UserError: torch's own messages are long and advise unsafe loading."""
-    if isinstance(error, OSError) and error.strerror:
-        raise UserError(f"{name}: cannot be read ({error.strerror})") from None
-    if isinstance(error, pickle.UnpicklingError):
-        text = str(error)
-        named = re.search(r"GLOBAL (\S+)", text) or re.search(r"Unpickler error: (.+)", text)
-        found = (named[1] if named else text.splitlines()[-1])[:120]
-        raise UserError(f"{name}: refused: damaged, or a pickle that could run code ({found})")
-    raise UserError(f"{name}: damaged ({type(error).__name__})") from None

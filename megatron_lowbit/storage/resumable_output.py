@@ -11,6 +11,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from os.path import lexists
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,9 +19,9 @@ from rich.progress import Progress
 
 from megatron_lowbit.console import plain_console
 from megatron_lowbit.errors import UserError, error_behind, require, say
-from megatron_lowbit.folders import new_file, replace_text
+from megatron_lowbit.folders import new_file, replace_text, sync_directory
 from megatron_lowbit.json_files import as_object, is_inside, parse_json
-from megatron_lowbit.storage import replacement
+from megatron_lowbit.storage import files
 from megatron_lowbit.storage.lock import FolderLock, output_lock
 
 JOURNAL = ".finished.jsonl"
@@ -37,13 +38,14 @@ class ResumableOutput:
     def __init__(self, path: Path, task: dict[str, Any], parts: int) -> None:
         self.path, self.bar = path, Progress(console=plain_console(stderr=True))
         self._bar_task = self.bar.add_task("tensors", total=parts)
-        self.finished = _finished(path, json.loads(json.dumps(task)))
-        if self.finished is None:
+        finished = _finished(path, json.loads(json.dumps(task)))
+        if finished is None:
             shutil.rmtree(path, ignore_errors=True)
             path.mkdir()
-            self.finished = {}
+        self.finished = finished or {}
         # Write all lines again, since the last one may be torn.
-        replace_text(path / JOURNAL, "".join(map(_line, (task, *self.finished.values()))))
+        lines = map(json.dumps, (task, *self.finished.values()))
+        replace_text(path / JOURNAL, "".join(f"{line}\n" for line in lines))
 
     def write(
         self,
@@ -79,13 +81,14 @@ class ResumableOutput:
                 os.fsync(stream.fileno())
                 size = stream.tell()
             self.finish(name, spans, size)
-        return self.finished[name]["note"]
+        recorded: list[Span] = self.finished[name]["note"]
+        return recorded
 
     def finish(self, name: str, spans: list[Span], size: int) -> None:
         """Record that a file of so many bytes is written, and on the disk."""
         self.finished[name] = {"file": name, "bytes": size, "note": spans}
         with open(self.path / JOURNAL, "a") as journal:
-            journal.write(_line(self.finished[name]))
+            journal.write(json.dumps(self.finished[name]) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
 
@@ -108,52 +111,70 @@ def resumable_output(
     Raises UserError if ``output`` exists, without ``force``, holds the source or is being written
     by another process, or if the system refuses to read or write.
     """
-    path = output.with_name(f".{output.name}.partial") if output.name else output
+    require(output.name not in ("", ".."), f"{output}: not a name for a new folder")
+    path = output.with_name(f".{output.name}.partial")
     with ExitStack() as locks:
-        _take(output, path, force, Path(task["source"]), locks)
-        yield from _written(output, path, force, task, parts)
+        _take(output, path, force, Path(task["source"]).resolve(), locks)
+        try:
+            partial = ResumableOutput(path, task, parts)
+            if count := len(partial.finished):
+                say(f"{output}: going on where it was interrupted, {count} files are there")
+            with partial.bar:
+                yield partial
+            partial.check_sizes()
+            if not force and lexists(output):
+                raise FileExistsError(errno.EEXIST, "another process has made it meanwhile")
+            replace_directory(path, output)
+            (output / JOURNAL).unlink()  # Only now: it tells whose the hidden folder is.
+        except KeyboardInterrupt:
+            say(f"interrupted: {path} keeps the finished files for the same command")
+            raise
+        except Exception as error:
+            cause = error_behind(error, OSError)  # torch.save hides it
+            if cause is None or isinstance(error, UserError):
+                shutil.rmtree(path, ignore_errors=True)
+                raise
+            reason = f"{cause.strerror or cause}; the same command goes on from there"
+            raise UserError(f"{output}: stopped: {reason}") from error
 
 
 def _take(output: Path, path: Path, force: bool, source: Path, locks: ExitStack) -> None:
     """Lock an output and check that it, and the hidden folder, may be made or replaced."""
-    require(output.name not in ("", ".."), f"{output}: not a name for a new folder")
     locks.enter_context(closing(output_lock(output)))
-    if replacement.restore_replaced(output):
+    if restore_replaced(output):
         say(f"{output}: put back, since a killed conversion did not replace it")
-    require(force or not os.path.lexists(output), f"{output} exists; --force replaces it")
-    source = source.resolve()
+    require(force or not lexists(output), f"{output} exists; --force replaces it")
     require(output.resolve() not in (source, *source.parents), f"{output} holds the source")
     require(not _is_foreign(path), f"{output}: {path} is in the way; move it")
     if output.is_dir() and not output.is_symlink():
         locks.enter_context(closing(FolderLock(output, str(output))))
 
 
-def _written(
-    output: Path, path: Path, force: bool, task: dict[str, Any], parts: int
-) -> Iterator[ResumableOutput]:
-    """Yield the hidden folder of an output, and give it its name at the end."""
-    try:
-        partial = ResumableOutput(path, task, parts)
-        if count := len(partial.finished):
-            say(f"{output}: going on where it was interrupted, {count} files are there")
-        with partial.bar:
-            yield partial
-        partial.check_sizes()
-        if not force and os.path.lexists(output):
-            raise FileExistsError(errno.EEXIST, "another process has made it meanwhile")
-        replacement.replace_directory(path, output)
-        (output / JOURNAL).unlink()  # Only now: it tells whose the hidden folder is.
-    except KeyboardInterrupt:
-        say(f"interrupted: {path} keeps the finished files for the same command")
-        raise
-    except Exception as error:
-        cause = error_behind(error, OSError)  # torch.save hides it
-        if cause is None or isinstance(error, UserError):
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        raise UserError(
-            f"{output}: stopped: {cause.strerror or cause}; the same command goes on from there"
-        ) from error
+def replace_directory(partial: Path, final: Path) -> None:
+    """Rename a finished directory to its final name, replacing an older one.
+
+    Killed between its two renames, it leaves the old one for :func:`restore_replaced`.
+    """
+    replaced = files.replaced_directory(final)
+    sync_directory(partial)
+    if lexists(final):
+        os.rename(final, replaced)
+    files.rename(partial, final)
+    files.remove(replaced)
+
+
+def restore_replaced(final: Path) -> bool:
+    """Recover from a killed :func:`replace_directory`; return True if the old one is back.
+
+    If the new one is already in its place, the old one is deleted instead.
+    """
+    replaced = files.replaced_directory(final)
+    is_lost = lexists(replaced) and not lexists(final)
+    if is_lost:
+        files.rename(replaced, final)
+    else:
+        files.remove(replaced)
+    return is_lost
 
 
 def in_files(contents: Iterable[Any], most: int) -> list[list[Any]]:
@@ -180,13 +201,13 @@ def _finished(path: Path, task: dict[str, Any]) -> dict[str, Any] | None:
             return None
     except (OSError, UserError):
         return None
-    finished = {}
+    finished: dict[str, Any] = {}
     for line in lines:
         try:
             entry = as_object(parse_json(line, JOURNAL), JOURNAL)
         except UserError:
             break
-        name = entry.get("file")
+        name: Any = entry.get("file")
         file = path / name if is_inside(name) else None
         if file and _is_plain(file) and file.stat().st_size == entry.get("bytes"):
             finished[name] = entry
@@ -203,10 +224,8 @@ def _is_plain(file: Path) -> bool:
 def _is_foreign(path: Path) -> bool:
     """Return True if a hidden folder's place is taken by something of another program."""
     if path.is_symlink() or not path.is_dir():
-        return os.path.lexists(path)
-    own = {JOURNAL, f".{JOURNAL}.partial"}
-    return not _is_plain(path / JOURNAL) and any(entry.name not in own for entry in path.iterdir())
-
-
-def _line(entry: dict[str, Any]) -> str:
-    return json.dumps(entry) + "\n"
+        return lexists(path)
+    journals = {JOURNAL, f".{JOURNAL}.partial"}
+    return not _is_plain(path / JOURNAL) and any(
+        entry.name not in journals for entry in path.iterdir()
+    )

@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from saved_args import change_args
 from training_runs import MODEL, losses, train
 
-from megatron_lowbit.checkpoints.average import average
-from megatron_lowbit.checkpoints.checkpoint import chosen_iterations, open_checkpoint
 from megatron_lowbit.checkpoints.command import main as checkpoint_main
-from megatron_lowbit.checkpoints.reader import CheckpointReader
+from megatron_lowbit.checkpoints.reader import CheckpointReader, chosen_iterations, open_checkpoint
+from megatron_lowbit.checkpoints.writer import average
 from megatron_lowbit.conversion.convert import to_hugging_face
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.recipes.record import digest, record_of

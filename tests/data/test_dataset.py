@@ -7,32 +7,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatron_lowbit.data import dataset
-from megatron_lowbit.data.dataset import check_dataset, check_part, read_index
-from megatron_lowbit.data.dataset_writer import data_digest
+from megatron_lowbit.data.dataset import check_dataset, check_part, data_digest, read_index
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError
 
 # isort: split
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 VOCABULARY = 1000
-
-
-def write_dataset(prefix, first_token=0, documents=40, length=25, dtype=np.uint16) -> str:
-    """Write documents of consecutive ids."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    for number in range(documents):
-        ids = first_token + np.arange(number * length, (number + 1) * length) % 990
-        builder.add_document(ids, [length])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
-@pytest.fixture
-def prefix(tmp_path) -> str:
-    return write_dataset(tmp_path / "data")
 
 
 def check(prefix: str, vocab_size: int = VOCABULARY, tokenizer_model: str | None = None) -> None:
@@ -43,7 +29,7 @@ def check(prefix: str, vocab_size: int = VOCABULARY, tokenizer_model: str | None
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
-def test_a_good_dataset_passes(tmp_path, dtype):
+def test_a_good_dataset_passes(write_dataset, tmp_path, dtype):
     prefix = write_dataset(tmp_path / "data", dtype=dtype)
     check(prefix)
     index = read_index(prefix)
@@ -77,8 +63,8 @@ def test_foreign_files(prefix):
             check(prefix)
 
 
-def test_empty_and_float_datasets(tmp_path):
-    empty = write_dataset(tmp_path / "empty", documents=0)
+def test_empty_and_float_datasets(write_dataset, tmp_path):
+    empty = write_dataset(tmp_path / "empty", ())
     with pytest.raises(UserError, match="the dataset is empty"):
         check(empty)
     floats = write_dataset(tmp_path / "floats", dtype=np.float32)
@@ -86,7 +72,7 @@ def test_empty_and_float_datasets(tmp_path):
         check(floats)
 
 
-def test_token_ids_outside_the_vocabulary(prefix, tmp_path):
+def test_token_ids_outside_the_vocabulary(prefix, write_dataset, tmp_path):
     check(prefix, 990)
     with pytest.raises(UserError, match="ids from 0 to 989, the tokenizer 989 ids"):
         check(prefix, 989)
@@ -95,16 +81,18 @@ def test_token_ids_outside_the_vocabulary(prefix, tmp_path):
         check(negative)
 
 
-def test_the_sidecar_names_the_tokenizer(tmp_path):
-    prefix = write_dataset(tmp_path / "data", documents=10)
-    sidecar, digests = Path(f"{prefix}.json"), []
+def write_sidecar(prefix: str, **content: object) -> None:
+    digest = data_digest(Path(f"{prefix}.bin"))
+    Path(f"{prefix}.json").write_text(json.dumps(content | {"data_sha256": digest}))
+
+
+def test_the_sidecar_names_the_tokenizer(write_dataset, tmp_path):
+    prefix, digests = write_dataset(tmp_path / "data", (25,) * 10), []
     for name in ("one", "other"):
         train_tokenizer(iter([f"some words of {name}"] * 3), 270, tmp_path / name)
         content = (tmp_path / name / "tokenizer.json").read_bytes()
         digests.append(hashlib.sha256(content).hexdigest())
-    content = {"tokenizer_sha256": digests[0], "vocab_size": 270}
-    content["data_sha256"] = data_digest(Path(f"{prefix}.bin"))
-    sidecar.write_text(json.dumps(content))
+    write_sidecar(prefix, tokenizer_sha256=digests[0], vocab_size=270)
     check(prefix, 270, str(tmp_path / "one"))
     made, given = (f"{digest[:12]} and 270 ids" for digest in digests)
     with pytest.raises(UserError, match=f"sha256 {made}, but --tokenizer-model has {given}; "):
@@ -126,18 +114,14 @@ def test_token_ids_without_a_row_in_the_model(prefix):
 def test_the_sidecar_records_ids_beyond_the_checked_ones(prefix, monkeypatch):
     monkeypatch.setattr(dataset, "_CHECKED_TOKENS", 10)
     check_dataset(prefix, VOCABULARY, None, 500)
-    content = {"tokenizer_sha256": None, "vocab_size": 990, "largest_id": 989}
-    content["data_sha256"] = data_digest(Path(f"{prefix}.bin"))
-    Path(f"{prefix}.json").write_text(json.dumps(content))
+    write_sidecar(prefix, tokenizer_sha256=None, vocab_size=990, largest_id=989)
     check_dataset(prefix, VOCABULARY, None, 990)
     with pytest.raises(UserError, match="ids up to 989, but the model's embedding has 500 rows"):
         check_dataset(prefix, VOCABULARY, None, 500)
 
 
 def test_the_sidecar_does_not_vouch_for_other_data(prefix):
-    content = {"tokenizer_sha256": None, "vocab_size": 500}
-    content["data_sha256"] = data_digest(Path(f"{prefix}.bin"))
-    Path(f"{prefix}.json").write_text(json.dumps(content))
+    write_sidecar(prefix, tokenizer_sha256=None, vocab_size=500)
     with pytest.raises(UserError, match="ids from 0 to 989, the tokenizer 600 ids"):
         check(prefix, 600)
     data = Path(f"{prefix}.bin")
@@ -221,9 +205,83 @@ def test_a_share_that_rounds_to_no_document(prefix):
     check_part(prefix, "validation", (0.975, 1.0), 16, "97.5,2.5,0")
 
 
-def test_one_document_has_one_part(tmp_path):
+def test_one_document_has_one_part(write_dataset, tmp_path):
     """The error names what works, for no --split gives the other part a document."""
-    prefix = write_dataset(tmp_path / "one", documents=1, length=100)
+    prefix = write_dataset(tmp_path / "one", (100,))
     with pytest.raises(UserError, match=r"one document cannot be .* --split 100,0,0 --eval"):
         check_part(prefix, "validation", (0.95, 1.0), 16, "95,5,0")
     check_part(prefix, "training", (0.0, 1.0), 16, "100,0,0")
+
+
+# -- an index of any content -----------------------------------------------------------------------
+
+FUZZED = (3, 1, 4, 1, 5)
+"""Lengths of documents: their index has 34 + 5 * 4 + 5 * 8 + 6 * 8 bytes."""
+HEADER = {
+    "version": (9, "<Q"),
+    "dtype": (17, "<B"),
+    "sequences": (18, "<Q"),
+    "documents": (26, "<Q"),
+}
+START = 34
+
+# Numbers where an integer changes its sign or its width, and small ones.
+NUMBERS = st.one_of(
+    st.integers(-2, 20), st.sampled_from([2**k + d for k in (15, 31, 32, 60, 63) for d in (-1, 0)])
+)
+EDITS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(list(HEADER)), st.just(0), NUMBERS),
+        st.tuples(st.just("length"), st.integers(0, 4), NUMBERS),
+        st.tuples(st.just("offset"), st.integers(0, 4), NUMBERS),
+        st.tuples(st.just("boundary"), st.integers(0, 5), NUMBERS),
+        st.tuples(st.just("byte"), st.integers(0, 141), st.integers(0, 255)),
+        st.tuples(st.just("cut"), st.integers(0, 141), st.just(0)),
+        st.tuples(st.just("append"), st.integers(1, 16), st.just(0)),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def edit(content: bytearray, edits: list[tuple[str, int, int]]) -> None:
+    """Change an index in place; a number is stored as far as its field is wide."""
+    lengths, offsets, boundaries = START, START + 4 * 5, START + 12 * 5
+    places = {"length": (lengths, "<I"), "offset": (offsets, "<Q"), "boundary": (boundaries, "<Q")}
+    for field, position, number in edits:
+        if field == "cut":
+            del content[position:]
+        elif field == "append":
+            content.extend(bytes(position))
+        else:
+            start, code = {**HEADER, **places, "byte": (0, "<B")}[field]
+            size = struct.calcsize(code)
+            stored = struct.pack(code, number % 256**size)
+            content[start + size * position : start + size * (position + 1)] = stored
+
+
+@pytest.mark.parametrize("examples", [200, pytest.param(5000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_any_index(write_dataset, tmp_path, dtype, examples):
+    """It is refused in one line, or describes the data as it is."""
+    prefix = write_dataset(tmp_path / "data", FUZZED, dtype=dtype)
+    index, data = Path(f"{prefix}.idx"), Path(f"{prefix}.bin").read_bytes()
+    whole = index.read_bytes()
+    assert len(whole) == 142
+
+    @settings(max_examples=examples, deadline=5000)
+    @given(edits=EDITS)
+    def fuzz(edits: list[tuple[str, int, int]]) -> None:
+        content = bytearray(whole)
+        edit(content, edits)
+        index.write_bytes(content)
+        try:
+            check_dataset(prefix, 2**40, None)
+        except UserError as error:
+            assert "\n" not in str(error) and len(str(error)) < 600
+        else:
+            # Megatron-LM reads every byte of the data, once and in order.
+            read = IndexedDataset(prefix)
+            assert b"".join(read[i].tobytes() for i in range(len(read))) == data
+
+    fuzz()

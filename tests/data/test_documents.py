@@ -9,7 +9,8 @@ import sys
 import pytest
 from backports import zstd
 
-from megatron_lowbit.data.corpus import Corpus, preprocess
+from megatron_lowbit.data.corpus import Corpus
+from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -105,7 +106,7 @@ def test_a_missing_reader_is_named(written, monkeypatch):
 
 
 def test_small_files_of_much_text_are_refused(written, monkeypatch):
-    monkeypatch.setattr("megatron_lowbit.data.documents._MOST_BYTES", 1000)
+    monkeypatch.setattr("megatron_lowbit.data.corpus._MOST_BYTES", 1000)
     with pytest.raises(UserError, match=r"a\.gz: decompresses to a text of more than"):
         read(written("a.gz", gzip.compress(b"x" * 2000)))
     with pytest.raises(UserError, match=r"a\.jsonl:1: longer than"):
@@ -126,6 +127,12 @@ def test_small_files_of_much_text_are_refused(written, monkeypatch):
         ("a.json", '{\n"text": "x"\n}\n{\n"text": "y"\n}', r"a\.json: not valid JSON \(Extra data"),
         ("a.json", '{"text": ["x", "y"]}', r"a\.json: key 'text' must hold a string, not list"),
         ("a.jsonl", "plain text", r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"text": "a"}\n\n[1]\n', r"a\.jsonl:3: a JSON object is expected, not list"),
+        ("a.jsonl", "[" * 10**5, r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"id": ' + "9" * 5000 + "}", r"a\.jsonl:1: not valid JSON"),
+        ("a.jsonl", '{"text": "a", "text": "b"}', r"not valid JSON \(a second key 'text'\)"),
+        ("a.jsonl", '{"text": "\\ud800"}', r"a\.jsonl:1: key 'text' holds a lone surrogate"),
+        ("a.jsonl", '{"' + "b" * 1000 + '": 1}', r"key 'text' is missing; there are  ?\.\.\.$"),
     ],
 )
 def test_damaged_records_of_any_name(written, name, content, message):

@@ -17,34 +17,25 @@ from megatron_lowbit.errors import UserError
 # isort: split
 from megatron.core.datasets import helpers
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
 
-def write_dataset(prefix, documents=40, length=25) -> str:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    for _ in range(documents):
-        builder.add_document(np.arange(length), [length])
-    builder.finalize(f"{prefix}.idx")
-    return str(prefix)
-
-
-@pytest.fixture
-def prefix(tmp_path) -> str:
-    return write_dataset(tmp_path / "data")
-
-
-def test_the_cache_is_beside_the_first_dataset(prefix, tmp_path):
-    other = write_dataset(tmp_path / "other", documents=3)
+def test_the_cache_is_beside_the_first_dataset(prefix, write_dataset, tmp_path):
+    other = write_dataset(tmp_path / "other", (25,) * 3)
     folder = Path(cache_folder([prefix, other]))
     assert folder.is_dir() and folder.parent == tmp_path / "cache"
     assert cache_folder([prefix, other]) == str(folder) != cache_folder([prefix])
 
 
-def test_new_data_under_an_old_name_has_another_cache(prefix):
-    before = cache_folder([prefix])
-    write_dataset(prefix, documents=20, length=50)
+def test_new_data_under_an_old_name_has_another_cache(prefix, write_dataset, tmp_path):
+    """In an explicit folder as well."""
+    root = tmp_path / "root"
+    before, explicit = cache_folder([prefix]), Path(cache_folder([prefix], str(root)))
+    assert explicit.parent == root and explicit.name == Path(before).name
+    write_dataset(prefix, (50,) * 20)
     assert cache_folder([prefix]) != before
+    assert Path(cache_folder([prefix], str(root))).name != explicit.name
 
 
 def test_a_cache_that_cannot_be_written(prefix, tmp_path, monkeypatch):
@@ -68,7 +59,7 @@ NAMES = ("document_index", "sample_index", "shuffle_index")
 
 def build(prefix: str, folder: Path, samples: int = 60, split: str = "50,50") -> GPTDataset:
     """Build the training part's index as Megatron-LM does."""
-    tokenizer = SimpleNamespace(unique_identifiers={}, eod=0, pad=-1, vocab_size=30)
+    tokenizer = SimpleNamespace(unique_identifiers={}, eod=0, pad=-1, vocab_size=1000)
     config = GPTDatasetConfig(
         random_seed=1, sequence_length=8, split=split, path_to_cache=str(folder),
         blend=([prefix], None), tokenizer=tokenizer, reset_position_ids=False,
@@ -180,15 +171,6 @@ def test_blends_are_checked():
         array[20] ^= 1
     assert not is_blend_index(np.zeros(40, np.int16), samples, 2)
     assert not is_blend_index(datasets + np.int16(1), samples, 2)
-
-
-def test_an_explicit_folder_has_one_for_each_content(prefix, tmp_path):
-    """Also where other data has the same path."""
-    root = tmp_path / "root"
-    before = Path(cache_folder([prefix], str(root)))
-    assert before.parent == root and before.name == Path(cache_folder([prefix])).name
-    write_dataset(prefix, documents=20, length=50)
-    assert Path(cache_folder([prefix], str(root))).name != before.name
 
 
 def test_folders_that_are_links_are_refused(prefix, tmp_path):

@@ -22,9 +22,9 @@ import megatron_lowbit.megatron  # noqa: F401  must come before megatron.core
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megatron_lowbit.data import corpus as corpus_module
-from megatron_lowbit.data import dataset_writer
-from megatron_lowbit.data.corpus import main
-from megatron_lowbit.data.dataset_writer import data_digest
+from megatron_lowbit.data import preprocess as preprocessing
+from megatron_lowbit.data.dataset import data_digest
+from megatron_lowbit.data.preprocess import main
 from megatron_lowbit.data.tokenizer import load_tokenizer, train_tokenizer
 from megatron_lowbit.errors import UserError
 
@@ -206,7 +206,7 @@ def test_ends_of_pieces(text, ends):
 
 @pytest.mark.parametrize("batch", [64, 7])
 def test_workers_do_not_change_the_files(preprocess, json_lines, batch, monkeypatch):
-    monkeypatch.setattr(corpus_module, "_BATCH_DOCUMENTS", batch)
+    monkeypatch.setattr(preprocessing, "_BATCH_DOCUMENTS", batch)
     one = preprocess(json_lines, prefix="one/data")
     two = preprocess(json_lines, prefix="two/data", options=["--workers", "2"])
     for suffix in (".bin", ".idx", ".json"):
@@ -217,15 +217,7 @@ def test_workers_do_not_change_the_files(preprocess, json_lines, batch, monkeypa
     ("content", "options", "message"),
     [
         ('{"text": "a"}\n{"text": }\n', [], r"in.jsonl:2: not valid JSON"),
-        ("[" * 10**5, [], r"in.jsonl:1: not valid JSON"),
-        ('{"id": ' + "9" * 5000 + "}", [], r"in.jsonl:1: not valid JSON"),
-        ('{"text": "a", "text": "b"}', [], r"in.jsonl:1: not valid JSON \(a second key 'text'\)"),
-        ('{"text": "a"}\n\n[1]\n', [], r"in.jsonl:3: a JSON object is expected, not list"),
-        ('{"body": "a", "id": 1}\n', [], r"in.jsonl:1: key 'text' is missing; there are body, id"),
-        ('{"text": 3}\n', [], r"in.jsonl:1: key 'text' must hold a string, not int"),
-        ('{"text": "\\ud800"}\n', [], r"in.jsonl:1: key 'text' holds a lone surrogate"),
         ('{"text": ""}\n', [], r"--input holds no document with text"),
-        ('{"' + "b" * 1000 + '": 1}', [], r"key 'text' is missing; there are  ?\.\.\.$"),
         ('{"text": "a"}\n', ["--workers", "0"], r"--workers 0: at least 1"),
         ('{"text": "a"}\n', ["--json-keys", "text", "text"], r"each key once"),
     ],
@@ -285,7 +277,7 @@ def test_a_failure_leaves_the_former_dataset(preprocess, json_lines, workers, mo
     def fail(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(dataset_writer, "_write_sidecar", fail)
+    monkeypatch.setattr(preprocessing, "_write_sidecar", fail)
     with pytest.raises(KeyboardInterrupt):
         preprocess(json_lines, options=["--no-append-eod", "--workers", workers])
     assert {path.name: path.read_bytes() for path in Path(prefix).parent.iterdir()} == before

@@ -1,12 +1,21 @@
-"""Loading tokenizers: what the data pipeline reads of them, and what is refused."""
+"""Tokenizers: what the data pipeline reads of them, and what ``lowbit-tokenizer`` writes."""
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from megatron_lowbit.data.tokenizer import load_tokenizer, padded_vocab_size, train_tokenizer
-from megatron_lowbit.errors import UserError
+from megatron_lowbit.data.tokenizer import (
+    load_tokenizer,
+    main,
+    padded_vocab_size,
+    train_tokenizer,
+)
+from megatron_lowbit.errors import UserError, exit_on_user_error
 
 
 @pytest.fixture
@@ -17,6 +26,13 @@ def folder(tmp_path):
 
 def load(folder):
     return load_tokenizer("HuggingFaceTokenizer", str(folder), None)
+
+
+def changed(folder, **entries):
+    """Change tokenizer.json; return the folder."""
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+    return folder
 
 
 def test_attributes(folder):
@@ -42,22 +58,14 @@ def test_eod_without_a_configuration(folder):
 
 def test_nothing_is_added_or_cut(folder):
     model = json.loads((folder / "tokenizer.json").read_text())
-    model["truncation"] = {
-        "direction": "Right",
-        "max_length": 2,
-        "strategy": "LongestFirst",
-        "stride": 0,
-    }
+    end, first, second = "<|endoftext|>", *({"id": x, "type_id": i} for i, x in enumerate("AB"))
+    model["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
+                           "stride": 0}  # fmt: skip
     model["post_processor"] = {
         "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {
-            "<|endoftext|>": {"id": "<|endoftext|>", "ids": [0], "tokens": ["<|endoftext|>"]}
-        },
+        "single": [{"SpecialToken": {"id": end, "type_id": 0}}, {"Sequence": first}],
+        "pair": [{"Sequence": first}, {"Sequence": second}],
+        "special_tokens": {end: {"id": end, "ids": [0], "tokens": [end]}},
     }
     (folder / "tokenizer.json").write_text(json.dumps(model))
     tokenizer = load(folder)
@@ -72,27 +80,24 @@ def test_null_tokenizer():
 
 
 def test_refused(folder, tmp_path):
-    with pytest.raises(
-        UserError, match=r"--tokenizer-type Foo: choose one of HuggingFaceTokenizer"
+    for kind, model, size, message in (
+        ("Foo", None, None, "--tokenizer-type Foo: choose one of HuggingFaceTokenizer"),
+        ("NullTokenizer", None, None, "--vocab-size: NullTokenizer needs"),
+        ("HuggingFaceTokenizer", None, None, "--tokenizer-model: give the folder"),
+        ("HuggingFaceTokenizer", str(tmp_path), None, "there is no tokenizer.json"),
+        ("HuggingFaceTokenizer", str(folder), 5, "--vocab-size 5: the tokenizer in .* has 270"),
     ):
-        load_tokenizer("Foo", None, None)
-    with pytest.raises(UserError, match=r"--vocab-size: NullTokenizer needs"):
-        load_tokenizer("NullTokenizer", None, None)
-    with pytest.raises(UserError, match=r"--tokenizer-model: give the folder"):
-        load_tokenizer("HuggingFaceTokenizer", None, None)
-    with pytest.raises(UserError, match=r"there is no tokenizer.json"):
-        load(tmp_path)
-    with pytest.raises(UserError, match=r"--vocab-size 5: the tokenizer in .* has 270"):
-        load_tokenizer("HuggingFaceTokenizer", str(folder), 5)
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    with pytest.raises(UserError, match=r"end-of-document token '</s>' is not in the vocabulary"):
-        load(folder)
-    (folder / "tokenizer_config.json").write_text("[")
-    with pytest.raises(UserError, match=r"tokenizer_config.json: not valid JSON"):
-        load(folder)
-    (folder / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer.json: not a tokenizer"):
-        load(folder)
+        with pytest.raises(UserError, match=message):
+            load_tokenizer(kind, model, size)
+    for name, content, message in (
+        ("tokenizer_config.json", '{"eos_token": "</s>"}',
+         "end-of-document token '</s>' is not in the vocabulary"),
+        ("tokenizer_config.json", "[", r"tokenizer_config.json: not valid JSON"),
+        ("tokenizer.json", "{}", r"tokenizer.json: not a tokenizer"),
+    ):  # fmt: skip
+        (folder / name).write_text(content)
+        with pytest.raises(UserError, match=message):
+            load(folder)
 
 
 @pytest.mark.parametrize(
@@ -101,13 +106,6 @@ def test_refused(folder, tmp_path):
 )
 def test_padded_vocab_size(size, divisible_by, tp_size, padded):
     assert padded_vocab_size(size, divisible_by, tp_size) == padded
-
-
-def changed(folder, **entries):
-    """Change tokenizer.json; return the folder."""
-    file = folder / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
-    return folder
 
 
 def test_configurations_of_other_types(folder):
@@ -142,3 +140,135 @@ def test_ids_that_no_dataset_can_hold(folder):
     model["vocab"]["w"] = 2**32 - 1
     with pytest.raises(UserError, match=r"has the token id 4294967295; ids are below 2147483647"):
         load(changed(folder, model=model))
+
+
+# -- lowbit-tokenizer ------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-c", "from megatron_lowbit.commands import tokenizer; tokenizer()"]
+
+# Every byte that UTF-8 can hold, spaces at the ends, line endings, joined emoji, the special token.
+TEXTS = (
+    "",
+    "def f(x):\n    return x + 1\n",
+    "  two  spaces , a comma ! \r\n\ttab \x00 \x7f",
+    "naïve Ångström 你好 👩‍👩‍👧 e\u0301 \ufeff \uffff \U0010ffff",
+    "".join(map(chr, range(0x800))),
+    "before<|endoftext|>after",
+)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    folder = tmp_path / "corpus"
+    (folder / "tests").mkdir(parents=True)
+    for number in range(8):
+        (folder / f"m{number}.py").write_text(
+            f"def function_{number}(value, other):\n    return value + other  # sum\n"
+        )
+    (folder / "notes.txt").write_text("zzzzqqqq " * 200)
+    (folder / "tests" / "t.py").write_text("zzzzqqqq " * 200)
+    (folder / "binary.py").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+def train(corpus, output, *options):
+    main(["--input", str(corpus), "--vocab-size", "290", "--output", str(output), *options])
+
+
+def test_auto_tokenizer_gives_the_same_ids_and_round_trips(corpus, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    train(corpus, tmp_path / "tok")
+    ours = load(tmp_path / "tok")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "tok")
+    assert len(theirs) == ours.vocab_size == 290
+    assert theirs.eos_token_id == theirs.pad_token_id == ours.eod
+    for text in TEXTS:
+        ids = ours.tokenize(text)
+        assert theirs(text).input_ids == ids
+        assert ours.detokenize(ids) == text
+        assert theirs.decode(ids) == text
+
+
+def test_pattern_and_exclude_choose_the_files(corpus, tmp_path, capsys):
+    train(corpus, tmp_path / "all")
+    assert "skipped as not UTF-8: 1 files" in capsys.readouterr().out
+    train(corpus, tmp_path / "python", "--pattern", "*.py", "--exclude", "tests")
+    python, everything = (load(tmp_path / name) for name in ("python", "all"))
+    assert len(everything.tokenize("zzzzqqqq")) < len(python.tokenize("zzzzqqqq")) == 8
+
+
+def test_the_same_files_give_the_same_tokenizer(corpus, tmp_path):
+    train(corpus, tmp_path / "a")
+    train(corpus, tmp_path / "b")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_json_lines_are_read_by_key(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps({"body": "hello hello hello"}) + "\n")
+    train(path, tmp_path / "tok", "--json-keys", "body")
+    tokenizer = load(tmp_path / "tok")
+    assert len(tokenizer.tokenize("hello")) == 1
+
+
+def test_a_small_corpus_is_reported(corpus, tmp_path, capsys):
+    main(
+        ["--input", str(corpus / "m0.py"), "--vocab-size", "5000", "--output", str(tmp_path / "t")]
+    )
+    assert "too few different pairs for --vocab-size 5,000" in capsys.readouterr().out
+
+
+def test_bad_input_is_refused_and_leaves_nothing(corpus, tmp_path):
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "fine"}\n{"text": \n')
+    with pytest.raises(UserError, match=r"broken.jsonl:2: not valid JSON"):
+        train(broken, tmp_path / "tok")
+    with pytest.raises(UserError, match="--vocab-size 256: at least 257"):
+        main(["--input", str(corpus), "--vocab-size", "256", "--output", str(tmp_path / "tok")])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.jsonl", "corpus"]
+
+
+def test_places_that_cannot_be_written_to(corpus, tmp_path, file_limit):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "taken" / "tokenizer.json").mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    for name, message in (
+        ("file", "is a file, not a folder"),
+        ("file/below", "Not a directory"),
+        ("taken", "tokenizer.json is a folder, not a file"),
+        ("n" * 256, "File name too long"),
+        ("missing/" + "n" * 256, "a name is longer than 255 bytes"),
+    ):
+        with pytest.raises(UserError, match=message):
+            train(corpus, tmp_path / name)
+    assert sorted(tmp_path.rglob("*")) == before
+    with file_limit(1000), pytest.raises(UserError, match=r"tok: cannot be written \(File too"):
+        train(corpus, tmp_path / "tok")
+    assert os.listdir(tmp_path / "tok") == []
+    train(corpus, tmp_path / ("n" * 255))
+
+
+def test_a_name_that_is_too_long_is_one_line(capsys):
+    with pytest.raises(SystemExit) as ended:
+        exit_on_user_error(Path("n" * 256).read_bytes)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {'n' * 256}: File name too long\n"
+
+
+def test_the_command_exits_with_2(tmp_path):
+    command = [*COMMAND, "--input", tmp_path / "no", "--vocab-size", "300"]
+    done = subprocess.run([*command, "--output", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"error: --input {tmp_path / 'no'}: no such file or folder\n"
+
+
+def test_a_tokenizer_of_another_program_is_not_replaced(corpus, tmp_path):
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text("{}")
+        with pytest.raises(UserError, match=r"\.json exists and is not of lowbit-tokenizer"):
+            train(corpus, tmp_path / name)
+        assert os.listdir(tmp_path / name) == ["tokenizer.json"]
+    train(corpus, tmp_path / "own")
+    train(corpus, tmp_path / "own", "--pattern", "*.py")

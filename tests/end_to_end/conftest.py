@@ -24,7 +24,7 @@ from megatron_lowbit.errors import exit_on_user_error
 from tests import processes
 from tests.short_runs import without_pictures
 
-ALONE, RANK = (Path(__file__).with_name(name) for name in ("one_run.py", "rank_of_runs.py"))
+SCRIPT = Path(__file__).with_name("run_script.py")
 RANKS = 2
 
 
@@ -68,7 +68,7 @@ def pretrain_forked(corpus, start_script, tmp_path_factory):
     Its two streams are one.
     """
 
-    def run(*arguments: object, script: Path = ALONE) -> Result:
+    def run(*arguments: object, script: Path = SCRIPT) -> Result:
         output = tmp_path_factory.mktemp("forked") / "output.txt"
         process = start_script(script, *arguments_for(corpus, arguments), output=output)
         (code,) = processes.finish([process], timeout=300)
@@ -103,7 +103,7 @@ def pretrain_ranks(corpus, run_ranks, tmp_path):
         folder.mkdir()
         job = {name: arguments_for(corpus, arguments) for name, arguments in runs.items()}
         (folder / "job.json").write_text(json.dumps(job))
-        run_ranks(RANK, RANKS, folder / "job.json", timeout=300)
+        run_ranks(SCRIPT, RANKS, folder / "job.json", timeout=300)
         errors = {path.name: path.read_text() for path in folder.glob("*.error")}
         expected = {f"{name}.{rank}.error" for name in refused for rank in range(RANKS)}
         assert set(errors) == expected, errors

@@ -2,10 +2,8 @@
 
 import errno
 import json
-import os
-import pickle
+import shlex
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,112 +12,107 @@ from tiny_run import done, refused, steps
 from megatron_lowbit.data import dataset
 from megatron_lowbit.megatron import recipe_hook
 from megatron_lowbit.storage.files import write_tracker
+from tests.hostile_checkpoints import Evil, write_metadata
+
+SWITCH = "--fp4-recipe nvfp4 --recipe-set switches.heal="
+TWO = "--fp8-recipe fp8-tile --fp4-recipe mxfp4-backward --recipe-set"
+EXPERTS = "--num-experts 4 --moe-layer-freq"
+IN_FP8 = "--activation-func-fp8-input-store"
+RESET = "--recipe-set 'oscillation={start: 2, period: 5, over: 3, ratio: 1.5}'"
+MXNORM = "--train-iters 2 --normalization MXNorm"
+LATE = f"{MXNORM} --precision-recipe mxfp8 --recipe-set switches.late="
+IN_LATE = ("--normalization MXNorm: ", "(switch late: ")
+STORED = "--quantized-param-gather"
+DISTRIBUTED = f"--bf16 --use-distributed-optimizer {STORED}"
+REFUSED = [
+    # Arguments and what the error names.
+    ("--fp4-recpie nvfp4", "--fp4-recpie", "--fp4-recipe"),
+    ("--num-attention-heads 6", "--hidden-size", "--num-attention-heads"),
+    ("--tensor-model-parallel-size 3", "world size", "3"),
+    ("--pipeline-model-parallel-size 3", "world size", "3"),
+    ("--lr fast", "--lr", "fast"),
+    ("--min-lr 1", "--min-lr", "--lr"),
+    ("--seq-length 64", "max_position_embeddings (32)", "seq_length (64)"),
+    ("--precision-recipe a --fp4-recipe b", "--precision-recipe", "--fp4-recipe"),
+    ("--overlap-param-gather", "--overlap-param-gather"),
+    ("--recompute-granularity full", "recompute_granularity", "recompute_method"),
+    ("--expert-model-parallel-size 2", "num_experts", "expert model parallelism"),
+    ("@missing.args", "missing.args"),
+    (f"{EXPERTS} [1]", "[1]"),
+    (f"{EXPERTS} x", "--moe-layer-freq"),
+    (f"{IN_FP8} --no-bias-swiglu-fusion", f"{IN_FP8} needs"),
+    (f"{IN_FP8} --use-te-activation-func", f"{IN_FP8} needs"),
+    # Recipes.
+    ("--fp4-recipe nvpf4", "nvpf4", "nvfp4"),
+    ("--fp8-recipe blokwise", "blokwise", "fp8-tile"),
+    ("--precision-recipe none.yaml", "none.yaml", "does not exist"),
+    ("--precision-recipe nvfp4 --fp4-recipe nvfp4", "--precision-recipe", "--fp4-recipe"),
+    ("--fp8-recipe fp8-tile --fp4-recipe mxpf4", "mxpf4", "mxfp4"),
+    (f"{TWO} grad.rounding=nearest",
+     "forward.grad.rounding=nearest", "backward.grad.rounding=nearest"),
+    (f"{TWO} backward.grad.runding=nearest", "grad.runding", "rounding"),
+    (f"{TWO} 'forward.switches.heal={{iteration: 1, to: bf16}}'",
+     "fp8-tile", "switches", "combined"),
+    (f"{SWITCH}'{{iteration: 3, to: bf61}}'", "switches.heal.to", "bf61", "bf16"),
+    (f"{SWITCH}'{{to: bf16}}'", "switches.heal", "iteration, tokens, fraction"),
+    (f"{SWITCH}'{{iteration: 3, tokens: 9, to: bf16}}'",
+     "switches.heal", "iteration, tokens, fraction"),
+    (f"{SWITCH}'{{fraction: 1.5, to: bf16}}'", "switches.heal.fraction", "less than 1"),
+    (f"{SWITCH}'{{iteration: 3, to: bf16, part: half}}'",
+     "switches.heal.part", "forward", "backward"),
+    ("--fp8-recipe fp8-delayed --recipe-set amax_history.just_in_time=0",
+     "just_in_time 0", "from 1 to 65536"),
+    ("--precision-recipe mxfp8 --recipe-set fallback=bf16 --mxnorm",
+     "fallback: bf16 does not go with --mxnorm"),
+    (f"--fp4-recipe nvfp4 {RESET} --use-distributed-optimizer",
+     "--use-distributed-optimizer does not go with a recipe's oscillation"),
+    # MXNorm, also after a switch.
+    (f"{MXNORM} --precision-recipe bf16", "recipe bf16 quantizes none of its layers"),
+    (f"{MXNORM} --fp8-recipe fp8-tensorwise",
+     "--normalization MXNorm: decoder.layers.0", "fp8-tensor-e4m3"),
+    (f"{MXNORM} --fp8-recipe fp8-tile", "--hidden-size 64", "block of 128"),
+    (f"{MXNORM} --precision-recipe mxfp8 --mxnorm-p 0", "--mxnorm-p 0"),
+    (f"{MXNORM} --precision-recipe mxfp8 --mxnorm-post-round",
+     "--mxnorm-post-round needs --mxnorm-p 1"),
+    (f"{LATE}'{{fraction: 0.5, to: bf16, part: forward}}'", *IN_LATE,
+     "from fraction 0.5 on, forward by bf16", "is not quantized", "mxfp8-e4m3"),
+    (f"{LATE}'{{tokens: 200, to: fp8-tensorwise}}'", *IN_LATE,
+     "from tokens 200 on, all by fp8-tensorwise", "is fp8-tensor-e4m3"),
+    (f"{LATE}'{{iteration: 1, to: fp8-tile}}'", *IN_LATE,
+     "from iteration 1 on", "--hidden-size 64", "128"),
+    # Stored weights.
+    (f"{STORED} --bf16 --precision-recipe nvfp4", STORED, "needs --use-distributed-optimizer"),
+    (f"{DISTRIBUTED} --precision-recipe fp8-delayed", STORED, "each microbatch quantizes"),
+    (f"{DISTRIBUTED} --precision-recipe mxfp4-backward", STORED, "in high precision"),
+    (DISTRIBUTED, STORED, "needs a recipe"),
+    (f"{DISTRIBUTED} --precision-recipe mxfp8 --mxnorm", STORED, "excludes --mxnorm"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (["--fp4-recpie", "nvfp4"], ["--fp4-recpie", "--fp4-recipe"]),
-        (["--num-attention-heads", "6"], ["--hidden-size", "--num-attention-heads"]),
-        (["--tensor-model-parallel-size", "3"], ["world size", "3"]),
-        (["--pipeline-model-parallel-size", "3"], ["world size", "3"]),
-        (["--lr", "fast"], ["--lr", "fast"]),
-        (["--min-lr", "1"], ["--min-lr", "--lr"]),
-        (["--seq-length", "64"], ["max_position_embeddings (32)", "seq_length (64)"]),
-        (["--precision-recipe", "a", "--fp4-recipe", "b"], ["--precision-recipe", "--fp4-recipe"]),
-        (["--overlap-param-gather"], ["--overlap-param-gather"]),
-        (["--recompute-granularity", "full"], ["recompute_granularity", "recompute_method"]),
-        (["--expert-model-parallel-size", "2"], ["num_experts", "expert model parallelism"]),
-        (["@missing.args"], ["missing.args"]),
-    ],
-)
-def test_arguments_that_do_not_fit(pretrain_here, extra, words):
-    error = refused(pretrain_here("--train-iters", 1, *extra))
-    for word in words:
-        assert word in error, error
-
-
-def test_unknown_recipe_names_the_near_one(pretrain_here, tmp_path):
-    save = tmp_path / "run"
-    error = refused(pretrain_here("--fp4-recipe", "nvpf4", "--train-iters", 1, "--save", save))
-    assert "nvpf4" in error and "nvfp4" in error
-    assert not save.exists()
-
-
-SWITCH = ["--fp4-recipe", "nvfp4", "--recipe-set"]
-TWO = ["--fp8-recipe", "fp8-tile", "--fp4-recipe", "mxfp4-backward"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--fp8-recipe", "blokwise"], ["blokwise", "fp8-tile"]),
-        (["--precision-recipe", "none.yaml"], ["none.yaml", "does not exist"]),
-        (
-            ["--precision-recipe", "nvfp4", "--fp4-recipe", "nvfp4"],
-            ["--precision-recipe", "--fp4-recipe"],
-        ),
-        (["--fp8-recipe", "fp8-tile", "--fp4-recipe", "mxpf4"], ["mxpf4", "mxfp4"]),
-        (
-            [*TWO, "--recipe-set", "grad.rounding=nearest"],
-            ["forward.grad.rounding=nearest", "backward.grad.rounding=nearest"],
-        ),
-        ([*TWO, "--recipe-set", "backward.grad.runding=nearest"], ["grad.runding", "rounding"]),
-        (
-            [*TWO, "--recipe-set", "forward.switches.heal={iteration: 1, to: bf16}"],
-            ["fp8-tile", "switches", "combined"],
-        ),
-        ([*SWITCH, "switches.heal={iteration: 3, to: bf61}"], ["switches.heal.to", "bf61", "bf16"]),
-        ([*SWITCH, "switches.heal={to: bf16}"], ["switches.heal", "iteration, tokens, fraction"]),
-        (
-            [*SWITCH, "switches.heal={iteration: 3, tokens: 9, to: bf16}"],
-            ["switches.heal", "iteration, tokens, fraction"],
-        ),
-        (
-            [*SWITCH, "switches.heal={fraction: 1.5, to: bf16}"],
-            ["switches.heal.fraction", "less than 1"],
-        ),
-        (
-            [*SWITCH, "switches.heal={iteration: 3, to: bf16, part: half}"],
-            ["switches.heal.part", "forward", "backward"],
-        ),
-        (
-            ["--fp8-recipe", "fp8-delayed", "--recipe-set", "amax_history.just_in_time=0"],
-            ["just_in_time 0", "from 1 to 65536"],
-        ),
-    ],
-)
-def test_recipes_that_do_not_fit(pretrain_here, tmp_path, arguments, words):
+@pytest.mark.parametrize(("arguments", "words"), [(row[0], row[1:]) for row in REFUSED])
+def test_arguments_and_recipes_that_do_not_fit(pretrain_here, tmp_path, arguments, words):
     """A refused run leaves no files, not even the folder to save to."""
     save = tmp_path / "run"
-    error = refused(pretrain_here(*arguments, "--train-iters", 1, "--save", save))
+    error = refused(pretrain_here("--train-iters", 1, "--save", save, *shlex.split(arguments)))
     for word in words:
         assert word in error, error
     assert not save.exists()
 
 
-def test_switch_whose_rule_matches_nothing(pretrain_here, tmp_path):
-    """The rule is checked at the start, not at the switch."""
-    recipe = tmp_path / "mine.yaml"
+def test_a_rule_that_matches_nothing(pretrain_here, tmp_path):
+    """Those of a switch are checked at the start, not at the switch."""
+    recipe, save = tmp_path / "mine.yaml", tmp_path / "run"
     recipe.write_text(
         "name: mine\nconfigs: {low: {input: {format: nvfp4}}}\nmatchers:\n"
         "  typo: {type: glob, pattern: '*linear_fc3', config: low, enabled: true}\n"
     )
-    switch = f"switches.heal={{iteration: 1, to: {recipe}}}"
-    save = tmp_path / "run"
-    error = refused(pretrain_here(*SWITCH, switch, "--train-iters", 2, "--save", save))
-    assert "mine" in error and "typo" in error
-    assert not save.exists()
-
-
-def test_layer_rule_that_matches_nothing(pretrain_here, tmp_path):
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text(
-        "name: mine\nconfigs: {low: {input: {format: nvfp4}}}\nmatchers:\n"
-        "  typo: {type: glob, pattern: '*linear_fc3', config: low, enabled: true}\n"
-    )
-    error = refused(pretrain_here("--precision-recipe", recipe, "--train-iters", 1))
-    assert "typo" in error and "linear_fc" in error
+    switch = ("--recipe-set", f"switches.heal={{iteration: 1, to: {recipe}}}")
+    for arguments, word in (
+        (("--precision-recipe", recipe), "linear_fc"), (("--fp4-recipe", "nvfp4", *switch), "mine")
+    ):  # fmt: skip
+        error = refused(pretrain_here(*arguments, "--train-iters", 2, "--save", save))
+        assert "typo" in error and word in error
+        assert not save.exists()
 
 
 def test_dataset_missing_truncated_or_of_another_tokenizer(pretrain_here, corpus, tmp_path):
@@ -178,16 +171,6 @@ def test_rows_that_ranks_cannot_divide(pretrain_here, monkeypatch):
     assert "give --padded-vocab-size 514, also for a checkpoint with 513 rows" in error
 
 
-class Evil:
-    """Object whose pickle creates a folder when it is loaded."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self) -> tuple:
-        return os.mkdir, (str(self.trace),)
-
-
 @pytest.mark.parametrize(
     "ways",
     [
@@ -205,7 +188,7 @@ def test_code_in_a_checkpoint_does_not_run(pretrain_here, write_checkpoint, tmp_
     for name in ("good", "evil"):
         path = write_checkpoint(tmp_path / name / "iter_0000001")
         write_tracker(path.parent, 1)
-    (path / ".metadata").write_bytes(pickle.dumps(Evil(tmp_path / "trace")))
+    write_metadata(path, Evil(tmp_path / "trace"))
     ways = [str(tmp_path / word) if word in ("good", "evil") else word for word in ways]
     error = refused(pretrain_here("--train-iters", 2, "--fp4-recipe", "nvfp4", *ways))
     assert f"{path / '.metadata'}: refused: " in error

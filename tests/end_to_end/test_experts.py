@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import OTHER_RECIPE, done, refused, saved_histories, saved_tensors, start_from, steps
+from tiny_run import OTHER_RECIPE, done, saved_histories, saved_tensors, start_from, steps
 
 from megatron_lowbit.megatron.grouped_experts import GroupedLinear
 
@@ -186,14 +186,3 @@ def test_experts_without_tokens(pretrain_here, tmp_path):
     known = [(history >= 0).any() for path, history in histories.items() if "experts" in path]
     assert any(known)
     assert not all(known)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--num-experts", 4, "--moe-layer-freq", "[1]"), "[1]"),
-        (("--num-experts", 4, "--moe-layer-freq", "x"), "--moe-layer-freq"),
-    ],
-)
-def test_refused(pretrain_here, arguments, said):
-    assert said in refused(pretrain_here("--train-iters", 1, *arguments))

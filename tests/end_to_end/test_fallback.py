@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_run import HYBRID, ONE_MICROBATCH, done, metrics, refused
+from tiny_run import HYBRID, ONE_MICROBATCH, done, metrics
 
 from megatron_lowbit.kernels.engine import ReferenceEngine
 from megatron_lowbit.megatron import recipe_hook
@@ -109,9 +109,3 @@ def test_counted_where_one_stage_has_no_fallback(pretrain_ranks, guarded, tmp_pa
     pp2 = ("--pipeline-model-parallel-size", 2, "--num-layers", 2, "--train-iters", 1)
     pretrain_ranks({"pp2": (*pp2, "--precision-recipe", layers, "--save", save)})
     assert [m[f"{METRIC}/fprop"] for m in metrics(save) if f"{METRIC}/fprop" in m] == [0]
-
-
-def test_mxnorm_is_refused(pretrain_here, tmp_path):
-    given = ("--precision-recipe", "mxfp8", *GUARDED, "--mxnorm")
-    message = refused(pretrain_here(*given, "--train-iters", 1, "--save", tmp_path))
-    assert "fallback: bf16 does not go with --mxnorm" in message

@@ -1,12 +1,22 @@
-"""Runs with a gradient that is not finite: the end, or a restart without its data."""
+"""Runs with a gradient that is not finite: the end, or a restart without its data.
+
+The file is its own worker, a run with such a gradient in the fourth iteration.
+"""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_run import done, steps
 
-FAULTY = Path(__file__).with_name("faulty_run.py")
+from megatron_lowbit.errors import exit_on_user_error
+from megatron_lowbit.megatron import pretrain
+from megatron_lowbit.megatron.steps import steps_of
+from tests.short_runs import fork_results_queue, without_pictures
+
+FAULTY = 4
 RUN = ("--fp4-recipe", "nvfp4", "--train-iters", 5, "--save-interval", 1)
 
 
@@ -17,7 +27,7 @@ def test_megatron_lm_ends_the_run(pretrain_forked, tmp_path):
     """
     save = ("--save", tmp_path, "--load", tmp_path)
     more = ("--exit-signal-handler", "--num-workers", 1)
-    result = pretrain_forked(*RUN, *save, *more, script=FAULTY)
+    result = pretrain_forked(*RUN, *save, *more, script=Path(__file__))
     assert result.returncode == 1
     assert "Unexpected result nan" in result.stderr and "iteration" in result.stderr
     assert steps(tmp_path).keys() == {1, 2, 3}
@@ -32,11 +42,33 @@ def test_it_goes_back_and_skips_the_data(pretrain_command, pretrain_here, tmp_pa
     """
     faulty = tmp_path / "faulty"
     more = ("--save", faulty, "--load", faulty, "--skip-bad-iterations", 2)
-    result = pretrain_command(*RUN, *more, script=FAULTY)
+    result = pretrain_command(*RUN, *more, script=Path(__file__))
     done(result)
     assert "iteration 4: loss or gradients are not finite: restarting" in result.stdout
-    assert json.loads((faulty / "bad_iterations.json").read_text()) == [4]
-    done(pretrain_here(*RUN, "--iterations-to-skip", 4, "--save", tmp_path / "told"))
+    assert json.loads((faulty / "bad_iterations.json").read_text()) == [FAULTY]
+    done(pretrain_here(*RUN, "--iterations-to-skip", FAULTY, "--save", tmp_path / "told"))
     told = steps(tmp_path / "told")
     assert told.keys() == {1, 2, 3, 5}
     assert steps(faulty) == told
+
+
+def spoil(chunks: list[torch.nn.Module], args: Namespace) -> list[torch.nn.Module]:
+    """Set a gradient to NaN in an iteration."""
+    now = []
+    steps_of(args, chunks).listeners.append(lambda iteration, _: now.append(iteration + 1))
+    # Hooks see no gradient of a linear layer, which goes to the main gradient by itself.
+    weight = chunks[0].decoder.final_layernorm.weight
+    weight.register_hook(lambda grad: grad * torch.nan if now[-1] == FAULTY else None)
+    return chunks
+
+
+def worker() -> None:
+    fork_results_queue()
+    run = pretrain.run
+    pretrain.run = lambda args: run(args, [lambda chunks: spoil(chunks, args)])
+    with without_pictures():
+        pretrain.main(hybrid=False)
+
+
+if __name__ == "__main__":
+    exit_on_user_error(worker)

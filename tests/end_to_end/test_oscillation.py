@@ -1,4 +1,4 @@
-"""Reset of oscillating weights in a run: which weights, checkpoints, and what is refused."""
+"""Reset of oscillating weights in a run: which weights, and checkpoints."""
 
 from argparse import Namespace
 from functools import partial
@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, refused, saved_tensors, start_from, steps
+from tiny_run import ONE_MICROBATCH, OTHER_RECIPE, done, saved_tensors, start_from, steps
 
 from megatron_lowbit import quantize
 from megatron_lowbit.megatron import pretrain
@@ -100,9 +100,3 @@ def test_it_is_announced_and_logged(whole):
     assert "oscillation: weights with R >= 1.5 over 3 iterations are reset" in output
     assert "iteration 5: " in output and "% of the quantized weights" in output
     assert '"oscillation/reset": ' in (folder / "metrics.jsonl").read_text()
-
-
-def test_shards_of_masters_are_refused(pretrain_here):
-    more = ("--use-distributed-optimizer", "--train-iters", 1)
-    error = refused(pretrain_here(*OSCILLATION, *more))
-    assert "--use-distributed-optimizer does not go with a recipe's oscillation" in error

@@ -1,5 +1,6 @@
-"""Runs of pretrain_gpt.py: loss, evaluation and output files."""
+"""Runs of one process: output files, evaluation, and parts of training that have one test."""
 
+import os
 import runpy
 import sys
 
@@ -17,8 +18,19 @@ from tiny_run import (
     steps,
 )
 
+from megatron_lowbit.megatron.layer_state import LayerState
+from megatron_lowbit.recipes import LinearPrecision
+
 NVFP4 = ("--fp4-recipe", "nvfp4")
 EVALUATION = ("--eval-iters", 1, "--eval-interval", 3)
+
+
+def test_a_run_takes_its_process_groups_with_it(pretrain_here):
+    threads = []
+    for _ in range(2):
+        done(pretrain_here("--train-iters", 1, "--use-distributed-optimizer"))
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[1] == threads[0]
 
 
 def test_a_run_leaves_checkpoint_metrics_and_picture(pretrain_command, tmp_path):
@@ -77,3 +89,104 @@ def test_scripts_name_each_other(corpus, monkeypatch, capsys):
     assert "use pretrain_hybrid.py" in refused(
         Result(ended.value.code, "", capsys.readouterr().err)
     )
+
+
+def test_experts_in_more_layers_than_before(pretrain_here):
+    """Megatron-LM allocates its record of auxiliary losses for the layers of the first run."""
+    experts = ("--num-experts", 2, "--moe-ffn-hidden-size", 32, "--moe-aux-loss-coeff", 0.01,
+               "--moe-router-load-balancing-type", "aux_loss", "--train-iters", 1)  # fmt: skip
+    for layers in (1, 2):
+        done(pretrain_here(*experts, "--num-layers", layers))
+
+
+ALL_LAYERS = (*NVFP4, "--recipe-set", "bf16_blocks=none", "--train-iters", 2)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "is_same"),
+    [
+        pytest.param(LinearPrecision, "caches_weight", property(lambda call: False), True,
+                     marks=pytest.mark.slow),
+        # The comparison can fail.
+        (LayerState, "forget_weight", lambda state: None, False),
+    ],
+)  # fmt: skip
+def test_weights_are_kept_over_the_microbatches_of_a_step(
+    pretrain_here, memory, tmp_path, monkeypatch, owner, name, value, is_same
+):
+    """Losses are the same without a cache of quantized weights."""
+    if "kept" not in memory:
+        done(pretrain_here(*ALL_LAYERS, "--save", tmp_path / "kept"))
+        memory["kept"] = losses(tmp_path / "kept")
+    monkeypatch.setattr(owner, name, value)
+    done(pretrain_here(*ALL_LAYERS, "--save", tmp_path / "other"))
+    assert len(memory["kept"]) == 2
+    assert (losses(tmp_path / "other") == memory["kept"]) == is_same
+
+
+def test_swiglus_input_in_fp8(pretrain_here, tmp_path):
+    """Megatron-LM keeps it so, under recipes in local layers: gradients change, and only they."""
+    for name, more in (("plain", ()), ("stored", ("--activation-func-fp8-input-store",))):
+        done(pretrain_here(*NVFP4, "--train-iters", 2, *more, "--save", tmp_path / name))
+    (plain, second), (stored, other) = (
+        list(steps(tmp_path / name).values()) for name in ("plain", "stored")
+    )
+    assert stored[0] == plain[0] and other != second
+    assert stored[1] != plain[1] and stored[1] == pytest.approx(plain[1], rel=0.02)
+
+
+# -- validation ------------------------------------------------------------------------------------
+
+# With a rate of 0 all runs have the same weights.
+FROZEN = ("--train-iters", 2, "--lr", 0, "--eval-iters", 1, "--eval-interval", 1,
+          *ONE_MICROBATCH)  # fmt: skip
+RECIPES = {
+    "nvfp4": ("--fp4-recipe", "nvfp4", "--recipe-set", "bf16_blocks=none"),
+    "fp8-delayed": ("--precision-recipe", "fp8-delayed"),
+    "mxnorm": ("--precision-recipe", "mxfp8", "--mxnorm"),
+}
+
+
+def validation(pretrain_here, folder, *arguments) -> list[float]:
+    """Return the validation losses of a run."""
+    done(pretrain_here(*FROZEN, *arguments, "--save", folder))
+    return [line["validation_loss"] for line in metrics(folder) if "validation_loss" in line]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_validation_has_the_bits_of_a_run_without_a_recipe(pretrain_here, tmp_path, memory, name):
+    if "vanilla" not in memory:
+        memory["vanilla"] = validation(pretrain_here, tmp_path / "vanilla")
+    found = validation(pretrain_here, tmp_path / name, *RECIPES[name])
+    assert len(found) == 2 and found == memory["vanilla"]
+
+
+@pytest.mark.slow
+def test_two_ranks_validate_without_quantization(pretrain_ranks, tmp_path):
+    split = (*FROZEN, "--tensor-model-parallel-size", 2, "--sequence-parallel")
+    runs = {
+        name: (*split, *recipe, "--save", tmp_path / name)
+        for name, recipe in {"vanilla": (), **RECIPES}.items()
+    }
+    pretrain_ranks(runs)
+    found = {
+        name: [m["validation_loss"] for m in metrics(tmp_path / name) if "validation_loss" in m]
+        for name in runs
+    }
+    assert len(found["vanilla"]) == 2
+    assert all(losses == found["vanilla"] for losses in found.values())
+
+
+def test_validation_in_the_recipes_precision(pretrain_here, tmp_path):
+    default = validation(pretrain_here, tmp_path / "bf16", *RECIPES["nvfp4"])
+    asked = ("--eval-precision", "recipe")
+    quantized = validation(pretrain_here, tmp_path / "nvfp4", *RECIPES["nvfp4"], *asked)
+    assert default != quantized
+    assert default == pytest.approx(quantized, rel=2e-2)
+    assert steps(tmp_path / "bf16") == steps(tmp_path / "nvfp4")
+
+
+def test_the_start_says_which(pretrain_here, tmp_path):
+    for asked, line in (((), "nothing is quantized"), (("--eval-precision", "recipe"), "in the")):
+        result = pretrain_here(*RECIPES["nvfp4"], *asked, *ONE_MICROBATCH, "--train-iters", 1)
+        assert f"validation and test: {line}" in result.stdout

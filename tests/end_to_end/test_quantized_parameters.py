@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from stored_weights_run import in_bf16, recording
-from tiny_run import arguments_for, done, metrics, refused, saved_tensors, start_from, steps
+from tiny_run import arguments_for, done, metrics, saved_tensors, start_from, steps
 
 from megatron_lowbit.megatron.quantized_parameters import QuantizedParameters
 
@@ -121,9 +121,9 @@ def two_ranks(memory, corpus, run_ranks, tmp_path_factory):
             for kind, more in (("plain", ()), ("stored", (STORED,))):
                 extra = (*COMMON, *TWO_RANKS[name], *more, "--train-iters", 3)
                 job[kind] = arguments_for(corpus, (*extra, "--save", folder / kind))
-            (folder / "job.json").write_text(json.dumps(job))
-            script = Path(__file__).with_name("rank_in_bf16.py")
-            run_ranks(script, RANKS, folder / "job.json", timeout=100)
+            (folder / "stored.json").write_text(json.dumps(job))
+            script = Path(__file__).with_name("run_script.py")
+            run_ranks(script, RANKS, folder / "stored.json", timeout=100)
             assert not list(folder.glob("*.error"))
         return memory[name]
 
@@ -154,16 +154,3 @@ def test_codes_are_gathered_in_place_of_weights(two_ranks):
     whole = plain // 4
     assert whole == pytest.approx(2 * (LINEARS + OTHERS), rel=0.01)
     assert 2 * OTHERS + LINEARS * 9 / 16 < (stored - whole) / 3 < 0.7 * whole
-
-
-def test_wrong_arguments_are_refused(pretrain_here):
-    distributed = ("--bf16", "--use-distributed-optimizer", STORED, "--train-iters", 1)
-    for arguments, words in (
-        ((STORED, "--bf16", "--precision-recipe", "nvfp4"), "needs --use-distributed-optimizer"),
-        ((*distributed, "--precision-recipe", "fp8-delayed"), "each microbatch quantizes"),
-        ((*distributed, "--precision-recipe", "mxfp4-backward"), "in high precision"),
-        ((*distributed,), "needs a recipe"),
-        ((*distributed, "--precision-recipe", "mxfp8", "--mxnorm"), "excludes --mxnorm"),
-    ):
-        error = refused(pretrain_here(*arguments))
-        assert words in error and STORED in error, error

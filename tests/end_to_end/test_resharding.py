@@ -145,3 +145,31 @@ def test_context_parallelism_is_refused_in_one_line(runs, memory):
         message = (memory["refused"] / f"{REFUSED}.{rank}.error").read_text()
         assert "Context parallelism is only supported by TEDotProductAttention" in message
         assert "\n" not in message
+
+
+# Padded to 560 on one rank, 640 on two.
+VOCABULARY = 512
+PADDED = ("--num-layers", 1, "--make-vocab-size-divisible-by", 80, "--train-iters", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_padding_of_the_vocabulary_may_differ(pretrain_here, pretrain_ranks, tmp_path, optimizer):
+    model = (*PADDED, *OPTIMIZERS[optimizer])
+    done(pretrain_here(*model, "--save", tmp_path / "one"))
+    pretrain_ranks({"two": passed_on(tmp_path, model, "one", "two", TP2)})
+    done(pretrain_here(*passed_on(tmp_path, model, "two", "back", ())))
+    one, two, back = (content(tmp_path / name) for name in ("one", "two", "back"))
+    assert one.keys() == two.keys() == back.keys()
+    padded = 0
+    for key, tensor in one.items():
+        if not ("word_embeddings" in key or "output_layer" in key):
+            assert torch.equal(tensor, two[key])
+            assert torch.equal(tensor, back[key])
+            continue
+        padded += 1
+        assert (len(tensor), len(two[key]), len(back[key])) == (560, 640, 560)
+        for other in (two[key], back[key]):
+            assert torch.equal(other[:VOCABULARY], tensor[:VOCABULARY])
+    # Two matrices, each with two moments; the distributed optimizer keeps FP32 copies too.
+    assert padded in (6, 8)

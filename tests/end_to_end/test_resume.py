@@ -94,7 +94,7 @@ def test_one_process(train, pretrain_here, tmp_path, way):
 def test_another_process(train, pretrain_command, tmp_path):
     """The result does not depend on the state of a process."""
     way = "nvfp4 with dropout"
-    script = Path(__file__).with_name("one_run.py")
+    script = Path(__file__).with_name("run_script.py")
     done(pretrain_command(*WAYS[way], *rest(train(way), tmp_path / "rest"), script=script))
     check(tmp_path / "rest", train(way))
 

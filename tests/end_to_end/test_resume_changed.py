@@ -9,8 +9,8 @@ import pytest
 import torch
 from tiny_run import ONE_MICROBATCH, ROOT, done, metrics, refused, start_from
 
-from megatron_lowbit.data.corpus import preprocess
-from megatron_lowbit.data.dataset_writer import dataset_digest
+from megatron_lowbit.data.dataset import dataset_digest
+from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.common_state import read_common_state
 from megatron_lowbit.megatron.run_record import check_resumed

@@ -37,7 +37,7 @@ LENGTH = 16
 NVFP4 = ("--fp4-recipe", "nvfp4", "--hidden-dropout", 0.1, "--train-iters", LENGTH,
          "--save-interval", 1, *ONE_MICROBATCH)  # fmt: skip
 TWO_RANKS = ("--global-batch-size", 4)
-ALONE = Path(__file__).with_name("one_run.py")
+SCRIPT = Path(__file__).with_name("run_script.py")
 TORCHRUN = ("--standalone", "--monitor-interval", "0.1", "--max-restarts", "9",
             "--nproc-per-node", 2, ROOT / "pretrain_gpt.py")  # fmt: skip
 
@@ -46,7 +46,7 @@ TORCHRUN = ("--standalone", "--monitor-interval", "0.1", "--max-restarts", "9",
 def start(corpus, start_script):
     """Function that starts a run that prints to a file beside ``save``."""
 
-    def run(save: Path, *arguments: object, launcher: tuple = (ALONE,)) -> BaseProcess:
+    def run(save: Path, *arguments: object, launcher: tuple = (SCRIPT,)) -> BaseProcess:
         given = arguments_for(corpus, (*NVFP4, "--save", save, "--load", save, *arguments))
         save.parent.mkdir(parents=True, exist_ok=True)
         return start_script(*launcher, *given, output=printed_by(save))

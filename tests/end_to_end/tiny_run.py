@@ -21,7 +21,7 @@ import megatron_lowbit.megatron  # noqa: F401  before megatron
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megatron_lowbit.data.corpus import preprocess
+from megatron_lowbit.data.preprocess import preprocess
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import UserError, exit_on_user_error
 from megatron_lowbit.megatron import pretrain

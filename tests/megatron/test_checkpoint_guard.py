@@ -22,7 +22,7 @@ from megatron_lowbit.errors import UserError
 from megatron_lowbit.megatron.checkpoint_guard import CheckpointGuard, Recorder
 from megatron_lowbit.megatron.load_source import choose_checkpoint, verify_checkpoint
 from megatron_lowbit.megatron.metrics import MetricsWriter
-from megatron_lowbit.storage import files, replacement
+from megatron_lowbit.storage import files
 
 pytestmark = pytest.mark.usefixtures("single_process")
 
@@ -398,7 +398,7 @@ def test_an_older_checkpoint_goes_once_the_new_one_is_there(saved, save, ending)
     elif ending == "closed":
         recording.close()
     else:
-        replacement.settle_replaced(saved)
+        files.settle_replaced(saved)
     assert hidden(saved) == [] and not (path / "old").exists()
     assert is_recorded(path) == (ending != "killed")
     assert choose(saved)[0] == 2
@@ -421,7 +421,7 @@ def test_a_save_that_was_killed_leaves_the_older_checkpoint(saved, write_checkpo
         (path / files.METADATA).unlink()
     if left != "all but its configuration":
         assert f"a start with --save {saved} restores" in refusal(saved)
-    replacement.settle_replaced(saved)
+    files.settle_replaced(saved)
     assert capsys.readouterr().out == (
         f"{path}: put back, since a killed run did not finish its replacement\n"
     )
@@ -448,7 +448,7 @@ def test_two_saves_of_an_iteration_in_a_row(saved, save):
     save(recording, 3)
     (saved / "iter_0000003" / "second").write_text("")
     recording.begin_save(saved / "iter_0000003")
-    replacement.settle_replaced(saved)
+    files.settle_replaced(saved)
     assert (saved / "iter_0000003" / "second").exists()
     recording.close()
     assert choose(saved)[0] == 3

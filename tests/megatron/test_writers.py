@@ -13,7 +13,7 @@ import pytest
 from megatron_lowbit.analysis.comparison import read_contenders
 from megatron_lowbit.analysis.comparison_page import write_page
 from megatron_lowbit.analysis.loss_curve import plot_loss
-from megatron_lowbit.data import dataset_writer
+from megatron_lowbit.data import preprocess as preprocessing
 from megatron_lowbit.data.index_cache import building
 from megatron_lowbit.data.tokenizer import train_tokenizer
 from megatron_lowbit.errors import TrainingError, UserError
@@ -93,8 +93,8 @@ def study(folder: Path) -> None:
 
 
 def preprocess(folder: Path) -> None:
-    dataset_writer.check_targets(f"{folder}/data", [f"{folder}/data"])
-    with temporary_folder(dataset_writer.temporary_path(f"{folder}/data"), "place"):
+    preprocessing.check_targets(f"{folder}/data", [f"{folder}/data"])
+    with temporary_folder(preprocessing.temporary_path(f"{folder}/data"), "place"):
         pass
 
 
@@ -171,7 +171,7 @@ def test_only_replacing_and_a_few_named_places_open_files_to_write():
         for file in package.rglob("*.py")
     }
     assert {name: count for name, count in found.items() if count} == {
-        "folders.py": 1, "storage/lock.py": 3, "storage/replacement.py": 2,
+        "folders.py": 1, "storage/lock.py": 3, "storage/files.py": 2,
         "storage/resumable_output.py": 3, "data/index_cache.py": 1, "megatron/metrics.py": 1,
         "analysis/loss_curve.py": 1, "analysis/comparison_page.py": 1, "study/runner.py": 2,
         "study/sensitivity.py": 1, "checkpoints/hugging_face_files.py": 2,

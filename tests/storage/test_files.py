@@ -1,7 +1,7 @@
-"""Names and checksums of checkpoints in a folder."""
+"""Names and checksums of checkpoints in a folder; their replacement and deletion."""
 
-import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -50,31 +50,18 @@ def test_every_file_is_recorded(newest):
     assert not list(newest.glob("*.partial"))
 
 
-def test_the_documents_version_is_3(newest):
-    content = json.loads((newest / files.DOCUMENT).read_text())
-    assert content["format_version"] == files.FORMAT_VERSION == 3
-
-
 @pytest.mark.parametrize("name", FILES)
-def test_missing_file(newest, name):
-    (newest / name).unlink()
-    assert error_of_checking(newest) == f"{newest / name}: missing"
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_truncated_file(newest, name):
+def test_a_changed_cut_or_missing_file(newest, name):
     file = newest / name
+    for position in (0, None, -1):
+        turn_bit(file, position)
+        assert error_of_checking(newest) == f"{file}: its content differs from what was saved"
+        turn_bit(file, position)
     size = file.stat().st_size
     os.truncate(file, size - 1)
     assert error_of_checking(newest) == f"{file}: {size - 1} bytes instead of {size}"
-
-
-@pytest.mark.parametrize("position", [0, None, -1])
-@pytest.mark.parametrize("name", FILES)
-def test_one_bit_of_a_file(newest, name, position):
-    turn_bit(newest / name, position)
-    expected = f"{newest / name}: its content differs from what was saved"
-    assert error_of_checking(newest) == expected
+    file.unlink()
+    assert error_of_checking(newest) == f"{file}: missing"
 
 
 def test_only_the_named_files_are_read(newest):
@@ -95,16 +82,13 @@ def test_unreadable_file(newest, monkeypatch):
     assert error_of_checking(newest) == expected
 
 
-def test_document_changed(newest):
+def test_document_changed_or_missing(newest):
     file = newest / files.DOCUMENT
     size = (newest / SHARD).stat().st_size
     file.write_text(file.read_text().replace(str(size), str(size + 1)))
     assert error_of_checking(newest) == f"{file}: its content differs from what was saved"
-
-
-def test_document_or_folder_missing(newest):
-    (newest / files.DOCUMENT).unlink()
-    assert error_of_checking(newest) == f"{newest / files.DOCUMENT}: missing"
+    file.unlink()
+    assert error_of_checking(newest) == f"{file}: missing"
     shutil.rmtree(newest)
     assert error_of_checking(newest) == f"{newest}: missing"
 
@@ -157,6 +141,7 @@ def test_document_of_wrong_types_with_a_valid_digest(newest, recorded, problem):
 def test_document_of_another_version(newest, version):
     document = newest / files.DOCUMENT
     text = document.read_text()
+    assert files.FORMAT_VERSION == 3
     document.write_text(text.replace('"format_version": 3', f'"format_version": {version}'))
     expected = f"{document}: format_version {version}, but this version of megatron-lowbit reads 3"
     assert error_of_checking(newest) == expected
@@ -194,16 +179,14 @@ def test_a_tracker_without_an_iteration(saved, content):
         files.latest_iteration(saved)
 
 
-def test_a_tracker_of_other_bytes_is_refused(saved):
-    (saved / files.TRACKER).write_bytes(b"\xff\xfe" * 100)
+def test_a_tracker_that_is_no_text_or_a_folder(saved):
+    tracker = saved / files.TRACKER
+    tracker.write_bytes(b"\xff\xfe" * 100)
     with pytest.raises(UserError, match="is not an iteration") as caught:
         files.latest_iteration(saved)
     assert len(str(caught.value).replace(str(saved), "")) < 300
-
-
-def test_a_folder_in_the_place_of_a_tracker_is_refused(saved):
-    (saved / files.TRACKER).unlink()
-    (saved / files.TRACKER).mkdir()
+    tracker.unlink()
+    tracker.mkdir()
     for read in (files.latest_iteration, files.release):
         with pytest.raises(UserError, match=f"{files.TRACKER}: is no file"):
             read(saved)
@@ -282,4 +265,97 @@ def test_the_last_saved_of_a_run_that_went_back(saved):
         assert files.last_saved(saved) == 3
 
 
-# -- writing and deleting --------------------------------------------------------------------------
+# -- replacement and deletion ----------------------------------------------------------------------
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+def test_the_last_are_kept(saved):
+    for keep, left in ((9, [1, 2, 3]), (3, [1, 2, 3]), (2, [2, 3]), (1, [3])):
+        files.delete_older(saved, 3, keep)
+        assert names(saved) == {*(f"iter_000000{number}" for number in left), files.TRACKER}
+
+
+def test_only_complete_older_ones_are_deleted(saved, write_checkpoint):
+    (saved / "iter_0000003").rename(saved / "iter_0000009")
+    (saved / "iter_0000000").mkdir()
+    (saved / "iter_0000002" / "__0_0.distcp").unlink()
+    (saved / "iter_5").mkdir()
+    (saved / "iter_0000004").symlink_to(saved / "iter_0000009")
+    write_checkpoint(saved / "iter_0000005")
+    files.write_tracker(saved, 5)
+    files.delete_older(saved, 5, 1)
+    assert names(saved) == {
+        "iter_0000000", "iter_0000002", "iter_0000004", "iter_0000005", "iter_5", "iter_0000009",
+        files.TRACKER,
+    }  # fmt: skip
+
+
+def test_what_the_tracker_names_is_never_deleted(saved):
+    files.write_tracker(saved, 1)
+    files.delete_older(saved, 3, 1)
+    assert files.complete_iterations(saved) == [1, 3]
+    (saved / files.TRACKER).write_text("?")
+    with pytest.raises(UserError, match=re.escape(f"{saved / files.TRACKER}: '?' is not")):
+        files.delete_older(saved, 3, 1)
+
+
+def test_a_killed_deletion_leaves_no_half_checkpoint(saved, monkeypatch):
+    def die(path: Path, **_: object) -> None:
+        (path / files.DOCUMENT).unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", die)
+        with pytest.raises(KeyboardInterrupt):
+            files.delete_older(saved, 3, 2)
+    assert files.iterations(saved) == [2, 3]
+    assert (saved / ".iter_0000001.deleted").is_dir()
+    files.delete_older(saved, 3, 2)
+    assert names(saved) == {"iter_0000002", "iter_0000003", files.TRACKER}
+
+
+def test_a_failed_deletion_is_printed(saved, monkeypatch, capsys):
+    def refuse(*_: Path) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    files.delete_older(saved, 3, 2)
+    expected = f"cannot delete the older checkpoint {saved}/iter_0000001: Read-only file system\n"
+    assert capsys.readouterr().out == expected
+    assert files.complete_iterations(saved) == [1, 2, 3]
+
+
+def test_checkpoints_that_a_killed_run_did_not_finish_are_deleted(saved, capsys):
+    """Without ``.metadata`` nobody can read their shards."""
+    for number, names in (
+        (4, ["__0_0.distcp", "__1_0.distcp"]), (5, ["__0_0.distcp", ".metadata.tmp"]), (6, []),
+        (7, ["__0_0.distcp", "notes.txt"]), (8, ["mp_rank_00"]), (9, ["__0_0.distcp"]),
+        (10, ["__0_0.distcp", ".metadata"]), (11, ["__0_0.distcp", "lowbit.json"]),
+    ):  # fmt: skip
+        path = files.iteration_directory(saved, number)
+        path.mkdir()
+        for name in names:
+            (path / name).write_text("half")
+    (saved / "iter_0000012").symlink_to(saved / "iter_0000004")
+    (saved / "iter_5").mkdir()
+    files.write_tracker(saved, 9)
+    files.delete_unfinished(saved)
+    kept = (1, 2, 3, 7, 8, 9, 10, 11)
+    assert files.iterations(saved) == list(kept)
+    assert (saved / "iter_0000012").is_symlink() and (saved / "iter_5").is_dir()
+    assert capsys.readouterr().out.splitlines() == [
+        f"{saved}/iter_000000{number}: deleted, since a killed run did not finish it"
+        for number in (4, 5, 6)
+    ]
+
+
+def test_hidden_folders_of_other_names_stay(saved):
+    for name in (".iter_mine.deleted", ".iter_mine.replaced", "iter_mine", ".iter_5.deleted"):
+        (saved / name).mkdir()
+    before = names(saved)
+    (saved / ".iter_0000009.deleted").mkdir()
+    files.settle_replaced(saved)
+    assert names(saved) == before
