@@ -60,6 +60,15 @@ def require_type(name: str, value: object, kind: Any, wanted: str) -> None:
 
 
 @contextmanager
+def error_prefix(prefix: str) -> Iterator[None]:
+    """Turn a ValueError into a UserError whose message begins with the prefix."""
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(f"{prefix}{error}") from None
+
+
+@contextmanager
 def as_user_error(message: str) -> Iterator[None]:
     """Raise a UserError for whatever a library raises on a bad file, panics of its Rust code, too.
 

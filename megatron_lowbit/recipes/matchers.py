@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import SchemaError, SchemaValidator, core_schema
 
-from megatron_lowbit.recipes.strict_model import StrictModel
+from megatron_lowbit.recipes.yaml_reader import StrictModel
 
 KINDS = {"moe": "experts", "attention": "attention", "mamba": "mixer", "mlp": "mlp"}
 """Kinds of blocks, and the part of a module path that tells them; the first that fits."""
