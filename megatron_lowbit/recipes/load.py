@@ -25,15 +25,21 @@ MEGATRON_NAMES = {
 }
 """Megatron-LM's names of recipes where ours differ."""
 
+_FAMILY = "qat"
+"""The shipped file that holds several recipes, each by its name."""
+
 _GEMMS = {"forward": (Gemm.FPROP,), "backward": (Gemm.DGRAD, Gemm.WGRAD)}
 """GEMMs that each of two combined recipes gives."""
 
 
+@cache
 def shipped_recipes() -> dict[str, Any]:
-    """Return the YAML files of the recipes that come with the package, by name."""
+    """Return the YAML files of the recipes that come with the package, by name; one has several."""
     folder = files("megatron_lowbit.recipes") / "shipped"
-    entries = (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-    return {entry.name.removesuffix(".yaml"): entry for entry in sorted(entries, key=str)}
+    found = {e.name.removesuffix(".yaml"): e for e in folder.iterdir() if e.name.endswith(".yaml")}
+    family = found.pop(_FAMILY)
+    found |= dict.fromkeys(read_yaml(family.read_text("utf-8")), family)
+    return {name: found[name] for name in sorted(found, key="{}.yaml".format)}
 
 
 def load_recipe(name_or_path: str | PathLike[str], overrides: str | Sequence[str] = ()) -> Recipe:
@@ -271,6 +277,8 @@ def _read(name_or_path: str) -> tuple[Any, str]:
     text = read_text(entry, f"recipe file {name_or_path}")
     with error_prefix(f"{entry.name}: not YAML of a recipe: "):
         raw = read_yaml(text)
+    if entry.name == f"{_FAMILY}.yaml" and name_or_path in raw:
+        return {"name": name_or_path} | raw[name_or_path], f"{name_or_path}.yaml"
     if isinstance(raw, dict) and isinstance(names := raw.get("formats"), list):
         # Files of formats lie beside the recipe, wherever the run starts.
         folder = entry.parent.absolute()
