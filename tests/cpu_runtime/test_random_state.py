@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_lowbit.cpu_runtime.random_state import with_seed
+from megatron_lowbit.cpu_runtime.megatron_patches import with_seed
 
 
 @pytest.fixture(autouse=True)

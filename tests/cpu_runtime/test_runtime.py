@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from megatron_lowbit.cpu_runtime.random_state import with_own_generator
+from megatron_lowbit.cpu_runtime.megatron_patches import with_own_generator
 from megatron_lowbit.megatron.random_key import set_microbatch_key
 
 # isort: split
