@@ -122,17 +122,11 @@ class Entries:
 
     def strings(self, key: str) -> list[str]:
         """Return a list of strings; an empty one by default."""
-        value = self._value(key, [])
-        if not (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
-            raise self._error(key, value, "a list of strings")
-        return value
+        return self._list_of(str, key, "strings")
 
     def integers(self, key: str) -> list[int]:
         """Return a list of integers; an empty one by default."""
-        value = self._value(key, [])
-        if not (isinstance(value, list) and all(type(entry) is int for entry in value)):
-            raise self._error(key, value, "a list of integers")
-        return value
+        return self._list_of(int, key, "integers")
 
     def inner(self, key: str) -> "Entries":
         """Return the entries of an object; one without entries by default."""
@@ -153,6 +147,12 @@ class Entries:
         value = self._value(key, default)
         if not isinstance(value, wanted):
             raise self._error(key, value, good)
+        return value
+
+    def _list_of(self, wanted: type[_Kind], key: str, name: str) -> list[_Kind]:
+        value = self._value(key, [])
+        if not (isinstance(value, list) and all(type(entry) is wanted for entry in value)):
+            raise self._error(key, value, f"a list of {name}")
         return value
 
     def _value(self, key: str, default: Any) -> Any:
