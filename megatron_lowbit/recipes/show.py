@@ -142,15 +142,6 @@ class _Group(NamedTuple):
     normalized: bool  # MXNorm makes the input
 
 
-class _Row(NamedTuple):
-    """Format of one operand of a GEMM, or something that concerns ``both`` of them."""
-
-    gemm: str
-    operand: str
-    format: str
-    bits: str
-
-
 def precision_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = False) -> Table:
     """Return a table with one row for all layers that a matcher gives the same precision.
 
@@ -167,9 +158,9 @@ def precision_table(recipe: Recipe, layers: Sequence[Layer], mxnorm: bool = Fals
             for line in (f"{group.matcher}, blocks {blocks}:", *(f" {name}" for name in names))
         ]
         rows = [
-            row if number == 0 else row._replace(gemm="")
-            for _, of_gemm in groupby(_rows(group), lambda row: row.gemm)
-            for number, row in enumerate(of_gemm)
+            (gemm if number == 0 else "", *rest)
+            for gemm, of_gemm in groupby(_rows(group), lambda row: row[0])
+            for number, (_, *rest) in enumerate(of_gemm)
         ]
         table.add_row("\n".join(label), *map("\n".join, zip(*rows, strict=True)))
         table.add_section()
@@ -224,16 +215,17 @@ def _groups(
     return groups
 
 
-def _rows(group: _Group) -> Iterator[_Row]:
+def _rows(group: _Group) -> Iterator[tuple[str, str, str, str]]:
+    """Yield the ``_COLUMNS`` of each operand, and of what concerns both operands of a GEMM."""
     for gemm, precision in group.precision.gemms.items():
         for role, quantizer, bits in zip(
             GEMM_ROLES[gemm], precision.sides, _bits(precision), strict=True
         ):
-            yield _Row(gemm, role, side(quantizer), f"{bits:.4g}")
+            yield gemm, role, side(quantizer), f"{bits:.4g}"
         for shared in precision.extras():
-            yield _Row(gemm, "both", shared, "")
+            yield gemm, "both", shared, ""
         if group.normalized and gemm == Gemm.FPROP:
-            yield _Row(gemm, "input", "of MXNorm", "")
+            yield gemm, "input", "of MXNorm", ""
 
 
 def _bits(precision: GemmPrecision) -> list[float]:

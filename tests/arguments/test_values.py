@@ -221,11 +221,15 @@ def command_lines(draw: st.DrawFn, flags: list[str]) -> list[str]:
     return argv
 
 
-def fuzzed(parser, examples: int) -> None:
+@pytest.mark.parametrize("examples", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_any_command_line_is_accepted_or_refused_in_one_line(
+    parser, tmp_path, monkeypatch, examples
+):
     exits = {"-h", "--help", "--print-completion"}
     # Folders would be made, and files of any name read.
     paths = {"--save", "--tensorboard-dir", "--wandb-save-dir", "--wandb-project"}
     flags = sorted(set(parser._option_string_actions) - exits - paths)
+    monkeypatch.chdir(tmp_path)
 
     @settings(max_examples=examples)
     @given(command_lines(flags))
@@ -233,17 +237,6 @@ def fuzzed(parser, examples: int) -> None:
         refusal(argv)
 
     run()
-
-
-def test_any_command_line_is_accepted_or_refused_in_one_line(parser, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fuzzed(parser, 40)
-
-
-@pytest.mark.slow
-def test_many_command_lines(parser, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fuzzed(parser, 500)
 
 
 @pytest.mark.slow
