@@ -92,12 +92,12 @@ def _verify_arguments(path: Path) -> None:
     files.check_files(path, recorded, read)
 
 
-def _check_taken(taken: Mapping[str, Any], place: str) -> None:
+def _check_taken(taken: Mapping[str, Any], source: str) -> None:
     """Check arguments of a checkpoint as those of a command line.
 
     Args:
         taken: values by name that differ from the command line's.
-        place: the checkpoint, for errors.
+        source: the checkpoint, for errors.
 
     Raises:
         UserError: a value is outside its argument's range, or names a module to import.
@@ -107,7 +107,7 @@ def _check_taken(taken: Mapping[str, Any], place: str) -> None:
     parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     actions = {action.dest: action for action in parser._actions}
     for name, value in taken.items():
-        text = f"{place}: {name} {reprlib.repr(value)}"
+        text = f"{source}: {name} {reprlib.repr(value)}"
         require(
             name != "spec",
             f"{text}: names Python code to import; give the same --spec if you trust that code",

@@ -36,10 +36,11 @@ _GEMMS = {"forward": (Gemm.FPROP,), "backward": (Gemm.DGRAD, Gemm.WGRAD)}
 def shipped_recipes() -> dict[str, Any]:
     """Return the YAML files of the recipes that come with the package, by name; one has several."""
     folder = files("megatron_lowbit.recipes") / "shipped"
-    found = {e.name.removesuffix(".yaml"): e for e in folder.iterdir() if e.name.endswith(".yaml")}
-    family = found.pop(_FAMILY)
-    found |= dict.fromkeys(read_yaml(family.read_text("utf-8")), family)
-    return {name: found[name] for name in sorted(found, key="{}.yaml".format)}
+    yaml_files = [file for file in folder.iterdir() if file.name.endswith(".yaml")]
+    recipes = {file.name.removesuffix(".yaml"): file for file in yaml_files}
+    family = recipes.pop(_FAMILY)
+    recipes |= dict.fromkeys(read_yaml(family.read_text("utf-8")), family)
+    return {name: recipes[name] for name in sorted(recipes, key="{}.yaml".format)}
 
 
 def load_recipe(name_or_path: str | PathLike[str], overrides: str | Sequence[str] = ()) -> Recipe:

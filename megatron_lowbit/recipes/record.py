@@ -66,38 +66,38 @@ def name_of(record: Record) -> str:
     return f"recipe {'+'.join(map(str, names))}" if names else record["megatron_lm"] or "no recipe"
 
 
-def recipe_from(record: Record, place: str) -> Recipe:
+def recipe_from(record: Record, source: str) -> Recipe:
     """Return the recipe of a record that has one; raise UserError where its text is none.
 
     Files of formats are read again; see ``refuse_format_files`` for records of others.
     """
-    return _build(*_read(record), place)
+    return _build(*_read(record), source)
 
 
-def checked(record: Any, place: str) -> Record:
-    """Return a record that a file holds; raise UserError that names the place if it is none."""
+def checked(record: Any, source: str) -> Record:
+    """Return a record that a file holds; raise UserError that names the source if it is none."""
     try:
         known = _Entries.model_validate(record).model_dump()
     except ValidationError as error:
-        raise UserError(f"{place}: {first_error(error)}") from None
-    with error_prefix(f"{place}: "):
+        raise UserError(f"{source}: {first_error(error)}") from None
+    with error_prefix(f"{source}: "):
         recipes, targets = _read(known)
     mappings = all(isinstance(raw, dict) for raw in (*recipes, *targets.values()))
-    require(mappings, f"{place}: holds no mapping")
+    require(mappings, f"{source}: holds no mapping")
     return known
 
 
-def difference(own: Record, saved: Record) -> str | None:
+def difference(current: Record, saved: Record) -> str | None:
     """Return what differs between two runs' records, as a part of a line; None for nothing.
 
     Names, descriptions, comments and defaults do not count.
     """
-    if _meaning(own) == _meaning(saved):
+    if _meaning(current) == _meaning(saved):
         return None
-    names = name_of(own), name_of(saved)
+    names = name_of(current), name_of(saved)
     if names[0] != names[1]:
         return f"{names[0]} instead of {names[1]}"
-    new, old = dict(_fields(own)), dict(_fields(saved))
+    new, old = dict(_fields(current)), dict(_fields(saved))
     changed = [key for key in {**new, **old} if new.get(key, _ABSENT) != old.get(key, _ABSENT)]
     if not changed:
         return f"{names[0]} with another order of matchers"
@@ -113,12 +113,12 @@ def _read(record: Record) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any
     return [read_yaml(text) for text in record["recipes"]], targets
 
 
-def _build(raws: list[dict[str, Any]], targets: dict[str, Any], place: str) -> Recipe:
+def _build(raws: list[dict[str, Any]], targets: dict[str, Any], source: str) -> Recipe:
     def load(name: str) -> Recipe:
-        source = f"{place}: {name}"
-        return parse_recipe(targets.get(name), source).build(source, None)
+        target = f"{source}: {name}"
+        return parse_recipe(targets.get(name), target).build(target, None)
 
-    sides = (parse_recipe(raw, place).build(place, load) for raw in (raws[0], raws[-1]))
+    sides = (parse_recipe(raw, source).build(source, load) for raw in (raws[0], raws[-1]))
     return combine(*sides)
 
 

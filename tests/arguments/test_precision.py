@@ -174,17 +174,21 @@ def test_delayed_scaling_keeps_its_history(choose, line, length):
     assert precision.wgrad == HIGH_PRECISION.wgrad
 
 
+FIRST, START, END = (
+    "--first-last-layers-bf16", "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16",
+)  # fmt: skip
+
+
+def high_blocks(choice: Choice) -> list[int]:
+    recipe = load(choice)
+    return [block for block in range(4) if precision_of_block(recipe, block) == HIGH_PRECISION]
+
+
 @pytest.mark.parametrize(
     ("line", "high"),
     [
-        ("", []),
-        ("--num-layers-at-start-in-bf16 2", []),
-        ("--first-last-layers-bf16", [0, 3]),
-        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0", [3]),
-        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
-         "--num-layers-at-end-in-bf16 0", []),
-        ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 2 "
-         "--num-layers-at-end-in-bf16 1", [0, 1, 3]),
+        ("", []), (f"{START} 2", []), (FIRST, [0, 3]), (f"{FIRST} {START} 0", [3]),
+        (f"{FIRST} {START} 0 {END} 0", []), (f"{FIRST} {START} 2 {END} 1", [0, 1, 3]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -196,43 +200,27 @@ def test_delayed_scaling_keeps_its_history(choose, line, length):
     ],
 )
 def test_first_and_last_blocks_stay_in_bf16_as_asked(choose, formats, line, high):
-    recipe = load(choose(f"{formats} {line}", CPU))
-    found = [b for b in range(4) if precision_of_block(recipe, b) == HIGH_PRECISION]
-    assert found == high
-
-
-def test_first_and_last_blocks_of_a_named_recipe(choose):
-    assert choose("--fp4-recipe nvfp4", CPU).overrides == []
-    found = choose("--fp8-recipe fp8-tile --fp4-recipe nvfp4 --first-last-layers-bf16", CPU)
-    recipe = load(found)
-    high = [precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4)]
-    assert high == [True, False, False, True]
-
-
-@pytest.mark.parametrize("named", ["--fp4-recipe", "--precision-recipe"])
-@pytest.mark.parametrize("name", ["nvfp4", "fp8-tile"])
-def test_the_same_blocks_however_a_recipe_is_named(choose, named, name):
-    line = "--first-last-layers-bf16 --num-layers-at-start-in-bf16 0 --num-layers-at-end-in-bf16 2"
-    recipe = load(choose(f"{named} {name} {line}", CPU))
-    high = [precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4)]
-    assert high == [False, False, True, True]
+    assert high_blocks(choose(f"{formats} {line}", CPU)) == high
 
 
 @pytest.mark.parametrize(
-    "line",
+    ("line", "high"),
     [
-        "--precision-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0 "
-        "--num-layers-at-end-in-bf16 0",
-        "--fp4-format e2m1",
+        (f"--fp8-recipe fp8-tile --fp4-recipe nvfp4 {FIRST}", [0, 3]),
+        *((f"{named} {name} {FIRST} {START} 0 {END} 2", [2, 3])
+          for named in ("--fp4-recipe", "--precision-recipe") for name in ("nvfp4", "fp8-tile")),
+        # Two arguments remove them.
+        (f"--precision-recipe nvfp4 {FIRST} {START} 0 {END} 0 --recipe-set bf16_blocks=none", []),
+        ("--fp4-format e2m1 --recipe-set bf16_blocks=none", []),
     ],
-)
-def test_blocks_that_two_arguments_remove(choose, line):
-    recipe = load(choose(f"{line} --recipe-set bf16_blocks=none", CPU))
-    assert not any(precision_of_block(recipe, block) == HIGH_PRECISION for block in range(4))
+)  # fmt: skip
+def test_first_and_last_blocks_of_a_recipe(choose, line, high):
+    assert high_blocks(choose(line, CPU)) == high
 
 
-def test_a_recipe_that_quantizes_nothing_needs_no_blocks(choose):
-    assert choose("--precision-recipe bf16 --first-last-layers-bf16", CPU).overrides == []
+def test_recipes_whose_blocks_are_not_changed(choose):
+    assert choose("--fp4-recipe nvfp4", CPU).overrides == []
+    assert choose(f"--precision-recipe bf16 {FIRST}", CPU).overrides == []
 
 
 @pytest.mark.parametrize(
