@@ -36,7 +36,7 @@ def parser():
 def quick(parser):
     """Build the parser once, and restore the environment."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arguments, "front_parser", lambda: parser)
+        patch.setattr("megatron_lowbit.arguments.parse.front_parser", lambda: parser)
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         arguments.parse_arguments(TINY)  # Megatron-LM imports much of itself only now.
         unset_global_variables()
