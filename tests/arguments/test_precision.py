@@ -24,7 +24,7 @@ BLACKWELL = Machine((10, 0), transformer_engine=True)
 
 
 class Choice(NamedTuple):
-    """What a command line became."""
+    """Recipes, words and lines that a command line became."""
 
     recipes: list[str]
     overrides: list[str]
